@@ -1,0 +1,35 @@
+# make demo    compare five optimisers on handwritten digits
+# make test    lint, types, every test
+# make papers  only the checks of every algorithm against its paper, one line each
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test papers clean
+
+demo: $(VENV)/.installed
+	$(BIN)/lamina compare experiments/demo.toml
+
+test: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --cov=lamina --cov-report=term:skip-covered
+	$(BIN)/coverage report --include='*/lamina/algorithms/*' --fail-under=100
+
+papers: $(VENV)/.installed
+	$(BIN)/pytest -v tests/test_papers.py
+
+# torch is pinned by constraints.txt; the package itself accepts a range
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lamina needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

@@ -1,0 +1,82 @@
+"""All algorithms. `create` makes one by name; `registry` lists them with their cards."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from lamina.algorithms.contract import Algorithm, Card, check_option_names, options, registry
+from lamina.algorithms.fedadam import FedAdam
+from lamina.algorithms.fedadam_star import FedAdamStar
+from lamina.algorithms.fedams import FedAms
+from lamina.algorithms.fedavg import FedAvg
+from lamina.algorithms.fedcm import FedCM
+from lamina.algorithms.fedlada import FedLada
+from lamina.algorithms.fedlada_lamb import FedLadaLamb
+from lamina.algorithms.fedlamb import FedLamb
+from lamina.algorithms.fedprox import FedProx
+from lamina.algorithms.localadam import LocalAdam
+from lamina.algorithms.mime import Mime
+from lamina.algorithms.mimelamb import MimeLamb
+from lamina.algorithms.scaffold import Scaffold
+from lamina.errors import BadInput, unknown
+
+__all__ = [
+    "Algorithm",
+    "Card",
+    "FedAdam",
+    "FedAdamStar",
+    "FedAms",
+    "FedAvg",
+    "FedCM",
+    "FedLada",
+    "FedLadaLamb",
+    "FedLamb",
+    "FedProx",
+    "LocalAdam",
+    "Mime",
+    "MimeLamb",
+    "Scaffold",
+    "create",
+    "find",
+    "options",
+    "registry",
+]
+
+
+def find(name: str) -> type[Algorithm]:
+    """The algorithm class of that name; ``package.module:Class`` finds one of your own.
+
+    >>> find("fedlamb").card.title
+    'Fed-LAMB'
+    """
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise BadInput(f"cannot load the algorithm '{name}': {error}") from error
+        if not (isinstance(found, type) and issubclass(found, Algorithm)):
+            raise BadInput(f"'{name}' is not an algorithm class: decorate it with @lamina.algorithm")
+        return found
+    if name not in registry():
+        raise unknown("algorithm", name, registry())
+    return registry()[name]
+
+
+def create(name: str, preset: str | None = None, **given: Any) -> Algorithm:
+    """Make an algorithm by name, from its defaults, an optional preset, and options that override both.
+
+    >>> create("fedlamb", decay=0.01).decay
+    0.01
+    """
+    cls = find(name)
+    chosen: dict[str, Any] = {}
+    if preset is not None:
+        if preset not in cls.card.presets:
+            known = cls.card.presets
+            raise unknown(f"preset of {name}", preset, known) if known else BadInput(f"{name} has no presets")
+        chosen.update(cls.card.presets[preset])
+    chosen.update(given)
+    check_option_names(cls, chosen)
+    return cls(**chosen)

@@ -1,0 +1,77 @@
+"""FedCM: every local step is mixed with the direction the server moved in the last round.
+
+Xu et al. 2021, "FedCM: federated learning with client-level momentum".
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from lamina.algorithms.contract import (
+    Algorithm,
+    Displacement,
+    Info,
+    LocalModel,
+    Nothing,
+    Number,
+    algorithm,
+    hyper,
+    zeros,
+)
+from lamina.algorithms.primitives import add_l2, clip_by_norm, descend
+from lamina.layers import Layers
+
+
+class Server(NamedTuple):
+    """The model and the mean step of the last round; both are broadcast."""
+
+    x: Tensor
+    momentum: Tensor
+
+
+@algorithm(
+    "fedcm",
+    title="FedCM",
+    reference="Xu et al. 2021",
+    lr=0.1,
+    paper_cost=2,
+    presets={
+        "fedlada_paper": {"decay": 1e-3},
+        # The public simulator of FedLADA's first author: decay outside the mix, the mix clipped at norm 10.
+        "fl_simulator": {"decay": 1e-3, "decay_form": "decoupled", "clip_mix": 10.0},
+    },
+)
+class FedCM(Algorithm):
+    """y <- y - lr (alpha g + (1 - alpha) Delta)."""
+
+    alpha: Number = hyper(
+        0.1, "alpha, weight of the client's own gradient; 1 is FedAvg", low=0.0, high=1.0, open_low=True
+    )
+    clip_mix: Number = hyper(float("inf"), "largest norm of the mixed direction", low=0.0, open_low=True)
+    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
+    decay_form: Literal["l2", "decoupled"] = hyper("l2", "inside g, or outside the mix")
+
+    def init(self, x: Tensor) -> Server:
+        return Server(x, momentum=zeros(x))
+
+    def broadcast(self, server: Server, info: Info) -> Server:
+        return server
+
+    def begin(self, down: Server, client: Nothing, info: Info) -> LocalModel:
+        return LocalModel(down.x)
+
+    def step(self, local: LocalModel, down: Server, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
+        g = add_l2(grad, local.y, self)
+        mix = self.alpha * g + (1 - self.alpha) * down.momentum
+        if isinstance(self.clip_mix, Tensor) or self.clip_mix != float("inf"):
+            mix = clip_by_norm(mix, self.clip_mix)
+        return LocalModel(descend(local.y, mix, lr, self))
+
+    def finish(self, local: LocalModel, down: Server, client: Nothing, info: Info) -> tuple[Displacement, Nothing]:
+        return Displacement(local.y - down.x), client
+
+    def update(self, server: Server, up: Displacement, info: Info) -> Server:
+        return Server(server.x + self.server_lr * up.delta, momentum=-up.delta / (info.lr * info.steps))

@@ -1,0 +1,92 @@
+"""FedLADA: local AMSGrad, amended by the mean step of the last round; the second moment is averaged.
+
+Sun et al. 2023, "Efficient federated learning via local adaptive amended optimizer with linear speedup",
+Algorithm 3 ("l." below), read as in B1 to B10: K steps, v seeded from the server, g_a of line 18 broadcast.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from lamina.algorithms.contract import Algorithm, Info, Nothing, Number, algorithm, hyper, zeros
+from lamina.algorithms.primitives import add_l2, amsgrad, descend, precondition
+from lamina.layers import Layers
+
+
+class Server(NamedTuple):
+    """The model, the second moment and the mean amended step of the last round; all three are broadcast (B6)."""
+
+    x: Tensor
+    v: Tensor
+    g_a: Tensor
+
+
+class Local(NamedTuple):
+    """The local model and AMSGrad's moments."""
+
+    y: Tensor
+    m: Tensor
+    v: Tensor
+    v_hat: Tensor
+
+
+class Up(NamedTuple):
+    """The displacement, the maximum second moment and, on request, the client's own mean step (B9)."""
+
+    delta: Tensor
+    v_hat: Tensor
+    mean_step: Tensor | None
+
+
+@algorithm(
+    "fedlada",
+    title="FedLADA",
+    reference="Sun et al. 2023, Alg. 3",
+    lr=1e-3,
+    paper_cost=2,
+    presets={"cifar10": {"alpha": 0.1}, "cifar100": {"alpha": 0.05}, "tinyimagenet": {"alpha": 0.05}},
+)
+class FedLada(Algorithm):
+    """Local AMSGrad mixed with the global direction."""
+
+    alpha: Number = hyper(
+        0.1, "alpha, weight of the local adaptive step; 1 is LocalAdam", low=0.0, high=1.0, open_low=True
+    )
+    beta1: Number = hyper(0.9, "beta_1, decay rate of the momentum", low=0.0, high=1.0)
+    beta2: Number = hyper(0.99, "beta_2, decay rate of the second moment", low=0.0, high=1.0)
+    v_init: Number = hyper(1e-16, "v^0 = epsilon_v^2, the second moment before round 1 (B4)", low=0.0)
+    v_seed: Literal["server", "zero"] = hyper("server", "v_{i,0}: the server's v, or 0 (B3)")
+    amendment: Literal["mean_steps", "per_client"] = hyper(
+        "mean_steps", "unequal K_i: divide by mean K, or by own K_i (B9)"
+    )
+    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    decay: Number = hyper(1e-2, "lambda, weight decay", low=0.0)
+    decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts (B10)")
+
+    def init(self, x: Tensor) -> Server:
+        return Server(x, v=zeros(x) + self.v_init, g_a=zeros(x))
+
+    def broadcast(self, server: Server, info: Info) -> Server:
+        return server  # l.4, B6
+
+    def begin(self, down: Server, client: Nothing, info: Info) -> Local:
+        v = down.v if self.v_seed == "server" else zeros(down.v)  # B3
+        return Local(down.x, m=zeros(down.x), v=v, v_hat=down.v)  # l.5
+
+    def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
+        g = add_l2(grad, local.y, self)
+        m, v, v_hat = amsgrad(local.m, local.v, local.v_hat, g, self.beta1, self.beta2)  # l.8-10
+        direction = self.alpha * precondition(m, v_hat) + (1 - self.alpha) * down.g_a  # l.11-12
+        return Local(descend(local.y, direction, lr, self), m, v, v_hat)
+
+    def finish(self, local: Local, down: Server, client: Nothing, info: Info) -> tuple[Up, Nothing]:
+        delta = local.y - down.x
+        mean_step = -delta / (info.lr * info.steps) if self.amendment == "per_client" else None  # B9
+        return Up(delta, local.v_hat, mean_step), client  # l.14
+
+    def update(self, server: Server, up: Up, info: Info) -> Server:
+        x = server.x + self.server_lr * up.delta  # l.17
+        mean_step = -up.delta / (info.lr * info.steps) if up.mean_step is None else up.mean_step
+        return Server(x, v=up.v_hat, g_a=mean_step)  # l.16; l.18, where eta_g cancels

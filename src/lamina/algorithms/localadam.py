@@ -1,0 +1,76 @@
+"""LocalAdam: local AMSGrad with an averaged second moment; FedLADA without its amendment.
+
+Sun et al. 2023, Algorithm 2 and Tables 3, 5, 11, read as in B1 and B13: the second moment is synchronised
+(``sync=False`` gives Algorithm 2 as printed, where nothing but the model travels).
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from lamina.algorithms.contract import Algorithm, Info, Nothing, Number, algorithm, hyper, zeros
+from lamina.algorithms.primitives import add_l2, amsgrad, descend, precondition
+from lamina.layers import Layers
+
+
+class Server(NamedTuple):
+    """The model and, if synchronised, the second moment; both are broadcast."""
+
+    x: Tensor
+    v: Tensor | None
+
+
+class Local(NamedTuple):
+    """The local model and AMSGrad's moments."""
+
+    y: Tensor
+    m: Tensor
+    v: Tensor
+    v_hat: Tensor
+
+
+class Up(NamedTuple):
+    """The displacement and, if synchronised, the second moment the client divided by last."""
+
+    delta: Tensor
+    v_hat: Tensor | None
+
+
+@algorithm("localadam", title="LocalAdam", reference="Sun et al. 2023, Alg. 2", lr=1e-3, paper_cost=2)
+class LocalAdam(Algorithm):
+    """Local AMSGrad and averaging."""
+
+    beta1: Number = hyper(0.9, "beta_1, decay rate of the momentum", low=0.0, high=1.0)
+    beta2: Number = hyper(0.99, "beta_2, decay rate of the second moment", low=0.0, high=1.0)
+    v_init: Number = hyper(1e-16, "v^0 = epsilon_v^2, the second moment before round 1 (B4)", low=0.0)
+    v_seed: Literal["server", "zero"] = hyper("server", "v_{i,0}: the server's v, or 0 (B3)")
+    sync: bool = hyper(True, "average the second moment over the clients (B13)")
+    amsgrad: bool = hyper(True, "divide by the running maximum of v")
+    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    decay: Number = hyper(1e-2, "lambda, weight decay", low=0.0)
+    decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts (B10)")
+
+    def init(self, x: Tensor) -> Server:
+        return Server(x, v=zeros(x) + self.v_init if self.sync else None)
+
+    def broadcast(self, server: Server, info: Info) -> Server:
+        return server  # l.4
+
+    def begin(self, down: Server, client: Nothing, info: Info) -> Local:
+        v_start = zeros(down.x) + self.v_init if down.v is None else down.v
+        v = v_start if self.v_seed == "server" else zeros(down.x)
+        return Local(down.x, m=zeros(down.x), v=v, v_hat=v_start)
+
+    def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
+        g = add_l2(grad, local.y, self)
+        m, v, v_hat = amsgrad(local.m, local.v, local.v_hat, g, self.beta1, self.beta2)  # l.7-9
+        v_hat = v_hat if self.amsgrad else v
+        return Local(descend(local.y, precondition(m, v_hat), lr, self), m, v, v_hat)  # l.10
+
+    def finish(self, local: Local, down: Server, client: Nothing, info: Info) -> tuple[Up, Nothing]:
+        return Up(local.y - down.x, local.v_hat if self.sync else None), client  # l.12, B13
+
+    def update(self, server: Server, up: Up, info: Info) -> Server:
+        return Server(server.x + self.server_lr * up.delta, v=up.v_hat)  # l.14-15

@@ -1,0 +1,63 @@
+"""Mime-LAMB: Mime with a step that is normalised layer by layer.
+
+Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1 ("l." below),
+red boxes. Readings of the text: A5, A6, A10 to A14, A16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from lamina.algorithms import mime, moments
+from lamina.algorithms.contract import Algorithm, Info, Needs, Number, algorithm
+from lamina.algorithms.mime import Down, MimeOptions, Server, Up
+from lamina.algorithms.moments import Client, Local
+from lamina.algorithms.primitives import LayerwiseOptions, add_l2, add_ratio_decay, descend, layerwise, trust_ratio
+from lamina.layers import Layers
+
+
+@algorithm(
+    "mimelamb", title="Mime-LAMB", reference="Karimi, Li & Li, Alg. 1", lr=0.01, paper_cost=2, presets=mime.PRESETS
+)
+class MimeLamb(LayerwiseOptions, MimeOptions, Algorithm):
+    """Mime, every layer's step scaled to the norm of the layer."""
+
+    def init(self, x: Tensor) -> Server:
+        return mime.init(self, x)
+
+    def client_init(self, x: Tensor) -> Client:
+        return moments.client_init(self, x)
+
+    def broadcast(self, server: Server, info: Info) -> Down:
+        return Down(server.x, server.v_hat, server.m, info.full_gradient if self.control_variate else None)
+
+    def begin(self, down: Down, client: Client, info: Info) -> Local:
+        return moments.begin(self, down.x, client, down.m)  # l.6
+
+    def step(self, local: Local, down: Down, grad: Tensor, lr: Number, layers: Layers) -> Local:
+        moved = moments.advance(self, local, add_l2(mime.gradient(self, grad, down), local.y, self))  # l.10
+        u = self._u(moved, down, layers)  # l.12
+        kept = local if self.momentum == "server" else moved  # A14
+        return kept._replace(y=descend(local.y, layerwise(local.y, u, self, layers), lr, self))  # l.13, eq. 3
+
+    def _u(self, local: Local, down: Down, layers: Layers) -> Tensor:
+        """psi_k + lambda y_{k-1}, the update before it is normalised."""
+        return add_ratio_decay(moments.psi(self, local, down.v_hat), local.y, self, layers)
+
+    def trust_ratios(self, local: Local, down: Down, layers: Layers) -> Tensor:
+        return trust_ratio(local.y, self._u(local, down, layers), self, layers)
+
+    def finish(self, local: Local, down: Down, client: Client, info: Info) -> tuple[Up, Client]:
+        m = local.m if self.momentum == "average" else None
+        return Up(local.y - down.x, info.full_gradient, m), moments.keep(self, local, info)  # l.15, l.17
+
+    def update(self, server: Server, up: Up, info: Info) -> Server:
+        return mime.update(self, server, up)  # l.19, l.21-23
+
+    def needs(self, round: int) -> Needs:
+        return Needs(moments.is_sync(self, round), self.control_variate)
+
+    def down_versions(self, round: int) -> Mapping[str, int]:
+        return moments.versions(self, round, *(("v_hat", "m") if self.momentum == "server" else ("v_hat",)))

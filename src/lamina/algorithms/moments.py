@@ -1,0 +1,167 @@
+"""Local AMSGrad as Fed-AMS, Fed-LAMB, Mime and Mime-LAMB share it: options, starting points, what a client keeps.
+
+The four methods differ in where the global second moment comes from and in the step. Here is what they have in
+common word for word, with the readings of the text that the register names (A2 to A6, A16). Line numbers are
+those of Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.algorithms.contract import Info, Number, hyper, zeros
+from lamina.algorithms.primitives import ema, precondition
+
+
+@dataclass(frozen=True, eq=False)
+class MomentOptions:
+    """Options of all four methods."""
+
+    beta1: Number = hyper(0.9, "beta_1, decay rate of the momentum", low=0.0, high=1.0)
+    beta2: Number = hyper(0.999, "beta_2, decay rate of the second moment", low=0.0, high=1.0)
+    v_init: Number = hyper(1e-6, "epsilon, the second moment before round 1 (A4)", low=0.0)
+    m_init: Number = hyper(0.0, "the momentum before a client's first step")
+    eps: Number = hyper(0.0, "added to the root of v_hat (A4)", low=0.0)
+    bias_correction: bool = hyper(False, "divide copies of the moments by 1 - beta^steps (A6)")
+    sync_every: int = hyper(1, "Z, synchronise the second moment every Z rounds (A16)", low=1)
+    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    momentum: str = "carry"  # each method says which readings it has
+
+
+@dataclass(frozen=True, eq=False)
+class AmsOptions(MomentOptions):
+    """Options of Fed-AMS and Fed-LAMB, whose clients estimate the second moment themselves."""
+
+    momentum: Literal["carry", "restart", "average"] = hyper(
+        "carry", "m_0: the client's own of its last round, zero, or the mean of all clients' (A5)"
+    )
+    second_moment: Literal["frozen", "running"] = hyper(
+        "frozen", "divide by the round's v_hat, or by its local running maximum (A2)"
+    )
+    first_round: Literal["frozen", "running"] = hyper("frozen", "in round 1 divide by v_hat, or by the running v")
+    v_seed: Literal["server", "client"] = hyper("server", "v_0: the server's v_hat, or the client's own last v (A3)")
+    lazy: Literal["restart", "accumulate"] = hyper(
+        "restart", "between syncs v_0 is v_hat, or the client's own v_K (A16)"
+    )
+
+
+class Client(NamedTuple):
+    """What a client keeps between rounds; a part its options do not use is None."""
+
+    m: Tensor | None  # m_i of its last round (A5)
+    v: Tensor | None = None  # v_i of its last round (A3, A16)
+    v_version: Tensor | None = None  # which v_hat that v started from (A16)
+    steps: Tensor | None = None  # its local steps so far (A6)
+
+
+class Local(NamedTuple):
+    """The local model and moments; a part the options do not use is None."""
+
+    y: Tensor
+    m: Tensor
+    v: Tensor | None = None
+    v_hat: Tensor | None = None  # local running maximum (A2)
+    steps: Tensor | None = None  # steps the momentum has seen (A6)
+    round_one: Tensor | None = None  # 1 in round 1, else 0: tells which v to divide by
+
+
+def is_sync(h: MomentOptions, round: int) -> bool:
+    """Whether the second moment is synchronised at the end of this round: every Z-th (A16)."""
+    return round % h.sync_every == 0
+
+
+def version(h: MomentOptions, round: int) -> int:
+    """How often v_hat has been synchronised before this round."""
+    return (round - 1) // h.sync_every
+
+
+def versions(h: MomentOptions, round: int, *fields: str) -> Mapping[str, int]:
+    """The Down fields that change only at a synchronisation, with their version."""
+    return dict.fromkeys(fields, version(h, round)) if h.sync_every > 1 else {}
+
+
+def keeps_v(h: AmsOptions) -> bool:
+    """Whether a client must remember its own v (A3, A16)."""
+    return h.v_seed == "client" or accumulates(h)
+
+
+def accumulates(h: AmsOptions) -> bool:
+    """Whether a client's own v goes on between two synchronisations (A16)."""
+    return h.v_seed == "server" and h.lazy == "accumulate" and h.sync_every > 1
+
+
+def keeps_steps(h: MomentOptions) -> bool:
+    """Whether a client counts its steps over rounds; one that restarts its momentum is stateless (A6)."""
+    return h.bias_correction and h.momentum != "restart"
+
+
+def per_client(x: Tensor, value: float) -> Tensor:
+    """[..., 1]: one number per client."""
+    return torch.zeros_like(x[..., :1]) + value
+
+
+def client_init(h: MomentOptions, x: Tensor) -> Client:
+    """The state of a client that has not taken part yet (l.2)."""
+    keep_v = isinstance(h, AmsOptions) and keeps_v(h)
+    return Client(
+        m=zeros(x) + h.m_init if h.momentum == "carry" else None,
+        v=zeros(x) + h.v_init if keep_v else None,
+        v_version=per_client(x, -1.0) if isinstance(h, AmsOptions) and accumulates(h) else None,
+        steps=per_client(x, 0.0) if keeps_steps(h) else None,
+    )
+
+
+def begin(h: MomentOptions, x: Tensor, client: Client, server_m: Tensor | None) -> Local:
+    """The local model and momentum before the first step (l.6)."""
+    m = client.m if server_m is None else server_m  # A5
+    steps = client.steps if client.steps is not None or not h.bias_correction else per_client(x, 0.0)
+    return Local(y=x, m=zeros(x) + h.m_init if m is None else m, steps=steps)
+
+
+def begin_v(h: AmsOptions, local: Local, v_hat: Tensor, client: Client, info: Info) -> Local:
+    """Add the local second moment (l.6) and what the options need to choose the divisor."""
+    v = v_hat if client.v is None else client.v  # A3
+    if client.v_version is not None:  # A16: the client's own v goes on only while v_hat is the one it started from
+        v = torch.where(client.v_version == version(h, info.round), v, v_hat)
+    return local._replace(
+        v=v,
+        v_hat=v_hat if h.second_moment == "running" else None,
+        round_one=per_client(v_hat, float(info.round == 1)) if h.first_round == "running" else None,
+    )
+
+
+def advance(h: MomentOptions, local: Local, g: Tensor) -> Local:
+    """The moments after one more gradient."""
+    v = None if local.v is None else ema(local.v, g * g, h.beta2)  # l.11, A1
+    return local._replace(
+        m=ema(local.m, g, h.beta1),  # l.10
+        v=v,
+        v_hat=None if local.v_hat is None or v is None else torch.maximum(local.v_hat, v),  # A2
+        steps=None if local.steps is None else local.steps + 1,
+    )
+
+
+def psi(h: MomentOptions, local: Local, v_hat: Tensor) -> Tensor:
+    """The ratio m_k / sqrt(v_hat) (l.12), under the options for v_hat and bias correction."""
+    m, divisor = local.m, v_hat if local.v_hat is None else local.v_hat  # A2
+    if local.round_one is not None and local.v is not None:
+        divisor = torch.where(local.round_one > 0, local.v, divisor)
+    if local.steps is not None:  # A6: copies are corrected, the recursions stay as they are
+        m = m / (1 - h.beta1**local.steps)
+        divisor = divisor if local.v is None else divisor / (1 - h.beta2**local.steps)
+    return precondition(m, divisor, h.eps)
+
+
+def keep(h: MomentOptions, local: Local, info: Info) -> Client:
+    """What the client remembers of the round."""
+    return Client(
+        m=local.m if h.momentum == "carry" else None,
+        v=local.v if isinstance(h, AmsOptions) and keeps_v(h) else None,
+        v_version=per_client(local.y, version(h, info.round)) if isinstance(h, AmsOptions) and accumulates(h) else None,
+        steps=local.steps if keeps_steps(h) else None,
+    )

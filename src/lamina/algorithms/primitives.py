@@ -1,0 +1,139 @@
+"""The few formulas that several algorithms share word for word."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lamina.algorithms.contract import Number, hyper
+from lamina.layers import Grouping, Layers
+
+
+class HasDecay(Protocol):
+    """The weight-decay options every algorithm has: lambda and where it acts (SPEC rule: the form is explicit)."""
+
+    @property
+    def decay(self) -> Number: ...
+    @property
+    def decay_form(self) -> Any: ...
+
+
+def ema(old: Tensor, new: Tensor, beta: Number) -> Tensor:
+    """Exponential moving average with decay rate beta: beta * old + (1 - beta) * new."""
+    return beta * old + (1 - beta) * new
+
+
+def precondition(m: Tensor, v: Tensor, eps: Number = 0.0) -> Tensor:
+    """m / (sqrt(v) + eps), and 0 where that would divide by zero."""
+    root = v.sqrt() + eps
+    return torch.where(root > 0, m / root, 0.0)
+
+
+def amsgrad(
+    m: Tensor, v: Tensor, v_hat: Tensor, g: Tensor, beta1: Number, beta2: Number
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One AMSGrad update of the moments (m, v, v_hat), without bias correction."""
+    m = ema(m, g, beta1)
+    v = ema(v, g * g, beta2)
+    return m, v, torch.maximum(v_hat, v)
+
+
+@dataclass(frozen=True, eq=False)
+class AdamOptions:
+    """The options of Adam on the server."""
+
+    beta1: Number = hyper(0.9, "beta_1, decay rate of the server's momentum", low=0.0, high=1.0)
+    beta2: Number = hyper(0.99, "beta_2, decay rate of the server's second moment", low=0.0, high=1.0)
+    tau: Number = hyper(1e-3, "tau, added to the root of v", low=0.0)
+    v_init: Number = hyper(1e-6, "v_0, the second moment before round 1", low=0.0)
+    root_eps: Number = hyper(0.0, "added to v under the root", low=0.0)
+    amsgrad: bool = hyper(False, "divide by the running maximum of v")
+    bias_correction: bool = hyper(False, "divide copies of m and v by 1 - beta^r")
+    server_lr: Number = hyper(0.01, "eta_g, the server's step size", low=0.0, open_low=True)
+
+
+def server_adam(
+    m: Tensor, v: Tensor, v_hat: Tensor | None, delta: Tensor, h: AdamOptions, round: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """One step of Adam on the mean displacement: the direction to add to x, and the new m, v and v_hat."""
+    m = ema(m, delta, h.beta1)
+    v = ema(v, delta**2, h.beta2)
+    v_hat = None if v_hat is None else torch.maximum(v_hat, v)
+    m_used, v_used = m, v if v_hat is None else v_hat
+    if h.bias_correction:
+        m_used, v_used = m / (1 - h.beta1**round), v_used / (1 - h.beta2**round)
+    return precondition(m_used, v_used + h.root_eps, h.tau), m, v, v_hat
+
+
+def add_l2(grad: Tensor, y: Tensor, h: HasDecay) -> Tensor:
+    """Weight decay as an L2 term of the objective: g + lambda * y, before the moments."""
+    return grad + h.decay * y if h.decay_form == "l2" and _is_on(h.decay) else grad
+
+
+def descend(y: Tensor, direction: Tensor, lr: Number, h: HasDecay) -> Tensor:
+    """y - lr * direction, with decoupled weight decay (- lr * lambda * y) if that form is chosen."""
+    if h.decay_form == "decoupled" and _is_on(h.decay):
+        direction = direction + h.decay * y
+    return y - lr * direction
+
+
+def clip_by_norm(u: Tensor, limit: Number) -> Tensor:
+    """Scale u down to Euclidean norm `limit` if it is longer."""
+    norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
+    return torch.where(norm > limit, u * (limit / norm), u)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerwiseOptions:
+    """The options of the layer-wise step (register A10 to A12)."""
+
+    trust_ratio: bool = hyper(True, "normalise the step layer by layer")
+    phi_min: Number = hyper(1e-2, "floor of phi (A10)", low=0.0)
+    phi_max: Number = hyper(float("inf"), "ceiling of phi (A10)", low=0.0, open_low=True)
+    zero_norm: Literal["floor", "lamb", "literal"] = hyper(
+        "floor", "a layer of norm 0: floor phi, take the ratio 1, or never move it (A10)"
+    )
+    layers: Grouping = hyper("tensor", "what a layer is (A11)")
+    decay: Number = hyper(0.0, "lambda, weight decay; the paper tunes it over 0, 0.01, 0.1", low=0.0)
+    decay_form: Literal["ratio", "l2", "decoupled"] = hyper(
+        "ratio", "where the decay acts; ratio: inside the normalised step"
+    )
+    decay_on: Literal["all", "matrices"] = hyper("all", "tensors that decay under form 'ratio' (A12)")
+
+
+def trust_ratio(y: Tensor, u: Tensor, h: LayerwiseOptions, layers: Layers) -> Tensor:
+    """phi(||y||) / ||u|| for every layer: [..., number of layers].
+
+    phi is the identity, cut at `phi_max`. A zero-initialised tensor has ||y|| = 0 and would never
+    move under the paper's text (``zero_norm="literal"``); the LAMB codes then take the ratio 1
+    (``"lamb"``); the default floors phi at `phi_min`, as Assumption 4.4 asks (A10). ||u|| = 0: no step.
+    """
+    y_norm, u_norm = layers.norms(y, h.layers), layers.norms(u, h.layers)
+    phi = y_norm.clamp(max=h.phi_max) if isinstance(h.phi_max, float | int) else torch.minimum(y_norm, h.phi_max)
+    if h.zero_norm == "floor":
+        phi = phi.clamp(min=h.phi_min) if isinstance(h.phi_min, float | int) else torch.maximum(phi, h.phi_min)
+    ratio = torch.where(u_norm > 0, phi / u_norm, 0.0)
+    if h.zero_norm == "lamb":
+        ratio = torch.where((y_norm > 0) & (u_norm > 0), ratio, 1.0)
+    return ratio
+
+
+def add_ratio_decay(psi: Tensor, y: Tensor, h: LayerwiseOptions, layers: Layers) -> Tensor:
+    """psi + lambda * y, the update that is then normalised (form "ratio"), on all tensors or on matrices only (A12)."""
+    if h.decay_form != "ratio" or not _is_on(h.decay):
+        return psi
+    decay = h.decay if h.decay_on == "all" else h.decay * layers.matrix_mask(y)
+    return psi + decay * y
+
+
+def layerwise(y: Tensor, u: Tensor, h: LayerwiseOptions, layers: Layers) -> Tensor:
+    """The update with every layer rescaled to length phi(||y||), or as it is with the trust ratio off."""
+    return layers.spread(trust_ratio(y, u, h, layers), h.layers) * u if h.trust_ratio else u
+
+
+def _is_on(value: Number) -> bool:
+    """Whether a hyper-parameter does anything: a plain 0 is skipped, so that it costs nothing."""
+    return isinstance(value, Tensor) or value != 0

@@ -1,0 +1,89 @@
+"""SCAFFOLD, option II, with the scaled correction of the FedLADA paper (eq. 26).
+
+Karimireddy et al. 2020, "SCAFFOLD: stochastic controlled averaging for federated learning", Algorithm 1.
+Always c = (1/N) * sum of all N clients' c_i, and c_i is the mean raw gradient of i's last round.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from lamina.algorithms.contract import Algorithm, Info, Number, algorithm, hyper, zeros
+from lamina.algorithms.primitives import add_l2, descend
+from lamina.layers import Layers
+
+
+class Server(NamedTuple):
+    """The model and the server's control variate; both are broadcast."""
+
+    x: Tensor
+    c: Tensor
+
+
+class Client(NamedTuple):
+    """The client's control variate c_i, kept between rounds."""
+
+    c: Tensor
+
+
+class Local(NamedTuple):
+    """The local model and the correction s (c - c_i), constant in the round."""
+
+    y: Tensor
+    correction: Tensor
+
+
+class Up(NamedTuple):
+    """The displacement y_K - x and the change of c_i."""
+
+    delta: Tensor
+    delta_c: Tensor
+
+
+@algorithm(
+    "scaffold",
+    title="SCAFFOLD (option II)",
+    reference="Karimireddy et al. 2020; scale: Sun et al. 2023, eq. 26",
+    lr=0.1,
+    paper_cost=2,
+    presets={"fedlada_paper": {"decay": 1e-3}},
+)
+class Scaffold(Algorithm):
+    """SGD corrected by the difference between the global and the client's mean gradient."""
+
+    scale: Number = hyper(1.0, "s, weight of the correction; 1 is SCAFFOLD, 0 is FedAvg", low=0.0)
+    control: Literal["mean_gradient", "literal"] = hyper(
+        "mean_gradient", "c_i under s != 1: keep it the mean raw gradient, or option II as printed (B15)"
+    )
+    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
+    decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")
+
+    def init(self, x: Tensor) -> Server:
+        return Server(x, c=zeros(x))
+
+    def client_init(self, x: Tensor) -> Client:
+        return Client(c=zeros(x))
+
+    def broadcast(self, server: Server, info: Info) -> Server:
+        return server
+
+    def begin(self, down: Server, client: Client, info: Info) -> Local:
+        return Local(down.x, self.scale * (down.c - client.c))
+
+    def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
+        g = add_l2(grad, local.y, self)
+        return local._replace(y=descend(local.y, g + local.correction, lr, self))  # Karimireddy l.10; LADA eq. 26
+
+    def finish(self, local: Local, down: Server, client: Client, info: Info) -> tuple[Up, Client]:
+        mean_step = (down.x - local.y) / (info.steps * info.lr)  # the mean of g + correction over the round
+        removed = local.correction if self.control == "mean_gradient" else down.c - client.c  # B15
+        c = mean_step - removed  # Karimireddy l.12, option II
+        return Up(local.y - down.x, c - client.c), Client(c)
+
+    def update(self, server: Server, up: Up, info: Info) -> Server:
+        x = server.x + self.server_lr * up.delta  # l.16
+        c = server.c + info.participation * up.delta_c  # l.17
+        return Server(x, c)

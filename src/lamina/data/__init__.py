@@ -1,0 +1,45 @@
+"""Data: sets by name or of your own, partitions among clients, and the feed every engine uses."""
+
+from __future__ import annotations
+
+from lamina.data.dataset import Dataset, Splits, as_dataset
+from lamina.data.feed import Augment, augment, prepare
+from lamina.data.files import data_directory
+from lamina.data.partitions import (
+    IID,
+    PARTITIONS,
+    ByColumn,
+    Classes,
+    Dirichlet,
+    Partition,
+    Reallocate,
+    label_counts,
+    make,
+    split_dataset,
+)
+from lamina.data.picture import partition_picture
+from lamina.data.sources import SOURCES, Source, load
+
+__all__ = [
+    "IID",
+    "PARTITIONS",
+    "SOURCES",
+    "Augment",
+    "ByColumn",
+    "Classes",
+    "Dataset",
+    "Dirichlet",
+    "Partition",
+    "Reallocate",
+    "Source",
+    "Splits",
+    "as_dataset",
+    "augment",
+    "data_directory",
+    "label_counts",
+    "load",
+    "make",
+    "partition_picture",
+    "prepare",
+    "split_dataset",
+]

@@ -1,0 +1,100 @@
+"""From stored samples to what a model reads: random crops and flips, then normalisation.
+
+Pure tensor functions, the same on every device and in every engine, with any leading axes
+(clients, experiments) and no host work, so that they compile and replay as part of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.errors import BadInput
+
+
+def prepare(
+    x: Tensor, mean: tuple[float, ...] | None, std: tuple[float, ...] | None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Make model input of stored samples [..., channels, height, width] (or any shape without mean and std).
+
+    uint8 is read as intensity: x / 255, then (x - mean) / std per channel, computed in float32 or better and
+    rounded to `dtype` once. Floating-point features are only cast. Other integers are tokens: untouched.
+    """
+    if x.is_floating_point():
+        return x.to(dtype)
+    if x.dtype != torch.uint8:
+        return x
+    scaled = x.to(torch.promote_types(dtype, torch.float32)) / 255
+    if mean is not None and std is not None:
+        scaled = (scaled - _per_channel(mean, scaled)) / _per_channel(std, scaled)
+    return scaled.to(dtype)
+
+
+def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
+    # Filled on the device: torch.tensor(values, device=...) would copy from the host in every step,
+    # which a CUDA graph refuses.
+    return torch.stack([like.new_full((1, 1), value) for value in values])
+
+
+def augment(x: Tensor, keys: Tensor, pad: int, flip: bool) -> Tensor:
+    """Random crop after zero padding, then horizontal flip with probability 1/2, of raw images.
+
+    Zeros are black pixels, as when torchvision pads an image before it is normalised.
+
+    Args:
+        x: [..., n, channels, height, width], any dtype.
+        keys: [..., n] random int64 words from `lamina.rng.bits`; an image's crop and flip depend on
+            its word alone.
+        pad: Pixels added on every side before a window of the original size is cut.
+        flip: Whether to mirror half of the images.
+    """
+    if x.dim() != keys.dim() + 3:
+        raise BadInput(
+            f"augmentation needs images [..., n, channels, height, width], one random word each; "
+            f"found x {list(x.shape)} and keys {list(keys.shape)}: switch augmentation off for other data"
+        )
+    if pad == 0 and not flip:
+        return x
+    height, width = x.shape[-2:]
+    offsets = 2 * pad + 1
+    # Three independent numbers out of one word: its digits in base `offsets`, then one more bit.
+    down = keys % offsets - pad
+    right = keys // offsets % offsets - pad
+    rows = torch.arange(height, device=x.device) + down.unsqueeze(-1)
+    columns = torch.arange(width, device=x.device)
+    if flip:
+        mirrored = (keys // offsets**2 % 2 == 1).unsqueeze(-1)
+        columns = torch.where(mirrored, width - 1 - columns, columns)
+    columns = columns + right.unsqueeze(-1)
+    inside = _between(rows, height).unsqueeze(-1) & _between(columns, width).unsqueeze(-2)
+    pixel = rows.clamp(0, height - 1).unsqueeze(-1) * width + columns.clamp(0, width - 1).unsqueeze(-2)
+    # [..., n, H, W] -> one channel axis of stride 0, shared by all channels
+    pixel = pixel.flatten(-2).unsqueeze(-2).expand(*x.shape[:-2], height * width)
+    moved = x.flatten(-2).gather(-1, pixel).reshape(x.shape)
+    return moved.masked_fill(~inside.unsqueeze(-3), 0)
+
+
+def _between(index: Tensor, size: int) -> Tensor:
+    return (index >= 0) & (index < size)
+
+
+@dataclass(frozen=True)
+class Augment:
+    """Which random changes training images get."""
+
+    pad: int = 4
+    """Random crop after this many zero pixels on every side; 0 switches it off."""
+    flip: bool = True
+    """Mirror half of the images horizontally."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pad, bool) or not isinstance(self.pad, int) or not 0 <= self.pad <= 1024:
+            raise BadInput(f"augmentation: pad must be a whole number of pixels from 0 to 1024, found {self.pad!r}")
+        if not isinstance(self.flip, bool):
+            raise BadInput(f"augmentation: flip must be true or false, found {self.flip!r}")
+
+    def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
+        """`augment` with these settings."""
+        return augment(x, keys, self.pad, self.flip)

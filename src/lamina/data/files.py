@@ -1,0 +1,42 @@
+"""Finding a data set's files and proving that they are what their publisher released."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from lamina.errors import BadInput
+
+ENVIRONMENT_VARIABLE = "LAMINA_DATA"
+
+
+def data_directory(given: str | os.PathLike[str] | None = None) -> Path:
+    """Where data files are looked for: `given`, else the environment variable LAMINA_DATA, else ./data."""
+    named = given if given is not None else os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if named is None:
+        return Path("data")
+    root = Path(named).expanduser()
+    if not root.is_dir():
+        # A directory somebody named on purpose: going on to a download would hide the mistake.
+        raise BadInput(f"the data directory '{root}' does not exist; create it or correct the data directory option")
+    return root
+
+
+def first_existing(candidates: Iterable[Path]) -> Path | None:
+    """The first path that exists, or None."""
+    return next((path for path in candidates if path.exists()), None)
+
+
+def verify_md5(path: Path, expected: str | None) -> None:
+    """Refuse a file that differs from the published one (md5 names versions here; it is not a security check)."""
+    if expected is None:
+        return
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if found != expected:
+        raise BadInput(
+            f"{path} is damaged or another version: md5 expected {expected}, found {found}; "
+            f"download it again and put the good file at that path"
+        )

@@ -1,0 +1,73 @@
+"""Hugging Face data sets: fetching one by name, and reading any of them into arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.data.images import stack_pictures
+from lamina.errors import BadInput, missing_extra, nearest
+
+_INPUT_COLUMNS = ("image", "img", "images", "pixel_values", "x", "input_ids", "features", "inputs")
+_LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "targets", "y", "class")
+
+
+def is_hub_dataset(data: Any) -> bool:
+    """Whether `data` is a `datasets.Dataset` or a dictionary of them, told without importing the package."""
+    return hasattr(data, "column_names") and hasattr(data, "with_format")
+
+
+def fetch(repository: str) -> Mapping[str, Any] | None:
+    """All splits of a data set on the hub (or in its local cache); None when `datasets` is not installed."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        return None
+    try:
+        splits: Mapping[str, Any] = load_dataset(repository)
+    except Exception as error:  # offline, refused, moved: each layer below has its own exceptions
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"the Hugging Face hub did not deliver {repository} ({reason})") from error
+    return splits
+
+
+def arrays(data: Any, x: str | None, y: str | None) -> tuple[Any, Any, dict[str, NDArray[Any]], int | None]:
+    """(inputs, labels, other columns, number of classes if declared) of one split."""
+    if isinstance(data, Mapping):
+        raise BadInput(f"this is a dictionary of splits; give one of them, for example data['{next(iter(data))}']")
+    names = list(data.column_names)
+    x = _column("input", "x", x, _INPUT_COLUMNS, names)
+    y = _column("label", "y", y, _LABEL_COLUMNS, [name for name in names if name != x])
+    plain = data.with_format(None)  # whatever format the user had set, read Python objects and pictures
+    if len(plain) == 0:
+        raise BadInput("the Hugging Face data set is empty; give at least one sample")
+    try:
+        first = plain[0]
+    except ImportError as error:  # `datasets` itself works without Pillow, until it meets a picture
+        raise missing_extra("pillow", "images", f"decoding column '{x}'") from error
+    if isinstance(first[x], str):
+        raise BadInput(f"column '{x}' holds text; tokenise it to equal lengths and name that column with x=...")
+    if isinstance(first[y], str):
+        raise BadInput(f"column '{y}' holds text labels; number them with data.class_encode_column('{y}')")
+    inputs = stack_pictures(plain[x], len(plain), f"column '{x}'") if hasattr(first[x], "convert") else list(plain[x])
+    others = {
+        name: np.asarray(list(plain[name]))
+        for name in names
+        if name not in (x, y) and isinstance(first[name], int | float | str)
+    }
+    classes = getattr(getattr(data, "features", {}).get(y), "num_classes", None)
+    return inputs, list(plain[y]), others, classes
+
+
+def _column(what: str, option: str, given: str | None, usual: Sequence[str], names: Sequence[str]) -> str:
+    if given is not None:
+        if given not in names:
+            raise BadInput(f"no column '{given}'{nearest(given, names)} (columns: {', '.join(names)})")
+        return given
+    found = next((name for name in usual if name in names), None)
+    if found is None:
+        raise BadInput(f"cannot tell the {what} column among {', '.join(names)}; name it with {option}=...")
+    return found

@@ -1,0 +1,50 @@
+"""Stacking decoded pictures into one uint8 tensor-shaped array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.errors import BadInput
+
+_GREY_MODES = ("1", "L", "LA", "I", "I;16")
+
+
+def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool = False) -> NDArray[np.uint8]:
+    """[count, channels, height, width] of PIL images of one size: grey if all of them are, else RGB.
+
+    Args:
+        pictures: Walked a second time when a colour picture follows grey ones, so a collection
+            rather than an iterator.
+        count: How many there are.
+        what: How to call them in a message.
+        colour: RGB even if all of them are grey.
+    """
+    stacked = None if colour else _stack(pictures, count, what, mode="L")
+    if stacked is None:
+        stacked = _stack(pictures, count, what, mode="RGB")
+    assert stacked is not None
+    return stacked
+
+
+def _stack(pictures: Iterable[Any], count: int, what: str, mode: str) -> NDArray[np.uint8] | None:
+    """The stack in that mode, or None when a picture has colour that "L" cannot hold."""
+    channels = 1 if mode == "L" else 3
+    stacked: NDArray[np.uint8] | None = None
+    for index, picture in enumerate(pictures):
+        if mode == "L" and picture.mode not in _GREY_MODES:
+            return None
+        pixels = np.asarray(picture.convert(mode), dtype=np.uint8)
+        if stacked is None:
+            # Allocated once: a list of 100,000 arrays and its stack would need the memory twice.
+            stacked = np.empty((count, channels, *pixels.shape[:2]), np.uint8)
+        if pixels.shape[:2] != stacked.shape[2:]:
+            raise BadInput(
+                f"{what}: image {index} is {pixels.shape[0]}x{pixels.shape[1]}, the first one "
+                f"{stacked.shape[2]}x{stacked.shape[3]}; resize the images to one size"
+            )
+        stacked[index] = pixels.reshape(*stacked.shape[2:], channels).transpose(2, 0, 1)
+    return stacked

@@ -1,0 +1,152 @@
+"""The data sets known by name, from files in the data directory or from the Hugging Face hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lamina import rng
+from lamina.data import cifar, hub, idx, tinyimagenet
+from lamina.data.dataset import Dataset, Splits, as_dataset
+from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
+from lamina.errors import BadInput, unknown
+
+
+@dataclass(frozen=True)
+class HubCopy:
+    """Where the hub keeps a set: repository, test split, columns, and the usual normalisation."""
+
+    repository: str
+    test: str
+    x: str
+    y: str
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A named data set: what it is, how its files are read, and what to say when they are missing."""
+
+    description: str
+    read: Callable[[Path], Splits | None]
+    """Reads the files under the data directory; None when there are none."""
+    files: str = ""
+    """The files expected there, in words."""
+    hub: HubCopy | None = None
+
+
+def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = True) -> Splits:
+    """Load a data set by name.
+
+    Args:
+        name: One of `SOURCES`.
+        data_dir: Where its files lie; else the environment variable LAMINA_DATA, else ./data.
+        hub: Whether to ask the Hugging Face hub when there are no files.
+
+    >>> train, test = load("digits")
+    >>> train
+    Dataset('digits', 1438 samples of [1, 8, 8] torch.float32, 10 classes)
+    """
+    if name not in SOURCES:
+        raise unknown("data set", name, SOURCES)
+    source = SOURCES[name]
+    root = data_directory(data_dir) if source.files else Path()
+    found = source.read(root)
+    if found is not None:
+        return found
+    reason = "" if hub else " (the hub is switched off)"
+    if hub and source.hub is not None:
+        try:
+            found = _from_hub(name, source.hub)
+        except BadInput as error:
+            reason = f"; {error}"
+        if found is not None:
+            return found
+    raise BadInput(
+        f"no files of {name} in '{root.absolute()}'{reason}: expected there {source.files}; put them there, or set "
+        f"{ENVIRONMENT_VARIABLE} (or the data directory option) to where they are, or pip install 'lamina[hub]' and "
+        "be online"
+    )
+
+
+def _from_hub(name: str, copy: HubCopy) -> Splits | None:
+    splits = hub.fetch(copy.repository)
+    if splits is None:
+        return None
+    train, test = (
+        as_dataset(splits[part], x=copy.x, y=copy.y, mean=copy.mean, std=copy.std, name=name)
+        for part in ("train", copy.test)
+    )
+    return Splits(train, test)
+
+
+def _digits(_root: Path) -> Splits:
+    """scikit-learn's 1797 digits of 8x8 pixels in 17 grey levels, divided by 16: nothing is rounded."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = torch.from_numpy((images / 16).astype(np.float32).reshape(-1, 1, 8, 8))
+    whole = Dataset(x, torch.from_numpy(labels), classes=10, name="digits")
+    # The set has no official split: this one is part of lamina and never changes with the run's seed.
+    return Splits(*whole.holdout(0.2, seed=rng.key(0, "digits")))
+
+
+def _idx(files: idx.IdxSet) -> Callable[[Path], Splits | None]:
+    return lambda root: idx.read_set(files, root)
+
+
+def _cifar(files: cifar.CifarSet) -> Callable[[Path], Splits | None]:
+    return lambda root: cifar.read_set(files, root)
+
+
+def _hub_idx(repository: str, files: idx.IdxSet) -> HubCopy:
+    return HubCopy(repository, "test", "image", "label", (files.mean,), (files.std,))
+
+
+_FOUR_IDX_FILES = (
+    "train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz and "
+    "t10k-labels-idx1-ubyte.gz (or without .gz) in {0}/ or {1}/"
+)
+
+SOURCES: dict[str, Source] = {
+    "digits": Source("1,797 handwritten digits, 8x8 grey; comes with scikit-learn, nothing to download", _digits),
+    "mnist": Source(
+        "70,000 handwritten digits, 28x28 grey, 10 classes",
+        _idx(idx.MNIST),
+        _FOUR_IDX_FILES.format("mnist", "MNIST/raw"),
+        _hub_idx("ylecun/mnist", idx.MNIST),
+    ),
+    "fashion-mnist": Source(
+        "70,000 pieces of clothing, 28x28 grey, 10 classes",
+        _idx(idx.FASHION_MNIST),
+        _FOUR_IDX_FILES.format("fashion-mnist", "FashionMNIST/raw"),
+        _hub_idx("zalando-datasets/fashion_mnist", idx.FASHION_MNIST),
+    ),
+    "cifar10": Source(
+        "60,000 photographs, 32x32 colour, 10 classes",
+        _cifar(cifar.CIFAR10),
+        "cifar-10-binary.tar.gz, or the folder cifar-10-batches-bin/ (data_batch_1.bin to data_batch_5.bin, "
+        "test_batch.bin), or cifar-10-python.tar.gz, or cifar-10-batches-py/, in cifar10/ or directly",
+        HubCopy("uoft-cs/cifar10", "test", "img", "label", cifar.CIFAR10.mean, cifar.CIFAR10.std),
+    ),
+    "cifar100": Source(
+        "60,000 photographs, 32x32 colour, 100 classes in 20 groups (column coarse_label)",
+        _cifar(cifar.CIFAR100),
+        "cifar-100-binary.tar.gz, or the folder cifar-100-binary/ (train.bin, test.bin), "
+        "or cifar-100-python.tar.gz, or cifar-100-python/, in cifar100/ or directly",
+        HubCopy("uoft-cs/cifar100", "test", "img", "fine_label", cifar.CIFAR100.mean, cifar.CIFAR100.std),
+    ),
+    "tinyimagenet": Source(
+        "110,000 photographs, 64x64 colour, 200 classes; the validation images are the test set",
+        tinyimagenet.read_set,
+        "the unzipped folder tiny-imagenet-200/ (train/<wnid>/images/*.JPEG, val/images/*.JPEG, "
+        "val/val_annotations.txt), in tinyimagenet/ or directly",
+        HubCopy("zh-plus/tiny-imagenet", "valid", "image", "label", tinyimagenet.MEAN, tinyimagenet.STD),
+    ),
+}

@@ -1,0 +1,128 @@
+"""TinyImageNet from its unpacked folder; the decoded pixels are kept beside it for the next time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.data.dataset import Dataset, Splits
+from lamina.data.images import stack_pictures
+from lamina.errors import BadInput, missing_extra
+
+FOLDER = "tiny-imagenet-200"
+MEAN = (0.4802, 0.4481, 0.3975)
+STD = (0.2302, 0.2265, 0.2262)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a complete copy holds: an interrupted unzip must not pass for the whole set."""
+
+    classes: int = 200
+    train: int = 100_000
+    test: int = 10_000
+
+
+def read_set(root: Path, size: Size | None = None) -> Splits | None:
+    """Read the folder if it lies in the data directory or in its ``tinyimagenet``; else None."""
+    folder = next((f for f in (root / "tinyimagenet" / FOLDER, root / FOLDER) if f.is_dir()), None)
+    return None if folder is None else read_folder(folder, size or Size())
+
+
+def read_folder(folder: Path, size: Size) -> Splits:
+    """Read ``train/<wnid>/images/*.JPEG`` and the validation images, which serve as the test set.
+
+    Classes are numbered in the order of their sorted WordNet ids.
+    """
+    wnids = sorted(path.name for path in (folder / "train").glob("*") if path.is_dir())
+    if len(wnids) != size.classes:
+        raise BadInput(f"{folder}/train holds {len(wnids)} class folders, not {size.classes}; unzip {FOLDER}.zip again")
+    train = [(path, label) for label, wnid in enumerate(wnids) for path in _pictures(folder / "train" / wnid)]
+    test = _annotated(folder / "val", wnids)
+    for part, samples, expected in (("train", train, size.train), ("val", test, size.test)):
+        if len(samples) != expected:
+            raise BadInput(f"{folder}/{part} holds {len(samples)} images, not {expected}; unzip {FOLDER}.zip again")
+    return Splits(_dataset(folder, "train", train, size), _dataset(folder, "val", test, size))
+
+
+def _pictures(folder: Path) -> list[Path]:
+    return sorted((folder / "images").glob("*.JPEG"))
+
+
+def _annotated(folder: Path, wnids: Sequence[str]) -> list[tuple[Path, int]]:
+    """The validation images with the labels of ``val_annotations.txt`` (name, wnid, box; tab-separated)."""
+    annotations = folder / "val_annotations.txt"
+    if not annotations.is_file():
+        raise BadInput(f"{annotations} is missing; unzip {FOLDER}.zip again")
+    label_of = {wnid: label for label, wnid in enumerate(wnids)}
+    samples = []
+    for number, line in enumerate(annotations.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        name, _, rest = line.partition("\t")
+        wnid = rest.partition("\t")[0]
+        # A bare file name only: an annotation must not point outside the folder.
+        if wnid not in label_of or not name or Path(name).name != name:
+            raise BadInput(f"{annotations} line {number} is not 'image<TAB>class ...': unzip {FOLDER}.zip again")
+        samples.append((folder / "images" / name, label_of[wnid]))
+    return samples
+
+
+def _dataset(folder: Path, part: str, samples: Sequence[tuple[Path, int]], size: Size) -> Dataset:
+    paths = [path for path, _ in samples]
+    # The list of files is part of the cache's name: a changed folder never meets old pixels.
+    listing = zlib.crc32("\n".join(str(path.relative_to(folder)) for path in paths).encode())
+    cache = folder.parent / f"{folder.name}.{part}.{listing:08x}.npy"
+    images = _from_cache(cache, len(samples))
+    if images is None:
+        images = stack_pictures(_Decoded(paths), len(paths), str(folder), colour=True)
+        with contextlib.suppress(OSError):  # a read-only or full disk only costs the next start some time
+            _write_atomically(cache, images)
+    labels = torch.tensor([label for _, label in samples])
+    return Dataset(torch.from_numpy(images), labels, size.classes, MEAN, STD, "tinyimagenet")
+
+
+def _from_cache(cache: Path, count: int) -> NDArray[np.uint8] | None:
+    try:
+        images = np.load(cache, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    good = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 4
+    return images if good and images.shape[:2] == (count, 3) else None
+
+
+def _write_atomically(path: Path, array: NDArray[np.uint8]) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            np.save(file, array, allow_pickle=False)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _Decoded:
+    """The pictures of some files, opened one at a time while they are walked."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise missing_extra("pillow", "images", "reading TinyImageNet") from error
+        for path in self.paths:
+            try:
+                with Image.open(path) as picture:
+                    decoded = picture.convert("RGB")
+            except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+                raise BadInput(f"{path} is not a readable JPEG ({error}); unzip {FOLDER}.zip again") from error
+            yield decoded

@@ -1,0 +1,200 @@
+"""The reference engine: one client after another, as the papers' pseudo-code reads. Any `nn.Module`, any device.
+
+Every other engine is tested against this one. Read `run_round` from top to bottom: it is the whole method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina import rng
+from lamina.algorithms.contract import Algorithm, Info
+from lamina.algorithms.primitives import clip_by_norm
+from lamina.data.dataset import Dataset
+from lamina.data.feed import Augment, prepare
+from lamina.engines.state import RoundReport, State, diverged
+from lamina.ledger import payload_bytes
+from lamina.objective import Buffers, Objective, buffer_bytes
+from lamina.plan import Round
+
+FULL_GRADIENT_CHUNK = 512  # samples at a time in a full-data gradient; the result does not depend on it
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The reference engine for one algorithm, objective and data set."""
+
+    algorithm: Algorithm
+    objective: Objective
+    data: Dataset  # on the objective's device
+    clip: float | None = None  # largest norm of a mini-batch gradient
+    by_examples: bool = False  # weight clients by their number of examples instead of equally
+    augmentation: Augment | None = None
+    record_trust_ratios: bool = False
+
+    def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
+        """One round: broadcast, local training of every active client, mean, server update."""
+        algorithm, layers, x = self.algorithm, self.objective.layers, state.server.x
+        needs = algorithm.needs(plan.number)
+        shares = plan.examples if self.by_examples else np.ones(len(plan.cohort))
+        weights: list[float] = (shares / shares.sum()).tolist()
+
+        full_gradients: list[Tensor | None] = [None] * len(plan.cohort)
+        if needs.full_gradient or needs.control_variate:  # Mime: grad F_i(x) over all local data
+            full_gradients = [self._full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
+        mean_gradient = _weighted_sum(full_gradients, weights) if needs.control_variate else None
+
+        info = Info(plan.number, plan.lr, participation=plan.participation, full_gradient=mean_gradient)
+        down = algorithm.broadcast(state.server, info)
+        extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
+
+        mean_up: Any = None
+        buffers = {n: torch.zeros_like(b) if b.is_floating_point() else b for n, b in state.buffers.items()}
+        clients = dict(state.clients)
+        bytes_up, mean_steps, mean_square = 0, 0.0, 0.0
+        losses: list[Tensor] = []
+        trust: list[Tensor | None] = []
+        for c, client_id in enumerate(plan.cohort.tolist()):
+            steps = float(plan.steps[c])
+            info = info._replace(steps=steps, full_gradient=full_gradients[c])
+            client = clients[client_id] if client_id in clients else algorithm.client_init(x)
+            local_buffers = {n: b.clone() for n, b in state.buffers.items()}
+
+            local, step_losses = self._train(down, client, local_buffers, info, plan, c)
+            up, clients[client_id] = algorithm.finish(local, down, client, info)
+
+            if not _all_finite(step_losses, up):
+                self._explain(down, client, state.buffers, info, plan, c, up)
+            mean_up = _accumulate(mean_up, up, weights[c])
+            for name, b in local_buffers.items():
+                buffers[name] = buffers[name] + weights[c] * b if b.is_floating_point() else buffers[name]
+            losses.append(step_losses.mean())
+            bytes_up += sum(payload_bytes(up).values()) + extra
+            mean_steps += weights[c] * steps
+            mean_square += weights[c] * float(torch.sum(up.delta.double() ** 2))
+            if self.record_trust_ratios:
+                trust.append(algorithm.trust_ratios(local, down, layers))
+
+        info = info._replace(steps=mean_steps, full_gradient=None)
+        server = algorithm.update(state.server, mean_up, info)
+        if not bool(torch.isfinite(server.x).all()):
+            raise diverged(layers, server.x, plan.number, plan.lr, client=None)
+
+        moved = (server.x - x).double()
+        update_norm = float(torch.linalg.vector_norm(moved))
+        # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2
+        consistency = mean_square - 2 * float(torch.dot(mean_up.delta.double(), moved)) + update_norm**2
+        report = RoundReport(
+            train_loss=float(torch.stack(losses).mean()),
+            consistency=max(0.0, consistency),
+            update_norm=update_norm,
+            bytes_down=state.ledger.down(down, algorithm.down_versions(plan.number), plan.cohort)
+            + extra * len(plan.cohort),
+            bytes_up=bytes_up,
+            trust_ratios=_mean_trust_ratios(trust, layers.group_names(getattr(algorithm, "layers", "tensor"))),
+        )
+        return State(plan.number, server, buffers, clients, state.ledger), report
+
+    def _train(
+        self,
+        down: Any,
+        client: Any,
+        buffers: Buffers,
+        info: Info,
+        plan: Round,
+        c: int,
+        watch: Callable[[int, Tensor, Any], None] | None = None,
+    ) -> tuple[Any, Tensor]:
+        """Local training of the c-th active client: its final local state and the loss of every step [K_i]."""
+        algorithm, objective = self.algorithm, self.objective
+        local = algorithm.begin(down, client, info)
+        losses = []
+        with torch.random.fork_rng(devices=[objective.device] if objective.device.type == "cuda" else []):
+            for k in range(int(plan.steps[c])):
+                inputs, targets = self._batch(plan, c, k)
+                dropout_seed = rng.torch_seed(int(plan.streams[c]), "dropout", k)
+                _seed(objective.device, dropout_seed)
+                grad, loss = objective.gradient(local.y, buffers, inputs, targets)
+                if algorithm.needs(plan.number).control_variate:  # the same batch and dropout mask, at x
+                    _seed(objective.device, dropout_seed)
+                    scratch = {n: b.clone() for n, b in buffers.items()}
+                    grad = grad - objective.gradient(down.x, scratch, inputs, targets)[0]
+                if self.clip is not None:
+                    grad = clip_by_norm(grad, self.clip)
+                local = algorithm.step(local, down, grad, info.lr, objective.layers)
+                losses.append(loss)
+                if watch is not None:
+                    watch(k, loss, local)
+        return local, torch.stack(losses)
+
+    def _batch(self, plan: Round, c: int, k: int) -> tuple[Tensor, Tensor]:
+        """Gather, augment and normalise one batch."""
+        data, device = self.data, self.objective.device
+        index = torch.from_numpy(plan.batch(c, k)).to(device)
+        x = data.x[index]
+        if self.augmentation is not None:
+            x = self.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
+        return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
+
+    def _full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
+        """The gradient over all of a client's data: evaluation mode, so no dropout and fixed BatchNorm statistics."""
+        data, total = self.data, torch.zeros_like(x)
+        index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
+        for part in torch.split(index, FULL_GRADIENT_CHUNK):
+            inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
+            grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
+            total = total + grad * (len(part) / len(index))
+        return total
+
+    def _explain(self, down: Any, client: Any, buffers: Buffers, info: Info, plan: Round, c: int, up: Any) -> None:
+        """Raise `Diverged` for a client whose result is not finite: run it again and look at every step."""
+        client_id, layers = int(plan.cohort[c]), self.objective.layers
+
+        def watch(k: int, loss: Tensor, local: Any) -> None:
+            if not bool(torch.isfinite(local.y).all() & torch.isfinite(loss)):
+                step = f" (local step {k + 1} of {int(plan.steps[c])})"
+                raise diverged(layers, local.y, plan.number, plan.lr, client_id, step)
+
+        self._train(down, client, {n: b.clone() for n, b in buffers.items()}, info, plan, c, watch)
+        for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
+            if value is not None and not bool(torch.isfinite(value).all()):
+                raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
+
+
+def _seed(device: torch.device, seed: int) -> None:
+    """Seed the generator dropout draws from; torch.manual_seed visits every device and takes longer than a step."""
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
+def _weighted_sum(vectors: list[Any], weights: list[float]) -> Tensor:
+    total = torch.zeros_like(vectors[0])
+    for vector, weight in zip(vectors, weights, strict=True):
+        total = total + weight * vector
+    return total
+
+
+def _accumulate(total: Any, up: Any, weight: float) -> Any:
+    """Add one client's weighted Up to the sum, field by field; a field that is not sent stays None."""
+    if total is None:
+        return type(up)(*(None if v is None else weight * v for v in up))
+    return type(up)(*(None if v is None else t + weight * v for t, v in zip(total, up, strict=True)))
+
+
+def _all_finite(losses: Tensor, up: Any) -> bool:
+    return bool(torch.isfinite(losses).all()) and all(bool(torch.isfinite(v).all()) for v in up if v is not None)
+
+
+def _mean_trust_ratios(trust: list[Tensor | None], names: tuple[str, ...]) -> dict[str, float]:
+    known = [t for t in trust if t is not None]
+    if not known:
+        return {}
+    return dict(zip(names, torch.stack(known).mean(0).tolist(), strict=True))

@@ -1,0 +1,54 @@
+"""Errors a user can act on: one line that says what is wrong and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LaminaError(Exception):
+    """Base of all errors lamina raises on purpose; its text is one clear line."""
+
+
+class BadInput(LaminaError, ValueError):
+    """Something the user gave (a name, a value, a file, data) cannot be used as it is."""
+
+
+class MissingExtra(LaminaError, ImportError):
+    """An optional package is not installed; the text names the pip command that brings it."""
+
+
+class Diverged(LaminaError, ArithmeticError):
+    """Training produced a NaN or an infinity. Everything recorded before it is kept."""
+
+    def __init__(self, message: str, *, round: int, client: int | None, layer: str) -> None:
+        super().__init__(message)
+        self.round = round
+        self.client = client  # None: the server's own step went non-finite
+        self.layer = layer
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, or an empty string.
+
+    >>> nearest("fedlam", ["fedavg", "fedlamb"])
+    "; did you mean 'fedlamb'?"
+    >>> nearest("zzz", ["fedavg"])
+    ''
+    """
+    known = list(known)
+    by_folded = {k.lower().replace("-", "").replace("_", ""): k for k in known}
+    folded = name.lower().replace("-", "").replace("_", "")
+    match = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
+    return f"; did you mean '{by_folded[match[0]]}'?" if match else ""
+
+
+def unknown(what: str, name: str, known: Iterable[str]) -> BadInput:
+    """Build the error for a name that is not in a registry."""
+    known = sorted(known)
+    return BadInput(f"unknown {what} '{name}'{nearest(name, known)} (known: {', '.join(known)})")
+
+
+def missing_extra(package: str, extra: str, purpose: str) -> MissingExtra:
+    """Build the error for an optional package that is not installed."""
+    return MissingExtra(f"{purpose} needs {package}: pip install 'lamina[{extra}]'")

@@ -1,0 +1,1 @@
+"""Experiments: one TOML file, validated, run to a folder; comparisons of several algorithms."""

@@ -1,0 +1,200 @@
+"""The experiment file: TOML, validated, with one clear line for whatever is wrong with it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from lamina.errors import BadInput, nearest
+
+Positive = Annotated[float, Field(gt=0)]
+AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+
+class _Named(BaseModel):
+    """A section that names something in a registry; its other keys are that thing's options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True)
+    name: str
+
+    def options(self) -> dict[str, Any]:
+        """The options given beside the name."""
+        return dict(self.model_extra or {})
+
+
+class Partition(_Named):
+    """How samples are dealt to clients."""
+
+    name: str = "iid"
+
+
+class Data(_Section):
+    """Which data, held by how many clients."""
+
+    name: str = "digits"
+    dir: str | None = None
+    clients: AtLeastOne | None = None  # None: the partition names them (by-column)
+    partition: Partition = Partition()
+    augment: bool = False
+    augment_pad: Annotated[int, Field(ge=0)] = 4
+    augment_flip: bool = True
+
+
+class Model(_Named):
+    """Which model."""
+
+    name: str = "mlp"
+
+
+class AlgorithmSection(_Named):
+    """Which algorithm, from which preset."""
+
+    name: str = "fedlamb"
+    preset: str | None = None
+
+
+class Schedule(_Named):
+    """The learning rate over rounds."""
+
+    name: str = "constant"
+
+
+class Train(_Section):
+    """The federation's protocol."""
+
+    rounds: AtLeastOne = 50
+    participation: Annotated[float, Field(gt=0, le=1)] = 0.5
+    sampling: Literal["exact", "bernoulli"] = "exact"
+    batch_size: AtLeastOne = 32
+    epochs: AtLeastOne = 1
+    local_steps: AtLeastOne | None = None
+    lr: Positive | None = None  # None: the algorithm's own default
+    schedule: Schedule = Schedule()
+    clip: Positive | None = None
+    weighting: Literal["clients", "examples"] = "clients"
+    loss: Literal["cross_entropy", "mse"] = "cross_entropy"
+    seed: int = 0
+
+
+class Run(_Section):
+    """Where and how it runs, and what is recorded."""
+
+    device: str = "auto"
+    threads: AtLeastOne | None = None  # None: chosen from the size of the model
+    evaluate_every: AtLeastOne = 1
+    client_metrics: bool = False
+    trust_ratios: bool = False
+    out: str | None = None  # None: runs/<file>-<algorithm>-seed<seed>
+
+
+class Compare(_Section):
+    """Several algorithms on the same clients, batches and initial weights."""
+
+    algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
+    seeds: AtLeastOne = 3
+    target: Annotated[float, Field(gt=0, le=1)] = 0.9
+    lr: dict[str, list[Positive]] = {}  # rates to try for each; the best on validation data is kept
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.2  # fraction of the training data held out to choose the rate
+    options: dict[str, dict[str, Any]] = {}  # further options for each
+
+
+class Experiment(_Section):
+    """One experiment file."""
+
+    data: Data = Data()
+    model: Model = Model()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    train: Train = Train()
+    run: Run = Run()
+    compare: Compare = Compare()
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read and validate an experiment file, with ``section.key=value`` overrides applied first."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot read the experiment file '{path}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"'{path}' is not a text file: an experiment is TOML in UTF-8") from error
+    try:
+        tree = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"{path}: not valid TOML: {error}") from error
+    for override in overrides:
+        apply_override(tree, override)
+    return parse(tree, source=str(path))
+
+
+def parse(tree: Mapping[str, Any], source: str = "experiment") -> Experiment:
+    """Validate an experiment given as nested dicts."""
+    tree = dict(tree)
+    # a plain name is short for a table that holds only the name: partition = "iid"
+    for section, key in (("data", "partition"), ("train", "schedule")):
+        inner = tree.get(section)
+        if isinstance(inner, dict) and isinstance(inner.get(key), str):
+            tree[section] = {**inner, key: {"name": inner[key]}}
+    for section in ("model", "algorithm"):
+        if isinstance(tree.get(section), str):
+            tree[section] = {"name": tree[section]}
+    try:
+        return Experiment.model_validate(tree)
+    except ValidationError as error:
+        raise BadInput(f"{source}: {_one_line(error)}") from error
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Apply one ``section.key=value``; the value is TOML, and a bare word is a string.
+
+    >>> tree = {"train": {"lr": 0.1}}
+    >>> apply_override(tree, "train.lr=0.5"); apply_override(tree, "algorithm.name=fedlada"); tree
+    {'train': {'lr': 0.5}, 'algorithm': {'name': 'fedlada'}}
+    """
+    key, equals, text = override.partition("=")
+    names = key.strip().split(".")
+    if not equals or not all(names):
+        raise BadInput(f"--set '{override}' is not of the form section.key=value, for example train.lr=0.1")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    for depth, name in enumerate(names[:-1]):
+        inner = tree.setdefault(name, {})
+        if isinstance(inner, str):  # model = "mlp" is short for model.name
+            inner = tree[name] = {"name": inner}
+        if not isinstance(inner, dict):
+            raise BadInput(f"--set '{override}': '{'.'.join(names[: depth + 1])}' is a value, not a section")
+        tree = inner
+    tree[names[-1]] = value
+
+
+def _one_line(error: ValidationError) -> str:
+    """Say the first problem in one line: the key, what is wrong, what is allowed, the nearest match."""
+    problems = error.errors()
+    first = problems[0]
+    place = [str(part) for part in first["loc"]]
+    dotted = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        known = _keys_at(place[:-1])
+        where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
+        text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"
+    else:
+        given = f" = {first['input']!r}" if not isinstance(first["input"], dict) else ""
+        text = f"{dotted}{given}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
+
+
+def _keys_at(place: Sequence[str]) -> list[str]:
+    model: Any = Experiment
+    for name in place:
+        model = model.model_fields[name].annotation
+    return list(model.model_fields)

@@ -1,0 +1,95 @@
+"""Where each layer of a model lies in the flat vector x in R^p that the algorithms work on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lamina.errors import BadInput
+
+Grouping = Literal["tensor", "module"]
+
+
+class Layers:
+    """The layout of a flat vector: one segment per trainable tensor, in the module's own order.
+
+    A "layer" is one parameter tensor (``by="tensor"``, the practice of LAMB) or all tensors of one
+    module together (``by="module"``: weight and bias share a norm). Every method accepts any leading
+    axes, so the same code serves one client, a stacked cohort and a population of experiments.
+
+    >>> layers = Layers({"fc.weight": (2, 2), "fc.bias": (2,)})
+    >>> u = torch.tensor([3.0, 0.0, 0.0, 4.0, 0.0, 1.0])
+    >>> layers.norms(u)
+    tensor([5., 1.])
+    >>> layers.spread(torch.tensor([7.0, 8.0]))
+    tensor([7., 7., 7., 7., 8., 8.])
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        if not shapes:
+            raise BadInput("the model has no trainable parameter: set requires_grad=True on at least one")
+        self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self.names = tuple(self.shapes)
+        self.sizes = [math.prod(shape) for shape in self.shapes.values()]
+        self.size = sum(self.sizes)
+        modules: dict[str, int] = {}
+        for name, size in zip(self.names, self.sizes, strict=True):
+            owner = name.rpartition(".")[0]
+            modules[owner] = modules.get(owner, 0) + size
+        # Parameters of one module follow one another in named_parameters(), so groups are contiguous.
+        self._sizes: dict[str, list[int]] = {"tensor": self.sizes, "module": list(modules.values())}
+        self._names: dict[str, tuple[str, ...]] = {"tensor": self.names, "module": tuple(modules)}
+        self._repeats: dict[tuple[str, torch.device], Tensor] = {}
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Layers:
+        """The layout of a module's trainable parameters (a tied weight counts once)."""
+        return cls({n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad})
+
+    def group_names(self, by: Grouping = "tensor") -> tuple[str, ...]:
+        """The names of the layers under a grouping."""
+        return self._names[by]
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Concatenate named tensors (each with the same leading axes) into [..., p]."""
+        pieces = []
+        for name, shape in self.shapes.items():
+            tensor = tensors[name]
+            pieces.append(tensor.reshape(*tensor.shape[: tensor.dim() - len(shape)], -1))
+        return torch.cat(pieces, dim=-1)
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of [..., p] under the parameters' names and shapes; no copy."""
+        lead = flat.shape[:-1]
+        pieces = torch.split(flat, self.sizes, dim=-1)
+        return {
+            name: piece.reshape(*lead, *shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+        }
+
+    def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
+        """The Euclidean norm of every layer: [..., p] -> [..., number of layers]."""
+        pieces = torch.split(u, self._sizes[by], dim=-1)
+        return torch.stack([torch.linalg.vector_norm(piece, dim=-1) for piece in pieces], dim=-1)
+
+    def spread(self, per_layer: Tensor, by: Grouping = "tensor") -> Tensor:
+        """Repeat one value per layer over the layer: [..., number of layers] -> [..., p]."""
+        key = (by, per_layer.device)
+        if key not in self._repeats:
+            self._repeats[key] = torch.tensor(self._sizes[by], device=per_layer.device)
+        return per_layer.repeat_interleave(self._repeats[key], dim=-1, output_size=self.size)
+
+    def matrix_mask(self, like: Tensor) -> Tensor:
+        """[p]: 1 on tensors with two or more axes (weights), 0 on vectors (biases, norm scales)."""
+        flags = torch.tensor([float(len(s) >= 2) for s in self.shapes.values()], dtype=like.dtype, device=like.device)
+        return self.spread(flags)
+
+    def first_nonfinite(self, u: Tensor) -> str | None:
+        """The name of the first tensor that holds a NaN or an infinity, or None."""
+        for name, piece in self.unflatten(u).items():
+            if not bool(torch.isfinite(piece).all()):
+                return name
+        return None

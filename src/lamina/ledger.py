@@ -1,0 +1,85 @@
+"""The ledger: bytes that a round sends down and up, counted from the payload itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.algorithms.contract import Algorithm, Info, map_fields
+from lamina.layers import Layers
+
+
+def payload_bytes(payload: Any) -> dict[str, int]:
+    """Bytes of every field of one client's Down or Up; a field that is None is not sent."""
+    return {
+        name: value.numel() * value.element_size()
+        for name, value in zip(payload._fields, payload, strict=True)
+        if value is not None
+    }
+
+
+class Ledger:
+    """Counts bytes, and remembers which version of a cached field every client holds.
+
+    With lazy synchronisation a field such as v_hat changes only now and then. A client keeps it, so it is sent
+    only to clients that hold another version: one that was absent at the last synchronisation pays for it later.
+    """
+
+    def __init__(self, clients: int) -> None:
+        self.clients = clients
+        self.held: dict[str, NDArray[np.int64]] = {}
+
+    def down(self, payload: Any, versions: Mapping[str, int], cohort: NDArray[np.int64]) -> int:
+        """Bytes sent to the whole cohort."""
+        total = 0
+        for name, size in payload_bytes(payload).items():
+            receivers = len(cohort)
+            if name in versions:
+                held = self.held.setdefault(name, np.full(self.clients, -1, dtype=np.int64))
+                receivers = int((held[cohort] != versions[name]).sum())
+                held[cohort] = versions[name]
+            total += receivers * size
+        return total
+
+
+class WireCost(NamedTuple):
+    """What one active client receives, sends and keeps, in models (d = number of parameters)."""
+
+    down: float
+    up: float
+    client_state: float
+
+
+def wire_cost(algorithm: Algorithm, rounds: int | None = None) -> WireCost:
+    """The mean cost per round, from the payload of a toy model; with lazy synchronisation, of a client always active.
+
+    >>> from lamina.algorithms import FedLada
+    >>> wire_cost(FedLada())
+    WireCost(down=3.0, up=2.0, client_state=0.0)
+    """
+    rounds = rounds or 12 * int(getattr(algorithm, "sync_every", 1))
+    x = torch.ones(4)
+    layers = Layers({"w": (2, 2)})
+    unit = payload_bytes(_Toy(x))["x"]
+    server, client, ledger = algorithm.init(x), algorithm.client_init(x), Ledger(1)
+    down_bytes = up_bytes = 0
+    for r in range(1, rounds + 1):
+        needs = algorithm.needs(r)
+        gradient = x if needs.full_gradient or needs.control_variate else None
+        info = Info(r, lr=0.1, full_gradient=gradient)
+        down = algorithm.broadcast(server, info)
+        down_bytes += ledger.down(down, algorithm.down_versions(r), np.zeros(1, dtype=np.int64))
+        local = algorithm.step(algorithm.begin(down, client, info), down, x, 0.1, layers)
+        up, client = algorithm.finish(local, down, client, info)
+        up_bytes += sum(payload_bytes(up).values())
+        server = algorithm.update(server, up, info)
+    kept = sum(size for size in payload_bytes(map_fields(lambda t: t, client)).values() if size >= unit)
+    return WireCost(down_bytes / unit / rounds, up_bytes / unit / rounds, kept / unit)
+
+
+class _Toy(NamedTuple):
+    x: torch.Tensor

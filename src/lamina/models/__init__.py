@@ -1,0 +1,115 @@
+"""The papers' models as plain `nn.Module`s. `create` makes one by name; `registry` lists them with their cards."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.errors import BadInput, nearest, unknown
+from lamina.models.activations import SMU
+from lamina.models.plain import cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
+from lamina.models.registry import GIVEN, Card, Factory, registry
+from lamina.models.resnet import BasicBlock, resnet9, resnet18
+
+__all__ = [
+    "SMU",
+    "BasicBlock",
+    "Card",
+    "cifar_cnn",
+    "cifar_cnn3",
+    "cnn",
+    "create",
+    "find",
+    "lenet",
+    "mlp",
+    "registry",
+    "resnet9",
+    "resnet18",
+    "small_cnn",
+]
+
+
+def create(
+    name: str, input_shape: tuple[int, ...], classes: int, *, seed: int | None = None, **options: Any
+) -> nn.Module:
+    """Make a model by name for inputs of one shape (without the batch axis) and a number of classes.
+
+    With a seed the weights are drawn on the CPU, so they are the same on every machine, and torch's global generators
+    stay as they were; without one they come from the global generator. A name ``package.module:factory`` calls a
+    function or class of your own with the options, and with `input_shape` and `classes` if it has arguments
+    of these names.
+
+    >>> model = create("mlp", (1, 28, 28), 10, seed=0, dropout=0.5)
+    >>> sum(p.numel() for p in model.parameters())
+    159010
+    """
+    factory = find(name)
+    arguments = _arguments(name, factory, {"input_shape": input_shape, "classes": classes}, options)
+    if seed is None:
+        made = factory(**arguments)
+    else:
+        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(_seed(seed))  # torch.manual_seed would reseed the GPUs as well
+            made = factory(**arguments)
+    if not isinstance(made, nn.Module):
+        raise BadInput(f"the model '{name}' made an object of type {type(made).__name__}, not a torch.nn.Module")
+    return made
+
+
+def find(name: str) -> Factory:
+    """The factory of that name; ``package.module:factory`` finds one of your own.
+
+    >>> find("resnet18").__name__
+    'resnet18'
+    """
+    if ":" not in name:
+        if name not in registry():
+            raise unknown("model", name, registry())
+        return registry()[name].factory
+    module, _, attribute = name.partition(":")
+    if not module or not attribute or module.startswith("."):
+        raise BadInput(f"a model of your own is named 'package.module:factory', not '{name}'")
+    try:
+        found = operator.attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"cannot load the model '{name}': {error}") from error
+    if not callable(found):
+        raise BadInput(f"the model '{name}' is of type {type(found).__name__}, not a function or class")
+    factory: Factory = found
+    return factory
+
+
+def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """What to call a factory with, after checking the names of the options against its signature."""
+    try:
+        signature = inspect.signature(factory)
+    except ValueError:  # some callables written in C have none
+        return options
+    kinds = {n: p.kind for n, p in signature.parameters.items()}
+    by_name = [
+        n for n, k in kinds.items() if k in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ]
+    known = [n for n in by_name if n not in GIVEN]
+    if inspect.Parameter.VAR_KEYWORD not in kinds.values():
+        for option in options:
+            if option not in known:
+                has = f"its options: {', '.join(known)}" if known else "it has none"
+                raise BadInput(f"{name} has no option '{option}'{nearest(option, known)} ({has})")
+    # By name only: a factory with **kwargs mostly hands them on to one that knows no input_shape.
+    arguments = {n: value for n, value in given.items() if n in by_name} | options
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise BadInput(f"cannot call the model '{name}': {error}") from error
+    return arguments
+
+
+def _seed(seed: Any) -> int:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not -(2**63) <= operator.index(seed) < 2**64:
+        raise BadInput(f"seed must be a whole number of at most 64 bits, not {seed!r}")
+    return operator.index(seed)

@@ -1,0 +1,111 @@
+"""The registry of models, and the checks that turn a wrong shape or option into one clear line."""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from lamina.errors import BadInput, unknown
+
+Factory = Callable[..., nn.Module]
+_F = TypeVar("_F", bound=Factory)
+
+GIVEN = ("input_shape", "classes")  # what the data decide; everything else a factory takes is an option
+
+
+class Card(NamedTuple):
+    """What the registry knows about a model; feeds the CLI, the docs and the tests."""
+
+    name: str
+    description: str  # the first line of the factory's docstring
+    paper: str
+    options: Mapping[str, Any]  # name -> default
+    factory: Factory
+
+
+_REGISTRY: dict[str, Card] = {}
+
+
+def model(paper: str) -> Callable[[_F], _F]:
+    """Register a factory under its own name; its keyword arguments are the model's options."""
+
+    def decorate(factory: _F) -> _F:
+        parameters = inspect.signature(factory).parameters
+        options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
+        description = (inspect.getdoc(factory) or "").partition("\n")[0]
+        name = factory.__name__
+        _REGISTRY[name] = Card(name, description, paper, options, factory)
+        return factory
+
+    return decorate
+
+
+def registry() -> Mapping[str, Card]:
+    """All registered models by name."""
+    return _REGISTRY
+
+
+def image(model: str, input_shape: Sequence[int], classes: int, least: int) -> tuple[int, int, int]:
+    """Channels, height and width of `input_shape`, or one line saying why `model` cannot take it."""
+    shape = _shape(model, input_shape, classes)
+    if len(shape) == 3 and min(shape[1:]) >= least:
+        return shape[0], shape[1], shape[2]
+    others = "mlp takes any shape" if least <= 2 else "small_cnn takes 2x2 and up, mlp any shape"
+    raise BadInput(
+        f"{model} needs images [channels, height, width] of at least {least}x{least}, not {list(shape)}: {others}"
+    )
+
+
+def flat(model: str, input_shape: Sequence[int], classes: int) -> int:
+    """The number of inputs of a model that takes any shape."""
+    size = 1
+    for n in _shape(model, input_shape, classes):
+        size *= n
+    return size
+
+
+def _shape(model: str, input_shape: Sequence[int], classes: int) -> tuple[int, ...]:
+    whole("classes", classes)
+    try:
+        shape = tuple(operator.index(n) for n in input_shape)
+    except TypeError:
+        shape = ()
+    if not shape or min(shape) < 1:
+        raise BadInput(f"{model}: input_shape must be positive whole numbers such as [1, 28, 28], not {input_shape!r}")
+    return shape
+
+
+def whole(option: str, value: Any) -> int:
+    """`value` as an int >= 1."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise BadInput(f"{option} must be a whole number >= 1, not {value!r}")
+    return operator.index(value)
+
+
+def wholes(option: str, value: Any, length: int | None = None) -> tuple[int, ...]:
+    """`value` as a tuple of ints >= 1, of a fixed length where one is given."""
+    many = "whole numbers" if length is None else f"{length} whole numbers"
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != (length or len(value)):
+        raise BadInput(f"{option} must be a list of {many}, not {value!r}")
+    return tuple(whole(option, n) for n in value)
+
+
+def number(option: str, value: Any, low: float, below: float = float("inf")) -> float:
+    """`value` as a float in [low, below)."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and low <= value < below):
+        upper = "" if below == float("inf") else f" and < {below:g}"
+        raise BadInput(f"{option} must be a number >= {low:g}{upper}, not {value!r}")
+    return float(value)
+
+
+def choice(option: str, value: Any, known: Iterable[str]) -> str:
+    """`value` if it is one of the known words."""
+    known = list(known)
+    if value not in known:
+        raise unknown(option, str(value), known)
+    return str(value)

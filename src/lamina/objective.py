@@ -1,0 +1,110 @@
+"""What is minimised: a module and a loss, seen as a function of the flat parameter vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lamina.errors import BadInput, unknown
+from lamina.layers import Layers
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Buffers = dict[str, Tensor]
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Per-sample cross entropy [n]; any further axes (tokens) are averaged."""
+    return _per_sample(nn.functional.cross_entropy(outputs, targets, reduction="none"))
+
+
+def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Per-sample squared error [n], averaged over any further axes."""
+    return _per_sample((outputs.reshape(targets.shape) - targets) ** 2)
+
+
+def _per_sample(losses: Tensor) -> Tensor:
+    return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+
+
+LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mean_squared_error}
+
+
+class Objective:
+    """A module's loss and gradient as functions of (flat parameters, buffers).
+
+    The module itself is never changed; its trainable parameters are the start of the run, its other parameters
+    stay as they are, its floating buffers (BatchNorm's statistics) are averaged over clients like the model.
+    """
+
+    def __init__(self, module: nn.Module, loss: str | Loss = "cross_entropy") -> None:
+        if isinstance(loss, str):
+            if loss not in LOSSES:
+                raise unknown("loss", loss, LOSSES)
+            loss = LOSSES[loss]
+        self.module = module
+        self.loss = loss
+        self.layers = Layers.of(module)
+        trainable = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
+        dtypes = {p.dtype for p in trainable.values()}
+        if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
+            raise BadInput(f"all trainable parameters must have one floating dtype, not {sorted(map(str, dtypes))}")
+        self.start = self.layers.flatten(trainable)
+        bad = self.layers.first_nonfinite(self.start)
+        if bad is not None:
+            raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
+        self.dtype = self.start.dtype
+        self.device = self.start.device
+        self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+        names = len(list(module.named_parameters(remove_duplicate=False)))
+        self._has_tied_weights = names > len(trainable) + len(
+            self.frozen
+        )  # else looking for them in every step is waste
+        self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+
+    def outputs(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, *, train: bool) -> Tensor:
+        """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do."""
+        if self.module.training != train:
+            self.module.train(train)
+        state = {**self.layers.unflatten(x), **self.frozen, **buffers}
+        try:
+            made: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self._has_tied_weights)
+        except ValueError as error:
+            if "more than 1 value per channel" in str(error):
+                raise BadInput(
+                    "BatchNorm cannot train on a batch of one sample: choose a batch_size that leaves no client "
+                    "with a single last sample, or use GroupNorm"
+                ) from error
+            raise
+        return made
+
+    def gradient(
+        self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, *, train: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of the mean loss over the batch, and that loss."""
+        leaf = x.detach().requires_grad_()
+        losses = self.loss(self.outputs(leaf, buffers, inputs, train=train), targets)
+        if losses.shape != (len(inputs),):
+            raise BadInput(
+                f"the loss must return one value per sample, shape ({len(inputs)},), not {tuple(losses.shape)}: "
+                "use reduction='none'"
+            )
+        loss = losses.mean()
+        (grad,) = torch.autograd.grad(loss, leaf)
+        return grad, loss.detach()
+
+    def module_at(self, x: Tensor, buffers: Mapping[str, Tensor]) -> nn.Module:
+        """Write parameters and buffers into the module and return it."""
+        with torch.no_grad():
+            for name, value in self.layers.unflatten(x).items():
+                self.module.get_parameter(name).copy_(value)
+            for name, value in buffers.items():
+                self.module.get_buffer(name).copy_(value)
+        return self.module
+
+
+def buffer_bytes(buffers: Mapping[str, Tensor]) -> int:
+    """Bytes of the floating buffers, which travel with the model."""
+    return sum(b.numel() * b.element_size() for b in buffers.values() if b.is_floating_point())

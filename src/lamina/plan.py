@@ -1,0 +1,258 @@
+"""The round plan: who trains on what, at which rate, as a pure function of (seed, round).
+
+Every engine consumes the same plan, so every engine produces the same trajectory, every algorithm is compared
+on the same clients and batches, and a resumed run continues exactly.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina import rng
+from lamina.data.partitions import Partition
+from lamina.errors import BadInput, nearest, unknown
+
+Indices = NDArray[np.int64]
+
+
+class Clients:
+    """Who holds which samples: fixed lists, or dealt anew to the active clients in every round (`Reallocate`)."""
+
+    def __init__(self, parts: Sequence[Any], samples: int) -> None:
+        self.parts = [np.asarray(part, dtype=np.int64) for part in parts]
+        self.count = len(self.parts)
+        self.moving: tuple[Partition, Indices | None, int, int] | None = None
+        if not self.parts:
+            raise BadInput("a federation needs at least one client")
+        for i, part in enumerate(self.parts):
+            if part.ndim != 1 or len(part) == 0:
+                raise BadInput(f"client {i} has no samples: give every client at least one, or use fewer clients")
+            if part.min() < 0 or part.max() >= samples:
+                raise BadInput(f"client {i} is given sample {part.max()}, but there are only {samples} samples")
+
+    @classmethod
+    def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
+        """Clients that own nothing: in every round the whole data set is split over the active ones."""
+        if count < 1:
+            raise BadInput("a federation needs at least one client")
+        self = cls.__new__(cls)
+        self.parts, self.count = [], count
+        self.moving = (partition, labels, seed, samples)
+        return self
+
+    def samples(self, round: int, cohort: Indices) -> list[Indices]:
+        """The sample indices of every active client in a round."""
+        if self.moving is None:
+            return [self.parts[i] for i in cohort]
+        partition, labels, seed, samples = self.moving
+        return partition.split(labels, len(cohort), rng.key(seed, "reallocate", round), samples=samples)
+
+
+# --- learning rates ---------------------------------------------------------------------------------------------
+
+
+class Schedule(Protocol):
+    """A learning rate per round: a factor on the base rate."""
+
+    def factor(self, round: int) -> float:
+        """Return what the base rate is multiplied by in this round (rounds count from 1)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same rate in every round."""
+
+    def factor(self, round: int) -> float:
+        """1."""
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """Times `gamma` after every round (FedLADA: 0.998)."""
+
+    gamma: float = 0.998
+
+    def factor(self, round: int) -> float:
+        """gamma^(round - 1)."""
+        return float(self.gamma ** (round - 1))
+
+
+@dataclass(frozen=True)
+class Milestones:
+    """Times `gamma` from each milestone round on (Fed-LAMB, ResNet-18: divided by 10 at rounds 30 and 70)."""
+
+    at: tuple[int, ...] = (30, 70)
+    gamma: float = 0.1
+
+    def factor(self, round: int) -> float:
+        """gamma^(number of milestones reached)."""
+        return float(self.gamma ** sum(m <= round for m in self.at))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from 1 down to `floor` over `rounds` rounds, and `floor` afterwards."""
+
+    rounds: int
+    floor: float = 0.0
+
+    def factor(self, round: int) -> float:
+        """floor + (1 - floor) (1 + cos(pi (round - 1) / rounds)) / 2."""
+        done = min(1.0, (round - 1) / self.rounds)
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+SCHEDULES: dict[str, type[Any]] = {
+    "constant": Constant,
+    "exponential": Exponential,
+    "milestones": Milestones,
+    "cosine": Cosine,
+}
+
+
+def make_schedule(name: str, **options: Any) -> Schedule:
+    """Make a schedule by name.
+
+    >>> [round(make_schedule("milestones", at=(2,)).factor(r), 3) for r in (1, 2, 3)]
+    [1.0, 0.1, 0.1]
+    """
+    if name not in SCHEDULES:
+        raise unknown("schedule", name, SCHEDULES)
+    known = [field.name for field in dataclasses.fields(SCHEDULES[name])]
+    for option in options:
+        if option not in known:
+            raise BadInput(f"schedule '{name}' has no option '{option}'{nearest(option, known)}")
+    if name == "cosine" and options.get("rounds", 0) < 1:
+        raise BadInput("schedule 'cosine' needs rounds >= 1, the round at which it ends")
+    if "at" in options:
+        options["at"] = tuple(options["at"])
+    made: Schedule = SCHEDULES[name](**options)
+    return made
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of the plan. C = active clients, K = the largest number of steps, B = batch size."""
+
+    number: int  # from 1
+    lr: float
+    participation: float  # |S| / N
+    cohort: Indices  # [C] client ids, ascending
+    samples: list[Indices]  # every active client's data
+    index: Indices  # [C, K, B] sample indices; positions at or past `filled` repeat a valid index
+    filled: Indices  # [C, K] how many of the B are real; 0: the client has no such step
+    streams: Indices  # [C] random streams of the clients in this round, for augmentation and dropout
+
+    @property
+    def steps(self) -> Indices:
+        """K_i, [C]."""
+        return np.asarray((self.filled > 0).sum(axis=1), dtype=np.int64)
+
+    @property
+    def examples(self) -> Indices:
+        """n_i, [C]."""
+        return np.array([len(s) for s in self.samples], dtype=np.int64)
+
+    def batch(self, c: int, k: int) -> Indices:
+        """The sample indices of step k of the c-th active client."""
+        return self.index[c, k, : self.filled[c, k]]
+
+    def augment_keys(self, c: int, k: int) -> Indices:
+        """One random word for every sample of a batch."""
+        width = self.index.shape[2]
+        counters = k * width + np.arange(self.filled[c, k], dtype=np.int64)
+        return np.asarray(rng.bits(int(self.streams[c]), counters), dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The settings that, with (seed, round), determine a round."""
+
+    clients: Clients
+    lr: float
+    schedule: Schedule = Constant()
+    participation: float = 1.0  # C: the fraction of clients active in a round
+    sampling: Literal["exact", "bernoulli"] = "exact"
+    batch_size: int = 32
+    epochs: int = 1
+    local_steps: int | None = None  # fixes K for all clients instead of epochs
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.participation <= 1:
+            raise BadInput(f"participation = {self.participation} is not a fraction in (0, 1]")
+        if self.sampling not in ("exact", "bernoulli"):
+            raise unknown("sampling", self.sampling, ("exact", "bernoulli"))
+        for name in ("batch_size", "epochs", "local_steps"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise BadInput(f"{name} = {value} is not a whole number >= 1")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise BadInput(f"lr = {self.lr} is not a positive number")
+
+    def cohort(self, round: int) -> Indices:
+        """The active clients: exactly max(1, round(C N)) of them, or an independent coin for each."""
+        n = self.clients.count
+        if self.sampling == "exact":
+            size = max(1, builtins.round(self.participation * n))
+            order = rng.permutation(rng.key(self.seed, "cohort", round), n)
+            return np.sort(order[:size])
+        attempt = 0
+        while True:  # an empty draw is thrown again
+            active = rng.uniform(rng.key(self.seed, "cohort", round, attempt), n) < self.participation
+            if active.any():
+                return np.flatnonzero(active).astype(np.int64)
+            attempt += 1
+
+    def round(self, number: int) -> Round:
+        """The plan of round `number` (from 1)."""
+        cohort = self.cohort(number)
+        samples = self.clients.samples(number, cohort)
+        sizes = np.array([len(s) for s in samples], dtype=np.int64)
+        per_epoch = -(-sizes // self.batch_size)  # steps of an epoch, the last short batch kept
+        steps = per_epoch * self.epochs if self.local_steps is None else np.full_like(sizes, self.local_steps)
+        passes = int((-(-steps // per_epoch)).max())
+
+        # [C, passes, n]: every client's samples in a fresh order for every pass
+        order_streams = rng.fork(rng.key(self.seed, "batches", number), cohort)[:, None, None]
+        order_streams = rng.fork(order_streams, np.arange(passes, dtype=np.int64)[None, :, None])
+        positions = np.arange(sizes.max(), dtype=np.int64)
+        keys = rng.bits(order_streams, positions)
+        keys[np.broadcast_to(positions >= sizes[:, None, None], keys.shape)] = np.iinfo(np.int64).max
+        order = np.argsort(keys, axis=-1, kind="stable")
+
+        # step k of client c takes positions [start, start + B) of pass k // per_epoch
+        k = np.arange(steps.max(), dtype=np.int64)[None, :]
+        start = (k % per_epoch[:, None]) * self.batch_size
+        filled = np.where(k < steps[:, None], np.clip(sizes[:, None] - start, 0, self.batch_size), 0)
+        at = np.minimum(start[..., None] + np.arange(self.batch_size), sizes[:, None, None] - 1)
+        c = np.arange(len(cohort))[:, None, None]
+        padded = np.zeros((len(cohort), int(sizes.max())), dtype=np.int64)
+        for row, ids in zip(padded, samples, strict=True):
+            row[: len(ids)] = ids
+        which_pass = np.minimum(k // per_epoch[:, None], passes - 1)[..., None]
+        index = padded[c, order[c, which_pass, at]]
+
+        return Round(
+            number=number,
+            lr=self.lr * self.schedule.factor(number),
+            participation=len(cohort) / self.clients.count,
+            cohort=cohort,
+            samples=samples,
+            index=index,
+            filled=filled,
+            streams=np.asarray(rng.fork(rng.key(self.seed, "client", number), cohort), dtype=np.int64),
+        )

@@ -1,0 +1,255 @@
+"""`Simulation`: a federation on one machine. The Python API in one class."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lamina import algorithms
+from lamina.algorithms.contract import Algorithm
+from lamina.data.dataset import Dataset, as_dataset
+from lamina.data.feed import Augment, prepare
+from lamina.data.partitions import Reallocate, split_dataset
+from lamina.data.partitions import make as make_partition
+from lamina.engines.loop import Loop
+from lamina.engines.state import RoundReport, State
+from lamina.errors import BadInput, unknown
+from lamina.history import History, Row
+from lamina.objective import Loss, Objective
+from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
+
+EVALUATION_BATCH = 1000
+
+
+class Simulation:
+    """Train a module with a federated algorithm over simulated clients.
+
+    Every random choice follows from `seed`: two simulations with the same arguments give the same history, and
+    two algorithms with the same seed see the same clients and batches.
+
+    >>> import torch, lamina
+    >>> x, y = torch.randn(200, 5), torch.randint(0, 3, (200,))
+    >>> simulation = lamina.Simulation(torch.nn.Linear(5, 3), (x, y), "fedlamb", clients=10, seed=0)
+    >>> history = simulation.run(2)
+    >>> len(history), sorted(history[0])[:3]
+    (2, ['bytes_down', 'bytes_up', 'clients'])
+
+    Args:
+        model: any module; it is copied, and its trainable parameters are the start.
+        train: the training data: a `Dataset`, a pair of arrays or tensors, or a `datasets.Dataset`.
+        algorithm: an algorithm, or the name of one (its defaults).
+        test: data to evaluate on; without it, accuracy and loss are not reported.
+        clients: number of clients, or one list of sample indices per client; None for a partition that names them.
+        partition: how samples are dealt: a partition object or the name of one.
+        participation: fraction of the clients that take part in a round.
+        sampling: exactly that fraction, or an independent coin per client ("bernoulli").
+        batch_size: samples per local step.
+        epochs: passes of a client over its data in a round.
+        local_steps: a fixed number of local steps instead of epochs.
+        lr: the local learning rate; default: the algorithm's card.
+        schedule: the learning rate over rounds: a schedule object or the name of one.
+        clip: largest norm of a mini-batch gradient.
+        weighting: mean over clients, or weighted by their number of examples.
+        loss: "cross_entropy", "mse", or a function of (outputs, targets) to one loss per sample.
+        augmentation: random crop and flip of training images.
+        seed: the source of all randomness.
+        device: "auto" (a GPU if there is one), or any torch device.
+        evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
+        client_metrics: also report the accuracy on every client's own data (mean and worst 10 %).
+        trust_ratios: also report the layer-wise trust ratios of the layer-wise methods.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train: Any,
+        algorithm: Algorithm | str = "fedlamb",
+        *,
+        test: Any = None,
+        clients: int | Sequence[Any] | None = 10,
+        partition: Any = "iid",
+        participation: float = 1.0,
+        sampling: Literal["exact", "bernoulli"] = "exact",
+        batch_size: int = 32,
+        epochs: int = 1,
+        local_steps: int | None = None,
+        lr: float | None = None,
+        schedule: Schedule | str = "constant",
+        clip: float | None = None,
+        weighting: Literal["clients", "examples"] = "clients",
+        loss: str | Loss = "cross_entropy",
+        augmentation: Augment | None = None,
+        seed: int = 0,
+        device: str | torch.device = "auto",
+        evaluate_every: int = 1,
+        client_metrics: bool = False,
+        trust_ratios: bool = False,
+    ) -> None:
+        if weighting not in ("clients", "examples"):
+            raise unknown("weighting", weighting, ("clients", "examples"))
+        if clip is not None and not clip > 0:
+            raise BadInput(f"clip = {clip} is not a positive number")
+        if evaluate_every < 1:
+            raise BadInput(f"evaluate_every = {evaluate_every} is not a whole number >= 1")
+        self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+        self.device = choose_device(device)
+        self.objective = Objective(copy.deepcopy(model).to(self.device), loss)
+        self.train_data = as_dataset(train).to(self.device)
+        self.test_data = None if test is None else as_dataset(test).to(self.device)
+        if loss == "cross_entropy" and self.train_data.classes is None:
+            raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
+        self.plan = Plan(
+            clients=deal(self.train_data, clients, partition, seed),
+            lr=self.algorithm.card.lr if lr is None else lr,
+            schedule=make_schedule(schedule) if isinstance(schedule, str) else schedule,
+            participation=participation,
+            sampling=sampling,
+            batch_size=batch_size,
+            epochs=epochs,
+            local_steps=local_steps,
+            seed=seed,
+        )
+        self._check_fit(loss)
+        self.engine = Loop(
+            algorithm=self.algorithm,
+            objective=self.objective,
+            data=self.train_data,
+            clip=clip,
+            by_examples=weighting == "examples",
+            augmentation=augmentation,
+            record_trust_ratios=trust_ratios,
+        )
+        self.evaluate_every = evaluate_every
+        self.client_metrics = client_metrics
+        self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
+        self.history = History()
+
+    def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
+        """Train for `rounds` more rounds; `on_round` is called with every finished round's metrics."""
+        last = self.state.round + rounds
+        while self.state.round < last:
+            started = time.perf_counter()
+            plan = self.plan.round(self.state.round + 1)
+            self.state, report = self.engine.run_round(self.state, plan)
+            seconds = time.perf_counter() - started
+            row = self._row(plan, report, seconds)
+            if self.state.round % self.evaluate_every == 0 or self.state.round == last:
+                started = time.perf_counter()
+                row |= self.evaluate()
+                row["evaluation_seconds"] = time.perf_counter() - started
+            self.history.append(row)
+            if on_round is not None:
+                on_round(row)
+        return self.history
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained module (the simulation's own copy, in evaluation mode)."""
+        return self.objective.module_at(self.state.server.x, self.state.buffers).eval()
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy and loss of the current model on the test data, and on the clients' own data if asked for."""
+        metrics: dict[str, float] = {}
+        if self.test_data is not None:
+            losses, correct = self._predict(self.test_data)
+            metrics["loss"] = float(losses.double().mean())
+            if correct is not None:
+                metrics["accuracy"] = float(correct.double().mean())
+        if self.client_metrics:
+            metrics |= self._client_metrics()
+        return metrics
+
+    def _client_metrics(self) -> dict[str, float]:
+        """The model's accuracy on every client's own training data: how evenly it serves them."""
+        _, correct = self._predict(self.train_data)
+        if correct is None or not self.plan.clients.parts:
+            raise BadInput("client_metrics needs class labels and clients that keep their data")
+        hits = correct.cpu().numpy()
+        accuracies = np.sort([hits[part].mean() for part in self.plan.clients.parts])
+        worst = max(1, round(0.1 * len(accuracies)))
+        return {
+            "client_accuracy": float(accuracies.mean()),
+            "client_accuracy_worst10": float(accuracies[:worst].mean()),
+            "client_accuracy_std": float(accuracies.std()),
+        }
+
+    def _predict(self, data: Dataset) -> tuple[Tensor, Tensor | None]:
+        """Per-sample losses and, for class labels, whether each prediction is right (as 0 or 1)."""
+        losses, correct = [], []
+        with torch.no_grad():
+            for start in range(0, len(data), EVALUATION_BATCH):
+                part = slice(start, start + EVALUATION_BATCH)
+                inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
+                outputs = self.objective.outputs(self.state.server.x, self.state.buffers, inputs, train=False)
+                targets = data.y[part]
+                losses.append(self.objective.loss(outputs, targets))
+                if data.classes is not None:
+                    hits = (outputs.argmax(1) == targets).float()
+                    correct.append(hits.flatten(1).mean(1) if hits.dim() > 1 else hits)
+        return torch.cat(losses), torch.cat(correct) if correct else None
+
+    def _row(self, plan: Round, report: RoundReport, seconds: float) -> dict[str, float | int]:
+        models = self.algorithm.card.paper_cost
+        row: dict[str, float | int] = {
+            "round": plan.number,
+            "lr": plan.lr,
+            "clients": len(plan.cohort),
+            "steps": int(plan.steps.sum()),
+            "train_loss": report.train_loss,
+            "consistency": report.consistency,
+            "update_norm": report.update_norm,
+            "bytes_down": report.bytes_down,
+            "bytes_up": report.bytes_up,
+            "seconds": seconds,
+        }
+        if models is not None:  # the papers' own counting, beside what really travels
+            row["paper_bytes"] = models * self.objective.start.numel() * self.objective.start.element_size()
+            row["paper_bytes"] *= len(plan.cohort)
+        return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
+
+    def _check_fit(self, loss: str | Loss) -> None:
+        """Run one sample through the model: a model that does not fit the data is said here, not in round 1."""
+        for name, other in (("train", self.train_data), ("test", self.test_data)):
+            if other is None:
+                continue
+            try:
+                with torch.no_grad():
+                    inputs = prepare(other.x[:1], other.mean, other.std, self.objective.dtype)
+                    outputs = self.objective.outputs(self.objective.start, self.objective.buffers, inputs, train=False)
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                shape = tuple(other.x.shape[1:])
+                raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {error}") from error
+            if loss == "cross_entropy" and other.classes is not None and outputs.shape[1] < other.classes:
+                raise BadInput(
+                    f"the model has {outputs.shape[1]} outputs, but the {name} labels go up to {other.classes - 1}: "
+                    f"it needs {other.classes}"
+                )
+
+
+def choose_device(device: str | torch.device) -> torch.device:
+    """The device to run on: "auto" takes a GPU if there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadInput(f"device '{device}' cannot be used here: {reason}") from error
+    return chosen
+
+
+def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, seed: int) -> Clients:
+    """Deal the samples of a data set to clients."""
+    if clients is not None and not isinstance(clients, int):
+        return Clients(clients, samples=len(data))
+    chosen = make_partition(partition) if isinstance(partition, str) else partition
+    if isinstance(chosen, Reallocate):
+        return Clients.reallocated(chosen, data.labels, clients or 0, seed, samples=len(data))
+    return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))

@@ -1,0 +1,202 @@
+"""The contract, checked for every algorithm in the registry and for every choice of every option."""
+
+import dataclasses
+import inspect
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+from lamina import BadInput, Layers, algorithms
+from lamina.algorithms.contract import Info, options, registry
+from lamina.ledger import payload_bytes, wire_cost
+
+LAYERS = Layers({"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)})
+P = LAYERS.size
+
+
+def variants():
+    """Every algorithm with its defaults, every preset, and every other value of every choice and switch."""
+    for name, cls in registry().items():
+        yield f"{name}", cls()
+        for preset, values in cls.card.presets.items():
+            yield f"{name}-{preset}", cls(**values)
+        hints = get_type_hints(cls)
+        for option, field in options(cls).items():
+            if get_origin(hints[option]) is Literal:
+                values = [v for v in get_args(hints[option]) if v != field.default]
+            else:
+                values = [not field.default] if hints[option] is bool else []
+            for value in values:
+                more = {"sync_every": 2} if option == "lazy" else {}
+                if option == "decay_form":
+                    more = {"decay": 0.1}
+                yield f"{name}-{option}={value}", cls(**{option: value, **more})
+
+
+VARIANTS = dict(variants())
+every_variant = pytest.mark.parametrize("algorithm", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def play(algorithm, x, gradients, rounds=3, lr=0.01):
+    """Run rounds of two steps for one client; returns every record that was made."""
+    server, client, records = algorithm.init(x), algorithm.client_init(x), []
+    for r in range(1, rounds + 1):
+        needs = algorithm.needs(r)
+        full = gradients(r, 0) if needs.full_gradient or needs.control_variate else None
+        info = Info(r, lr, steps=2.0, participation=0.5, full_gradient=full)
+        down = algorithm.broadcast(server, info)
+        local = algorithm.begin(down, client, info)
+        records += [server, client, down, local]
+        for k in (1, 2):
+            local = algorithm.step(local, down, gradients(r, k), lr, LAYERS)
+            records.append(local)
+        up, client = algorithm.finish(local, down, client, info)
+        server = algorithm.update(server, up, info)
+        records += [up, client, server]
+    return server, records
+
+
+def gradients_for(shape, seed=0, dtype=torch.float64):
+    def gradient(r, k):
+        generator = torch.Generator().manual_seed(seed + 100 * r + k)
+        return torch.randn(shape, generator=generator, dtype=dtype)
+
+    return gradient
+
+
+@every_variant
+def test_records_are_named_tuples_of_vectors_or_scalars(algorithm):
+    x = torch.randn(P, dtype=torch.float64)
+    server, records = play(algorithm, x, gradients_for((P,)))
+    for record in records:
+        assert hasattr(record, "_fields")
+        for name, value in zip(record._fields, record, strict=True):
+            assert value is None or value.shape in ((P,), (1,)), (type(record), name)
+    assert server.x.shape == (P,)
+    assert torch.isfinite(server.x).all()
+    assert not torch.equal(server.x, x)  # it moved
+
+
+@every_variant
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dtype_is_kept(algorithm, dtype):
+    _, records = play(algorithm, torch.ones(P, dtype=dtype), gradients_for((P,), dtype=dtype))
+    assert {value.dtype for record in records for value in record if value is not None} == {dtype}
+
+
+@every_variant
+def test_functions_are_pure(algorithm):
+    """Nothing that was handed out is ever changed, and the same input gives the same output."""
+    x = torch.randn(P, dtype=torch.float64)
+    keep = x.clone()
+    first, records = play(algorithm, x, gradients_for((P,)))
+    copies = [[None if v is None else v.clone() for v in record] for record in records]
+    again, _ = play(algorithm, x, gradients_for((P,)))
+    assert torch.equal(x, keep)
+    assert torch.equal(first.x, again.x)
+    for record, copy in zip(records, copies, strict=True):
+        assert all(a is None or torch.equal(a, b) for a, b in zip(record, copy, strict=True))
+
+
+@every_variant
+def test_leading_axes_do_not_mix(algorithm):
+    """A [3, p] cohort is three clients of [p]: the same numbers, whatever the neighbours hold."""
+    x = torch.randn(3, P, dtype=torch.float64)
+    together, _ = play(algorithm, x, gradients_for((3, P)))
+    for i in range(3):
+        alone, _ = play(algorithm, x[i], lambda r, k, i=i: gradients_for((3, P))(r, k)[i])
+        for name, a, b in zip(alone._fields, together, alone, strict=True):
+            assert a is None or torch.allclose(a[i], b, rtol=1e-12, atol=1e-300), name
+
+
+@every_variant
+def test_numeric_options_may_be_one_per_leading_index(algorithm):
+    """Options as [3, 1] tensors are three experiments side by side."""
+    cls = type(algorithm)
+    numeric = {
+        name: getattr(algorithm, name)
+        for name, hint in get_type_hints(cls).items()
+        if name in options(cls) and hint not in (bool, int) and get_origin(hint) is not Literal
+    }
+    scales = (0.9, 0.5, 0.99)
+    x = torch.randn(P, dtype=torch.float64)
+    stacked = {n: torch.tensor([[v * s] for s in scales], dtype=torch.float64) for n, v in numeric.items()}
+    together, _ = play(dataclasses.replace(algorithm, **stacked), x.expand(3, P), gradients_for((P,)))
+    for i, s in enumerate(scales):
+        alone, _ = play(
+            dataclasses.replace(algorithm, **{n: v * s for n, v in numeric.items()}), x, gradients_for((P,))
+        )
+        assert torch.allclose(together.x[i], alone.x, rtol=1e-12), s
+
+
+@every_variant
+def test_down_and_up_carry_what_the_ledger_counts(algorithm):
+    cost = wire_cost(algorithm)
+    assert cost.down >= 1
+    assert cost.up >= 1
+    x = torch.ones(P)
+    info = Info(1, 0.1, full_gradient=x if algorithm.needs(1).full_gradient else None)
+    down = algorithm.broadcast(algorithm.init(x), info)
+    assert payload_bytes(down)["x"] == 4 * P
+    assert set(algorithm.down_versions(1)) <= set(down._fields)
+
+
+@pytest.mark.parametrize("name", registry())
+def test_every_algorithm_minimises_a_quadratic_with_its_default_rate(name):
+    """0.5 ||y - 1||^2 from y = 2: every method brings the loss down in 30 rounds of 2 steps."""
+    algorithm = algorithms.create(name)
+    server, client = algorithm.init(torch.full((P,), 2.0)), algorithm.client_init(torch.zeros(P))
+    for r in range(1, 31):
+        info = Info(r, algorithm.card.lr, steps=2.0, full_gradient=server.x - 1)
+        down = algorithm.broadcast(server, info)
+        local = algorithm.begin(down, client, info)
+        for _ in range(2):
+            local = algorithm.step(local, down, local.y - 1, algorithm.card.lr, LAYERS)
+        up, client = algorithm.finish(local, down, client, info)
+        server = algorithm.update(server, up, info)
+    assert float(((server.x - 1) ** 2).sum()) < P
+
+
+@pytest.mark.parametrize("name", registry())
+def test_cards_and_files_are_complete(name):
+    cls = registry()[name]
+    assert cls.card.name == name
+    assert cls.card.reference
+    assert cls.__doc__
+    assert all(field.metadata["doc"] for field in options(cls).values())
+    source = inspect.getsource(inspect.getmodule(cls))
+    assert source.count("@algorithm(") == 1
+    assert len(source.splitlines()) <= 150  # one file a reader can hold in the head
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: algorithms.create("fedlam"), "did you mean 'fedlamb'"),
+        (lambda: algorithms.create("Fed-LAMB"), "did you mean 'fedlamb'"),
+        (lambda: algorithms.create("fedlamb", beta_1=0.9), "did you mean 'beta1'"),
+        (lambda: algorithms.create("fedlamb", preset="author"), "did you mean 'authors'"),
+        (lambda: algorithms.create("localadam", preset="x"), "localadam has no presets"),
+        (lambda: algorithms.create("fedlamb", beta1=1.5), "beta1 = 1.5 is not a number >= 0 and <= 1"),
+        (lambda: algorithms.create("fedlamb", v_init=-1), "v_init = -1 is not a number >= 0"),
+        (lambda: algorithms.create("fedlamb", v_init=float("nan")), "v_init = nan"),
+        (lambda: algorithms.create("fedlamb", momentum="cary"), "'carry' or 'restart' or 'average'"),
+        (lambda: algorithms.create("fedlamb", sync_every=1.5), "sync_every = 1.5 is not a whole number >= 1"),
+        (lambda: algorithms.create("fedlamb", trust_ratio=1), "true or false"),
+        (lambda: algorithms.create("fedavg", server_lr=0), "server_lr = 0 is not a number > 0"),
+        (lambda: algorithms.create("fedavg", server_lr="big"), "server_lr = 'big'"),
+        (lambda: algorithms.create("mime", control_variate=True, sync_every=2), "sync_every = 1"),
+        (lambda: algorithms.create("mime", momentum="server", bias_correction=True), "bias_correction"),
+        (lambda: algorithms.create("no.such.module:Thing"), "cannot load the algorithm"),
+        (lambda: algorithms.create("collections:OrderedDict"), "is not an algorithm class"),
+    ],
+)
+def test_bad_names_and_options_are_refused_in_one_line(call, text):
+    with pytest.raises(BadInput, match=text) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_an_algorithm_of_ones_own_is_found_by_import_path():
+    assert algorithms.find("lamina.algorithms.fedlada:FedLada").card.name == "fedlada"

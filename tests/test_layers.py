@@ -1,0 +1,72 @@
+"""The flat vector and its layers."""
+
+import pytest
+import torch
+from torch import nn
+
+from lamina import BadInput, Layers
+
+
+def model():
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(12, 4))
+
+
+def test_flatten_and_unflatten_are_inverse_and_keep_leading_axes():
+    layers = Layers.of(model())
+    flat = torch.randn(5, 2, layers.size)
+    named = layers.unflatten(flat)
+    assert named["0.weight"].shape == (5, 2, 3, 2, 3, 3)
+    assert torch.equal(layers.flatten(named), flat)
+
+
+def test_unflatten_gives_views():
+    layers = Layers.of(model())
+    flat = torch.zeros(layers.size)
+    layers.unflatten(flat)["3.bias"].fill_(1.0)
+    assert flat.sum() == 4
+
+
+@pytest.mark.parametrize("by", ["tensor", "module"])
+def test_norms_are_those_of_the_named_tensors(by):
+    net = model()
+    layers = Layers.of(net)
+    stacked = torch.stack([layers.flatten(dict(net.named_parameters())).detach() * s for s in (1.0, -2.0)])
+    norms = layers.norms(stacked, by)
+    for i, name in enumerate(layers.group_names(by)):
+        parts = [p for n, p in net.named_parameters() if n == name or n.rpartition(".")[0] == name]
+        expected = torch.cat([p.flatten() for p in parts]).norm()
+        assert torch.allclose(norms[:, i], torch.stack([expected, 2 * expected]))
+    spread = layers.spread(norms, by)
+    assert spread.shape == stacked.shape
+    # summing s^2 over the vector counts each squared norm once per element
+    sizes = [sum(p.numel() for n, p in net.named_parameters() if n == g or n.rpartition(".")[0] == g)
+             for g in layers.group_names(by)]  # fmt: skip
+    assert torch.allclose((spread**2).sum(-1), (norms**2 * torch.tensor(sizes)).sum(-1))
+
+
+def test_matrix_mask_marks_weights_only():
+    net = model()
+    layers = Layers.of(net)
+    mask = layers.unflatten(layers.matrix_mask(torch.zeros(1)))
+    assert {n for n, m in mask.items() if m.all()} == {"0.weight", "3.weight"}
+    assert not any(m.any() for n, m in mask.items() if n not in {"0.weight", "3.weight"})
+
+
+def test_first_nonfinite_names_the_layer():
+    layers = Layers.of(model())
+    flat = torch.zeros(layers.size)
+    assert layers.first_nonfinite(flat) is None
+    layers.unflatten(flat)["1.bias"][2] = float("inf")
+    assert layers.first_nonfinite(flat) == "1.bias"
+
+
+def test_frozen_parameters_and_tied_weights():
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    net[0].bias.requires_grad_(False)
+    net[1].weight = net[0].weight
+    assert Layers.of(net).names == ("0.weight", "1.bias")
+
+
+def test_no_trainable_parameter_is_said():
+    with pytest.raises(BadInput, match="no trainable parameter"):
+        Layers.of(nn.ReLU())

@@ -1,0 +1,272 @@
+"""Partitions: every sample exactly once, pure in the seed, sizes as promised, refusals in one line."""
+
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lamina.data import (
+    IID,
+    PARTITIONS,
+    ByColumn,
+    Classes,
+    Dataset,
+    Dirichlet,
+    Reallocate,
+    label_counts,
+    make,
+    partition_picture,
+    split_dataset,
+)
+from lamina.data.partitions import describe
+from lamina.errors import BadInput
+
+quick = settings(deadline=None, max_examples=60)
+seeds = st.integers(-(2**63), 2**64)
+label_arrays = st.lists(st.integers(0, 6), min_size=1, max_size=120).map(lambda v: np.array(v, np.int64))
+labels_and_clients = label_arrays.flatmap(lambda labels: st.tuples(st.just(labels), st.integers(1, len(labels))))
+alphas = st.floats(1e-4, 1e6)
+random_partitions = st.one_of(
+    st.just(IID()),
+    st.builds(Dirichlet, alphas, st.sampled_from(["equal", "natural"])),
+    st.builds(Reallocate, st.builds(Dirichlet, alphas)),
+)
+
+
+def assert_exact_cover(parts, n):
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(n))
+    for part in parts:
+        assert len(part) > 0
+        assert part.dtype == np.int64
+        assert np.all(np.diff(part) > 0)
+
+
+def same(a, b):
+    return len(a) == len(b) and all(np.array_equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+def balanced(classes=10, each=100):
+    return np.tile(np.arange(classes), each)
+
+
+@quick
+@given(random_partitions, labels_and_clients, seeds)
+def test_every_sample_goes_to_exactly_one_client(partition, shared, seed):
+    labels, clients = shared
+    parts = partition.split(labels, clients, seed)
+    assert len(parts) == clients
+    assert_exact_cover(parts, len(labels))
+    assert same(parts, partition.split(labels.copy(), clients, seed))
+
+
+@quick
+@given(st.sampled_from([IID(), Dirichlet(0.3), Dirichlet(1e-4)]), labels_and_clients, seeds)
+def test_equal_sizes_differ_by_at_most_one(partition, shared, seed):
+    labels, clients = shared
+    sizes = [len(part) for part in partition.split(labels, clients, seed)]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@quick
+@given(st.integers(1, 5), st.integers(1, 30), st.integers(1, 8), seeds, st.integers(0, 20))
+def test_classes_are_dealt_evenly(k, clients, classes, seed, spare):
+    assume(k <= classes <= clients * k)
+    most_holders = -(-clients * k // classes)
+    labels = np.repeat(np.arange(classes) * 3, most_holders + spare)  # labels with gaps
+    parts = Classes(k).split(labels, clients, seed)
+    assert_exact_cover(parts, len(labels))
+    counts = label_counts(parts, labels)[:, ::3]
+    assert np.all((counts > 0).sum(axis=1) == k)
+    holders = (counts > 0).sum(axis=0)
+    assert holders.max() - holders.min() <= 1
+    for kind in range(classes):
+        shares = counts[counts[:, kind] > 0, kind]
+        assert shares.max() - shares.min() <= 1
+    assert same(parts, Classes(k).split(labels, clients, seed))
+
+
+@pytest.mark.parametrize("partition", [IID(), Dirichlet(0.5), Dirichlet(0.5, "natural"), Classes(2)])
+def test_another_seed_gives_other_parts(partition):
+    assert not same(partition.split(balanced(), 20, 0), partition.split(balanced(), 20, 1))
+
+
+def test_classes_go_together_in_many_ways():
+    counts = label_counts(Classes(2).split(balanced(), 50, 0), balanced())
+    assert len({tuple(np.flatnonzero(row)) for row in counts}) > 15  # of 45 pairs
+
+
+def test_a_clients_number_says_nothing_about_its_size_or_mix():
+    """The ones served last take the leftovers; over many seeds no position may show it."""
+    labels = np.repeat(np.arange(7), 40)
+    sizes = np.mean([[len(p) for p in Classes(2).split(labels, 10, seed)] for seed in range(200)], axis=0)
+    assert np.ptp(sizes) < 1.5, sizes  # unshuffled: from 29.8 for the first to 26 for the last
+    unevenness = [label_counts(Dirichlet(100).split(labels, 10, seed), labels).std(axis=1) for seed in range(200)]
+    assert np.ptp(np.mean(unevenness, axis=0)) < 1, unevenness  # unshuffled: from 2.0 to 4.2 for the last
+
+
+def test_dirichlet_equal_has_the_moments_of_its_distribution():
+    """The first of two clients draws q ~ Dir(alpha p): E q_c = p_c, Var q_c = p_c (1 - p_c) / (alpha + 1).
+
+    With few samples taken from large pools the pools do not matter; a count of m draws has the
+    variance m p (1 - p) (alpha + m) / (alpha + 1) (Dirichlet-multinomial).
+    """
+    labels = np.repeat([0, 1, 2], [3000, 2000, 1000])
+    clients, share, alpha = 600, 10, 2.0
+    prior = np.array([1 / 2, 1 / 3, 1 / 6])
+    counts = label_counts(Dirichlet(alpha).split(labels, clients, 5), labels)
+    expected = share * prior * (1 - prior) * (alpha + share) / (alpha + 1)
+    # Emptying the pools exactly ties the clients together, which costs a little variance at the end.
+    assert np.allclose(counts.var(axis=0), expected, rtol=0.15)
+    assert np.allclose(counts.mean(axis=0), share * prior)  # exact: every sample is used
+
+
+def test_dirichlet_natural_splits_every_class_by_its_own_proportions():
+    """A client's fraction of a class is Beta(alpha, (n - 1) alpha): variance (n - 1) / (n^2 (n alpha + 1))."""
+    classes, clients, alpha, each = 200, 10, 0.5, 1000
+    labels = np.repeat(np.arange(classes), each)
+    fractions = label_counts(Dirichlet(alpha, "natural").split(labels, clients, 3), labels) / each
+    assert np.allclose(fractions.sum(axis=0), 1)
+    assert np.isclose(fractions.var(), (clients - 1) / (clients**2 * (clients * alpha + 1)), rtol=0.15)
+
+
+def test_alpha_orders_the_heterogeneity():
+    held = [
+        (label_counts(Dirichlet(alpha).split(balanced(), 20, 0), balanced()) > 0).sum(axis=1).mean()
+        for alpha in (1e-4, 1.0, 1e6)
+    ]
+    # In the limit of small alpha a client of 50 takes half of one class of 100; its opposite limit is iid.
+    assert held[0] == 1
+    assert 2 < held[1] < 6
+    assert held[2] > 9
+
+
+def test_dirichlet_at_scale():
+    """100,000 samples, 10,000 clients: a loop over samples would not end in this test's patience."""
+    labels = np.random.default_rng(0).integers(0, 10, 100_000)
+    for sizes in ("equal", "natural"):
+        assert_exact_cover(Dirichlet(0.5, sizes).split(labels, 10_000, 0), 100_000)
+
+
+def test_by_column_makes_one_client_per_value():
+    columns = {"writer": np.array(["b", "a", "b", "c", "a"])}
+    parts = ByColumn("writer").split(None, None, 0, columns)
+    assert [part.tolist() for part in parts] == [[1, 4], [0, 2], [3]]
+    assert same(parts, ByColumn("writer").split(None, 3, 99, columns))
+
+
+def test_regression_data_can_be_shared_iid():
+    assert_exact_cover(IID().split(None, 4, 0, samples=10), 10)
+
+
+def test_split_dataset_passes_everything_on():
+    torch = pytest.importorskip("torch")
+    data = Dataset(torch.zeros(4, 1), torch.tensor([0.5, 1.0, 2.0, 3.0]), columns={"site": np.array([1, 0, 1, 0])})
+    assert [part.tolist() for part in split_dataset(ByColumn("site"), data, None, 0)] == [[1, 3], [0, 2]]
+    assert_exact_cover(split_dataset(IID(), data, 2, 0), 4)
+
+
+def test_reallocate_splits_as_its_base():
+    labels = balanced()
+    assert same(Reallocate(Classes(2)).split(labels, 25, 8), Classes(2).split(labels, 25, 8))
+
+
+LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: IID().split(LABELS, 9, 0), "9 clients cannot share 8 samples"),
+        (lambda: Dirichlet().split(LABELS, 9, 0), "9 clients cannot share 8 samples"),
+        (lambda: IID().split(LABELS, 0, 0), "at least 1, found 0"),
+        (lambda: IID().split(LABELS, 2.5, 0), "whole number"),
+        (lambda: IID().split(LABELS, None, 0), "how many clients"),
+        (lambda: IID().split(None, 2, 0), "how many samples"),
+        (lambda: Dirichlet().split(None, 2, 0), "regression"),
+        (lambda: Classes().split(None, 2, 0), "regression"),
+        (lambda: Dirichlet().split(LABELS / 2, 2, 0), "integer"),
+        (lambda: Dirichlet(alpha=0), "alpha"),
+        (lambda: Dirichlet(alpha=-1.0), "alpha"),
+        (lambda: Dirichlet(alpha=float("nan")), "alpha"),
+        (lambda: Dirichlet(alpha=float("inf")), "alpha"),
+        (lambda: Dirichlet(alpha="0.5"), "alpha"),
+        (lambda: Dirichlet(sizes="even"), "'equal' or 'natural'"),
+        (lambda: Classes(k=0), "k must be"),
+        (lambda: Classes(k=1.5), "k must be"),
+        (lambda: Classes(k=4).split(LABELS, 2, 0), "only 3"),
+        (lambda: Classes(k=1).split(LABELS, 2, 0), "at least 3 clients"),
+        (lambda: Classes(k=3).split(LABELS, 3, 0), "class 2 has 2 samples for 3 clients"),
+        (lambda: ByColumn("writer").split(LABELS, None, 0), "columns: none"),
+        (lambda: ByColumn("write").split(LABELS, None, 0, {"writer": LABELS}), "did you mean 'writer'"),
+        (lambda: ByColumn("w").split(LABELS, 4, 0, {"w": LABELS}), "makes 3 clients, not 4"),
+        (lambda: ByColumn("w").split(None, None, 0, {"w": np.array(["a", None], object)}), "mixes kinds"),
+        (lambda: ByColumn("w").split(None, None, 0, {"w": np.array([1.0, np.nan])}), "misses some"),
+        (lambda: Reallocate(ByColumn("w")), "natural clients"),
+        (lambda: Reallocate(Reallocate()), "base must be"),
+        (lambda: make("dirichet"), "did you mean 'dirichlet'"),
+        (lambda: make("dirichlet", alhpa=1), "did you mean 'alpha'"),
+        (lambda: make("iid", alpha=1), "it has none"),
+        (lambda: make("by-column"), "needs the option 'column'"),
+        (lambda: make("reallocate", base="clases"), "did you mean 'classes'"),
+        (lambda: make("reallocate", k=2), "iid has no option 'k'"),
+    ],
+)
+def test_impossible_requests_are_refused_in_one_line(attempt, message):
+    with pytest.raises(BadInput, match=message) as refused:
+        attempt()
+    assert "\n" not in str(refused.value)
+
+
+def test_make_and_the_registry_agree():
+    assert make("iid") == IID()
+    assert make("dirichlet", alpha=0.3, sizes="natural") == Dirichlet(0.3, "natural")
+    assert make("by-column", column="user") == ByColumn("user")
+    assert make("reallocate", base="dirichlet", alpha=2) == Reallocate(Dirichlet(2))
+    assert make("reallocate", base=Classes(1)) == Reallocate(Classes(1))
+    lines = describe()
+    assert lines.keys() == PARTITIONS.keys()
+    assert all(line.endswith(".") or ":" in line for line in lines.values())
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(1, 1), (8, 10), (80, 10), (5, 60)])
+def test_picture_draws_every_held_class(tmp_path, clients, classes):
+    labels = balanced(classes, 100)
+    parts = Dirichlet(5.0).split(labels, clients, 0)
+    figure = partition_picture(parts, labels, tmp_path / "parts.png", "who holds what")
+    assert (tmp_path / "parts.png").read_bytes().startswith(b"\x89PNG")
+    sizes, held = figure.axes[:2]
+    assert [bar.get_height() for bar in sizes.patches] == [len(part) for part in parts]
+    counts = label_counts(parts, labels)
+    if held.images:
+        assert np.array_equal(held.images[0].get_array(), counts.T)
+    else:
+        bubbles = held.collections[0]
+        assert {tuple(spot) for spot in bubbles.get_offsets().tolist()} == {
+            tuple(p) for p in np.argwhere(counts).tolist()
+        }
+        areas = bubbles.get_sizes()
+        assert np.allclose(areas / areas.max(), counts[counts > 0] / counts.max())
+
+
+def test_picture_of_regression_and_bad_paths(tmp_path):
+    parts = IID().split(None, 3, 0, samples=9)
+    assert len(partition_picture(parts, None).axes) == 1
+    with pytest.raises(BadInput, match="cannot save"):
+        partition_picture(parts, None, tmp_path / "no-such-folder" / "a.png")
+    with pytest.raises(BadInput, match="cannot save"):
+        partition_picture(parts, None, tmp_path / "a.nonsense")
+    with pytest.raises(BadInput, match="no client"):
+        partition_picture([], None)
+
+
+def test_picture_leaves_pyplot_alone():
+    before = "matplotlib.pyplot" in sys.modules
+    partition_picture([np.arange(3)], np.array([0, 1, 1]))
+    if before:
+        import matplotlib.pyplot as plt
+
+        assert plt.get_fignums() == []
+    else:
+        assert "matplotlib.pyplot" not in sys.modules

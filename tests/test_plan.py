@@ -1,0 +1,172 @@
+"""The round plan is a pure function of (seed, round), and deals every sample once per epoch."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina import rng
+from lamina.errors import BadInput
+from lamina.plan import Clients, Constant, Cosine, Exponential, Milestones, Plan, make_schedule
+
+
+def ragged(sizes):
+    """Clients that own consecutive samples."""
+    bounds = np.cumsum([0, *sizes])
+    return Clients([np.arange(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)], samples=int(bounds[-1]))
+
+
+plans = st.fixed_dictionaries(
+    {
+        "sizes": st.lists(st.integers(1, 30), min_size=1, max_size=8),
+        "batch_size": st.integers(1, 40),
+        "epochs": st.integers(1, 3),
+        "participation": st.floats(0.01, 1.0),
+        "seed": st.integers(-(2**70), 2**70),
+        "number": st.integers(1, 10_000),
+    }
+)
+
+
+def make(p, **more):
+    return Plan(ragged(p["sizes"]), 0.1, participation=p["participation"], batch_size=p["batch_size"],
+                epochs=p["epochs"], seed=p["seed"], **more)  # fmt: skip
+
+
+@given(plans)
+def test_every_epoch_visits_every_sample_exactly_once(p):
+    plan = make(p).round(p["number"])
+    for c, own in enumerate(plan.samples):
+        per_epoch = -(-len(own) // p["batch_size"])
+        assert plan.steps[c] == p["epochs"] * per_epoch  # SPEC rule 6: K_i = epochs * ceil(n_i / B)
+        for epoch in range(p["epochs"]):
+            seen = [plan.batch(c, k) for k in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
+            assert sorted(np.concatenate(seen)) == sorted(own)
+            assert all(len(b) == p["batch_size"] for b in seen[:-1])  # only the last batch may be short
+
+
+@given(plans)
+def test_padding_repeats_the_clients_own_samples(p):
+    plan = make(p).round(p["number"])
+    for c, own in enumerate(plan.samples):
+        assert set(plan.index[c].ravel()) <= set(own)
+
+
+@given(plans)
+def test_a_plan_is_a_pure_function_of_seed_and_round(p):
+    first, again = make(p).round(p["number"]), make(p).round(p["number"])
+    for name in ("cohort", "index", "filled", "streams"):
+        assert np.array_equal(getattr(first, name), getattr(again, name))
+
+
+@given(plans)
+def test_cohort_has_the_asked_size_and_no_client_twice(p):
+    plan = make(p)
+    cohort = plan.cohort(p["number"])
+    n = len(p["sizes"])
+    assert len(cohort) == max(1, round(p["participation"] * n))
+    assert len(set(cohort)) == len(cohort)
+    assert list(cohort) == sorted(cohort)
+    assert 0 <= cohort.min() <= cohort.max() < n
+
+
+@given(plans, st.integers(1, 50))
+def test_local_steps_fixes_k_for_everyone(p, steps):
+    plan = make(p, local_steps=steps).round(p["number"])
+    assert (plan.steps == steps).all()
+
+
+def test_a_clients_batches_do_not_depend_on_who_else_is_active():
+    alone = Plan(ragged([9, 7, 5]), 0.1, batch_size=2, seed=3)
+    some = Plan(ragged([9, 7, 5]), 0.1, batch_size=2, seed=3, participation=0.34)
+    for number in range(1, 30):
+        part, full = some.round(number), alone.round(number)
+        (i,) = part.cohort
+        for k in range(part.steps[0]):
+            assert np.array_equal(part.batch(0, k), full.batch(i, k))
+        assert part.streams[0] == full.streams[i]
+
+
+def test_rounds_seeds_and_clients_differ():
+    plan = Plan(ragged([64, 64]), 0.1, batch_size=64)
+    orders = [tuple(plan.round(r).index[0, 0]) for r in range(1, 6)]
+    orders.append(tuple(Plan(ragged([64, 64]), 0.1, batch_size=64, seed=1).round(1).index[0, 0]))
+    orders.append(tuple(plan.round(1).index[1, 0] - 64))
+    assert len(set(orders)) == len(orders)
+
+
+def test_two_epochs_have_different_orders():
+    plan = Plan(ragged([64]), 0.1, batch_size=64, epochs=2).round(1)
+    assert not np.array_equal(plan.index[0, 0], plan.index[0, 1])
+
+
+def test_sampling_is_fair():
+    """Over 4000 rounds with 3 of 10 active, each client is active 1200 times, up to 5 standard deviations (29)."""
+    plan = Plan(ragged([1] * 10), 0.1, participation=0.3, seed=5)
+    counts = np.bincount(np.concatenate([plan.cohort(r) for r in range(1, 4001)]), minlength=10)
+    assert counts.sum() == 12_000
+    assert np.abs(counts - 1200).max() < 5 * np.sqrt(4000 * 0.3 * 0.7)
+
+
+def test_bernoulli_cohorts_vary_and_are_never_empty():
+    plan = Plan(ragged([1] * 10), 0.1, participation=0.15, sampling="bernoulli")
+    sizes = [len(plan.cohort(r)) for r in range(1, 2001)]
+    assert min(sizes) == 1
+    assert len(set(sizes)) > 3
+    # an empty draw is repeated: E[size] = Np / (1 - (1-p)^N)
+    assert np.mean(sizes) == pytest.approx(1.5 / (1 - 0.85**10), rel=0.05)
+
+
+def test_permutations_are_uniform():
+    """All 24 orders of 4 things appear equally often: chi-square with 23 degrees of freedom, 99.99 % point 57."""
+    orders = [tuple(rng.permutation(rng.key(0, "test", i), 4)) for i in range(24_000)]
+    _, counts = np.unique(orders, axis=0, return_counts=True)
+    assert len(counts) == 24
+    assert ((counts - 1000) ** 2 / 1000).sum() < 57
+
+
+def test_numpy_and_torch_draw_the_same_bits():
+    streams = np.array([rng.key(1, "a"), rng.key(-7, "b", 3)], dtype=np.int64)
+    counters = np.arange(100, dtype=np.int64)
+    with_numpy = rng.bits(streams[:, None], counters)
+    with_torch = rng.bits(torch.from_numpy(streams)[:, None], torch.from_numpy(counters))
+    assert np.array_equal(with_numpy, with_torch.numpy())
+    assert with_numpy.min() >= 0
+    assert with_numpy.max() < 2**53
+
+
+def test_schedules():
+    rates = [make_schedule("exponential").factor(r) for r in (1, 2, 3)]
+    assert rates == pytest.approx([1, 0.998, 0.998**2])
+    assert [Milestones((30, 70)).factor(r) for r in (29, 30, 69, 70)] == pytest.approx([1, 0.1, 0.1, 0.01])
+    assert [Cosine(4).factor(r) for r in (1, 3, 5, 9)] == pytest.approx([1, 0.5, 0, 0])
+    assert Cosine(4, floor=0.2).factor(3) == pytest.approx(0.6)
+    assert Constant().factor(99) == 1
+    plan = Plan(ragged([1]), 0.5, schedule=Exponential(0.5))
+    assert plan.round(3).lr == 0.125
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: Plan(ragged([1]), 0.1, participation=0.0), "participation"),
+        (lambda: Plan(ragged([1]), 0.1, participation=1.5), "participation"),
+        (lambda: Plan(ragged([1]), 0.1, batch_size=0), "batch_size"),
+        (lambda: Plan(ragged([1]), 0.1, epochs=0), "epochs"),
+        (lambda: Plan(ragged([1]), 0.1, local_steps=0), "local_steps"),
+        (lambda: Plan(ragged([1]), float("nan")), "lr"),
+        (lambda: Plan(ragged([1]), -1.0), "lr"),
+        (lambda: Plan(ragged([1]), 0.1, sampling="bernouli"), "did you mean 'bernoulli'"),
+        (lambda: ragged([3, 0]), "client 1 has no samples"),
+        (lambda: Clients([], samples=3), "at least one client"),
+        (lambda: Clients([[0, 5]], samples=3), "only 3 samples"),
+        (lambda: make_schedule("cosin"), "did you mean 'cosine'"),
+        (lambda: make_schedule("cosine"), "rounds"),
+        (lambda: make_schedule("exponential", gama=0.9), "did you mean 'gamma'"),
+    ],
+)
+def test_bad_plans_are_refused_in_one_line(call, text):
+    with pytest.raises(BadInput, match=text) as caught:
+        call()
+    assert "\n" not in str(caught.value)
