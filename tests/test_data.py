@@ -10,6 +10,7 @@ import sys
 import tarfile
 import types
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -38,6 +39,7 @@ def test_dataset_derives_classes_and_keeps_labels_as_int64():
     data = Dataset(torch.zeros(3, 2), torch.tensor([0, 4, 1], dtype=torch.int32))
     assert (len(data), data.classes, data.y.dtype) == (3, 5, torch.int64)
     assert data.labels.tolist() == [0, 4, 1]
+    assert repr(data) == "Dataset('data', 3 samples of [2] torch.float32, 5 classes)"
 
 
 def test_regression_has_no_labels():
@@ -196,6 +198,13 @@ def test_hub_columns_can_be_named_and_mistakes_are_explained():
     with pytest.raises(BadInput, match="empty"):
         as_dataset(FakeHubSplit({"image": [], "label": []}))
 
+    class FakeHubDict(dict):
+        column_names: ClassVar = {}
+        with_format = None
+
+    with pytest.raises(BadInput, match=r"for example data\['train'\]"):
+        as_dataset(FakeHubDict(train=split))
+
 
 def test_hub_images_without_pillow_name_the_extra():
     class NeedsPillow(FakeHubSplit):
@@ -249,22 +258,44 @@ def test_data_directory_is_argument_then_environment_then_data(tmp_path, monkeyp
     assert len(load("digits").train) == 1438  # needs no directory
 
 
-def test_the_hub_is_asked_when_there_are_no_files(tmp_path, monkeypatch):
-    asked = []
+@pytest.fixture
+def fake_hub(monkeypatch):
+    """An installed `datasets` whose hub holds what the test puts there; records what it was asked for."""
+    hub = types.SimpleNamespace(splits={}, asked=[])
 
     def load_dataset(repository):
-        asked.append(repository)
-        train = FakeHubSplit({"image": pictures("RGB", "RGB"), "label": [0, 1]}, classes=200)
-        return {"train": train, "valid": FakeHubSplit({"image": pictures("L"), "label": [5]}, classes=200)}
+        hub.asked.append(repository)
+        return hub.splits
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    with pytest.raises(BadInput, match="need 1 values"):  # a lone grey test image cannot be a colour set
-        load("tinyimagenet", tmp_path)
-    assert asked == ["zh-plus/tiny-imagenet"]
+    return hub
+
+
+def test_the_hub_is_asked_when_there_are_no_files(tmp_path, fake_hub):
+    fake_hub.splits = {
+        "train": FakeHubSplit({"img": pictures("RGB", "RGB"), "fine_label": [0, 99], "coarse_label": [4, 5]}),
+        "test": FakeHubSplit({"img": pictures("RGB"), "fine_label": [99], "coarse_label": [5]}),
+    }
+    train, test = load("cifar100", tmp_path)
+    assert fake_hub.asked == ["uoft-cs/cifar100"]
+    assert (train.labels.tolist(), train.columns["coarse_label"].tolist()) == ([0, 99], [4, 5])
+    assert (test.name, test.mean) == ("cifar100", cifar.CIFAR100.mean)
+
+
+def test_the_hub_is_left_alone_when_not_needed_or_not_wanted(tmp_path, fake_hub):
     load("digits", tmp_path)
     with pytest.raises(BadInput, match="hub is switched off"):
         load("mnist", tmp_path, hub=False)
-    assert len(asked) == 1
+    assert fake_hub.asked == []
+
+
+def test_a_hub_set_of_another_layout_is_explained(tmp_path, fake_hub):
+    fake_hub.splits = {"train": FakeHubSplit({"image": pictures("RGB"), "label": [0]})}
+    with pytest.raises(BadInput, match=r"zh-plus/tiny-imagenet has no split 'valid' \(splits: train\)"):
+        load("tinyimagenet", tmp_path)
+    fake_hub.splits["valid"] = FakeHubSplit({"image": pictures("L"), "label": [0]})
+    with pytest.raises(BadInput, match="need 1 values"):  # a colour set cannot be grey
+        load("tinyimagenet", tmp_path)
 
 
 def test_an_unreachable_hub_is_reported_with_its_reason(tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """The round plan is a pure function of (seed, round), and deals every sample once per epoch."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from lamina.plan import Clients, Constant, Cosine, Exponential, Milestones, Plan
 def ragged(sizes):
     """Clients that own consecutive samples."""
     bounds = np.cumsum([0, *sizes])
-    return Clients([np.arange(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)], samples=int(bounds[-1]))
+    return Clients([np.arange(a, b) for a, b in itertools.pairwise(bounds)], samples=int(bounds[-1]))
 
 
 plans = st.fixed_dictionaries(

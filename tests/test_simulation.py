@@ -311,7 +311,7 @@ def test_a_model_that_starts_with_nan_is_refused():
     model = net()
     with torch.no_grad():
         model[2].bias[0] = float("nan")
-    with pytest.raises(lamina.BadInput, match="'2.bias' holds a NaN"):
+    with pytest.raises(lamina.BadInput, match=r"'2\.bias' holds a NaN"):
         simulate(model=model)
 
 

@@ -398,7 +398,7 @@ def _fed(
                 y = y - rnd.lr * (scale(o, y, psi) + decoupled(o, y))  # l.13
             own[i] = {"m": m, "v": v, "version": version, "steps": t}
             deltas.append(y - x)
-            v_up.append(v)
+            v_up.append(running if o.second_moment == "running" else v)  # A2: what the steps divided by
             m_up.append(m)
         x = x + o.server_lr * mean(deltas)  # l.19
         if r % o.sync_every == 0:  # A16

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamina.algorithms.contract import Algorithm, Info, map_fields
+from lamina.algorithms.contract import Algorithm, Info
 from lamina.layers import Layers
 
 
@@ -77,7 +77,8 @@ def wire_cost(algorithm: Algorithm, rounds: int | None = None) -> WireCost:
         up, client = algorithm.finish(local, down, client, info)
         up_bytes += sum(payload_bytes(up).values())
         server = algorithm.update(server, up, info)
-    kept = sum(size for size in payload_bytes(map_fields(lambda t: t, client)).values() if size >= unit)
+    kept = sum(size for size in payload_bytes(client).values() if size >= unit)
+    kept += sum(payload_bytes(down)[name] for name in algorithm.down_versions(rounds))  # the cached copies
     return WireCost(down_bytes / unit / rounds, up_bytes / unit / rounds, kept / unit)
 
 

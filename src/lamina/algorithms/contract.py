@@ -171,9 +171,9 @@ def algorithm(
     def decorate(cls: type[A]) -> type[A]:
         def check(self: Algorithm) -> None:
             _check_options(self)
-            extra_check = getattr(self, "check", None)
-            if extra_check is not None:
-                extra_check()
+            for base in type(self).__mro__:  # combinations that a group of options refuses
+                if "check" in vars(base):
+                    vars(base)["check"](self)
 
         cls.__post_init__ = check  # type: ignore[attr-defined]
         made = dataclasses.dataclass(frozen=True, eq=False)(cls)

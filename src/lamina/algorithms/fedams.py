@@ -69,7 +69,7 @@ class FedAms(AmsOptions, Algorithm):
         return local._replace(y=descend(local.y, psi, lr, self))
 
     def finish(self, local: Local, down: Server, client: Client, info: Info) -> tuple[Up, Client]:
-        v = local.v if moments.is_sync(self, info.round) else None  # l.16, A16
+        v = moments.to_send(self, local, info)  # l.16, A2, A16
         m = local.m if self.momentum == "average" else None
         return Up(local.y - down.x, v, m), moments.keep(self, local, info)  # l.15
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,9 +66,10 @@ class MimeOptions(MomentOptions):
             raise BadInput("control_variate needs the full gradient in every round: set sync_every = 1")
 
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "mime": {"momentum": "server", "control_variate": True, "amsgrad": False},
     "mimelite": {"momentum": "server", "control_variate": False, "amsgrad": False},
+    "authors": {"m_init": 1e-8, "v_init": 1e-8, "eps": 1e-8},  # the Fed-LAMB authors' code, where it differs
 }
 
 

@@ -19,7 +19,12 @@ from lamina.layers import Layers
 
 
 @algorithm(
-    "mimelamb", title="Mime-LAMB", reference="Karimi, Li & Li, Alg. 1", lr=0.01, paper_cost=2, presets=mime.PRESETS
+    "mimelamb",
+    title="Mime-LAMB",
+    reference="Karimi, Li & Li, Alg. 1",
+    lr=0.01,
+    paper_cost=2,
+    presets={**mime.PRESETS, "authors": {**mime.PRESETS["authors"], "zero_norm": "literal"}},
 )
 class MimeLamb(LayerwiseOptions, MimeOptions, Algorithm):
     """Mime, every layer's step scaled to the norm of the layer."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Info, Number, hyper, zeros
 from lamina.algorithms.primitives import ema, precondition
+from lamina.errors import BadInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,13 +33,21 @@ class MomentOptions:
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     momentum: str = "carry"  # each method says which readings it has
 
+    def check(self) -> None:
+        """Refuse a start that cannot move."""
+        starts_running = (
+            getattr(self, "second_moment", "") == "running" or getattr(self, "first_round", "") == "running"
+        )
+        if _is_zero(self.v_init) and _is_zero(self.eps) and not starts_running:
+            raise BadInput("v_init = 0 leaves nothing to divide by in round 1: give v_init or eps a positive value")
+
 
 @dataclass(frozen=True, eq=False)
 class AmsOptions(MomentOptions):
     """Options of Fed-AMS and Fed-LAMB, whose clients estimate the second moment themselves."""
 
     momentum: Literal["carry", "restart", "average"] = hyper(
-        "carry", "m_0: the client's own of its last round, zero, or the mean of all clients' (A5)"
+        "carry", "m_0: the client's own of its last round, a fresh one, or the mean of all clients' (A5)"
     )
     second_moment: Literal["frozen", "running"] = hyper(
         "frozen", "divide by the round's v_hat, or by its local running maximum (A2)"
@@ -68,6 +77,10 @@ class Local(NamedTuple):
     v_hat: Tensor | None = None  # local running maximum (A2)
     steps: Tensor | None = None  # steps the momentum has seen (A6)
     round_one: Tensor | None = None  # 1 in round 1, else 0: tells which v to divide by
+
+
+def _is_zero(value: Number) -> bool:
+    return not isinstance(value, Tensor) and value == 0
 
 
 def is_sync(h: MomentOptions, round: int) -> bool:
@@ -155,6 +168,13 @@ def psi(h: MomentOptions, local: Local, v_hat: Tensor) -> Tensor:
         m = m / (1 - h.beta1**local.steps)
         divisor = divisor if local.v is None else divisor / (1 - h.beta2**local.steps)
     return precondition(m, divisor, h.eps)
+
+
+def to_send(h: AmsOptions, local: Local, info: Info) -> Tensor | None:
+    """What is uploaded of the second moment: v_K, or the running maximum if the steps used that (A2); lazily (A16)."""
+    if not is_sync(h, info.round):
+        return None
+    return local.v if local.v_hat is None else local.v_hat
 
 
 def keep(h: MomentOptions, local: Local, info: Info) -> Client:

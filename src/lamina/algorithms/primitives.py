@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Number, hyper
+from lamina.errors import BadInput
 from lamina.layers import Grouping, Layers
 
 
@@ -94,7 +95,7 @@ class LayerwiseOptions:
     phi_min: Number = hyper(1e-2, "floor of phi (A10)", low=0.0)
     phi_max: Number = hyper(float("inf"), "ceiling of phi (A10)", low=0.0, open_low=True)
     zero_norm: Literal["floor", "lamb", "literal"] = hyper(
-        "floor", "a layer of norm 0: floor phi, take the ratio 1, or never move it (A10)"
+        "floor", "a layer of norm 0: floor phi at phi_min; or no floor, and ratio 1 or no step (A10)"
     )
     layers: Grouping = hyper("tensor", "what a layer is (A11)")
     decay: Number = hyper(0.0, "lambda, weight decay; the paper tunes it over 0, 0.01, 0.1", low=0.0)
@@ -102,6 +103,15 @@ class LayerwiseOptions:
         "ratio", "where the decay acts; ratio: inside the normalised step"
     )
     decay_on: Literal["all", "matrices"] = hyper("all", "tensors that decay under form 'ratio' (A12)")
+
+    def check(self) -> None:
+        """Refuse a floor of phi above its ceiling."""
+        if (
+            not isinstance(self.phi_min, Tensor)
+            and not isinstance(self.phi_max, Tensor)
+            and self.phi_min > self.phi_max
+        ):
+            raise BadInput(f"phi_min = {self.phi_min:g} is above phi_max = {self.phi_max:g}")
 
 
 def trust_ratio(y: Tensor, u: Tensor, h: LayerwiseOptions, layers: Layers) -> Tensor:

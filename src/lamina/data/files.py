@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from lamina.errors import BadInput
@@ -22,11 +21,6 @@ def data_directory(given: str | os.PathLike[str] | None = None) -> Path:
         # A directory somebody named on purpose: going on to a download would hide the mistake.
         raise BadInput(f"the data directory '{root}' does not exist; create it or correct the data directory option")
     return root
-
-
-def first_existing(candidates: Iterable[Path]) -> Path | None:
-    """The first path that exists, or None."""
-    return next((path for path in candidates if path.exists()), None)
 
 
 def verify_md5(path: Path, expected: str | None) -> None:

@@ -75,11 +75,11 @@ class IID:
 class Dirichlet:
     """Every client has its own mix of classes, drawn from a Dirichlet distribution.
 
-    ``sizes="equal"`` (Hsu et al. 2019): a client draws its class proportions from Dir(alpha * prior),
-    where the prior is the share of each class in the data, and takes its equal share of the samples
-    from the class pools, without replacement; a class whose pool is empty drops out of its
-    proportions. Note that many codes draw from Dir(alpha, ..., alpha) instead, the FedDyn family
-    with FedLADA's simulator among them: their alpha = 0.6 on ten balanced classes is 6 here.
+    ``sizes="equal"``: a client draws its class proportions from Dir(alpha, ..., alpha) on balanced classes, in
+    general from Dir(alpha * classes * prior), where the prior is the share of each class in the data. It takes
+    its equal share of the samples from the class pools, without replacement; a class whose pool is empty drops
+    out of its proportions. Hsu et al. 2019 write the same with alpha * prior: their alpha is this one times the
+    number of classes. Most codes and papers, FedLADA's among them, mean the alpha used here.
 
     ``sizes="natural"``: each class is shared over the clients by proportions from Dir(alpha, ..., alpha),
     so that sizes vary too. A client that would get nothing is given one sample of the largest client.
@@ -116,7 +116,7 @@ class Dirichlet:
         n = int(pools.sum())
         shares = np.full(clients, n // clients)
         shares[: n % clients] += 1
-        concentrations = self.alpha * pools / n
+        concentrations = self.alpha * len(pools) * pools / n
         proportions = draw.dirichlet(concentrations, size=clients)
         left = pools.copy()
         counts = np.zeros((clients, len(pools)), np.int64)

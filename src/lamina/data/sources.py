@@ -79,6 +79,9 @@ def _from_hub(name: str, copy: HubCopy) -> Splits | None:
     splits = hub.fetch(copy.repository)
     if splits is None:
         return None
+    missing = [part for part in ("train", copy.test) if part not in splits]
+    if missing:
+        raise BadInput(f"the hub's {copy.repository} has no split '{missing[0]}' (splits: {', '.join(splits)})")
     train, test = (
         as_dataset(splits[part], x=copy.x, y=copy.y, mean=copy.mean, std=copy.std, name=name)
         for part in ("train", copy.test)

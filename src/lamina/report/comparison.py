@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from rich import box
 from rich.table import Table
 
 from lamina.experiment.compare import Entry
@@ -20,10 +21,15 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7
 def table(entries: list[Entry], target: float) -> Table:
     """Rounds and megabytes to the target, best and last accuracy, megabytes in all."""
     seeds = max(len(entry.histories) for entry in entries)
-    made = Table(title=f"mean of {seeds} seed{'s' if seeds > 1 else ''}; target accuracy {target:.0%}", title_style="")
-    made.add_column("algorithm")
-    for heading in ("lr", f"rounds to {target:.0%}", f"MB to {target:.0%}", "best acc. %", "last acc. %", "MB in all"):
-        made.add_column(heading, justify="right")
+    made = Table(
+        title=f"mean ± std of {seeds} seed{'s' if seeds > 1 else ''}; target: test accuracy {target:.0%}",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    made.add_column("algorithm", no_wrap=True)
+    for heading in ("lr", "rounds\nto target", "MB to\ntarget", "best\nacc. %", "last\nacc. %", "MB\nin all"):
+        made.add_column(heading, justify="right", no_wrap=True)
     for entry in entries:
         best, best_spread = entry.values(lambda h: h.best("accuracy"))
         last, last_spread = entry.values(lambda h: h.last("accuracy"))
@@ -33,8 +39,8 @@ def table(entries: list[Entry], target: float) -> Table:
             f"{entry.lr:g}",
             number(entry.rounds_to(target), 1),
             number(entry.bytes_to(target) / MEGA, 1),
-            f"{100 * best:.1f} ± {100 * best_spread:.1f}",
-            f"{100 * last:.1f} ± {100 * last_spread:.1f}",
+            f"{100 * best:.1f}±{100 * best_spread:.1f}",
+            f"{100 * last:.1f}±{100 * last_spread:.1f}",
             number(total / MEGA, 1),
         )
     return made
