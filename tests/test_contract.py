@@ -188,6 +188,8 @@ def test_cards_and_files_are_complete(name):
         (lambda: algorithms.create("fedavg", server_lr="big"), "server_lr = 'big'"),
         (lambda: algorithms.create("mime", control_variate=True, sync_every=2), "sync_every = 1"),
         (lambda: algorithms.create("mime", momentum="server", bias_correction=True), "bias_correction"),
+        (lambda: algorithms.create("fedams", v_init=0.0), "v_init = 0 leaves nothing to divide by"),
+        (lambda: algorithms.create("fedlamb", phi_min=2.0, phi_max=1.0), "phi_min = 2 is above phi_max = 1"),
         (lambda: algorithms.create("no.such.module:Thing"), "cannot load the algorithm"),
         (lambda: algorithms.create("collections:OrderedDict"), "is not an algorithm class"),
     ],

@@ -30,6 +30,11 @@ def test_the_algorithm_example_is_about_forty_lines():
     assert len([line for line in first.splitlines() if line.strip()]) <= 45
 
 
+def test_the_readme_example_is_ten_lines():
+    first = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0]
+    assert len([line for line in first.splitlines() if line.strip()]) <= 10
+
+
 def test_the_readme_table_is_true():
     """Down, up and kept models in the README's algorithm table are what the ledger counts."""
     from lamina.algorithms import create, registry

@@ -132,6 +132,8 @@ def test_trust_ratios_are_reported_by_layer_on_request():
     assert {k for k in row if k.startswith("trust_ratio/")} == {
         "trust_ratio/0.weight", "trust_ratio/0.bias", "trust_ratio/2.weight", "trust_ratio/2.bias"}  # fmt: skip
     assert all(v > 0 for k, v in row.items() if k.startswith("trust_ratio/"))
+    for name in ("mimelamb", "fedlada_lamb"):
+        assert sum(k.startswith("trust_ratio/") for k in simulate(name, trust_ratios=True).run(1)[0]) == 4
     row = simulate(lamina.FedLamb(layers="module"), trust_ratios=True).run(1)[0]
     assert {k for k in row if k.startswith("trust_ratio/")} == {"trust_ratio/0", "trust_ratio/2"}
     assert not any(k.startswith("trust_ratio/") for k in simulate("fedavg", trust_ratios=True).run(1)[0])

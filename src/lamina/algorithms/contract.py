@@ -247,11 +247,6 @@ def check_option_names(cls: type[Algorithm], given: Mapping[str, Any]) -> None:
             )
 
 
-def map_fields(fn: Callable[[Tensor], Tensor], state: Any) -> Any:
-    """Apply `fn` to every tensor of a state, leaving None as it is."""
-    return type(state)(*(None if value is None else fn(value) for value in state))
-
-
 def zeros(x: Tensor) -> Tensor:
     """A zero vector like x."""
     return torch.zeros_like(x)
