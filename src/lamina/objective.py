@@ -14,6 +14,11 @@ from lamina.layers import Layers
 Loss = Callable[[Tensor, Tensor], Tensor]
 Buffers = dict[str, Tensor]
 
+ONE_SAMPLE = (
+    "BatchNorm cannot train on a batch of one sample: choose a batch_size that leaves no client "
+    "with a single last sample, or use GroupNorm"
+)
+
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     """Per-sample cross entropy [n]; any further axes (tokens) are averaged."""
@@ -59,7 +64,7 @@ class Objective:
         self.device = self.start.device
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         names = len(list(module.named_parameters(remove_duplicate=False)))
-        self._has_tied_weights = names > len(trainable) + len(
+        self.has_tied_weights = names > len(trainable) + len(
             self.frozen
         )  # else looking for them in every step is waste
         self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
@@ -70,13 +75,10 @@ class Objective:
             self.module.train(train)
         state = {**self.layers.unflatten(x), **self.frozen, **buffers}
         try:
-            made: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self._has_tied_weights)
+            made: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.has_tied_weights)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
-                raise BadInput(
-                    "BatchNorm cannot train on a batch of one sample: choose a batch_size that leaves no client "
-                    "with a single last sample, or use GroupNorm"
-                ) from error
+                raise BadInput(ONE_SAMPLE) from error
             raise
         return made
 

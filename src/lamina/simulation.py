@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from lamina.data.feed import Augment, prepare
 from lamina.data.partitions import Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
 from lamina.engines.loop import Loop
+from lamina.engines.stacked.engine import Stacked
+from lamina.engines.stacked.forward import Precision, choose_forward
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, unknown
 from lamina.history import History, Row
@@ -25,6 +28,7 @@ from lamina.objective import Loss, Objective
 from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
 
 EVALUATION_BATCH = 1000
+log = logging.getLogger(__name__)
 
 
 class Simulation:
@@ -60,6 +64,8 @@ class Simulation:
         augmentation: random crop and flip of training images.
         seed: the source of all randomness.
         device: "auto" (a GPU if there is one), or any torch device.
+        engine: "auto" takes the fastest that fits the model; any other name forces that one.
+        precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
         client_metrics: also report the accuracy on every client's own data (mean and worst 10 %).
         trust_ratios: also report the layer-wise trust ratios of the layer-wise methods.
@@ -87,6 +93,8 @@ class Simulation:
         augmentation: Augment | None = None,
         seed: int = 0,
         device: str | torch.device = "auto",
+        engine: Literal["auto", "stacked", "vmap", "loop"] = "auto",
+        precision: Precision = "fp32",
         evaluate_every: int = 1,
         client_metrics: bool = False,
         trust_ratios: bool = False,
@@ -116,7 +124,9 @@ class Simulation:
             seed=seed,
         )
         self._check_fit(loss)
-        self.engine = Loop(
+        self.engine = choose_engine(
+            engine,
+            precision,
             algorithm=self.algorithm,
             objective=self.objective,
             data=self.train_data,
@@ -253,3 +263,22 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
     if isinstance(chosen, Reallocate):
         return Clients.reallocated(chosen, data.labels, clients or 0, seed, samples=len(data))
     return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))
+
+
+def choose_engine(name: str, precision: Precision, **settings: Any) -> Loop | Stacked:
+    """The engine to run on; "auto" takes the fastest the model allows, and logs why if that is not the stacked one."""
+    if name not in ("auto", "stacked", "vmap", "loop"):
+        raise unknown("engine", name, ("auto", "stacked", "vmap", "loop"))
+    if name == "loop":
+        return Loop(**settings)
+    data, objective = settings["data"], settings["objective"]
+    sample = prepare(data.x[:4], data.mean, data.std, objective.dtype), data.y[:4]
+    forward, why = choose_forward(objective, sample, precision, name)
+    if forward is None:
+        if name != "auto":
+            raise BadInput(f"engine='{name}' is not possible for this model: {why}; engine='auto' falls back by itself")
+        log.info("running client by client: %s", why)
+        return Loop(**settings)
+    if why and name == "auto":
+        log.info("using torch.func.vmap instead of stacked layers: %s", why)
+    return Stacked(forward=forward, **settings)

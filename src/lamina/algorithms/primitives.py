@@ -78,7 +78,9 @@ def descend(y: Tensor, direction: Tensor, lr: Number, h: HasDecay) -> Tensor:
     """y - lr * direction, with decoupled weight decay (- lr * lambda * y) if that form is chosen."""
     if h.decay_form == "decoupled" and _is_on(h.decay):
         direction = direction + h.decay * y
-    return y - lr * direction
+    if isinstance(lr, Tensor):
+        return y - lr * direction
+    return torch.sub(y, direction, alpha=lr)  # one pass over memory instead of two
 
 
 def clip_by_norm(u: Tensor, limit: Number) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,9 +17,9 @@ from lamina.algorithms.contract import Algorithm, Info
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
-from lamina.engines.state import RoundReport, State, diverged
+from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
 from lamina.ledger import payload_bytes
-from lamina.objective import Buffers, Objective, buffer_bytes
+from lamina.objective import Buffers, Objective
 from lamina.plan import Round
 
 FULL_GRADIENT_CHUNK = 512  # samples at a time in a full-data gradient; the result does not depend on it
@@ -42,8 +41,7 @@ class Loop:
         """One round: broadcast, local training of every active client, mean, server update."""
         algorithm, layers, x = self.algorithm, self.objective.layers, state.server.x
         needs = algorithm.needs(plan.number)
-        shares = plan.examples if self.by_examples else np.ones(len(plan.cohort))
-        weights: list[float] = (shares / shares.sum()).tolist()
+        weights = client_weights(plan, self.by_examples)
 
         full_gradients: list[Tensor | None] = [None] * len(plan.cohort)
         if needs.full_gradient or needs.control_variate:  # Mime: grad F_i(x) over all local data
@@ -52,54 +50,31 @@ class Loop:
 
         info = Info(plan.number, plan.lr, participation=plan.participation, full_gradient=mean_gradient)
         down = algorithm.broadcast(state.server, info)
-        extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
 
-        mean_up: Any = None
-        buffers = {n: torch.zeros_like(b) if b.is_floating_point() else b for n, b in state.buffers.items()}
-        clients = dict(state.clients)
-        bytes_up, mean_steps, mean_square = 0, 0.0, 0.0
-        losses: list[Tensor] = []
-        trust: list[Tensor | None] = []
+        sums, clients = Sums(), dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
-            steps = float(plan.steps[c])
-            info = info._replace(steps=steps, full_gradient=full_gradients[c])
+            info = info._replace(steps=float(plan.steps[c]), full_gradient=full_gradients[c])
             client = clients[client_id] if client_id in clients else algorithm.client_init(x)
-            local_buffers = {n: b.clone() for n, b in state.buffers.items()}
+            buffers = {n: b.clone() for n, b in state.buffers.items()}
 
-            local, step_losses = self._train(down, client, local_buffers, info, plan, c)
+            local, losses = self._train(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
 
-            if not _all_finite(step_losses, up):
-                self._explain(down, client, state.buffers, info, plan, c, up)
-            mean_up = _accumulate(mean_up, up, weights[c])
-            for name, b in local_buffers.items():
-                buffers[name] = buffers[name] + weights[c] * b if b.is_floating_point() else buffers[name]
-            losses.append(step_losses.mean())
-            bytes_up += sum(payload_bytes(up).values()) + extra
-            mean_steps += weights[c] * steps
-            mean_square += weights[c] * float(torch.sum(up.delta.double() ** 2))
+            if not _all_finite(losses, up):
+                self.explain(down, client, state.buffers, info, plan, c, up)
+            sums.up = _accumulate(sums.up, up, weights[c])
+            for name, b in buffers.items():
+                if b.is_floating_point():
+                    sums.buffers[name] = sums.buffers.get(name, 0.0) + weights[c] * b
+            sums.losses.append(float(losses.mean()))
+            sums.bytes_up += sum(payload_bytes(up).values())
+            sums.steps += weights[c] * float(plan.steps[c])
+            sums.square += weights[c] * float(torch.sum(up.delta.double() ** 2))
             if self.record_trust_ratios:
-                trust.append(algorithm.trust_ratios(local, down, layers))
+                ratios = algorithm.trust_ratios(local, down, layers)
+                sums.trust += [] if ratios is None else [ratios]
 
-        info = info._replace(steps=mean_steps, full_gradient=None)
-        server = algorithm.update(state.server, mean_up, info)
-        if not bool(torch.isfinite(server.x).all()):
-            raise diverged(layers, server.x, plan.number, plan.lr, client=None)
-
-        moved = (server.x - x).double()
-        update_norm = float(torch.linalg.vector_norm(moved))
-        # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2
-        consistency = mean_square - 2 * float(torch.dot(mean_up.delta.double(), moved)) + update_norm**2
-        report = RoundReport(
-            train_loss=float(torch.stack(losses).mean()),
-            consistency=max(0.0, consistency),
-            update_norm=update_norm,
-            bytes_down=state.ledger.down(down, algorithm.down_versions(plan.number), plan.cohort)
-            + extra * len(plan.cohort),
-            bytes_up=bytes_up,
-            trust_ratios=_mean_trust_ratios(trust, layers.group_names(getattr(algorithm, "layers", "tensor"))),
-        )
-        return State(plan.number, server, buffers, clients, state.ledger), report
+        return close_round(algorithm, layers, state, plan, down, sums, clients)
 
     def _train(
         self,
@@ -152,7 +127,7 @@ class Loop:
             total = total + grad * (len(part) / len(index))
         return total
 
-    def _explain(self, down: Any, client: Any, buffers: Buffers, info: Info, plan: Round, c: int, up: Any) -> None:
+    def explain(self, down: Any, client: Any, buffers: Buffers, info: Info, plan: Round, c: int, up: Any) -> None:
         """Raise `Diverged` for a client whose result is not finite: run it again and look at every step."""
         client_id, layers = int(plan.cohort[c]), self.objective.layers
 
@@ -191,10 +166,3 @@ def _accumulate(total: Any, up: Any, weight: float) -> Any:
 
 def _all_finite(losses: Tensor, up: Any) -> bool:
     return bool(torch.isfinite(losses).all()) and all(bool(torch.isfinite(v).all()) for v in up if v is not None)
-
-
-def _mean_trust_ratios(trust: list[Tensor | None], names: tuple[str, ...]) -> dict[str, float]:
-    known = [t for t in trust if t is not None]
-    if not known:
-        return {}
-    return dict(zip(names, torch.stack(known).mean(0).tolist(), strict=True))

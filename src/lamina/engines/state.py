@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.contract import Algorithm, Info
 from lamina.errors import Diverged
 from lamina.layers import Layers
 from lamina.ledger import Ledger
-from lamina.objective import Buffers, Objective
+from lamina.objective import Buffers, Objective, buffer_bytes
+from lamina.plan import Round
 
 
 @dataclass
@@ -40,6 +43,51 @@ class RoundReport:
     bytes_down: int
     bytes_up: int
     trust_ratios: dict[str, float]  # mean over the cohort, by layer; empty unless asked for
+
+
+@dataclass
+class Sums:
+    """What a round adds up over its clients; weights sum to one over the cohort."""
+
+    up: Any = None  # the weighted sum of the Ups: their mean
+    buffers: Buffers = field(default_factory=dict)  # the weighted sum of the floating buffers
+    steps: float = 0.0  # mean K_i
+    square: float = 0.0  # mean ||delta_i||^2
+    losses: list[float] = field(default_factory=list)  # every client's mean loss
+    bytes_up: int = 0
+    trust: list[Tensor] = field(default_factory=list)  # every client's trust ratios
+
+
+def close_round(
+    algorithm: Algorithm, layers: Layers, state: State, plan: Round, down: Any, sums: Sums, clients: dict[int, Any]
+) -> tuple[State, RoundReport]:
+    """The server's step on the means, and the report: the same words in every engine."""
+    info = Info(plan.number, plan.lr, steps=sums.steps, participation=plan.participation)
+    server = algorithm.update(state.server, sums.up, info)
+    if not bool(torch.isfinite(server.x).all()):
+        raise diverged(layers, server.x, plan.number, plan.lr, client=None)
+    moved = (server.x - state.server.x).double()
+    update_norm = float(torch.linalg.vector_norm(moved))
+    # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2
+    consistency = sums.square - 2 * float(torch.dot(sums.up.delta.double(), moved)) + update_norm**2
+    extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
+    names = layers.group_names(getattr(algorithm, "layers", "tensor"))
+    report = RoundReport(
+        train_loss=sum(sums.losses) / len(sums.losses),
+        consistency=max(0.0, consistency),
+        update_norm=update_norm,
+        bytes_down=state.ledger.down(down, algorithm.down_versions(plan.number), plan.cohort)
+        + extra * len(plan.cohort),
+        bytes_up=sums.bytes_up + extra * len(plan.cohort),
+        trust_ratios=dict(zip(names, torch.stack(sums.trust).mean(0).tolist(), strict=True)) if sums.trust else {},
+    )
+    return State(plan.number, server, state.buffers | sums.buffers, clients, state.ledger), report
+
+
+def client_weights(plan: Round, by_examples: bool) -> list[float]:
+    """Every active client's weight in the mean."""
+    shares = plan.examples if by_examples else np.ones(len(plan.cohort))
+    return [float(w) for w in shares / shares.sum()]
 
 
 def diverged(

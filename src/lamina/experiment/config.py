@@ -88,6 +88,8 @@ class Run(_Section):
     """Where and how it runs, and what is recorded."""
 
     device: str = "auto"
+    engine: Literal["auto", "stacked", "vmap", "loop"] = "auto"
+    precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     threads: AtLeastOne | None = None  # None: chosen from the size of the model
     evaluate_every: AtLeastOne = 1
     client_metrics: bool = False

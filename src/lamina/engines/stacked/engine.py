@@ -1,0 +1,392 @@
+"""The stacked engine: the clients of one round, or of the same round of several experiments, trained as one model.
+
+Rows are (experiment, client) pairs. Local state is [rows, p]; hyper-parameters that differ between experiments are
+[rows, 1]. The server's half of the round is the reference's own (`close_round`), experiment by experiment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina import rng
+from lamina.algorithms.contract import Algorithm, Info, options
+from lamina.algorithms.primitives import clip_by_norm
+from lamina.data.dataset import Dataset
+from lamina.data.feed import Augment, prepare
+from lamina.engines.loop import Loop
+from lamina.engines.stacked.forward import Forward
+from lamina.engines.stacked.memory import rows_that_fit
+from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
+from lamina.errors import Diverged
+from lamina.ledger import payload_bytes
+from lamina.objective import Buffers, Objective
+from lamina.plan import Round
+
+FULL_GRADIENT_BATCH = 64  # samples per client at a time in a full-data gradient
+
+
+@dataclass(frozen=True)
+class Member:
+    """One experiment of a population: its algorithm (with its own numbers), its state and its plan of the round."""
+
+    algorithm: Algorithm
+    state: State
+    plan: Round
+
+
+@dataclass(frozen=True)
+class Row:
+    """One client of one member."""
+
+    member: int
+    c: int  # position in the member's cohort
+    weight: float
+
+
+Outcome = tuple[State, RoundReport] | Diverged
+
+
+@dataclass
+class Stacked:
+    """The stacked engine for one objective and data set."""
+
+    algorithm: Algorithm  # for `run_round`, and the kind of algorithm of every member
+    objective: Objective
+    data: Dataset
+    forward: Forward
+    clip: float | None = None
+    by_examples: bool = False
+    augmentation: Augment | None = None
+    record_trust_ratios: bool = False
+    rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
+
+    def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
+        """One round of one experiment."""
+        (outcome,) = self.run_members([Member(self.algorithm, state, plan)])
+        if isinstance(outcome, Diverged):
+            raise outcome
+        return outcome
+
+    def run_members(self, members: Sequence[Member]) -> list[Outcome]:
+        """The same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
+        rows = [
+            Row(e, c, weight)
+            for e, member in enumerate(members)
+            for c, weight in enumerate(client_weights(member.plan, self.by_examples))
+        ]
+        # clients with as many steps as their neighbours waste least on masked steps
+        rows.sort(key=lambda row: -int(members[row.member].plan.steps[row.c]))
+        chunks = self._chunks(rows, members)
+
+        gradients = self._full_gradients(members, chunks)
+        downs = []
+        for e, member in enumerate(members):
+            mean = None
+            if member.algorithm.needs(member.plan.number).control_variate:
+                own = [row for row in rows if row.member == e]
+                mean = torch.stack([row.weight * gradients[e, row.c] for row in own]).sum(0)
+            info = Info(member.plan.number, member.plan.lr, participation=member.plan.participation, full_gradient=mean)
+            downs.append(member.algorithm.broadcast(member.state.server, info))
+
+        sums = [Sums() for _ in members]
+        clients = [dict(member.state.clients) for member in members]
+        failed: dict[int, Diverged] = {}
+        for chunk in chunks:
+            self._run_chunk(chunk, members, downs, gradients, sums, clients, failed)
+
+        outcomes: list[Outcome] = []
+        for e, member in enumerate(members):
+            try:
+                if e in failed:
+                    raise failed[e]
+                done = close_round(
+                    member.algorithm, self.objective.layers, member.state, member.plan, downs[e], sums[e], clients[e]
+                )
+                outcomes.append(done)
+            except Diverged as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _chunks(self, rows: list[Row], members: Sequence[Member]) -> list[list[Row]]:
+        size = self.rows_per_chunk or rows_that_fit(self, members[0])
+        return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+    # --- one chunk ------------------------------------------------------------------------------------------------
+
+    def _run_chunk(
+        self,
+        chunk: list[Row],
+        members: Sequence[Member],
+        downs: list[Any],
+        gradients: dict[tuple[int, int], Tensor],
+        sums: list[Sums],
+        clients: list[dict[int, Any]],
+        failed: dict[int, Diverged],
+    ) -> None:
+        algorithm = self._row_algorithm([members[row.member].algorithm for row in chunk])
+        down = _stack_records([downs[row.member] for row in chunk])
+        client = _stack_records([self._client(members[row.member], row, clients) for row in chunk])
+        plans = [members[row.member].plan for row in chunk]
+        buffers = {
+            n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
+        }
+        info = Info(
+            plans[0].number,
+            self._per_row([plan.lr for plan in plans]),
+            steps=self._per_row([float(plan.steps[row.c]) for plan, row in zip(plans, chunk, strict=True)]),
+            participation=plans[0].participation,
+            full_gradient=torch.stack([gradients[row.member, row.c] for row in chunk])
+            if gradients and algorithm.needs(plans[0].number).full_gradient
+            else None,
+        )
+        local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
+        up, client = algorithm.finish(local, down, client, info)
+
+        ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
+        squares = (up.delta.double() ** 2).sum(-1).tolist()
+        finite = _finite_rows(losses, up)
+        mean_losses = losses.tolist()
+        sizes = sum(payload_bytes(_row(up, 0)).values())
+        for r, row in enumerate(chunk):
+            plan = plans[r]
+            if not finite[r]:
+                if row.member not in failed:
+                    failed[row.member] = self._explain(
+                        members[row.member], row, downs[row.member], gradients, _row(up, r)
+                    )
+                continue
+            total = sums[row.member]
+            total.losses.append(mean_losses[r])
+            total.steps += row.weight * float(plan.steps[row.c])
+            total.square += row.weight * squares[r]
+            total.bytes_up += sizes
+            total.trust += [] if ratios is None else [ratios[r]]
+            if any(value is not None for value in client):
+                clients[row.member][int(plan.cohort[row.c])] = type(client)(
+                    *(None if value is None else value[r].clone() for value in client)
+                )
+        for e in dict.fromkeys(row.member for row in chunk):
+            self._add(sums[e], up, buffers, [row.weight if row.member == e else 0.0 for row in chunk])
+
+    def _add(self, total: Sums, up: Any, buffers: Buffers, weights: list[float]) -> None:
+        """Add the weighted Ups and buffers of one member's rows to its sums."""
+        w = torch.tensor(weights, dtype=self.objective.dtype, device=self.objective.device)
+        keep = [r for r, weight in enumerate(weights) if weight > 0]
+        index = torch.tensor(keep, device=w.device)
+        whole = len(keep) == len(weights)
+
+        def mean(values: Tensor) -> Tensor:
+            chosen, own = (values, w) if whole else (values[index], w[index])
+            made: Tensor = torch.tensordot(own, chosen, dims=1)
+            return made
+
+        added = type(up)(*(None if value is None else mean(value) for value in up))
+        if total.up is None:
+            total.up = added
+        else:
+            total.up = type(up)(*(None if a is None else t + a for t, a in zip(total.up, added, strict=True)))
+        for name, buffer in buffers.items():
+            if buffer.is_floating_point():
+                total.buffers[name] = total.buffers.get(name, 0.0) + mean(buffer)
+
+    def _client(self, member: Member, row: Row, clients: list[dict[int, Any]]) -> Any:
+        known = clients[row.member].get(int(member.plan.cohort[row.c]))
+        return member.algorithm.client_init(member.state.server.x) if known is None else known
+
+    def _row_algorithm(self, algorithms: list[Algorithm]) -> Algorithm:
+        """One algorithm for all rows: numbers that differ become [rows, 1] tensors."""
+        first = algorithms[0]
+        if all(a is first for a in algorithms):
+            return first
+        changed = {}
+        for name in options(type(first)):
+            values = [getattr(a, name) for a in algorithms]
+            if any(value != values[0] for value in values):
+                changed[name] = self._column(values)
+        return dataclasses.replace(first, **changed) if changed else first  # type: ignore[type-var]
+
+    def _per_row(self, values: list[float]) -> float | Tensor:
+        return values[0] if all(v == values[0] for v in values) else self._column(values)
+
+    def _column(self, values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=self.objective.dtype, device=self.objective.device).unsqueeze(1)
+
+    # --- local training -------------------------------------------------------------------------------------------
+
+    def _train(
+        self,
+        algorithm: Algorithm,
+        down: Any,
+        client: Any,
+        buffers: Buffers,
+        info: Info,
+        chunk: list[Row],
+        plans: list[Round],
+    ) -> tuple[Any, Tensor]:
+        """All local steps of a chunk: the final local state and every row's mean loss."""
+        device = self.objective.device
+        index, filled = _pad([(plan.index[row.c], plan.filled[row.c]) for plan, row in zip(plans, chunk, strict=True)])
+        keys = None
+        if self.augmentation is not None:
+            streams = np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)])
+            keys = torch.from_numpy(rng.bits(streams[:, None], np.arange(index.shape[1] * index.shape[2])))
+            keys = keys.reshape(index.shape).to(device)
+        samples, counts = torch.from_numpy(index).to(device), torch.from_numpy(filled).to(device)
+        width = index.shape[2]
+        local = algorithm.begin(down, client, info)
+        total = torch.zeros(len(chunk), dtype=self.objective.dtype, device=device)
+        control = algorithm.needs(info.round).control_variate
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(rng.torch_seed(int(plans[0].streams[chunk[0].c]), "dropout", chunk[0].member))
+            for k in range(index.shape[1]):
+                full = bool((filled[:, k] == width).all())
+                self.forward.announce(bool((filled[:, k] == 1).any()))
+                x, y = self._batch(samples[:, k], None if keys is None else keys[:, k])
+                local, losses = self.step(
+                    algorithm, local, down, buffers, x, y, None if full else counts[:, k], info.lr, control
+                )
+                total = total + losses
+        steps = torch.from_numpy((filled > 0).sum(1)).to(device)
+        return local, total / steps
+
+    def step(
+        self,
+        algorithm: Algorithm,
+        local: Any,
+        down: Any,
+        buffers: Buffers,
+        x: Tensor,
+        y: Tensor,
+        filled: Tensor | None,
+        lr: float | Tensor,
+        control: bool = False,
+    ) -> tuple[Any, Tensor]:
+        """One local step of every row; `filled` says how many of the B samples are real (None: all)."""
+        kept = None if filled is None else {n: b.clone() for n, b in buffers.items()}
+        grad, losses = self.gradient(local.y, buffers, x, y, filled)
+        if control:
+            scratch = {n: b.clone() for n, b in buffers.items()}
+            grad = grad - self.gradient(down.x, scratch, x, y, filled)[0]
+        if self.clip is not None:
+            grad = clip_by_norm(grad, self.clip)
+        after = algorithm.step(local, down, grad, lr, self.objective.layers)
+        if filled is None or kept is None:
+            return after, losses
+        active = (filled > 0).unsqueeze(1)  # a row without this step stays as it is
+        for name, buffer in buffers.items():
+            view = active.reshape(-1, *[1] * (buffer.dim() - 1))
+            buffer.copy_(torch.where(view, buffer, kept[name]))
+        after = type(local)(
+            *(None if new is None else torch.where(active, new, old) for new, old in zip(after, local, strict=True))
+        )
+        return after, torch.where(active[:, 0], losses, 0.0)
+
+    def gradient(
+        self, flat: Tensor, buffers: Buffers, x: Tensor, y: Tensor, filled: Tensor | None, *, train: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Every row's own gradient [rows, p] of its mean loss, and those losses [rows]."""
+        leaf = flat.detach().requires_grad_()
+        mask = None if filled is None else torch.arange(y.shape[1], device=y.device) < filled.unsqueeze(1)
+        losses = self.forward.losses(leaf, buffers, x, y, mask, train=train)
+        if mask is None or filled is None:
+            means = losses.mean(1)
+        else:
+            means = torch.where(mask, losses, 0.0).sum(1) / filled.clamp(min=1)
+        (grad,) = torch.autograd.grad(means.sum(), leaf)
+        return grad, means.detach()
+
+    def _batch(self, index: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gather, augment and normalise the batches of all rows: [rows, B, ...]."""
+        data = self.data
+        x = data.x[index]
+        if self.augmentation is not None and keys is not None:
+            x = self.augmentation(x, keys)
+        return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
+
+    def _full_gradients(self, members: Sequence[Member], chunks: list[list[Row]]) -> dict[tuple[int, int], Tensor]:
+        """grad F_i(x) over all of every client's data, if the algorithm asks for it in this round."""
+        needs = members[0].algorithm.needs(members[0].plan.number)
+        if not (needs.full_gradient or needs.control_variate):
+            return {}
+        found = {}
+        device = self.objective.device
+        for chunk in chunks:
+            own = [members[row.member].plan.samples[row.c] for row in chunk]
+            sizes = torch.tensor([len(ids) for ids in own], device=device)
+            padded = np.zeros((len(chunk), max(len(ids) for ids in own)), dtype=np.int64)
+            for line, ids in zip(padded, own, strict=True):
+                line[: len(ids)], line[len(ids) :] = ids, ids[0]
+            flat = torch.stack([members[row.member].state.server.x for row in chunk])
+            buffers = {
+                n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
+            }
+            total = torch.zeros_like(flat)
+            for start in range(0, padded.shape[1], FULL_GRADIENT_BATCH):
+                part = torch.from_numpy(padded[:, start : start + FULL_GRADIENT_BATCH]).to(device)
+                filled = (sizes - start).clamp(0, part.shape[1])
+                x = prepare(self.data.x[part], self.data.mean, self.data.std, self.objective.dtype)
+                grad, _ = self.gradient(flat, buffers, x, self.data.y[part], filled, train=False)
+                total = total + grad * (filled / sizes).unsqueeze(1).to(grad.dtype)
+            for r, row in enumerate(chunk):
+                found[row.member, row.c] = total[r]
+        return found
+
+    def _explain(
+        self, member: Member, row: Row, down: Any, gradients: dict[tuple[int, int], Tensor], up: Any
+    ) -> Diverged:
+        """Where a row went non-finite: the reference loop runs that client again and looks at every step."""
+        loop = Loop(member.algorithm, self.objective, self.data, self.clip, self.by_examples, self.augmentation)
+        client_id = int(member.plan.cohort[row.c])
+        client = member.state.clients.get(client_id)
+        client = member.algorithm.client_init(member.state.server.x) if client is None else client
+        info = Info(
+            member.plan.number,
+            member.plan.lr,
+            float(member.plan.steps[row.c]),
+            member.plan.participation,
+            gradients.get((row.member, row.c)),
+        )
+        try:
+            loop.explain(down, client, member.state.buffers, info, member.plan, row.c, up)
+        except Diverged as error:
+            return error
+        return diverged(self.objective.layers, up.delta, member.plan.number, member.plan.lr, client_id)
+
+
+def _stack_records(records: list[Any]) -> Any:
+    """[p] records of the same kind as one of [rows, p]."""
+    kind = type(records[0])
+    if all(record is records[0] for record in records):  # the same broadcast for every row: no copy
+        return kind(*(None if v is None else v.expand(len(records), *v.shape) for v in records[0]))
+    return kind(*(None if values[0] is None else torch.stack(values) for values in zip(*records, strict=True)))
+
+
+def _row(record: Any, r: int) -> Any:
+    return type(record)(*(None if value is None else value[r] for value in record))
+
+
+def _finite_rows(losses: Tensor, up: Any) -> list[bool]:
+    finite = torch.isfinite(losses)
+    for value in up:
+        if value is not None:
+            finite = finite & torch.isfinite(value).all(-1)
+    return [bool(f) for f in finite.tolist()]
+
+
+def _pad(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Stack [K_i, B] indices and [K_i] counts to the longest K; missing steps have count 0."""
+    longest = max(int((filled > 0).sum()) for _, filled in parts)
+    index = np.zeros((len(parts), longest, parts[0][0].shape[1]), dtype=np.int64)
+    counts = np.zeros((len(parts), longest), dtype=np.int64)
+    for r, (own, filled) in enumerate(parts):
+        k = min(longest, len(filled))
+        index[r, :k], counts[r, :k] = own[:k], filled[:k]
+        index[r, k:] = own[0, 0]
+    return index, counts

@@ -1,0 +1,157 @@
+"""The losses of many clients in one pass: the stacked form of the module, or `torch.func.vmap` where there is none."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lamina.engines.stacked.modules import CannotStack, is_batch_norm, stack
+from lamina.objective import Buffers, Objective
+
+Precision = Literal["fp32", "tf32", "bf16"]
+PROBE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+class Forward(Protocol):
+    """Losses of C clients with parameters [C, p], each on its own batch of B samples."""
+
+    name: str
+
+    def announce(self, lone_sample: bool) -> None:
+        """Say whether some client's next batch holds a single sample, which BatchNorm must refuse."""
+        ...
+
+    def losses(
+        self, flat: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None, *, train: bool
+    ) -> Tensor:
+        """Per-sample losses [C, B]. `buffers` ([C, ...] each) are updated in place in training mode."""
+        ...
+
+
+class StackedForward:
+    """The module with stacked layers, clients folded into the batch."""
+
+    name = "stacked"
+
+    def __init__(self, objective: Objective, precision: Precision = "fp32") -> None:
+        self.objective = objective
+        self.module = stack(objective.module)
+        self.precision = precision
+        self.batch_norms = [layer for layer in self.module.modules() if is_batch_norm(layer)]
+        statistics = {f"{n}.{b}" for n, m in self.module.named_modules() if is_batch_norm(m) for b in m._buffers}
+        self.per_client_buffers = statistics & set(objective.buffers)
+
+    def announce(self, lone_sample: bool) -> None:
+        """See `Forward`."""
+        for layer in self.batch_norms:
+            layer.lone_sample = lone_sample  # type: ignore[assignment]
+
+    def losses(
+        self, flat: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None, *, train: bool
+    ) -> Tensor:
+        """Per-sample losses [C, B]."""
+        clients, batch = targets.shape[:2]
+        outputs = self.outputs(flat, buffers, inputs.flatten(0, 1), mask, train=train)
+        losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
+        return losses.reshape(clients, batch)
+
+    def outputs(self, flat: Tensor, buffers: Buffers, inputs: Tensor, mask: Tensor | None, *, train: bool) -> Tensor:
+        """The module's outputs [C * B, ...] for inputs [C * B, ...]."""
+        clients = flat.shape[0]
+        parameters = self.objective.layers.unflatten(flat)
+        fixed = {n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()}
+        if self.precision == "bf16":  # float32 master weights; biases and norm scales stay as they are
+            parameters = {n: p.bfloat16() if p.dim() > 2 else p for n, p in parameters.items()}
+            fixed = {n: p.bfloat16() if p.dim() > 2 else p for n, p in fixed.items()}
+            inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+        if self.module.training != train:
+            self.module.train(train)
+        for layer in self.batch_norms:
+            layer.sample_mask = mask  # type: ignore[assignment]
+        shared = {n: b if n in self.per_client_buffers else b[0] for n, b in buffers.items()}
+        state = {**parameters, **fixed, **shared}
+        made: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.objective.has_tied_weights)
+        return made.to(self.objective.dtype) if made.is_floating_point() else made
+
+
+class VmapForward:
+    """`torch.func.vmap` over the module as it is: any module vmap can take."""
+
+    name = "vmap"
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+
+    def announce(self, lone_sample: bool) -> None:
+        """Nothing to do: a padded batch is refused below, and torch itself refuses a batch of one."""
+
+    def losses(
+        self, flat: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None, *, train: bool
+    ) -> Tensor:
+        """Per-sample losses [C, B]."""
+        objective = self.objective
+
+        def one(x: Tensor, own_buffers: Buffers, xs: Tensor, ys: Tensor) -> Tensor:
+            made: Tensor = objective.loss(objective.outputs(x, own_buffers, xs, train=train), ys)
+            return made
+
+        return torch.func.vmap(one, randomness="different")(flat, buffers, inputs, targets)
+
+
+def choose_forward(
+    objective: Objective, sample: tuple[Tensor, Tensor], precision: Precision, name: str = "auto"
+) -> tuple[Forward | None, str]:
+    """The fastest form the module allows, or None for the loop; and one line saying why it is not the stacked one."""
+    reasons = []
+    for form in ("stacked", "vmap") if name == "auto" else (name,):
+        try:
+            forward: Forward = StackedForward(objective, precision) if form == "stacked" else VmapForward(objective)
+            _probe(forward, objective, *sample)
+        except CannotStack as error:
+            reasons.append(str(error))
+        except Exception as error:  # whatever a user's module raises under vmap or stacking
+            reasons.append(f"{form}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        else:
+            return forward, "; ".join(reasons)
+    return None, "; ".join(reasons)
+
+
+def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tensor) -> None:
+    """Compare two stacked clients with the module run alone: catches layers that mix the samples of a batch."""
+    x = objective.start
+    scale = torch.tensor([[1.0], [1.1]], dtype=x.dtype, device=x.device)
+    flat = (x * scale).requires_grad_()
+    buffers = {n: torch.stack([b, b]) for n, b in objective.buffers.items()}
+    stacked_inputs, stacked_targets = torch.stack([inputs, inputs.flip(0)]), torch.stack([targets, targets.flip(0)])
+    tolerance = 0.1 if getattr(forward, "precision", "fp32") == "bf16" else PROBE_TOLERANCE.get(x.dtype, 0.1)
+    for train in (False, True):
+        if train and _is_random(objective, inputs):
+            continue  # dropout: the masks differ, so only evaluation mode can be compared
+        together = forward.losses(flat, dict(buffers), stacked_inputs, stacked_targets, None, train=train)
+        (gradient,) = torch.autograd.grad(together.mean(1).sum(), flat)
+        for i in range(2):
+            alone_buffers = {n: b.clone() for n, b in objective.buffers.items()}
+            alone, _ = objective.gradient(
+                flat[i].detach(), alone_buffers, stacked_inputs[i], stacked_targets[i], train=train
+            )
+            error = torch.linalg.vector_norm(gradient[i] - alone)
+            if not bool(error <= tolerance * torch.linalg.vector_norm(alone) + 1e-12):
+                raise CannotStack(
+                    f"{forward.name}: the module mixes the samples of a batch, or uses a layer's parameters directly"
+                )
+
+
+def _is_random(objective: Objective, inputs: Tensor) -> bool:
+    """Whether the module draws random numbers in training mode."""
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in objective.module.modules()):
+        return True
+    made = []
+    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []), torch.no_grad():
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            buffers = {n: b.clone() for n, b in objective.buffers.items()}
+            made.append(objective.outputs(objective.start, buffers, inputs, train=True))
+    return not torch.equal(*made)

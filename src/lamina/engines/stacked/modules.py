@@ -1,0 +1,285 @@
+"""`stack`: a module as many independent copies in one.
+
+The clients of a cohort are folded into the batch: inputs are [C * B, ...], client-major. Whatever treats samples one
+by one (activations, pooling, reshapes, residual sums, attention over tokens) then works as it is written. Only layers
+with parameters must know that every client has its own: `stack` gives those another class, whose parameters have a
+leading axis C. A Linear becomes one batched matrix product, a convolution one grouped convolution, and so on.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from lamina.engines.stacked.convolution import convolve
+from lamina.errors import BadInput
+from lamina.objective import ONE_SAMPLE
+
+
+class CannotStack(Exception):
+    """A module has a layer with no stacked form; the text names the layer and says why."""
+
+
+def _per_client(parameter: Tensor, x: Tensor, feature_axis: int) -> Tensor:
+    """View [C, F] so that it broadcasts over x [C, B, ...] with the features at `feature_axis`."""
+    shape = [1] * x.dim()
+    shape[0], shape[feature_axis] = parameter.shape
+    return parameter.reshape(shape)
+
+
+def unfold_clients(x: Tensor, clients: int) -> Tensor:
+    """[C * B, ...] -> [C, B, ...]."""
+    return x.reshape(clients, -1, *x.shape[1:])
+
+
+class StackedLinear(nn.Linear):
+    """One batched matrix product. weight [C, out, in], bias [C, out]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[C * B, ..., in] -> [C * B, ..., out]."""
+        return _linear(input, self.weight, self.bias)
+
+
+class StackedConv2d(nn.Conv2d):
+    """One convolution of all clients. weight [C, out, in / groups, kh, kw], bias [C, out]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[C * B, in, H, W] -> [C * B, out, H', W']."""
+        clients = self.weight.shape[0]
+        x = unfold_clients(input, clients)
+        out = convolve(x, self.weight, self.stride, self.padding, self.dilation, self.groups)
+        if self.bias is not None:
+            out = out + _per_client(self.bias.to(out.dtype), out, 2)
+        return out.flatten(0, 1)
+
+
+class StackedGroupNorm(nn.GroupNorm):
+    """Statistics per sample, scale and shift per client. Written out, so that it compiles to a fused kernel."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[C * B, channels, ...], the same shape out."""
+        groups = input.reshape(input.shape[0], self.num_groups, -1).to(_at_least_float32(input))
+        variance, mean = torch.var_mean(groups, dim=-1, correction=0, keepdim=True)
+        out = ((groups - mean) * torch.rsqrt(variance + self.eps)).reshape(input.shape)
+        if self.affine:
+            clients = self.weight.shape[0]
+            x = unfold_clients(out, clients)
+            out = (x * _per_client(self.weight, x, 2) + _per_client(self.bias, x, 2)).flatten(0, 1)
+        return out.to(input.dtype)
+
+
+class StackedLayerNorm(nn.LayerNorm):
+    """Statistics per position, scale and shift per client."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[C * B, ..., *normalized_shape], the same shape out."""
+        x = input.to(_at_least_float32(input))
+        out = F.layer_norm(x, self.normalized_shape, eps=self.eps)
+        if self.elementwise_affine:
+            clients, shape = self.weight.shape[0], tuple(self.normalized_shape)
+            y = unfold_clients(out, clients)
+            view = (clients, *[1] * (y.dim() - 1 - len(shape)), *shape)
+            y = y * self.weight.reshape(view)
+            if self.bias is not None:
+                y = y + self.bias.reshape(view)
+            out = y.flatten(0, 1)
+        return out.to(input.dtype)
+
+
+class _StackedBatchNorm:
+    """Every client normalises with its own batch and keeps its own running statistics [C, channels].
+
+    `sample_mask` [C, B], set by the engine, marks the padding of short batches: those samples do not count.
+    """
+
+    sample_mask: Tensor | None = None
+    lone_sample: bool = False  # set by the engine: some client's batch holds one sample only
+
+    def normalise(self: Any, input: Tensor) -> Tensor:
+        clients = (self.weight if self.affine else self.running_mean).shape[0]
+        x = unfold_clients(input, clients).to(_at_least_float32(input))  # [C, B, channels, ...]
+        if self.training or self.running_mean is None:
+            mean, variance, count = self._moments(x)
+            if self.training and self.running_mean is not None:
+                with torch.no_grad():
+                    unbiased = variance * (count / (count - 1).clamp(min=1))
+                    self.running_mean.lerp_(mean, self.momentum)
+                    self.running_var.lerp_(unbiased, self.momentum)
+        else:
+            mean, variance = self.running_mean, self.running_var
+        out = (x - _per_client(mean, x, 2)) * torch.rsqrt(_per_client(variance, x, 2) + self.eps)
+        if self.affine:
+            out = out * _per_client(self.weight, x, 2) + _per_client(self.bias, x, 2)
+        return out.flatten(0, 1).to(input.dtype)
+
+    def _moments(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mean and variance [C, channels] over samples and positions, and the number they are over [C, 1]."""
+        axes = [1, *range(3, x.dim())]
+        positions = x[0, 0, 0].numel() if x.dim() > 3 else 1
+        if self.lone_sample and positions == 1:
+            raise BadInput(ONE_SAMPLE)
+        if self.sample_mask is None:
+            variance, mean = torch.var_mean(x, dim=axes, correction=0)
+            return mean, variance, torch.full_like(mean[:, :1], float(x.shape[1] * positions))
+        mask = self.sample_mask.reshape(*x.shape[:2], *[1] * (x.dim() - 2)).to(x.dtype)
+        count = (self.sample_mask.sum(1, keepdim=True) * positions).to(x.dtype).clamp(min=1)
+        mean = (x * mask).sum(axes) / count
+        centred = (x - _per_client(mean, x, 2)) * mask
+        return mean, (centred**2).sum(axes) / count, count
+
+
+class StackedBatchNorm1d(_StackedBatchNorm, nn.BatchNorm1d):
+    """BatchNorm1d, client by client."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[C * B, channels, ...], the same shape out."""
+        return self.normalise(input)
+
+
+class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d):
+    """BatchNorm2d, client by client."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[C * B, channels, H, W], the same shape out."""
+        return self.normalise(input)
+
+
+class StackedEmbedding(nn.Embedding):
+    """A table per client. weight [C, number, features]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Token ids [C * B, ...] -> [C * B, ..., features]."""
+        clients, number, features = self.weight.shape
+        ids = unfold_clients(input, clients)
+        offset = torch.arange(clients, device=ids.device).reshape(clients, *[1] * (ids.dim() - 1)) * number
+        return F.embedding((ids + offset).flatten(0, 1), self.weight.reshape(clients * number, features))
+
+
+class StackedMultiheadAttention(nn.MultiheadAttention):
+    """Attention with its four projections per client."""
+
+    def forward(  # noqa: D102
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        if not self.batch_first:  # [T, N, E]: the clients are folded into N, so bring it to the front
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        wq, wk, wv = self.in_proj_weight.chunk(3, dim=1)
+        bq, bk, bv = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3, dim=1)
+        q, k, v = (self._heads(_linear(t, w, b)) for t, w, b in ((query, wq, bq), (key, wk, bk), (value, wv, bv)))
+        mask = self._mask(attn_mask, key_padding_mask, q, k)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q @ k.transpose(-1, -2) / self.head_dim**0.5
+            scores = scores if mask is None else scores + mask
+            attention = F.dropout(scores.softmax(-1), dropout)
+            mixed = attention @ v
+            weights = attention.mean(1) if average_attn_weights else attention
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        merged = mixed.transpose(1, 2).flatten(2)
+        out = _linear(merged, self.out_proj.weight, self.out_proj.bias)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[N, T, E] -> [N, heads, T, E / heads]."""
+        return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+        """One additive mask of [N or 1, heads or 1, T, S], or None."""
+        total: Tensor | None = None
+        if attn is not None:
+            total = _additive(attn, q.dtype)
+            total = total.reshape(-1, self.num_heads, *total.shape[-2:]) if total.dim() == 3 else total[None, None]
+        if padding is not None:
+            columns = _additive(padding, q.dtype)[:, None, None, :]
+            total = columns if total is None else total + columns
+        return total
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Every client's x W^T + b, computed as (W x^T + b)^T: its backward pass gives W's gradient in W's own layout."""
+    clients, features = weight.shape[:2]
+    columns = x.reshape(clients, -1, x.shape[-1]).transpose(1, 2)
+    if bias is None:
+        out = torch.bmm(weight, columns)
+    else:
+        out = torch.baddbmm(bias.to(weight.dtype).unsqueeze(2), weight, columns)
+    return out.transpose(1, 2).reshape(*x.shape[:-1], features)
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+STACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: StackedLinear,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: StackedLinear,  # the out_proj of attention
+    nn.Conv2d: StackedConv2d,
+    nn.GroupNorm: StackedGroupNorm,
+    nn.LayerNorm: StackedLayerNorm,
+    nn.BatchNorm1d: StackedBatchNorm1d,
+    nn.BatchNorm2d: StackedBatchNorm2d,
+    nn.Embedding: StackedEmbedding,
+    nn.MultiheadAttention: StackedMultiheadAttention,
+}
+
+
+def stack(module: nn.Module) -> nn.Module:
+    """A copy of the module whose parameters, given by `functional_call`, have a leading axis C: one copy per client.
+
+    Raises `CannotStack` for a layer that has parameters but no stacked form.
+    """
+    stacked = copy.deepcopy(module)
+    for name, layer in list(stacked.named_modules()):
+        own = [p for p in layer._parameters.values() if p is not None]
+        kind = STACKED.get(type(layer))
+        if kind is None and own:
+            raise CannotStack(f"layer '{name or type(layer).__name__}' ({type(layer).__name__}) has no stacked form")
+        if kind is None:
+            continue
+        _check_options(name, layer)
+        layer.__class__ = kind
+    return stacked
+
+
+def _check_options(name: str, layer: nn.Module) -> None:
+    """Refuse options of a known layer that its stacked form does not have."""
+    problem = ""
+    if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
+        problem = f"padding_mode '{layer.padding_mode}'"
+    elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and layer.momentum is None:
+        problem = "a cumulative average (momentum=None)"
+    elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and not layer.affine and not layer.track_running_stats:
+        problem = "neither parameters nor running statistics"
+    elif isinstance(layer, nn.Embedding) and (
+        layer.max_norm is not None or layer.sparse or layer.padding_idx is not None
+    ):
+        problem = "max_norm, sparse or padding_idx"
+    elif isinstance(layer, nn.MultiheadAttention) and (
+        not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn
+    ):
+        problem = "separate key/value sizes, bias_k or add_zero_attn"
+    if problem:
+        raise CannotStack(f"layer '{name}' ({type(layer).__name__}) uses {problem}, which has no stacked form")
+
+
+def is_batch_norm(layer: nn.Module) -> bool:
+    """Whether a stacked layer keeps statistics per client."""
+    return isinstance(layer, _StackedBatchNorm)

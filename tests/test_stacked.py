@@ -1,0 +1,367 @@
+"""The stacked engine gives the loop's trajectory: every algorithm, every kind of layer, ragged and partial."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina import models
+from lamina.data import Augment, Dataset
+from lamina.engines.loop import Loop
+from lamina.engines.stacked.engine import Member
+from lamina.engines.stacked.forward import choose_forward
+
+PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
+
+
+class Transformer(nn.Module):
+    """Token and position embeddings, one pre-norm encoder layer, a causal mask, mean pooling."""
+
+    def __init__(self, classes=3, words=11, length=6, width=8):
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.encoder = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        self.register_buffer("order", torch.arange(length))
+
+    def forward(self, tokens):
+        x = self.words(tokens) + self.places(self.order.expand(len(tokens), -1))
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=x.dtype)
+        return self.head(self.norm(self.encoder(x, src_mask=mask)).mean(1))
+
+
+class Attention(nn.Module):
+    """Cross-attention with the time axis first, its weights asked for, and a padding mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.attention = nn.MultiheadAttention(8, 2, bias=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):  # [N, T, 4]
+        h = self.embed(x).transpose(0, 1)
+        padding = torch.zeros(x.shape[0], x.shape[1], dtype=torch.bool)
+        padding[:, -1] = True
+        mixed, weights = self.attention(h, h.flip(0), h, key_padding_mask=padding)
+        return self.head(mixed.mean(0) + weights.mean())
+
+
+def batch_norm_net():
+    # No bias before a norm: its gradient is zero but for rounding, which a layer-wise step would scale up.
+    return nn.Sequential(
+        *(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()),
+        *(nn.Linear(16, 6, bias=False), nn.BatchNorm1d(6, affine=False), nn.Tanh(), nn.Linear(6, 3)),
+    )
+
+
+SHAPES = {
+    "mlp": (lambda: models.create("mlp", (3, 8, 8), 3, hidden=5, seed=0), (3, 8, 8)),
+    "cnn": (lambda: models.create("small_cnn", (3, 8, 8), 3, seed=0), (3, 8, 8)),
+    "resnet9": (lambda: models.create("resnet9", (3, 8, 8), 3, width=4, seed=0), (3, 8, 8)),
+    "resnet18": (lambda: models.create("resnet18", (3, 8, 8), 3, width=4, seed=0), (3, 8, 8)),
+    "batch_norm": (batch_norm_net, (3, 8, 8)),
+    "transformer": (Transformer, None),
+    "attention": (Attention, (5, 4)),
+}
+
+
+def problem(kind, dtype=torch.float64):
+    """A model and 48 random samples that fit it."""
+    make, shape = SHAPES[kind]
+    generator = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    model = make().to(dtype)
+    if shape is None:
+        x = torch.randint(0, 11, (48, 6), generator=generator)
+    else:
+        x = torch.randn(48, *shape, generator=generator, dtype=dtype)
+    return model, (x, torch.arange(48) % 3)
+
+
+def simulation(kind, algorithm, engine, dtype=torch.float64, **more):
+    model, data = problem(kind, dtype)
+    if kind == "batch_norm":  # no batch of one sample
+        more = {"batch_size": 6, "clients": [range(12), range(12, 20), range(20, 30), range(30, 48)]} | more
+    settings = {"clients": PARTS, "participation": 0.6, "batch_size": 4, "epochs": 1, "lr": 0.01, "device": "cpu",
+                "seed": 3, "engine": engine, "trust_ratios": True}  # fmt: skip
+    return lamina.Simulation(model, data, algorithm, **settings | more)
+
+
+def assert_same(a, b, tolerance):
+    """Server, buffers and client states agree, relative to the size of each vector."""
+
+    def close(x, y, what):
+        scale = float(y.abs().max()) or 1.0
+        assert float((x - y).abs().max()) <= tolerance * scale, what
+
+    for name, x, y in zip(a.server._fields, a.server, b.server, strict=True):
+        assert (x is None) == (y is None)
+        if x is not None:
+            close(x, y, name)
+    for name in a.buffers:
+        close(a.buffers[name].double(), b.buffers[name].double(), name)
+    stateful = {i for i, c in b.clients.items() if any(v is not None for v in c)}
+    assert {i for i, c in a.clients.items() if any(v is not None for v in c)} == stateful
+    for i in stateful:
+        for name, x, y in zip(a.clients[i]._fields, a.clients[i], b.clients[i], strict=True):
+            if y is not None:
+                close(x, y, f"client {i} {name}")
+
+
+def compare(kind, algorithm, dtype=torch.float64, tolerance=1e-9, rounds=3, chunk=None, **more):
+    loop = simulation(kind, algorithm, "loop", dtype, **more)
+    stacked = simulation(kind, algorithm, "stacked", dtype, **more)
+    if chunk:
+        stacked.engine.rows_per_chunk = chunk
+    loop.run(rounds)
+    stacked.run(rounds)
+    assert_same(stacked.state, loop.state, tolerance)
+    for name in ("bytes_down", "bytes_up", "steps"):
+        assert stacked.history.column(name) == loop.history.column(name)
+    for name in [
+        c for c in loop.history.columns if c.startswith(("train_loss", "trust", "update_norm", "consistency"))
+    ]:
+        assert stacked.history.column(name) == pytest.approx(
+            loop.history.column(name), rel=1e-6 if tolerance < 1e-6 else 1e-2, abs=1e-12
+        )
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("name", lamina.registry())
+def test_every_algorithm_on_every_model(name, kind):
+    # FedLADA starts from v = 1e-16: a gradient that is zero but for rounding (a bias before a norm, attention's key
+    # bias) is then blown up to a full step, in every engine its own. A larger start makes the comparison meaningful.
+    larger = {"v_init": 1e-6} if name in ("fedlada", "localadam", "fedlada_lamb") else {}
+    compare(kind, lamina.create(name, **larger))
+
+
+VARIANTS = {
+    "fedlamb-authors": lamina.create("fedlamb", "authors"),
+    "fedlamb-lazy": lamina.FedLamb(sync_every=2, lazy="accumulate", decay=0.1, layers="module"),
+    "fedlamb-average": lamina.FedLamb(momentum="average", second_moment="running", bias_correction=True),
+    "fedams-restart": lamina.FedAms(momentum="restart", bias_correction=True, v_seed="client"),
+    "mime-original": lamina.create("mime", "mime"),
+    "mimelamb-lazy": lamina.MimeLamb(sync_every=2, decay=0.01, decay_on="matrices"),
+    "fedlada-per-client": lamina.FedLada(v_init=1e-6, amendment="per_client", v_seed="zero", server_lr=0.7),
+    "scaffold-literal": lamina.Scaffold(scale=0.5, control="literal", decay=0.01),
+    "fedcm-simulator": lamina.create("fedcm", "fl_simulator"),
+    "localadam-alone": lamina.LocalAdam(sync=False, amsgrad=False),
+}
+
+
+@pytest.mark.parametrize("algorithm", VARIANTS.values(), ids=VARIANTS.keys())
+def test_options(algorithm):
+    compare("cnn", algorithm, rounds=4)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "resnet18", "batch_norm", "transformer"])
+def test_float32(kind):
+    compare(kind, "fedlamb", torch.float32, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("kind", ["cnn", "batch_norm"])
+def test_chunks_change_nothing(kind, chunk):
+    compare(kind, "fedlamb", chunk=chunk)
+    compare(kind, "mimelamb", chunk=chunk)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"weighting": "examples"},
+        {"clip": 0.05},
+        {"local_steps": 5},
+        {"epochs": 2, "batch_size": 5},
+        {"sampling": "bernoulli"},
+        {"clients": 6, "partition": "reallocate"},
+        {"batch_size": 1000},
+    ],
+    ids=str,
+)
+def test_protocols(more):
+    compare("cnn", "scaffold", **more)
+    compare("mlp", "fedlada", **more)
+
+
+def test_augmentation():
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (48, 3, 8, 8), dtype=torch.uint8, generator=generator)
+    data = Dataset(images, torch.arange(48) % 3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
+    ends = []
+    for engine in ("loop", "stacked"):
+        run = lamina.Simulation(SHAPES["cnn"][0]().double(), data, "fedavg", clients=PARTS, batch_size=4, seed=2,
+                                augmentation=Augment(2), engine=engine, device="cpu")  # fmt: skip
+        run.run(2)
+        ends.append(run.state.server.x)
+    assert torch.allclose(*ends, rtol=1e-10, atol=1e-12)
+
+
+def test_frozen_and_tied_parameters():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+            self.b.weight = self.a.weight
+            self.c.weight.requires_grad_(False)
+
+        def forward(self, x):
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+    torch.manual_seed(0)
+    model, x = Tied().double(), torch.randn(48, 8, dtype=torch.float64)
+    ends = []
+    for engine in ("loop", "stacked"):
+        run = lamina.Simulation(model, (x, torch.arange(48) % 3), "fedlamb", clients=PARTS, engine=engine, device="cpu")
+        run.run(2)
+        ends.append(run.state.server.x)
+    assert torch.allclose(*ends, rtol=1e-10, atol=1e-12)
+
+
+# --- populations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["fedlamb", "mimelamb", "fedlada", "scaffold", "fedadam"])
+def test_a_member_of_a_population_is_the_run_alone(name):
+    numbers = {"fedlamb": "decay", "mimelamb": "decay", "fedlada": "alpha", "scaffold": "scale", "fedadam": "server_lr"}
+    grid = [(lr, value, seed) for lr in (0.01, 0.03) for value in (0.05, 0.1) for seed in (3, 4)]
+    alone = [
+        simulation("cnn", lamina.create(name, **{numbers[name]: value}), "loop", lr=lr, seed=seed)
+        for lr, value, seed in grid
+    ]
+    together = [
+        simulation("cnn", lamina.create(name, **{numbers[name]: value}), "stacked", lr=lr, seed=seed)
+        for lr, value, seed in grid
+    ]
+    for run in alone:
+        run.run(3)
+    engine = together[0].engine
+    for chunk in (None, 7):
+        engine.rows_per_chunk = chunk
+        states = [
+            run.state if chunk is None else lamina.engines.state.State.start(run.algorithm, run.objective, 5)
+            for run in together
+        ]
+        for r in (1, 2, 3):
+            outcomes = engine.run_members(
+                [Member(run.algorithm, s, run.plan.round(r)) for run, s in zip(together, states, strict=True)]
+            )
+            states = [state for state, _ in outcomes]
+        for run, state in zip(alone, states, strict=True):
+            assert_same(state, run.state, 1e-9)
+
+
+def test_a_diverging_member_is_reported_and_the_others_go_on():
+    rates = (0.01, 1e200, 0.02)
+    runs = [simulation("mlp", "fedavg", "stacked", lr=lr) for lr in rates]
+    states = [run.state for run in runs]
+    outcomes = runs[0].engine.run_members(
+        [Member(r.algorithm, s, r.plan.round(1)) for r, s in zip(runs, states, strict=True)]
+    )
+    assert isinstance(outcomes[1], lamina.Diverged)
+    assert outcomes[1].round == 1
+    for i in (0, 2):
+        alone = simulation("mlp", "fedavg", "loop", lr=rates[i])
+        alone.run(1)
+        assert_same(outcomes[i][0], alone.state, 1e-9)
+
+
+def test_divergence_is_named_as_the_loop_names_it():
+    errors = []
+    for engine in ("loop", "stacked"):
+        run = simulation("cnn", "fedavg", engine, torch.float32, lr=1e15)
+        with pytest.raises(lamina.Diverged) as caught:
+            run.run(5)
+        errors.append(caught.value)
+    assert (errors[0].round, errors[0].layer) == (errors[1].round, errors[1].layer)
+
+
+# --- which form is taken ----------------------------------------------------------------------------------------
+
+
+class Direct(nn.Module):
+    """Parameters used outside any layer: no stacked form, but vmap can."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 3) / 3)
+
+    def forward(self, x):
+        return torch.tanh(x) @ self.w
+
+
+class Sneaky(nn.Module):
+    """A layer's weight used directly: stacks without complaint, but wrongly; the probe must notice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc(x) * (1 + (x @ self.fc.weight.transpose(-1, -2)).mean())
+
+
+class Recurrent(nn.Module):
+    """An LSTM: neither stacked nor vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.reshape(len(x), 2, 4))[0][:, -1])
+
+
+@pytest.mark.parametrize(("model", "form"), [(Direct, "vmap"), (Recurrent, "loop")])
+def test_fallbacks_give_the_same_result_and_say_why(model, form, caplog):
+    torch.manual_seed(0)
+    net, x = model().double(), torch.randn(48, 8, dtype=torch.float64)
+    data = (x, torch.arange(48) % 3)
+    with caplog.at_level("INFO", logger="lamina"):
+        auto = lamina.Simulation(net, data, "fedlamb", clients=PARTS, batch_size=4, device="cpu")
+    assert len([r for r in caplog.records if r.name.startswith("lamina")]) == 1
+    taken = "loop" if isinstance(auto.engine, Loop) else auto.engine.forward.name
+    assert taken == form
+    loop = lamina.Simulation(net, data, "fedlamb", clients=PARTS, batch_size=4, device="cpu", engine="loop")
+    auto.run(2)
+    loop.run(2)
+    assert torch.allclose(auto.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-12)
+    with pytest.raises(lamina.BadInput, match="engine='stacked' is not possible"):
+        lamina.Simulation(net, data, "fedlamb", clients=PARTS, device="cpu", engine="stacked")
+
+
+def test_a_module_that_mixes_samples_or_clients_is_not_stacked():
+    torch.manual_seed(0)
+    net, x = Sneaky().double(), torch.randn(8, 8, dtype=torch.float64)
+    forward, why = choose_forward(lamina.objective.Objective(net), (x, torch.arange(8) % 3), "fp32")
+    assert forward is None or forward.name != "stacked"
+    assert why
+
+
+def test_dropout_is_reproducible_and_independent_of_other_clients():
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3))
+    x = torch.randn(48, 8)
+    data = (x[:1].expand(48, 8).clone(), torch.zeros(48, dtype=torch.long))  # every client holds the same sample
+    ends = []
+    for seed in (0, 0, 1):
+        run = lamina.Simulation(
+            model, data, "fedavg", clients=6, batch_size=8, seed=seed, engine="stacked", device="cpu"
+        )
+        history = run.run(2)
+        ends.append(run.state.server.x)
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+    # identical data and weights: only independent masks can make the clients end in different places
+    assert history[0]["consistency"] > 1e-8
+
+
+def test_stacked_engines_can_be_replaced_by_the_loop_in_mid_run():
+    run, reference = simulation("cnn", "fedlamb", "stacked"), simulation("cnn", "fedlamb", "loop")
+    run.run(2)
+    run.engine = dataclasses.replace(reference.engine, objective=run.objective)
+    run.run(2)
+    reference.run(4)
+    assert_same(run.state, reference.state, 1e-9)
