@@ -111,9 +111,10 @@ def assert_same(a, b, tolerance):
                 close(x, y, f"client {i} {name}")
 
 
-def compare(kind, algorithm, dtype=torch.float64, tolerance=1e-9, rounds=3, chunk=None, **more):
+def compare(kind, algorithm, dtype=torch.float64, tolerance=1e-9, rounds=3, chunk=None, graphed=False, **more):
     loop = simulation(kind, algorithm, "loop", dtype, **more)
     stacked = simulation(kind, algorithm, "stacked", dtype, **more)
+    stacked.engine.always_graphed, stacked.engine.compiled = graphed, False
     if chunk:
         stacked.engine.rows_per_chunk = chunk
     loop.run(rounds)
@@ -160,6 +161,17 @@ def test_options(algorithm):
 @pytest.mark.parametrize("kind", ["mlp", "resnet18", "batch_norm", "transformer"])
 def test_float32(kind):
     compare(kind, "fedlamb", torch.float32, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("name", lamina.registry())
+def test_the_path_of_the_gpu(name):
+    """The same buffers and in-place writes as on a GPU, without the graph."""
+    compare("cnn", lamina.create(name), graphed=True)
+    compare("batch_norm", lamina.create(name), graphed=True, clip=0.5)
+
+
+def test_the_path_of_the_gpu_with_control_variates():
+    compare("cnn", lamina.create("mime", "mime"), graphed=True)
 
 
 @pytest.mark.parametrize("chunk", [1, 2])

@@ -147,16 +147,20 @@ class Simulation:
             started = time.perf_counter()
             plan = self.plan.round(self.state.round + 1)
             self.state, report = self.engine.run_round(self.state, plan)
-            seconds = time.perf_counter() - started
-            row = self._row(plan, report, seconds)
-            if self.state.round % self.evaluate_every == 0 or self.state.round == last:
-                started = time.perf_counter()
-                row |= self.evaluate()
-                row["evaluation_seconds"] = time.perf_counter() - started
-            self.history.append(row)
+            row = self.record(plan, report, time.perf_counter() - started, evaluate=self.state.round == last)
             if on_round is not None:
                 on_round(row)
         return self.history
+
+    def record(self, plan: Round, report: RoundReport, seconds: float, *, evaluate: bool = False) -> Row:
+        """Add the row of a round that has just finished, evaluated if it is its turn or asked for."""
+        row = self._row(plan, report, seconds)
+        if evaluate or self.state.round % self.evaluate_every == 0:
+            started = time.perf_counter()
+            row |= self.evaluate()
+            row["evaluation_seconds"] = time.perf_counter() - started
+        self.history.append(row)
+        return row
 
     @property
     def model(self) -> nn.Module:
@@ -281,4 +285,4 @@ def choose_engine(name: str, precision: Precision, **settings: Any) -> Loop | St
         return Loop(**settings)
     if why and name == "auto":
         log.info("using torch.func.vmap instead of stacked layers: %s", why)
-    return Stacked(forward=forward, **settings)
+    return Stacked(forward=forward, precision=precision, **settings)

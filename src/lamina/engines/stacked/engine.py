@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from lamina.algorithms.primitives import clip_by_norm
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.engines.loop import Loop
-from lamina.engines.stacked.forward import Forward
+from lamina.engines.stacked.forward import Forward, Precision, arithmetic
+from lamina.engines.stacked.graphed import GraphedSteps
 from lamina.engines.stacked.memory import rows_that_fit
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
 from lamina.errors import Diverged
@@ -66,6 +67,10 @@ class Stacked:
     augmentation: Augment | None = None
     record_trust_ratios: bool = False
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
+    precision: Precision = "fp32"
+    compiled: bool = True  # on a GPU: compile the step (slower to start, faster to run)
+    always_graphed: bool = False  # take the GPU's path on a CPU too, without a graph: for tests
+    _graphs: dict[Any, GraphedSteps] = field(default_factory=dict, repr=False)
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
         """One round of one experiment."""
@@ -76,6 +81,10 @@ class Stacked:
 
     def run_members(self, members: Sequence[Member]) -> list[Outcome]:
         """The same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
+        with arithmetic(self.precision):
+            return self._run_members(members)
+
+    def _run_members(self, members: Sequence[Member]) -> list[Outcome]:
         rows = [
             Row(e, c, weight)
             for e, member in enumerate(members)
@@ -150,7 +159,7 @@ class Stacked:
         up, client = algorithm.finish(local, down, client, info)
 
         ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
-        squares = (up.delta.double() ** 2).sum(-1).tolist()
+        squares = (torch.linalg.vector_norm(up.delta, dim=-1) ** 2).tolist()
         finite = _finite_rows(losses, up)
         mean_losses = losses.tolist()
         sizes = sum(payload_bytes(_row(up, 0)).values())
@@ -243,18 +252,47 @@ class Stacked:
         local = algorithm.begin(down, client, info)
         total = torch.zeros(len(chunk), dtype=self.objective.dtype, device=device)
         control = algorithm.needs(info.round).control_variate
+        steps = torch.from_numpy((filled > 0).sum(1)).to(device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(rng.torch_seed(int(plans[0].streams[chunk[0].c]), "dropout", chunk[0].member))
+            if device.type == "cuda" or self.always_graphed:
+                ragged = bool((filled < width).any())
+                graph = self._graph(algorithm, local, down, buffers, samples, counts if ragged else None, keys, control)
+                local, total = graph.run(local, down, buffers, samples, counts, keys, info.lr)
+                return local, total / steps
             for k in range(index.shape[1]):
                 full = bool((filled[:, k] == width).all())
                 self.forward.announce(bool((filled[:, k] == 1).any()))
-                x, y = self._batch(samples[:, k], None if keys is None else keys[:, k])
+                x, y = self.batch(samples[:, k], None if keys is None else keys[:, k])
                 local, losses = self.step(
                     algorithm, local, down, buffers, x, y, None if full else counts[:, k], info.lr, control
                 )
                 total = total + losses
-        steps = torch.from_numpy((filled > 0).sum(1)).to(device)
         return local, total / steps
+
+    def _graph(
+        self,
+        algorithm: Algorithm,
+        local: Any,
+        down: Any,
+        buffers: Buffers,
+        samples: Tensor,
+        counts: Tensor | None,
+        keys: Tensor | None,
+        control: bool,
+    ) -> GraphedSteps:
+        """The captured step for this shape of chunk; captured once, then replayed in every round."""
+        shape = (
+            tuple(samples.shape),
+            counts is None,
+            control,
+            tuple(v is None for v in local),
+            tuple(None if v is None else v.stride(0) == 0 for v in down),
+            tuple((n, _identity(getattr(algorithm, n))) for n in options(type(algorithm))),
+        )
+        if shape not in self._graphs:
+            self._graphs[shape] = GraphedSteps(self, algorithm, local, down, buffers, samples, counts, keys, control)
+        return self._graphs[shape]
 
     def step(
         self,
@@ -293,16 +331,21 @@ class Stacked:
     ) -> tuple[Tensor, Tensor]:
         """Every row's own gradient [rows, p] of its mean loss, and those losses [rows]."""
         leaf = flat.detach().requires_grad_()
-        mask = None if filled is None else torch.arange(y.shape[1], device=y.device) < filled.unsqueeze(1)
-        losses = self.forward.losses(leaf, buffers, x, y, mask, train=train)
-        if mask is None or filled is None:
-            means = losses.mean(1)
-        else:
-            means = torch.where(mask, losses, 0.0).sum(1) / filled.clamp(min=1)
+        means = self.mean_losses(leaf, buffers, x, y, filled, train=train)
         (grad,) = torch.autograd.grad(means.sum(), leaf)
         return grad, means.detach()
 
-    def _batch(self, index: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+    def mean_losses(
+        self, flat: Tensor, buffers: Buffers, x: Tensor, y: Tensor, filled: Tensor | None, *, train: bool
+    ) -> Tensor:
+        """Every row's mean loss over the real samples of its batch [rows]."""
+        mask = None if filled is None else torch.arange(y.shape[1], device=y.device) < filled.unsqueeze(1)
+        losses = self.forward.losses(flat, buffers, x, y, mask, train=train)
+        if mask is None or filled is None:
+            return losses.mean(1)
+        return torch.where(mask, losses, 0.0).sum(1) / filled.clamp(min=1)
+
+    def batch(self, index: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gather, augment and normalise the batches of all rows: [rows, B, ...]."""
         data = self.data
         x = data.x[index]
@@ -358,6 +401,11 @@ class Stacked:
         except Diverged as error:
             return error
         return diverged(self.objective.layers, up.delta, member.plan.number, member.plan.lr, client_id)
+
+
+def _identity(value: Any) -> Any:
+    """A hashable stand-in for an option: tensors by their numbers."""
+    return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
 
 
 def _stack_records(records: list[Any]) -> Any:

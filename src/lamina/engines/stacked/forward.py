@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, Protocol
 
 import torch
@@ -12,7 +14,21 @@ from lamina.engines.stacked.modules import CannotStack, is_batch_norm, stack
 from lamina.objective import Buffers, Objective
 
 Precision = Literal["fp32", "tf32", "bf16"]
-PROBE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
+
+
+@contextmanager
+def arithmetic(precision: Precision) -> Iterator[None]:
+    """Let convolutions and matrix products use TensorFloat-32, or hold them to true float32 (torch's default mixes)."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
+
+
+_TOLERANCE = {("fp32", torch.float64): 1e-9, ("fp32", torch.float32): 1e-3}  # of the probe; lower precision: 0.1
 
 
 class Forward(Protocol):
@@ -109,7 +125,8 @@ def choose_forward(
     for form in ("stacked", "vmap") if name == "auto" else (name,):
         try:
             forward: Forward = StackedForward(objective, precision) if form == "stacked" else VmapForward(objective)
-            _probe(forward, objective, *sample)
+            with arithmetic(precision):
+                _probe(forward, objective, *sample, tolerance=_TOLERANCE.get((precision, objective.dtype), 0.1))
         except CannotStack as error:
             reasons.append(str(error))
         except Exception as error:  # whatever a user's module raises under vmap or stacking
@@ -119,29 +136,36 @@ def choose_forward(
     return None, "; ".join(reasons)
 
 
-def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tensor) -> None:
+def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tensor, tolerance: float) -> None:
     """Compare two stacked clients with the module run alone: catches layers that mix the samples of a batch."""
     x = objective.start
     scale = torch.tensor([[1.0], [1.1]], dtype=x.dtype, device=x.device)
     flat = (x * scale).requires_grad_()
     buffers = {n: torch.stack([b, b]) for n, b in objective.buffers.items()}
     stacked_inputs, stacked_targets = torch.stack([inputs, inputs.flip(0)]), torch.stack([targets, targets.flip(0)])
-    tolerance = 0.1 if getattr(forward, "precision", "fp32") == "bf16" else PROBE_TOLERANCE.get(x.dtype, 0.1)
+    real = len(inputs) - 1
+    mask = (torch.arange(len(inputs), device=x.device) < real).expand(2, -1)
     for train in (False, True):
         if train and _is_random(objective, inputs):
             continue  # dropout: the masks differ, so only evaluation mode can be compared
-        together = forward.losses(flat, dict(buffers), stacked_inputs, stacked_targets, None, train=train)
-        (gradient,) = torch.autograd.grad(together.mean(1).sum(), flat)
-        for i in range(2):
-            alone_buffers = {n: b.clone() for n, b in objective.buffers.items()}
-            alone, _ = objective.gradient(
-                flat[i].detach(), alone_buffers, stacked_inputs[i], stacked_targets[i], train=train
-            )
-            error = torch.linalg.vector_norm(gradient[i] - alone)
-            if not bool(error <= tolerance * torch.linalg.vector_norm(alone) + 1e-12):
-                raise CannotStack(
-                    f"{forward.name}: the module mixes the samples of a batch, or uses a layer's parameters directly"
+        for padded in (False, True):  # the last sample as padding: it must not count
+            if padded and real < 2:
+                continue
+            own = {n: b.clone() for n, b in buffers.items()}
+            losses = forward.losses(flat, own, stacked_inputs, stacked_targets, mask if padded else None, train=train)
+            means = torch.where(mask, losses, 0.0).sum(1) / real if padded else losses.mean(1)
+            (gradient,) = torch.autograd.grad(means.sum(), flat)
+            for i in range(2):
+                part = slice(real if padded else None)
+                alone_buffers = {n: b.clone() for n, b in objective.buffers.items()}
+                alone, _ = objective.gradient(
+                    flat[i].detach(), alone_buffers, stacked_inputs[i][part], stacked_targets[i][part], train=train
                 )
+                error = torch.linalg.vector_norm(gradient[i] - alone)
+                if not bool(error <= tolerance * torch.linalg.vector_norm(alone) + 1e-12):
+                    raise CannotStack(
+                        f"{forward.name}: the module mixes samples of a batch, or uses a layer's parameters directly"
+                    )
 
 
 def _is_random(objective: Objective, inputs: Tensor) -> bool:
