@@ -1,16 +1,24 @@
 """The command line, run as a user runs it."""
 
+import csv
+import io
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from safetensors.torch import load_file
 
-from lamina import BadInput
+from lamina import BadInput, History, Simulation, __version__, algorithms, cli
+from lamina.algorithms import contract
+from lamina.experiment import compare as comparing
+from lamina.experiment import run as running
 from lamina.experiment.config import load, parse
+from lamina.report import comparison
 
 TOML = """
 [data]
@@ -57,7 +65,7 @@ def test_run_trains_and_keeps_records(folder):
     assert [row["round"] for row in rows] == [1, 2, 3]
     assert 0 <= rows[-1]["accuracy"] <= 1
     config = json.loads((run / "config.json").read_text())
-    assert config["algorithm"] == {"name": "fedlamb", "preset": None, "decay": 0.01}
+    assert (config["algorithm"]["name"], config["algorithm"]["decay"]) == ("fedlamb", 0.01)
     weights = load_file(run / "model.safetensors")
     assert sum(w.numel() for w in weights.values()) == 64 * 16 + 16 + 16 * 10 + 10
 
@@ -81,8 +89,8 @@ def test_compare_prints_the_table_and_saves_the_picture(folder):
     done = lamina(folder, "compare", "small.toml", "--algorithms", "fedavg, fedlada", "--seeds", "2",
                   "--set", "compare.lr.fedavg=[0.01, 0.1]", "--set", "train.lr=0.05")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "FedAvg (Fed-SGD)" in done.stdout
-    assert "FedLADA" in done.stdout
+    assert "fedavg" in done.stdout
+    assert "fedlada" in done.stdout
     out = folder / "runs" / "small-compare"
     assert (out / "comparison.png").stat().st_size > 10_000
     assert len((out / "rounds.csv").read_text().splitlines()) == 1 + 2 * 2 * 3
@@ -166,3 +174,298 @@ def test_short_forms():
 @pytest.mark.parametrize("file", sorted(Path(__file__).parent.parent.glob("experiments/*.toml")), ids=lambda p: p.name)
 def test_shipped_experiments_are_valid(file):
     load(file)
+
+
+# --- in this process: a subprocess costs three seconds each ---------------------------------------------------------
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """A folder to work in, with torch's threads and the import path as they were afterwards."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return folder
+
+
+def call(*arguments):
+    """The exit code of a command run in this process."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return ended.value.code or 0
+
+
+def rounds_in(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_overwrite_replaces_a_run_and_nothing_else(here, capsys):
+    quick = ("--set", "train.rounds=1", "--quiet")
+    assert call("run", "small.toml", "--out", "r", *quick) == 0
+    (here / "r" / "thesis.txt").write_text("years of work")
+    assert call("run", "small.toml", "--out", "r", "--overwrite", *quick) == 2
+    assert "holds other files ('thesis.txt')" in capsys.readouterr().err
+    assert (here / "r" / "thesis.txt").read_text() == "years of work"
+    (here / "r" / "thesis.txt").unlink()
+    assert call("run", "small.toml", "--out", "r", "--overwrite", *quick) == 0
+    (here / "r" / "config.json").write_text('{"theirs": 1}')
+    assert call("run", "small.toml", "--out", "r", "--overwrite", *quick) == 2
+    assert (here / "r" / "config.json").read_text() == '{"theirs": 1}'
+    for place, text in ((".", "holds other files"), ("small.toml", "is a file"), ("small.toml/x", "is a file")):
+        assert call("run", "small.toml", "--out", place, "--overwrite", *quick) == 2
+        assert text in capsys.readouterr().err
+    assert (here / "small.toml").read_text() == TOML
+
+
+def test_out_may_be_the_current_folder_if_it_is_empty(here, monkeypatch):
+    (here / "empty").mkdir()
+    monkeypatch.chdir(here / "empty")
+    assert call("run", "../small.toml", "--out", ".", "--quiet") == 0
+    assert call("run", "../small.toml", "--out", ".", "--quiet", "--overwrite") == 0
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_folder_is_refused_before_the_work(here, capsys):
+    (here / "locked").mkdir(mode=0o500)
+    for command in ("run", "compare"):
+        assert call(command, "small.toml", "--out", "locked/r") == 2
+        assert "cannot write to the folder" in capsys.readouterr().err
+
+
+def test_a_run_without_a_finished_round_leaves_no_folder(here, capsys):
+    assert call("run", "small.toml", "--out", "r", "--set", "train.lr=1e38", "--set", "algorithm.name=fedavg") == 3
+    assert not (here / "r").exists()
+    assert call("run", "small.toml", "--out", "r", "--quiet") == 0
+    before = (here / "r" / "metrics.jsonl").read_text()
+    assert call("run", "small.toml", "--out", "r", "--overwrite", "--set", "train.lr=1e38",
+                "--set", "algorithm.name=fedavg") == 3  # fmt: skip
+    assert (here / "r" / "metrics.jsonl").read_text() == before  # a failed replacement replaces nothing
+
+
+def test_config_is_resolved_and_files_are_readable(here):
+    assert call("run", "small.toml", "--out", "r", "--quiet", "--set", "train.schedule=cosine") == 0
+    config = json.loads((here / "r" / "config.json").read_text(), parse_constant=pytest.fail)
+    assert config["algorithm"]["decay"] == 0.01
+    assert config["algorithm"]["phi_max"] == "inf"
+    assert set(config["algorithm"]) == {"name", "preset", *algorithms.options(algorithms.FedLamb)}
+    assert config["train"]["lr"] == 0.02
+    assert config["train"]["schedule"] == {"name": "cosine", "rounds": 3, "floor": 0.0}
+    assert config["model"] == {"name": "mlp", "hidden": 16, "dropout": 0.0}
+    assert config["run"]["device"] in ("cpu", "cuda")
+    assert {"lamina", "torch", "python"} <= set(config)
+    modes = {path.name: path.stat().st_mode for path in (here / "r").iterdir()}
+    assert modes["model.safetensors"] == modes["config.json"]
+
+
+def test_metrics_are_valid_json(here):
+    folder = running.RunFolder(here / "r")
+    folder.record({"round": 1, "loss": math.nan, "x": math.inf, "accuracy": 0.5}, {"lamina": "0"})
+    folder.close()
+    assert rounds_in(here / "r") == [{"round": 1, "loss": None, "x": None, "accuracy": 0.5}]
+
+
+def test_two_runs_never_share_a_folder(here):
+    first, second = running.RunFolder(here / "r"), running.RunFolder(here / "r")
+    first.record({"round": 1}, {"lamina": "0"})
+    with pytest.raises(BadInput, match="another run is writing"):
+        second.record({"round": 1}, {"lamina": "0"})
+    first.close()
+
+
+def test_a_full_disk_is_one_line(here, capsys, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert call("run", "small.toml", "--out", "r") == 2
+    assert "cannot save the model" in capsys.readouterr().err
+    assert len(rounds_in(here / "r")) == 3
+
+
+def interrupt_after(monkeypatch, rounds):
+    """Press Ctrl-C after so many recorded rounds."""
+    record, seen = Simulation.record, []
+
+    def counted(self, *arguments, **options):
+        seen.append(1)
+        if len(seen) > rounds:
+            raise KeyboardInterrupt
+        return record(self, *arguments, **options)
+
+    monkeypatch.setattr(Simulation, "record", counted)
+
+
+def test_ctrl_c_keeps_finished_rounds(here, capsys, monkeypatch):
+    interrupt_after(monkeypatch, 2)
+    assert call("run", "small.toml", "--out", "r") == 130
+    assert capsys.readouterr().err == "interrupted; finished rounds are kept\n"
+    assert len(rounds_in(here / "r")) == 2
+
+
+def test_ctrl_c_in_a_comparison_keeps_finished_runs(here, capsys, monkeypatch):
+    interrupt_after(monkeypatch, 4)  # one run of three rounds, and a round
+    assert call("compare", "small.toml", "--algorithms", "fedavg,fedlada", "--seeds", "2", "--out", "c") == 130
+    said = capsys.readouterr()
+    assert "fedavg" in said.out
+    assert "interrupted; table, picture and CSV are of the finished runs" in said.err
+    assert len((here / "c" / "rounds.csv").read_text().splitlines()) == 1 + 3
+
+
+def test_compare_ignores_settings_for_others_but_not_misspelt_ones(here, capsys):
+    others = ("--set", "compare.lr.fedams=[0.1, 0.2]", "--set", "compare.options.scaffold.server_lr=0.5")
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "c", "-q", *others) == 0
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--set", "compare.lr.fedavgg=[0.1]") == 2
+    assert "did you mean 'fedavg'?" in capsys.readouterr().err
+
+
+def test_compare_survives_seeds_that_diverge_at_once(here, capsys):
+    arguments = ("--seeds", "2", "--out", "c", "--set", "train.lr=1e38", "--set", "train.seed=5")
+    assert call("compare", "small.toml", "--algorithms", "fedavg,fedlamb", *arguments) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" fedavg"))
+    assert row.split() == ["fedavg", "1e+38", "–", "–", "–", "–", "–"]
+    assert (here / "c" / "comparison.png").exists()
+
+
+def test_compare_uses_real_seeds_the_cards_rates_and_the_algorithm_section(here, capsys):
+    (here / "free.toml").write_text(TOML.replace("lr = 0.02", "seed = 7"))
+    assert call("compare", "free.toml", "--algorithms", "fedlamb,fedavg", "--seeds", "2", "--out", "c") == 0
+    assert "train.lr" not in capsys.readouterr().out
+    rows = list(csv.DictReader((here / "c" / "rounds.csv").open()))
+    assert {row["seed"] for row in rows} == {"7", "8"}
+    config = json.loads((here / "c" / "config.json").read_text())
+    used = {name: own["lr"] for name, own in config["algorithms"].items()}
+    assert used == {name: algorithms.find(name).card.lr for name in ("fedlamb", "fedavg")}
+    assert config["algorithms"]["fedlamb"]["decay"] == 0.01
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "d") == 0
+    assert "train.lr = 0.02 is used for fedavg" in capsys.readouterr().out
+
+
+def test_compare_does_not_write_into_a_runs_folder(here, capsys):
+    assert call("run", "small.toml", "--out", "r", "-q") == 0
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--out", "r") == 2
+    assert "holds a run" in capsys.readouterr().err
+
+
+def entry(*accuracies):
+    rows = [
+        History([{"round": i, "accuracy": a, "bytes_down": 1e6 * (1 + seed), "bytes_up": 0}
+                 for i, a in enumerate(curve, 1)])
+        for seed, curve in enumerate(accuracies)
+    ]  # fmt: skip
+    return comparing.Entry("x", "X", 0.1, {}, list(range(len(rows))), rows)
+
+
+def test_a_diverged_seed_does_not_shorten_the_picture(tmp_path):
+    figure = comparison.picture([entry([0.1, 0.2, 0.4], [0.3], [])], tmp_path / "p.png", "title")
+    by_rounds, by_bytes = (axes.lines[0] for axes in figure.axes)
+    assert list(by_rounds.get_ydata()) == pytest.approx([20, 20, 40])
+    assert list(by_bytes.get_xdata()) == pytest.approx([1.5, 2.5, 3.5])  # round 1: the mean of 1 and 2 MB
+    assert "band: min to max over seeds" in figure.axes[0].get_legend().get_title().get_text()
+
+
+def test_the_table_fits_eighty_columns():
+    names = [entry([0.1, 0.95], [0.2, 0.99]) for _ in algorithms.registry()]
+    for own, name in zip(names, algorithms.registry(), strict=True):
+        own.name = name
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(comparison.table(names, 0.9))
+    text = console.file.getvalue()
+    assert all(f"{name} " in text for name in algorithms.registry())
+    assert "97.0±2.8" in text
+    comparison.picture(names, io.BytesIO(), "all of them")
+
+
+def test_a_terminal_without_unicode(here, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "2", "--out", "c") == 0
+    assert call("show", "fedlada") == 0
+    stream.flush()
+    text = stream.buffer.getvalue().decode("ascii")
+    assert "+-" in text
+    assert "inf" in text
+
+
+OWN = """
+import lamina
+
+@lamina.algorithm("mine", title="Mine", reference="-", lr=0.1)
+class Mine(lamina.FedAvg):
+    pass
+
+class Incomplete(lamina.Algorithm):
+    card = lamina.FedAvg.card
+"""
+
+
+def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, monkeypatch, capsys):
+    monkeypatch.setattr(contract, "_REGISTRY", dict(contract._REGISTRY))
+    (here / "own_for_cli_test.py").write_text(OWN)
+    (here / "broken_for_cli_test.py").write_text("def f(:")
+    (here / "raising_for_cli_test.py").write_text("raise RuntimeError('no\\nlicence')")
+    name = "own_for_cli_test:Mine"
+    assert call("run", "small.toml", "--out", "r", "--set", f"algorithm.name={name}", "-q") == 0
+    assert json.loads((here / "r" / "config.json").read_text())["algorithm"]["name"] == name
+    capsys.readouterr()
+    for wrong, text in (
+        ("broken_for_cli_test:X", "SyntaxError"),
+        ("raising_for_cli_test:X", "RuntimeError: no licence"),
+        ("own_for_cli_test:Incomplete", "not complete"),
+        ("lamina:Algorithm", "not an algorithm class"),
+    ):
+        assert call("run", "small.toml", "--set", f"algorithm.name={wrong}") == 2
+        said = capsys.readouterr().err
+        assert text in said
+        assert len(said.splitlines()) == 1
+    assert call("run", "small.toml", "--set", "model.name=broken_for_cli_test:X") == 2
+    assert "cannot load the model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("model.seed=4", "model.seed follows from train.seed"),
+        ("model.classes=3", "model.classes follows from the data"),
+        ("model.input_shape=[3]", "model.input_shape follows from the data"),
+        ("model.naem=mlp", "[model] has no key 'naem'; did you mean 'name'?"),
+        ("algorithm.presett=authors", "did you mean 'preset'?"),
+        ("data.partition.nmae=iid", "did you mean 'name'?"),
+        ("train.schedule.nam=cosine", "did you mean 'name'?"),
+        ("train=3", "train = 3: must be a table"),
+        ("train.schedule=3", "train.schedule = 3: must be a table"),
+        ("compare.lr=3", "compare.lr = 3: must be a table"),
+        ("compare.options.fedlamb.name=foo", "[compare.options.fedlamb] has no key 'name'"),
+        ("compare.options.fedlamb.preset=3", "compare.options.fedlamb.preset = 3"),
+    ],
+)
+def test_bad_values_are_one_line(here, capsys, override, text):
+    command = "compare" if "options" in override else "run"
+    assert call(command, "small.toml", "--set", override) == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert len(said.splitlines()) == 1
+    assert not (here / "runs").exists()
+
+
+def test_a_new_name_drops_the_old_options(here):
+    changed = load("small.toml", ["data.partition.alpha=0.3", "data.partition.name=dirichlet", "model.name=cnn",
+                                  "algorithm.name=fedlamb"])  # fmt: skip
+    assert changed.data.partition.options() == {"alpha": 0.3}
+    assert changed.model.options() == {}
+    assert changed.algorithm.options() == {"decay": 0.01}  # the same name: nothing is dropped
+
+
+def test_an_empty_file_runs(here):
+    (here / "empty.toml").write_text("")
+    assert call("run", "empty.toml", "--set", "train.rounds=1", "--out", "r", "-q") == 0
+    assert json.loads((here / "r" / "config.json").read_text())["data"]["clients"] == 10
+
+
+def test_small_commands(here, capsys):
+    assert call("--version") == 0
+    assert capsys.readouterr().out.strip() == __version__
+    assert call("list", "algoritms") == 2
+    assert "did you mean 'algorithms'?" in capsys.readouterr().err
+    assert call("list", "partitions") == 0
+    assert "alpha=0.5, sizes=equal" in capsys.readouterr().out
+    assert call("run", "small.toml", "--out", "a[b]c", "--set", "train.rounds=1") == 0
+    assert "records and model in a[b]c/" in capsys.readouterr().out

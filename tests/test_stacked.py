@@ -10,6 +10,7 @@ import lamina
 from lamina import models
 from lamina.data import Augment, Dataset
 from lamina.engines.loop import Loop
+from lamina.engines.stacked import convolution
 from lamina.engines.stacked.engine import Member
 from lamina.engines.stacked.forward import choose_forward
 
@@ -377,3 +378,27 @@ def test_stacked_engines_can_be_replaced_by_the_loop_in_mid_run():
     run.run(2)
     reference.run(4)
     assert_same(run.state, reference.state, 1e-9)
+
+
+# --- the forms of a convolution ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [convolution.patches, convolution.grouped])
+@pytest.mark.parametrize(("padding", "kernel"), [((0, 0), (3, 3)), ((1, 1), (3, 3)), ((2, 1), (5, 2))])
+def test_every_form_of_a_convolution_is_the_same(form, padding, kernel):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 5, 4, *kernel, dtype=torch.float64, requires_grad=True)
+    out = form(x, w, padding) if form is convolution.patches else form(x, w, (1, 1), padding, (1, 1), 1)
+    expected = convolution.one_by_one(x, w, (1, 1), padding, (1, 1), 1)
+    assert torch.allclose(out, expected, rtol=1e-12)
+    seed = torch.randn_like(expected)
+    for a, b in zip(torch.autograd.grad(out, (x, w), seed), torch.autograd.grad(expected, (x, w), seed), strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_grouped_with_stride_and_groups():
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64), torch.randn(3, 6, 2, 3, 3, dtype=torch.float64)
+    settings = ((2, 1), (1, 1), (1, 2), 2)
+    assert torch.allclose(convolution.grouped(x, w, *settings), convolution.one_by_one(x, w, *settings), rtol=1e-12)

@@ -22,7 +22,7 @@ from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.history import History
 from lamina.layers import Layers
-from lamina.population import Population  # noqa: E402
+from lamina.population import Population
 from lamina.simulation import Simulation
 
 __version__ = "0.1.0"

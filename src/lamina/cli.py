@@ -5,8 +5,11 @@ Exit codes: 0 done, 1 a bug, 2 bad input, 3 training diverged, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import io
 import sys
-from enum import StrEnum
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +22,7 @@ from rich.table import Table
 from lamina import __version__, algorithms, models
 from lamina.algorithms.contract import allowed, options
 from lamina.data import partitions, sources
-from lamina.errors import Diverged, LaminaError
+from lamina.errors import Diverged, LaminaError, unknown
 from lamina.experiment import compare as comparing
 from lamina.experiment import run as running
 from lamina.experiment.config import Experiment, load
@@ -27,6 +30,7 @@ from lamina.history import Row
 from lamina.ledger import wire_cost
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
+WIDTH_FOR_PROGRAMS = 1000  # output that is not on a terminal is read by a program: nothing is folded
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,27 +46,39 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but errors")]
 
 
-class Kind(StrEnum):
-    """What `lamina list` lists."""
-
-    ALGORITHMS = "algorithms"
-    MODELS = "models"
-    DATASETS = "datasets"
-    PARTITIONS = "partitions"
+class Interrupted(Exception):
+    """The user pressed Ctrl-C, which typer alone would pass over in silence; the text says what is kept."""
 
 
-def main() -> None:
-    """Entry point: run the command, turn lamina's own errors into one line and an exit code."""
+@contextlib.contextmanager
+def interruptible(kept: str) -> Iterator[None]:
+    """Turn Ctrl-C into `Interrupted`, inside the command, where typer cannot swallow it."""
     try:
-        app()
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; {kept}") from None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run the command, turn lamina's own errors into one line and an exit code."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # algorithms and models of the user's own, "my_module:MyClass"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character the terminal lacks must not end a run
+    if not out.is_terminal:
+        out.width = WIDTH_FOR_PROGRAMS
+    try:
+        app(arguments)
     except Diverged as error:
         say("diverged", error)
         sys.exit(EXIT_DIVERGED)
     except LaminaError as error:
         say("error", error)
         sys.exit(EXIT_BAD_INPUT)
-    except KeyboardInterrupt:
-        err.print("interrupted; finished rounds are kept")
+    except Interrupted as error:
+        err.print(str(error), highlight=False)
         sys.exit(EXIT_INTERRUPTED)
 
 
@@ -71,7 +87,29 @@ def say(what: str, error: LaminaError) -> None:
     err.print(f"[red]{what}:[/]", escape(str(error)), highlight=False, soft_wrap=True)
 
 
+def tell(line: str) -> None:
+    """Print a line as it is: no markup, no colours, no folding."""
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and end, if asked for."""
+    if wanted:
+        tell(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Options before the command; the help text is the app's."""
+
+
 @app.command()
+@interruptible("finished rounds are kept")
 def run(
     file: File,
     overrides: Set = None,
@@ -81,25 +119,24 @@ def run(
 ) -> None:
     """Train one experiment; its metrics and the trained model go to a folder."""
     experiment = load(file, overrides or [])
-    algorithms.create(experiment.algorithm.name, experiment.algorithm.preset, **experiment.algorithm.options())
     path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
-    simulation = running.build(experiment)  # before the folder: bad input leaves nothing behind
-    folder = running.RunFolder(path, experiment, overwrite=overwrite)
+    folder = running.RunFolder(path, overwrite=overwrite)
+    simulation = running.build(experiment)
     with progress_bar(experiment.train.rounds, quiet) as advance:
         name = experiment.algorithm.name
         running.run(simulation, experiment, folder, on_round=lambda row: advance(name, row))
     if not quiet:
         history = simulation.history
         sent = history.total("bytes_down") + history.total("bytes_up")
-        out.print(
+        tell(
             f"{simulation.algorithm.card.title}: {len(history)} rounds, best accuracy {history.best():.4f}, "
-            f"last {history.last():.4f}, {sent / 1e6:.1f} MB sent, {history.total('seconds'):.1f} s",
-            highlight=False,
+            f"last {history.last():.4f}, {sent / 1e6:.1f} MB sent, {history.total('seconds'):.1f} s"
         )
-        out.print(f"records and model in {path}/", highlight=False)
+        tell(f"records and model in {path}/")
 
 
 @app.command()
+@interruptible("nothing is finished yet")
 def compare(
     file: File,
     overrides: Set = None,
@@ -109,8 +146,6 @@ def compare(
     quiet: Quiet = False,
 ) -> None:
     """Compare algorithms on the same clients and batches; prints the table and saves the picture."""
-    from lamina.report import comparison  # matplotlib takes a second to import: only here
-
     chosen = list(overrides or [])
     if names is not None:
         chosen.append("compare.algorithms=[" + ",".join(f'"{n.strip()}"' for n in names.split(",")) + "]")
@@ -118,40 +153,62 @@ def compare(
         chosen.append(f"compare.seeds={seeds}")
     experiment = load(file, chosen)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
-    with progress_bar(comparing.count_rounds(experiment), quiet) as advance:
+    comparison = comparing.Comparison(experiment)
+    with progress_bar(comparison.count_rounds(), quiet) as advance:
 
         def progress(job: comparing.Job, row: Row) -> None:
             advance(f"{job.algorithm} {'tuning ' if job.tuning else ''}lr {job.lr:g} seed {job.seed}", row)
 
-        entries = comparing.compare(experiment, progress)
-    comparing.save(entries, path)
-    data = experiment.data
-    title = f"{data.name}, {data.partition.name} over {data.clients} clients"
-    comparison.picture(entries, path / "comparison.png", title)
+        try:
+            comparison.run(path, progress)
+        except KeyboardInterrupt:
+            if not comparison.entries:
+                raise
+            finished = False
+        else:
+            finished = True
+    show_comparison(comparison, path, quiet)
+    if not finished:
+        raise Interrupted("interrupted; table, picture and CSV are of the finished runs")
+
+
+def show_comparison(comparison: comparing.Comparison, path: Path, quiet: bool) -> None:
+    """Save the picture of the finished runs; print their table and what a reader should know about them."""
+    from lamina.report import comparison as report  # matplotlib takes a second to import: only here
+
+    data = comparison.experiment.data
+    extra = ", ".join(f"{key}={value}" for key, value in data.partition.options().items())
+    dealt = f"{data.partition.name} ({extra})" if extra else data.partition.name
+    report.picture(comparison.entries, path / "comparison.png", f"{data.name}, {dealt}, {comparison.clients} clients")
     if not quiet:
-        out.print(comparison.table(entries, experiment.compare.target))
-        for entry in entries:
-            for line in comparing.remarks(entry):
-                out.print(f"note: {escape(line)}", highlight=False, soft_wrap=True)
-        out.print(f"picture and tables in {path}/", highlight=False)
+        symbols = report.Symbols() if out.encoding.startswith("utf") else report.ASCII
+        out.print(report.table(comparison.entries, comparison.experiment.compare.target, symbols))
+        for line in comparison.notes():
+            tell(f"note: {line}")
+        tell(f"picture and tables in {path}/")
 
 
 @app.command(name="list")
-def list_(what: Annotated[Kind, typer.Argument(help="what to list")]) -> None:
+def list_(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets or partitions")],
+) -> None:
     """List what can be named in an experiment file."""
-    {
-        Kind.ALGORITHMS: list_algorithms,
-        Kind.MODELS: list_models,
-        Kind.DATASETS: list_datasets,
-        Kind.PARTITIONS: list_partitions,
-    }[what]()
+    lists = {
+        "algorithms": list_algorithms,
+        "models": list_models,
+        "datasets": list_datasets,
+        "partitions": list_partitions,
+    }
+    if what not in lists:
+        raise unknown("list", what, lists)
+    lists[what]()
 
 
 @app.command()
 def show(name: Annotated[str, typer.Argument(help="an algorithm")]) -> None:
     """Show an algorithm's options, with defaults, and its presets."""
     cls = algorithms.find(name)
-    out.print(f"[bold]{cls.card.title}[/] ({cls.card.reference}); lr {cls.card.lr:g} unless given", highlight=False)
+    tell(f"{cls.card.title} ({cls.card.reference}); lr {cls.card.lr:g} unless given")
     made = Table(box=None, pad_edge=False)
     for heading in ("option", "default", "allowed", "meaning"):
         made.add_column(heading, overflow="fold")
@@ -159,13 +216,13 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm")]) -> None:
         made.add_row(option, str(field.default), allowed(cls, option), field.metadata["doc"])
     out.print(made)
     for preset, values in cls.card.presets.items():
-        out.print(f"preset {preset}: {', '.join(f'{k} = {v}' for k, v in values.items())}", highlight=False)
+        tell(f"preset {preset}: {', '.join(f'{k} = {v}' for k, v in values.items())}")
 
 
-@app.command()
-def version() -> None:
+@app.command(name="version")
+def version_() -> None:
     """Print the version."""
-    out.print(__version__, highlight=False)
+    tell(__version__)
 
 
 def default_folder(file: Path, experiment: Experiment) -> str:
@@ -237,13 +294,21 @@ def list_datasets() -> None:
 
 
 def list_partitions() -> None:
-    """Name and description of every partition."""
+    """Name, description and options of every partition."""
     made = Table(box=None, pad_edge=False)
-    for heading in ("name", "description"):
+    for heading in ("name", "description", "options"):
         made.add_column(heading, overflow="fold")
     for name, description in partitions.describe().items():
-        made.add_row(name, description)
+        made.add_row(name, description, ", ".join(partition_options(name)))
     out.print(made)
+
+
+def partition_options(name: str) -> list[str]:
+    """A partition's options with their defaults, as they are written in an experiment file."""
+    if partitions.PARTITIONS[name] is partitions.Reallocate:
+        return ["base=iid", "and the options of the base"]
+    fields = dataclasses.fields(partitions.PARTITIONS[name])
+    return [f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default}" for f in fields]
 
 
 if __name__ == "__main__":

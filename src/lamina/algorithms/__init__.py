@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from typing import Any
 
 from lamina.algorithms.contract import Algorithm, Card, check_option_names, options, registry
@@ -54,10 +55,14 @@ def find(name: str) -> type[Algorithm]:
         module, _, attribute = name.partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise BadInput(f"cannot load the algorithm '{name}': {error}") from error
-        if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise BadInput(f"cannot load the algorithm '{name}': {reason}") from error
+        if not (isinstance(found, type) and issubclass(found, Algorithm) and hasattr(found, "card")):
             raise BadInput(f"'{name}' is not an algorithm class: decorate it with @lamina.algorithm")
+        if inspect.isabstract(found):
+            missing = ", ".join(sorted(found.__abstractmethods__))
+            raise BadInput(f"the algorithm '{name}' is not complete: it lacks {missing}")
         return found
     if name not in registry():
         raise unknown("algorithm", name, registry())

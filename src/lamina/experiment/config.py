@@ -19,7 +19,7 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
-class _Named(BaseModel):
+class Named(BaseModel):
     """A section that names something in a registry; its other keys are that thing's options."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -30,7 +30,7 @@ class _Named(BaseModel):
         return dict(self.model_extra or {})
 
 
-class Partition(_Named):
+class Partition(Named):
     """How samples are dealt to clients."""
 
     name: str = "iid"
@@ -41,27 +41,27 @@ class Data(_Section):
 
     name: str = "digits"
     dir: str | None = None
-    clients: AtLeastOne | None = None  # None: the partition names them (by-column)
+    clients: AtLeastOne | None = None  # None: 10, or as many as the column names (by-column)
     partition: Partition = Partition()
     augment: bool = False
     augment_pad: Annotated[int, Field(ge=0)] = 4
     augment_flip: bool = True
 
 
-class Model(_Named):
+class Model(Named):
     """Which model."""
 
     name: str = "mlp"
 
 
-class AlgorithmSection(_Named):
+class AlgorithmSection(Named):
     """Which algorithm, from which preset."""
 
     name: str = "fedlamb"
     preset: str | None = None
 
 
-class Schedule(_Named):
+class Schedule(Named):
     """The learning rate over rounds."""
 
     name: str = "constant"
@@ -119,6 +119,15 @@ class Experiment(_Section):
     compare: Compare = Compare()
 
 
+# the sections that name something whose options stand beside the name
+DEFAULT_NAMES = {
+    ("data", "partition"): Partition().name,
+    ("model",): Model().name,
+    ("algorithm",): AlgorithmSection().name,
+    ("train", "schedule"): Schedule().name,
+}
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read and validate an experiment file, with ``section.key=value`` overrides applied first."""
     path = Path(path)
@@ -132,7 +141,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
         tree = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise BadInput(f"{path}: not valid TOML: {error}") from error
-    for override in overrides:
+    # names first: a new name drops the options of the old one, never those given beside it
+    for override in sorted(overrides, key=lambda given: not given.partition("=")[0].strip().endswith(".name")):
         apply_override(tree, override)
     return parse(tree, source=str(path))
 
@@ -157,6 +167,8 @@ def parse(tree: Mapping[str, Any], source: str = "experiment") -> Experiment:
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Apply one ``section.key=value``; the value is TOML, and a bare word is a string.
 
+    A new name of a model, algorithm, partition or schedule drops the options that belonged to the old one.
+
     >>> tree = {"train": {"lr": 0.1}}
     >>> apply_override(tree, "train.lr=0.5"); apply_override(tree, "algorithm.name=fedlada"); tree
     {'train': {'lr': 0.5}, 'algorithm': {'name': 'fedlada'}}
@@ -169,13 +181,16 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    for depth, name in enumerate(names[:-1]):
+    section = tuple(names[:-1])
+    for depth, name in enumerate(section):
         inner = tree.setdefault(name, {})
         if isinstance(inner, str):  # model = "mlp" is short for model.name
             inner = tree[name] = {"name": inner}
         if not isinstance(inner, dict):
             raise BadInput(f"--set '{override}': '{'.'.join(names[: depth + 1])}' is a value, not a section")
         tree = inner
+    if names[-1] == "name" and section in DEFAULT_NAMES and value != tree.get("name", DEFAULT_NAMES[section]):
+        tree.clear()
     tree[names[-1]] = value
 
 
@@ -191,7 +206,9 @@ def _one_line(error: ValidationError) -> str:
         text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"
     else:
         given = f" = {first['input']!r}" if not isinstance(first["input"], dict) else ""
-        text = f"{dotted}{given}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+        said = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list"}
+        problem = said.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
+        text = f"{dotted}{given}: {problem}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 
 

@@ -28,13 +28,11 @@ def arithmetic(precision: Precision) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
 
 
-_TOLERANCE = {("fp32", torch.float64): 1e-9, ("fp32", torch.float32): 1e-3}  # of the probe; lower precision: 0.1
-
-
 class Forward(Protocol):
     """Losses of C clients with parameters [C, p], each on its own batch of B samples."""
 
     name: str
+    precision: Precision
 
     def announce(self, lone_sample: bool) -> None:
         """Say whether some client's next batch holds a single sample, which BatchNorm must refuse."""
@@ -97,6 +95,7 @@ class VmapForward:
     """`torch.func.vmap` over the module as it is: any module vmap can take."""
 
     name = "vmap"
+    precision: Precision = "fp32"
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -124,9 +123,10 @@ def choose_forward(
     reasons = []
     for form in ("stacked", "vmap") if name == "auto" else (name,):
         try:
-            forward: Forward = StackedForward(objective, precision) if form == "stacked" else VmapForward(objective)
-            with arithmetic(precision):
-                _probe(forward, objective, *sample, tolerance=_TOLERANCE.get((precision, objective.dtype), 0.1))
+            forward: Forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
+            with arithmetic("fp32"):  # whether a form is right has nothing to do with the precision it will run in
+                _probe(forward, objective, *sample, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
+            forward.precision = precision
         except CannotStack as error:
             reasons.append(str(error))
         except Exception as error:  # whatever a user's module raises under vmap or stacking
