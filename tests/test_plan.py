@@ -41,7 +41,7 @@ def test_every_epoch_visits_every_sample_exactly_once(p):
     plan = make(p).round(p["number"])
     for c, own in enumerate(plan.samples):
         per_epoch = -(-len(own) // p["batch_size"])
-        assert plan.steps[c] == p["epochs"] * per_epoch  # SPEC rule 6: K_i = epochs * ceil(n_i / B)
+        assert plan.steps[c] == p["epochs"] * per_epoch  # K_i = epochs * ceil(n_i / B)
         for epoch in range(p["epochs"]):
             seen = [plan.batch(c, k) for k in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
             assert sorted(np.concatenate(seen)) == sorted(own)

@@ -81,6 +81,9 @@ class History(Sequence[Row]):
             raise missing_extra("pandas", "table", "history.to_pandas()") from error
         return pandas.DataFrame(self.rows)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         names = [n for n in ("round", "accuracy", "loss", "train_loss", "consistency", "seconds") if n in self.columns]
         lines = ["  ".join(f"{n:>11}" for n in names)]

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -22,21 +23,18 @@ from lamina.errors import BadInput, nearest, unknown
 
 Indices = NDArray[np.int64]
 
+MOST_REDRAWS = 10_000  # of an empty Bernoulli cohort
+
 
 class Clients:
     """Who holds which samples: fixed lists, or dealt anew to the active clients in every round (`Reallocate`)."""
 
     def __init__(self, parts: Sequence[Any], samples: int) -> None:
-        self.parts = [np.asarray(part, dtype=np.int64) for part in parts]
+        self.parts = [_as_indices(i, part, samples) for i, part in enumerate(parts)]
         self.count = len(self.parts)
         self.moving: tuple[Partition, Indices | None, int, int] | None = None
         if not self.parts:
             raise BadInput("a federation needs at least one client")
-        for i, part in enumerate(self.parts):
-            if part.ndim != 1 or len(part) == 0:
-                raise BadInput(f"client {i} has no samples: give every client at least one, or use fewer clients")
-            if part.min() < 0 or part.max() >= samples:
-                raise BadInput(f"client {i} is given sample {part.max()}, but there are only {samples} samples")
 
     @classmethod
     def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
@@ -53,7 +51,29 @@ class Clients:
         if self.moving is None:
             return [self.parts[i] for i in cohort]
         partition, labels, seed, samples = self.moving
-        return partition.split(labels, len(cohort), rng.key(seed, "reallocate", round), samples=samples)
+        try:
+            return partition.split(labels, len(cohort), rng.key(seed, "reallocate", round), samples=samples)
+        except BadInput as error:
+            raise BadInput(f"round {round} has {len(cohort)} active clients to share the data: {error}") from error
+
+
+def _as_indices(client: int, part: Any, samples: int) -> Indices:
+    """One client's samples as indices; a boolean mask over all samples is fine too."""
+    array = np.asarray(list(part) if isinstance(part, range | set) else part)
+    if array.dtype == bool:
+        if array.shape != (samples,):
+            raise BadInput(f"client {client}'s mask has shape {array.shape}, not ({samples},): one entry per sample")
+        array = np.flatnonzero(array)
+    if array.size == 0:
+        raise BadInput(f"client {client} has no samples: give every client at least one, or use fewer clients")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise BadInput(
+            f"client {client} needs a list of whole sample numbers, not {array.dtype} of shape {array.shape}"
+        )
+    bad = array[(array < 0) | (array >= samples)]
+    if len(bad):
+        raise BadInput(f"client {client} is given sample {bad[0]}, but there are only {samples} samples")
+    return array.astype(np.int64)
 
 
 # --- learning rates ---------------------------------------------------------------------------------------------
@@ -82,6 +102,9 @@ class Exponential:
 
     gamma: float = 0.998
 
+    def __post_init__(self) -> None:
+        _check_numbers(self, gamma=self.gamma)
+
     def factor(self, round: int) -> float:
         """gamma^(round - 1)."""
         return float(self.gamma ** (round - 1))
@@ -93,6 +116,11 @@ class Milestones:
 
     at: tuple[int, ...] = (30, 70)
     gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, gamma=self.gamma)
+        if not isinstance(self.at, tuple | list) or not all(isinstance(m, Integral) for m in self.at):
+            raise BadInput(f"schedule 'milestones': at = {self.at!r} is not a list of whole rounds")
 
     def factor(self, round: int) -> float:
         """gamma^(number of milestones reached)."""
@@ -106,10 +134,22 @@ class Cosine:
     rounds: int
     floor: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_numbers(self, rounds=self.rounds)
+        if not isinstance(self.floor, Real) or not 0 <= self.floor <= 1:
+            raise BadInput(f"schedule 'cosine': floor = {self.floor!r} is not a fraction in [0, 1]")
+
     def factor(self, round: int) -> float:
         """floor + (1 - floor) (1 + cos(pi (round - 1) / rounds)) / 2."""
         done = min(1.0, (round - 1) / self.rounds)
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _check_numbers(schedule: Schedule, **values: Any) -> None:
+    """Refuse anything but positive finite numbers."""
+    for name, value in values.items():
+        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+            raise BadInput(f"schedule '{type(schedule).__name__.lower()}': {name} = {value!r} is not a number > 0")
 
 
 SCHEDULES: dict[str, type[Any]] = {
@@ -132,10 +172,8 @@ def make_schedule(name: str, **options: Any) -> Schedule:
     for option in options:
         if option not in known:
             raise BadInput(f"schedule '{name}' has no option '{option}'{nearest(option, known)}")
-    if name == "cosine" and options.get("rounds", 0) < 1:
+    if name == "cosine" and "rounds" not in options:
         raise BadInput("schedule 'cosine' needs rounds >= 1, the round at which it ends")
-    if "at" in options:
-        options["at"] = tuple(options["at"])
     made: Schedule = SCHEDULES[name](**options)
     return made
 
@@ -172,9 +210,13 @@ class Round:
 
     def augment_keys(self, c: int, k: int) -> Indices:
         """One random word for every sample of a batch."""
-        width = self.index.shape[2]
-        counters = k * width + np.arange(self.filled[c, k], dtype=np.int64)
+        counters = sample_counters(k + 1, int(self.filled[c, k]))[k]
         return np.asarray(rng.bits(int(self.streams[c]), counters), dtype=np.int64)
+
+
+def sample_counters(steps: int, width: int) -> Indices:
+    """[steps, width]: a number for every place in a client's round, whatever the width of the batch."""
+    return (np.arange(steps, dtype=np.int64)[:, None] << 32) + np.arange(width, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -192,13 +234,18 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("participation", "lr"):
+            if not isinstance(getattr(self, name), Real):
+                raise BadInput(f"{name} = {getattr(self, name)!r} is not a number")
+        if not isinstance(self.seed, Integral):
+            raise BadInput(f"seed = {self.seed!r} is not a whole number")
         if not 0 < self.participation <= 1:
             raise BadInput(f"participation = {self.participation} is not a fraction in (0, 1]")
         if self.sampling not in ("exact", "bernoulli"):
             raise unknown("sampling", self.sampling, ("exact", "bernoulli"))
         for name in ("batch_size", "epochs", "local_steps"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
                 raise BadInput(f"{name} = {value} is not a whole number >= 1")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise BadInput(f"lr = {self.lr} is not a positive number")
@@ -210,18 +257,21 @@ class Plan:
             size = max(1, builtins.round(self.participation * n))
             order = rng.permutation(rng.key(self.seed, "cohort", round), n)
             return np.sort(order[:size])
-        attempt = 0
-        while True:  # an empty draw is thrown again
+        for attempt in range(MOST_REDRAWS):  # an empty draw is thrown again
             active = rng.uniform(rng.key(self.seed, "cohort", round, attempt), n) < self.participation
             if active.any():
                 return np.flatnonzero(active).astype(np.int64)
-            attempt += 1
+        raise BadInput(f"participation = {self.participation:g} of {n} clients draws nobody: raise it")
 
     def round(self, number: int) -> Round:
         """The plan of round `number` (from 1)."""
         cohort = self.cohort(number)
         samples = self.clients.samples(number, cohort)
         sizes = np.array([len(s) for s in samples], dtype=np.int64)
+        lr = self.lr * self.schedule.factor(number)
+        if not (math.isfinite(lr) and lr > 0):
+            raise BadInput(f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0")
+        width = min(self.batch_size, int(sizes.max()))  # a huge batch size means the whole client, not huge arrays
         per_epoch = -(-sizes // self.batch_size)  # steps of an epoch, the last short batch kept
         steps = per_epoch * self.epochs if self.local_steps is None else np.full_like(sizes, self.local_steps)
         passes = int((-(-steps // per_epoch)).max())
@@ -238,7 +288,7 @@ class Plan:
         k = np.arange(steps.max(), dtype=np.int64)[None, :]
         start = (k % per_epoch[:, None]) * self.batch_size
         filled = np.where(k < steps[:, None], np.clip(sizes[:, None] - start, 0, self.batch_size), 0)
-        at = np.minimum(start[..., None] + np.arange(self.batch_size), sizes[:, None, None] - 1)
+        at = np.minimum(start[..., None] + np.arange(width), sizes[:, None, None] - 1)
         c = np.arange(len(cohort))[:, None, None]
         padded = np.zeros((len(cohort), int(sizes.max())), dtype=np.int64)
         for row, ids in zip(padded, samples, strict=True):
@@ -248,7 +298,7 @@ class Plan:
 
         return Round(
             number=number,
-            lr=self.lr * self.schedule.factor(number),
+            lr=lr,
             participation=len(cohort) / self.clients.count,
             cohort=cohort,
             samples=samples,

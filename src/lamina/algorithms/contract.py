@@ -141,7 +141,10 @@ class Algorithm(ABC):
         return {}
 
     def trust_ratios(self, local: Any, down: Any, layers: Layers) -> Tensor | None:
-        """Layer-wise trust ratios [..., number of layers] at the local state, where the algorithm has them."""
+        """Layer-wise trust ratios [..., number of layers] at a local state, where the algorithm has them.
+
+        Engines record them at the end of local training: the ratios a further step with the same moments would use.
+        """
         return None
 
 
@@ -171,10 +174,16 @@ def algorithm(
     def decorate(cls: type[A]) -> type[A]:
         def check(self: Algorithm) -> None:
             _check_options(self)
+            if own_check is not None:
+                own_check(self)
             for base in type(self).__mro__:  # combinations that a group of options refuses
                 if "check" in vars(base):
                     vars(base)["check"](self)
 
+        taken = _REGISTRY.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise BadInput(f"an algorithm named '{name}' exists already ({taken.__module__}): choose another name")
+        own_check = cls.__dict__.get("__post_init__")
         cls.__post_init__ = check  # type: ignore[attr-defined]
         made = dataclasses.dataclass(frozen=True, eq=False)(cls)
         made.card = Card(name, title, reference, lr, paper_cost, presets or {})
@@ -203,7 +212,9 @@ def allowed(cls: type[Algorithm], option: str) -> str:
         return " or ".join(repr(v) for v in get_args(hint))
     if hint is bool:
         return "true or false"
-    meta = options(cls)[option].metadata
+    if hint is str:
+        return "a text"
+    meta = {"low": None, "high": None, "open_low": False, **options(cls)[option].metadata}
     words = "a whole number" if hint is int else "a number"
     if meta["low"] is not None:
         words += f" {'>' if meta['open_low'] else '>='} {meta['low']:g}"
@@ -217,14 +228,14 @@ def _fits(value: Any, hint: Any, meta: Mapping[str, Any]) -> bool:
         return True
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    if hint is bool:
-        return isinstance(value, bool)
+    if hint is bool or hint is str:
+        return isinstance(value, hint)
     if isinstance(value, bool) or not isinstance(value, int if hint is int else (int, float)):
         return False
     if math.isnan(value):
         return False
-    low, high = meta["low"], meta["high"]
-    too_low = low is not None and (value <= low if meta["open_low"] else value < low)
+    low, high = meta.get("low"), meta.get("high")
+    too_low = low is not None and (value <= low if meta.get("open_low") else value < low)
     return not too_low and not (high is not None and value > high)
 
 

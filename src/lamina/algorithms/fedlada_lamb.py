@@ -63,8 +63,12 @@ class FedLadaLamb(LayerwiseOptions, Algorithm):
         """m_k / sqrt(v_hat_k) + lambda y_{k-1}, the local direction before it is normalised."""
         return add_ratio_decay(precondition(m, v_hat), y, self, layers)
 
-    def trust_ratios(self, local: Local, down: Server, layers: Layers) -> Tensor:
-        return trust_ratio(local.y, self._u(local.y, local.m, local.v_hat, layers), self, layers)
+    def trust_ratios(self, local: Local, down: Server, layers: Layers) -> Tensor | None:
+        return (
+            trust_ratio(local.y, self._u(local.y, local.m, local.v_hat, layers), self, layers)
+            if self.trust_ratio
+            else None
+        )
 
     def finish(self, local: Local, down: Server, client: Nothing, info: Info) -> tuple[Up, Nothing]:
         return Up(local.y - down.x, local.v_hat, mean_step=None), client  # l.14

@@ -62,8 +62,8 @@ class FedLamb(LayerwiseOptions, AmsOptions, Algorithm):
         """psi_k + lambda y_{k-1}, the update before it is normalised."""
         return add_ratio_decay(moments.psi(self, local, down.v_hat), local.y, self, layers)
 
-    def trust_ratios(self, local: Local, down: Server, layers: Layers) -> Tensor:
-        return trust_ratio(local.y, self._u(local, down, layers), self, layers)
+    def trust_ratios(self, local: Local, down: Server, layers: Layers) -> Tensor | None:
+        return trust_ratio(local.y, self._u(local, down, layers), self, layers) if self.trust_ratio else None
 
     def finish(self, local: Local, down: Server, client: Client, info: Info) -> tuple[Up, Client]:
         v = moments.to_send(self, local, info)  # l.16, A2, A16

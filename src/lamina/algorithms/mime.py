@@ -60,6 +60,7 @@ class MimeOptions(MomentOptions):
 
     def check(self) -> None:
         """Refuse combinations with no meaning."""
+        moments.refuse_zero_divisor(self)
         if self.bias_correction and self.momentum == "server":
             raise BadInput("bias_correction counts a client's own steps; with momentum = 'server' there are none")
         if self.control_variate and self.sync_every > 1:

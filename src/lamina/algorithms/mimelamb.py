@@ -51,8 +51,8 @@ class MimeLamb(LayerwiseOptions, MimeOptions, Algorithm):
         """psi_k + lambda y_{k-1}, the update before it is normalised."""
         return add_ratio_decay(moments.psi(self, local, down.v_hat), local.y, self, layers)
 
-    def trust_ratios(self, local: Local, down: Down, layers: Layers) -> Tensor:
-        return trust_ratio(local.y, self._u(local, down, layers), self, layers)
+    def trust_ratios(self, local: Local, down: Down, layers: Layers) -> Tensor | None:
+        return trust_ratio(local.y, self._u(local, down, layers), self, layers) if self.trust_ratio else None
 
     def finish(self, local: Local, down: Down, client: Client, info: Info) -> tuple[Up, Client]:
         m = local.m if self.momentum == "average" else None

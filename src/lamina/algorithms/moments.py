@@ -33,14 +33,6 @@ class MomentOptions:
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     momentum: str = "carry"  # each method says which readings it has
 
-    def check(self) -> None:
-        """Refuse a start that cannot move."""
-        starts_running = (
-            getattr(self, "second_moment", "") == "running" or getattr(self, "first_round", "") == "running"
-        )
-        if _is_zero(self.v_init) and _is_zero(self.eps) and not starts_running:
-            raise BadInput("v_init = 0 leaves nothing to divide by in round 1: give v_init or eps a positive value")
-
 
 @dataclass(frozen=True, eq=False)
 class AmsOptions(MomentOptions):
@@ -57,6 +49,11 @@ class AmsOptions(MomentOptions):
     lazy: Literal["restart", "accumulate"] = hyper(
         "restart", "between syncs v_0 is v_hat, or the client's own v_K (A16)"
     )
+
+    def check(self) -> None:
+        """Refuse a start that cannot move."""
+        if "running" not in (self.second_moment, self.first_round):
+            refuse_zero_divisor(self)
 
 
 class Client(NamedTuple):
@@ -79,8 +76,10 @@ class Local(NamedTuple):
     round_one: Tensor | None = None  # 1 in round 1, else 0: tells which v to divide by
 
 
-def _is_zero(value: Number) -> bool:
-    return not isinstance(value, Tensor) and value == 0
+def refuse_zero_divisor(h: MomentOptions) -> None:
+    """Refuse v_init = 0 where round 1 divides by it: nothing would move."""
+    if not isinstance(h.v_init, Tensor) and not isinstance(h.eps, Tensor) and h.v_init == 0 and h.eps == 0:
+        raise BadInput("v_init = 0 leaves nothing to divide by in round 1: give v_init or eps a positive value")
 
 
 def is_sync(h: MomentOptions, round: int) -> bool:

@@ -14,7 +14,7 @@ from lamina.layers import Grouping, Layers
 
 
 class HasDecay(Protocol):
-    """The weight-decay options every algorithm has: lambda and where it acts (SPEC rule: the form is explicit)."""
+    """The weight-decay options every algorithm has: lambda and where it acts (its form is always explicit)."""
 
     @property
     def decay(self) -> Number: ...
@@ -30,7 +30,7 @@ def ema(old: Tensor, new: Tensor, beta: Number) -> Tensor:
 def precondition(m: Tensor, v: Tensor, eps: Number = 0.0) -> Tensor:
     """m / (sqrt(v) + eps), and 0 where that would divide by zero."""
     root = v.sqrt() + eps
-    return torch.where(root > 0, m / root, 0.0)
+    return torch.where(root == 0, 0.0, m / root)  # a NaN stays a NaN
 
 
 def amsgrad(
@@ -114,6 +114,8 @@ class LayerwiseOptions:
             and self.phi_min > self.phi_max
         ):
             raise BadInput(f"phi_min = {self.phi_min:g} is above phi_max = {self.phi_max:g}")
+        if self.decay_on != "all" and self.decay_form != "ratio":
+            raise BadInput(f"decay_on = '{self.decay_on}' acts only with decay_form = 'ratio'")
 
 
 def trust_ratio(y: Tensor, u: Tensor, h: LayerwiseOptions, layers: Layers) -> Tensor:

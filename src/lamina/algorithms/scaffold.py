@@ -1,7 +1,7 @@
 """SCAFFOLD, option II, with the scaled correction of the FedLADA paper (eq. 26).
 
 Karimireddy et al. 2020, "SCAFFOLD: stochastic controlled averaging for federated learning", Algorithm 1.
-Always c = (1/N) * sum of all N clients' c_i, and c_i is the mean raw gradient of i's last round.
+With clients weighted equally c = (1/N) * sum of all N clients' c_i, and c_i is the mean raw gradient of i's last round.
 """
 
 from __future__ import annotations

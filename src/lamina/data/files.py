@@ -19,7 +19,9 @@ def data_directory(given: str | os.PathLike[str] | None = None) -> Path:
     root = Path(named).expanduser()
     if not root.is_dir():
         # A directory somebody named on purpose: going on to a download would hide the mistake.
-        raise BadInput(f"the data directory '{root}' does not exist; create it or correct the data directory option")
+        raise BadInput(
+            f"the data directory '{root}' does not exist; create it, or correct data.dir, data_dir= or LAMINA_DATA"
+        )
     return root
 
 

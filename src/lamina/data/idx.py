@@ -91,7 +91,8 @@ def read_set(files: IdxSet, root: Path) -> Splits | None:
         if len(missing) == len(wanted):
             continue
         if missing:
-            raise BadInput(f"{root / folder} lacks {missing[0]}.gz; put all four {files.name} files there")
+            md5 = next(file.md5_gz for file in wanted if file.name == missing[0])
+            raise BadInput(f"{root / folder} lacks {missing[0]}.gz (md5 {md5}); put all four {files.name} files there")
         train, test = (_read_part(files, root / folder, part) for part in (files.train, files.test))
         return Splits(train, test)
     return None

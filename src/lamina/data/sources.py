@@ -70,7 +70,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = 
             return found
     raise BadInput(
         f"no files of {name} in '{root.absolute()}'{reason}: expected there {source.files}; put them there, or set "
-        f"{ENVIRONMENT_VARIABLE} (or the data directory option) to where they are, or pip install 'lamina[hub]' and "
+        f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install 'lamina[hub]' and "
         "be online"
     )
 
@@ -112,23 +112,23 @@ def _hub_idx(repository: str, files: idx.IdxSet) -> HubCopy:
     return HubCopy(repository, "test", "image", "label", (files.mean,), (files.std,))
 
 
-_FOUR_IDX_FILES = (
-    "train-images-idx3-ubyte.gz, train-labels-idx1-ubyte.gz, t10k-images-idx3-ubyte.gz and "
-    "t10k-labels-idx1-ubyte.gz (or without .gz) in {0}/ or {1}/"
-)
+def _four_files(files: idx.IdxSet, folder: str, torchvision_folder: str) -> str:
+    names = ", ".join(f"{file.name}.gz (md5 {file.md5_gz})" for file in (*files.train, *files.test))
+    return f"{names}, or the same without .gz, in {folder}/ or {torchvision_folder}/"
+
 
 SOURCES: dict[str, Source] = {
     "digits": Source("1,797 handwritten digits, 8x8 grey; comes with scikit-learn, nothing to download", _digits),
     "mnist": Source(
         "70,000 handwritten digits, 28x28 grey, 10 classes",
         _idx(idx.MNIST),
-        _FOUR_IDX_FILES.format("mnist", "MNIST/raw"),
+        _four_files(idx.MNIST, "mnist", "MNIST/raw"),
         _hub_idx("ylecun/mnist", idx.MNIST),
     ),
     "fashion-mnist": Source(
         "70,000 pieces of clothing, 28x28 grey, 10 classes",
         _idx(idx.FASHION_MNIST),
-        _FOUR_IDX_FILES.format("fashion-mnist", "FashionMNIST/raw"),
+        _four_files(idx.FASHION_MNIST, "fashion-mnist", "FashionMNIST/raw"),
         _hub_idx("zalando-datasets/fashion_mnist", idx.FASHION_MNIST),
     ),
     "cifar10": Source(

@@ -60,7 +60,7 @@ class Loop:
             local, losses = self._train(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
 
-            if not _all_finite(losses, up):
+            if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)
             sums.up = _accumulate(sums.up, up, weights[c])
             for name, b in buffers.items():
@@ -84,7 +84,7 @@ class Loop:
         info: Info,
         plan: Round,
         c: int,
-        watch: Callable[[int, Tensor, Any], None] | None = None,
+        watch: Callable[[int, Tensor, Tensor, Any, Any], None] | None = None,
     ) -> tuple[Any, Tensor]:
         """Local training of the c-th active client: its final local state and the loss of every step [K_i]."""
         algorithm, objective = self.algorithm, self.objective
@@ -102,10 +102,11 @@ class Loop:
                     grad = grad - objective.gradient(down.x, scratch, inputs, targets)[0]
                 if self.clip is not None:
                     grad = clip_by_norm(grad, self.clip)
-                local = algorithm.step(local, down, grad, info.lr, objective.layers)
+                after = algorithm.step(local, down, grad, info.lr, objective.layers)
                 losses.append(loss)
                 if watch is not None:
-                    watch(k, loss, local)
+                    watch(k, loss, grad, local, after)
+                local = after
         return local, torch.stack(losses)
 
     def _batch(self, plan: Round, c: int, k: int) -> tuple[Tensor, Tensor]:
@@ -127,14 +128,42 @@ class Loop:
             total = total + grad * (len(part) / len(index))
         return total
 
+    def _first_nonfinite_module(self, y: Tensor, buffers: Buffers, plan: Round, c: int, k: int) -> str | None:
+        """The first layer whose output is not finite on a batch, in the order of the forward pass."""
+        found: list[str] = []
+
+        def look(name: str) -> Callable[..., None]:
+            def hook(_module: Any, _inputs: Any, output: Any) -> None:
+                if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
+                    found.append(name)
+
+            return hook
+
+        leaves = [(n, m) for n, m in self.objective.module.named_modules() if not list(m.children())]
+        handles = [m.register_forward_hook(look(n or type(m).__name__)) for n, m in leaves]
+        try:
+            inputs, _ = self._batch(plan, c, k)
+            with torch.no_grad():
+                self.objective.outputs(y, {n: b.clone() for n, b in buffers.items()}, inputs, train=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found[0] if found else None
+
     def explain(self, down: Any, client: Any, buffers: Buffers, info: Info, plan: Round, c: int, up: Any) -> None:
         """Raise `Diverged` for a client whose result is not finite: run it again and look at every step."""
         client_id, layers = int(plan.cohort[c]), self.objective.layers
 
-        def watch(k: int, loss: Tensor, local: Any) -> None:
-            if not bool(torch.isfinite(local.y).all() & torch.isfinite(loss)):
-                step = f" (local step {k + 1} of {int(plan.steps[c])})"
-                raise diverged(layers, local.y, plan.number, plan.lr, client_id, step)
+        def watch(k: int, loss: Tensor, grad: Tensor, before: Any, after: Any) -> None:
+            if _all_finite(loss, grad, *after):
+                return
+            step = f" (local step {k + 1} of {int(plan.steps[c])})"
+            # what went wrong first: a layer's output, then its gradient, then the step itself
+            module = self._first_nonfinite_module(before.y, buffers, plan, c, k)
+            if module is not None:
+                raise diverged(layers, before.y, plan.number, plan.lr, client_id, step, fallback=module)
+            where = after.y if _all_finite(grad) else grad
+            raise diverged(layers, where, plan.number, plan.lr, client_id, step)
 
         self._train(down, client, {n: b.clone() for n, b in buffers.items()}, info, plan, c, watch)
         for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
@@ -145,7 +174,8 @@ class Loop:
 def _seed(device: torch.device, seed: int) -> None:
     """Seed the generator dropout draws from; torch.manual_seed visits every device and takes longer than a step."""
     if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
 
@@ -164,5 +194,5 @@ def _accumulate(total: Any, up: Any, weight: float) -> Any:
     return type(up)(*(None if v is None else t + weight * v for t, v in zip(total, up, strict=True)))
 
 
-def _all_finite(losses: Tensor, up: Any) -> bool:
-    return bool(torch.isfinite(losses).all()) and all(bool(torch.isfinite(v).all()) for v in up if v is not None)
+def _all_finite(*values: Tensor | None) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in values if value is not None)

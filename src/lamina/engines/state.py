@@ -37,7 +37,7 @@ class State:
 class RoundReport:
     """What an engine measures while it runs a round."""
 
-    train_loss: float  # mean mini-batch loss over all local steps of the round
+    train_loss: float  # mean over clients of their mean mini-batch loss
     consistency: float  # mean_i ||y_K - x+||^2
     update_norm: float  # ||x+ - x||
     bytes_down: int
@@ -71,7 +71,7 @@ def close_round(
     # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2
     consistency = sums.square - 2 * float(torch.dot(sums.up.delta.double(), moved)) + update_norm**2
     extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
-    names = layers.group_names(getattr(algorithm, "layers", "tensor"))
+    names = [name or "model" for name in layers.group_names(getattr(algorithm, "layers", "tensor"))]
     report = RoundReport(
         train_loss=sum(sums.losses) / len(sums.losses),
         consistency=max(0.0, consistency),
@@ -94,7 +94,7 @@ def diverged(
     layers: Layers, vector: Tensor, round: int, lr: float, client: int | None, step: str = "", fallback: str = "loss"
 ) -> Diverged:
     """The error for a NaN or an infinity in a flat vector: says where it is and what to try."""
-    layer = layers.first_nonfinite(vector) or fallback
+    layer = (layers.first_nonfinite(vector) if vector.shape[-1] == layers.size else None) or fallback
     who = "the server's step" if client is None else f"client {client}{step}"
     return Diverged(
         f"round {round}: {who} went non-finite, first in '{layer}'; "

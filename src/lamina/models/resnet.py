@@ -45,7 +45,7 @@ def resnet18(
 ) -> nn.Module:
     """ResNet-18 for small images: two residual blocks in each of four stages.
 
-    11,173,962 parameters for 3 channels and 10 classes, with either `norm`: group (of `groups` groups, B17) or batch.
+    11,173,962 parameters for 3 channels and 10 classes, with either `norm`: group (of `groups` groups) or batch.
     `width` is that of the first stage. The `stem` is one 3x3 convolution of stride 1; ``stem="imagenet"`` (7x7 of
     stride 2 and a max-pool, 11,181,642 parameters) is what FedLADA's first author's public simulator uses on CIFAR too.
     """

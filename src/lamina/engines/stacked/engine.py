@@ -28,7 +28,7 @@ from lamina.engines.state import RoundReport, State, Sums, client_weights, close
 from lamina.errors import Diverged
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
-from lamina.plan import Round
+from lamina.plan import Round, sample_counters
 
 FULL_GRADIENT_BATCH = 64  # samples per client at a time in a full-data gradient
 
@@ -160,7 +160,7 @@ class Stacked:
 
         ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
         squares = (torch.linalg.vector_norm(up.delta, dim=-1) ** 2).tolist()
-        finite = _finite_rows(losses, up)
+        finite = _finite_rows(losses, *up, *client)
         mean_losses = losses.tolist()
         sizes = sum(payload_bytes(_row(up, 0)).values())
         for r, row in enumerate(chunk):
@@ -245,8 +245,8 @@ class Stacked:
         keys = None
         if self.augmentation is not None:
             streams = np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)])
-            keys = torch.from_numpy(rng.bits(streams[:, None], np.arange(index.shape[1] * index.shape[2])))
-            keys = keys.reshape(index.shape).to(device)
+            counters = sample_counters(index.shape[1], index.shape[2])
+            keys = torch.from_numpy(rng.bits(streams[:, None, None], counters)).to(device)
         samples, counts = torch.from_numpy(index).to(device), torch.from_numpy(filled).to(device)
         width = index.shape[2]
         local = algorithm.begin(down, client, info)
@@ -420,9 +420,9 @@ def _row(record: Any, r: int) -> Any:
     return type(record)(*(None if value is None else value[r] for value in record))
 
 
-def _finite_rows(losses: Tensor, up: Any) -> list[bool]:
+def _finite_rows(losses: Tensor, *vectors: Tensor | None) -> list[bool]:
     finite = torch.isfinite(losses)
-    for value in up:
+    for value in vectors:
         if value is not None:
             finite = finite & torch.isfinite(value).all(-1)
     return [bool(f) for f in finite.tolist()]
@@ -431,10 +431,10 @@ def _finite_rows(losses: Tensor, up: Any) -> list[bool]:
 def _pad(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     """Stack [K_i, B] indices and [K_i] counts to the longest K; missing steps have count 0."""
     longest = max(int((filled > 0).sum()) for _, filled in parts)
-    index = np.zeros((len(parts), longest, parts[0][0].shape[1]), dtype=np.int64)
+    index = np.zeros((len(parts), longest, max(own.shape[1] for own, _ in parts)), dtype=np.int64)
     counts = np.zeros((len(parts), longest), dtype=np.int64)
     for r, (own, filled) in enumerate(parts):
         k = min(longest, len(filled))
-        index[r, :k], counts[r, :k] = own[:k], filled[:k]
-        index[r, k:] = own[0, 0]
+        index[r] = own[0, 0]  # padding: any sample of the client's own
+        index[r, :k, : own.shape[1]], counts[r, :k] = own[:k], filled[:k]
     return index, counts
