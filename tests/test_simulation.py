@@ -9,7 +9,7 @@ from torch import nn
 
 import lamina
 from lamina.data import Augment, Classes, Dirichlet, Reallocate
-from lamina.plan import Exponential
+from lamina.plan import Cosine, Exponential, Milestones
 
 
 def blobs(n=240, classes=3, features=4, seed=0):
@@ -263,6 +263,72 @@ def test_a_non_finite_server_step_is_named():
     assert caught.value.client is None
 
 
+def test_masks_are_clients_and_a_huge_batch_is_the_whole_client():
+    simulation = simulate("fedavg", clients=[Y == 0, Y == 1], participation=1.0, batch_size=10**12)
+    assert [len(s) for s in simulation.plan.round(1).samples] == [80, 80]
+    assert simulation.run(1)[0]["steps"] == 2
+
+
+def test_the_model_returned_is_not_changed_by_later_rounds():
+    simulation = simulate()
+    simulation.run(1)
+    early = simulation.model
+    before = early[0].weight.clone()
+    simulation.run(2)
+    assert torch.equal(before, early[0].weight)
+    assert not early.training
+
+
+def test_a_layer_in_evaluation_mode_stays_there():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    model[0].eval()
+    for engine in ("loop", "stacked"):
+        simulation = simulate("fedavg", model=model, engine=engine)
+        simulation.run(2)
+        assert torch.equal(simulation.state.buffers["0.running_mean"], torch.zeros(4))
+
+
+class NanGradient(nn.Module):
+    """A finite loss with a NaN gradient in `b`: the root of zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Parameter(torch.zeros(3))
+
+    def forward(self, x):
+        return self.a(x) + torch.sqrt((self.b * self.b).sum())
+
+
+@pytest.mark.parametrize("engine", ["loop", "vmap"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [lamina.LocalAdam(sync=False), lamina.FedLamb(second_moment="running", sync_every=5), lamina.FedAms(sync_every=5)],
+    ids=str,
+)
+def test_a_nan_gradient_is_never_swallowed(algorithm, engine):
+    with pytest.raises(lamina.Diverged) as caught:
+        simulate(algorithm, model=NanGradient(), engine=engine).run(3)
+    assert (caught.value.round, caught.value.layer) == (1, "b")
+
+
+def test_an_overflow_in_the_forward_pass_names_the_layer():
+    model = net()
+    with torch.no_grad():
+        model[2].weight.mul_(1e38)
+    with pytest.raises(lamina.Diverged) as caught:
+        simulate("fedams", model=model, data=(X * 1e3, Y), engine="loop", clients=[range(9)]).run(3)
+    assert caught.value.layer in ("2", "2.weight", "loss")
+
+
+def test_a_test_loss_that_is_not_finite_stops_the_run():
+    test = (X.clone(), Y)
+    test[0][:] = 3e38
+    simulation = simulate("fedavg", test=test, model=nn.Linear(4, 3), lr=1.0)
+    with pytest.raises(lamina.Diverged, match="test loss"):
+        simulation.run(3)
+    assert len(simulation.history) >= 1
+
+
 def test_clients_with_one_sample_work():
     simulation = simulate("fedlamb", clients=[[0], [1], [2, 3]], participation=1.0)
     assert simulation.run(2)[-1]["steps"] == 3
@@ -287,6 +353,32 @@ NAN[17, 2] = float("nan")
         (lambda: simulate("fedlam"), "did you mean 'fedlamb'"),
         (lambda: simulate(partition="dirichle"), "did you mean 'dirichlet'"),
         (lambda: simulate(device="cudo"), "cudo"),
+        (lambda: simulate(clients=[Y == 0, (Y == 1)[:9]]), "mask has shape"),
+        (lambda: simulate(clients=[[0.5, 1.7]]), "whole sample numbers"),
+        (lambda: simulate(clients=[[-1, 0], [2]]), "sample -1"),
+        (lambda: simulate(clients="ten"), "clients = 'ten'"),
+        (lambda: simulate(lamina.FedLamb), "the class FedLamb"),
+        (lambda: simulate(model="mlp"), "model is 'mlp'"),
+        (lambda: simulate(schedule=None), "schedule"),
+        (lambda: simulate(partition=("dirichlet", 0.1)), "partition"),
+        (lambda: simulate(loss=None), "loss"),
+        (lambda: simulate(seed=1.5), "seed"),
+        (lambda: simulate(lr="x"), "lr"),
+        (lambda: simulate(participation="half"), "participation"),
+        (lambda: simulate().run(1.5), "run"),
+        (lambda: simulate().run(-1), "run"),
+        (lambda: simulate(loss="mse"), "the loss cannot compare"),
+        (lambda: simulate(model=nn.Sequential(net(), nn.Flatten(0))), "outputs have shape"),
+        (lambda: simulate(sampling="bernoulli", participation=1e-9).run(1), "draws nobody"),
+        (
+            lambda: simulate(partition=Reallocate(Classes(1)), clients=20, participation=0.1),
+            "round 1 has 2 active clients",
+        ),
+        (lambda: simulate(schedule=Cosine(2)).run(3), "learning rate 0"),
+        (lambda: Exponential(-1.0), "gamma"),
+        (lambda: Exponential("x"), "gamma"),
+        (lambda: Milestones(5), "at = 5"),
+        (lambda: Cosine(3, floor=3), "floor"),
         (lambda: simulate(loss="cross_entrop"), "did you mean 'cross_entropy'"),
         (lambda: simulate(loss=nn.CrossEntropyLoss()).run(1), "one value per sample"),
         (lambda: simulate(data=(X, Y.float())), "loss='mse'"),
@@ -296,9 +388,9 @@ NAN[17, 2] = float("nan")
         (lambda: simulate(lr=-0.1), "lr"),
         (lambda: simulate(clients=0, partition="iid"), "client"),
         (lambda: simulate(clients=0, partition="reallocate"), "client"),
-        (lambda: simulate(client_metrics=True, partition="reallocate").run(1), "client_metrics"),
+        (lambda: simulate(client_metrics=True, partition="reallocate"), "client_metrics"),
         (
-            lambda: simulate(model=nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), clients=[range(17)]).run(1),
+            lambda: simulate(model=nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)), clients=[range(17)]),
             "BatchNorm cannot train on a batch of one sample",
         ),
     ],

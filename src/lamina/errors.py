@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
 
 
 class LaminaError(Exception):
@@ -41,6 +43,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     folded = name.lower().replace("-", "").replace("_", "")
     match = difflib.get_close_matches(folded, by_folded, n=1, cutoff=0.6)
     return f"; did you mean '{by_folded[match[0]]}'?" if match else ""
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, numpy's among them."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, numpy's among them."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> BadInput:

@@ -61,6 +61,8 @@ class Objective:
         if bad is not None:
             raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
         self.dtype = self.start.dtype
+        # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
+        self._always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
         self.device = self.start.device
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         names = len(list(module.named_parameters(remove_duplicate=False)))
@@ -71,8 +73,7 @@ class Objective:
 
     def outputs(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, *, train: bool) -> Tensor:
         """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do."""
-        if self.module.training != train:
-            self.module.train(train)
+        self.set_mode(self.module, train)
         state = {**self.layers.unflatten(x), **self.frozen, **buffers}
         try:
             made: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.has_tied_weights)
@@ -81,6 +82,13 @@ class Objective:
                 raise BadInput(ONE_SAMPLE) from error
             raise
         return made
+
+    def set_mode(self, module: nn.Module, train: bool) -> None:
+        """Put the module, or its stacked copy, into training or evaluation mode."""
+        if module.training != train:
+            module.train(train)
+            for name in self._always_evaluated:
+                module.get_submodule(name).eval()
 
     def gradient(
         self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, *, train: bool = True

@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.data.partitions import Partition
-from lamina.errors import BadInput, nearest, unknown
+from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
 
 Indices = NDArray[np.int64]
 
@@ -119,7 +118,7 @@ class Milestones:
 
     def __post_init__(self) -> None:
         _check_numbers(self, gamma=self.gamma)
-        if not isinstance(self.at, tuple | list) or not all(isinstance(m, Integral) for m in self.at):
+        if not isinstance(self.at, tuple | list) or not all(is_whole(m) for m in self.at):
             raise BadInput(f"schedule 'milestones': at = {self.at!r} is not a list of whole rounds")
 
     def factor(self, round: int) -> float:
@@ -136,7 +135,7 @@ class Cosine:
 
     def __post_init__(self) -> None:
         _check_numbers(self, rounds=self.rounds)
-        if not isinstance(self.floor, Real) or not 0 <= self.floor <= 1:
+        if not is_number(self.floor) or not 0 <= self.floor <= 1:
             raise BadInput(f"schedule 'cosine': floor = {self.floor!r} is not a fraction in [0, 1]")
 
     def factor(self, round: int) -> float:
@@ -148,7 +147,7 @@ class Cosine:
 def _check_numbers(schedule: Schedule, **values: Any) -> None:
     """Refuse anything but positive finite numbers."""
     for name, value in values.items():
-        if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        if not is_number(value) or not math.isfinite(value) or value <= 0:
             raise BadInput(f"schedule '{type(schedule).__name__.lower()}': {name} = {value!r} is not a number > 0")
 
 
@@ -235,9 +234,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("participation", "lr"):
-            if not isinstance(getattr(self, name), Real):
+            if not is_number(getattr(self, name)):
                 raise BadInput(f"{name} = {getattr(self, name)!r} is not a number")
-        if not isinstance(self.seed, Integral):
+        if not is_whole(self.seed):
             raise BadInput(f"seed = {self.seed!r} is not a whole number")
         if not 0 < self.participation <= 1:
             raise BadInput(f"participation = {self.participation} is not a fraction in (0, 1]")
@@ -245,7 +244,7 @@ class Plan:
             raise unknown("sampling", self.sampling, ("exact", "bernoulli"))
         for name in ("batch_size", "epochs", "local_steps"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, Integral) or isinstance(value, bool) or value < 1):
+            if value is not None and (not is_whole(value) or value < 1):
                 raise BadInput(f"{name} = {value} is not a whole number >= 1")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise BadInput(f"lr = {self.lr} is not a positive number")

@@ -60,6 +60,10 @@ class Population:
                 row = simulation.record(member.plan, report, seconds)
                 if on_round is not None:
                     on_round(i, row)
+                try:
+                    simulation.refuse_nonfinite(row)
+                except Diverged as error:
+                    self.diverged[i] = error
         return [simulation.history for simulation in self.simulations]
 
 

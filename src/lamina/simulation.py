@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -16,18 +17,19 @@ from lamina import algorithms
 from lamina.algorithms.contract import Algorithm
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.feed import Augment, prepare
-from lamina.data.partitions import Reallocate, split_dataset
+from lamina.data.partitions import ByColumn, Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, choose_forward
 from lamina.engines.state import RoundReport, State
-from lamina.errors import BadInput, unknown
+from lamina.errors import BadInput, Diverged, is_number, is_whole, unknown
 from lamina.history import History, Row
 from lamina.objective import Loss, Objective
 from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
 
 EVALUATION_BATCH = 1000
+DEFAULT_CLIENTS = 10
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +51,7 @@ class Simulation:
         train: the training data: a `Dataset`, a pair of arrays or tensors, or a `datasets.Dataset`.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, accuracy and loss are not reported.
-        clients: number of clients, or one list of sample indices per client; None for a partition that names them.
+        clients: number of clients (10 unless the partition names them), or a list of sample indices for each.
         partition: how samples are dealt: a partition object or the name of one.
         participation: fraction of the clients that take part in a round.
         sampling: exactly that fraction, or an independent coin per client ("bernoulli").
@@ -78,7 +80,7 @@ class Simulation:
         algorithm: Algorithm | str = "fedlamb",
         *,
         test: Any = None,
-        clients: int | Sequence[Any] | None = 10,
+        clients: int | Sequence[Any] | None = None,
         partition: Any = "iid",
         participation: float = 1.0,
         sampling: Literal["exact", "bernoulli"] = "exact",
@@ -99,11 +101,21 @@ class Simulation:
         client_metrics: bool = False,
         trust_ratios: bool = False,
     ) -> None:
+        _check_kind("model", model, nn.Module, "an nn.Module (an instance, not a class)")
+        _check_kind("algorithm", algorithm, (str, Algorithm), "a name or an instance such as lamina.FedLamb()")
+        if not isinstance(schedule, str) and not callable(getattr(schedule, "factor", None)):
+            raise BadInput(f"schedule = {schedule!r} is neither a name nor a schedule such as lamina.plan.Cosine(100)")
+        if not isinstance(partition, str) and not callable(getattr(partition, "split", None)):
+            raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
+        if not isinstance(loss, str) and not callable(loss):
+            raise BadInput(f"loss = {loss!r} is neither a name nor a function of (outputs, targets)")
+        if not is_whole(seed):
+            raise BadInput(f"seed = {seed!r} is not a whole number")
         if weighting not in ("clients", "examples"):
             raise unknown("weighting", weighting, ("clients", "examples"))
-        if clip is not None and not clip > 0:
+        if clip is not None and not (is_number(clip) and clip > 0):
             raise BadInput(f"clip = {clip} is not a positive number")
-        if evaluate_every < 1:
+        if not is_whole(evaluate_every) or evaluate_every < 1:
             raise BadInput(f"evaluate_every = {evaluate_every} is not a whole number >= 1")
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
         self.device = choose_device(device)
@@ -124,6 +136,7 @@ class Simulation:
             seed=seed,
         )
         self._check_fit(loss)
+        self._check_protocol(client_metrics)
         self.engine = choose_engine(
             engine,
             precision,
@@ -142,6 +155,8 @@ class Simulation:
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds; `on_round` is called with every finished round's metrics."""
+        if not is_whole(rounds) or rounds < 0:
+            raise BadInput(f"run({rounds!r}): the number of rounds is not a whole number >= 0")
         last = self.state.round + rounds
         while self.state.round < last:
             started = time.perf_counter()
@@ -150,6 +165,7 @@ class Simulation:
             row = self.record(plan, report, time.perf_counter() - started, evaluate=self.state.round == last)
             if on_round is not None:
                 on_round(row)
+            self.refuse_nonfinite(row)
         return self.history
 
     def record(self, plan: Round, report: RoundReport, seconds: float, *, evaluate: bool = False) -> Row:
@@ -162,10 +178,21 @@ class Simulation:
         self.history.append(row)
         return row
 
+    def refuse_nonfinite(self, row: Row) -> None:
+        """Stop a run whose weights are still finite but whose test loss is not; its row is kept."""
+        if not math.isfinite(row.get("loss", 0.0)):
+            raise Diverged(
+                f"round {row['round']}: the test loss of the new model is {row['loss']}; "
+                f"lower the learning rate (now {row['lr']:g}) or clip the gradients. All rounds are kept",
+                round=int(row["round"]),
+                client=None,
+                layer="loss",
+            )
+
     @property
     def model(self) -> nn.Module:
-        """The trained module (the simulation's own copy, in evaluation mode)."""
-        return self.objective.module_at(self.state.server.x, self.state.buffers).eval()
+        """The trained module: a copy of its own, in evaluation mode, that later rounds do not change."""
+        return copy.deepcopy(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy and loss of the current model on the test data, and on the clients' own data if asked for."""
@@ -182,8 +209,7 @@ class Simulation:
     def _client_metrics(self) -> dict[str, float]:
         """The model's accuracy on every client's own training data: how evenly it serves them."""
         _, correct = self._predict(self.train_data)
-        if correct is None or not self.plan.clients.parts:
-            raise BadInput("client_metrics needs class labels and clients that keep their data")
+        assert correct is not None  # checked when the simulation was made
         hits = correct.cpu().numpy()
         accuracies = np.sort([hits[part].mean() for part in self.plan.clients.parts])
         worst = max(1, round(0.1 * len(accuracies)))
@@ -225,6 +251,8 @@ class Simulation:
         if models is not None:  # the papers' own counting, beside what really travels
             row["paper_bytes"] = models * self.objective.start.numel() * self.objective.start.element_size()
             row["paper_bytes"] *= len(plan.cohort)
+            if plan.number % getattr(self.algorithm, "sync_every", 1):  # lazy: one tensor less between two syncs
+                row["paper_bytes"] = row["paper_bytes"] * (models - 1) // models
         return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
 
     def _check_fit(self, loss: str | Loss) -> None:
@@ -234,16 +262,49 @@ class Simulation:
                 continue
             try:
                 with torch.no_grad():
-                    inputs = prepare(other.x[:1], other.mean, other.std, self.objective.dtype)
+                    inputs = prepare(other.x[:2], other.mean, other.std, self.objective.dtype)
                     outputs = self.objective.outputs(self.objective.start, self.objective.buffers, inputs, train=False)
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                shape = tuple(other.x.shape[1:])
-                raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {error}") from error
-            if loss == "cross_entropy" and other.classes is not None and outputs.shape[1] < other.classes:
+            except Exception as error:  # whatever a user's forward raises
+                shape, reason = tuple(other.x.shape[1:]), " ".join(str(error).split())
+                raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
+            if not isinstance(outputs, Tensor):
+                raise BadInput(f"the model returns a {type(outputs).__name__}; it must return one tensor, its outputs")
+            classes = other.classes if loss == "cross_entropy" else None
+            if classes is not None and (outputs.dim() < 2 or outputs.shape[1] < classes):
                 raise BadInput(
-                    f"the model has {outputs.shape[1]} outputs, but the {name} labels go up to {other.classes - 1}: "
-                    f"it needs {other.classes}"
+                    f"the model's outputs have shape {tuple(outputs.shape[1:])} a sample, but the {name} labels go up "
+                    f"to {classes - 1}: it needs {classes}"
                 )
+            try:
+                losses = self.objective.loss(outputs, other.y[:2])
+            except Exception as error:
+                reason = " ".join(str(error).split())
+                raise BadInput(
+                    f"the loss cannot compare the model's outputs with the {name} targets: {reason}"
+                ) from error
+            if not isinstance(losses, Tensor) or losses.shape != (len(inputs),):
+                raise BadInput("the loss must return one value per sample, a tensor of shape [n]: use reduction='none'")
+
+    def _check_protocol(self, client_metrics: bool) -> None:
+        """Find what would only fail in some later round."""
+        clients = self.plan.clients
+        self.plan.round(1)
+        if client_metrics and (not clients.parts or self.train_data.classes is None):
+            raise BadInput("client_metrics needs class labels and clients that keep their data")
+        if clients.moving is not None and any(v is not None for v in self.algorithm.client_init(self.objective.start)):
+            log.warning("clients keep state between rounds, but 'reallocate' gives them other data in every round")
+        batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.objective.module.modules())
+        if batch_norm and any(len(part) % self.plan.batch_size == 1 for part in clients.parts):
+            one = prepare(self.train_data.x[:1], self.train_data.mean, self.train_data.std, self.objective.dtype)
+            buffers = {n: b.clone() for n, b in self.objective.buffers.items()}
+            with torch.no_grad():
+                self.objective.outputs(self.objective.start, buffers, one, train=True)  # refuses one sample, or copes
+
+
+def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
+    if not isinstance(value, kind):
+        shown = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
+        raise BadInput(f"{name} is {shown}: give {wanted}")
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -261,9 +322,14 @@ def choose_device(device: str | torch.device) -> torch.device:
 
 def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, seed: int) -> Clients:
     """Deal the samples of a data set to clients."""
-    if clients is not None and not isinstance(clients, int):
-        return Clients(clients, samples=len(data))
+    if isinstance(clients, str | bool | float | dict):
+        raise BadInput(f"clients = {clients!r} is neither a whole number nor one list of samples per client")
+    if clients is not None and not is_whole(clients):
+        return Clients(cast(Sequence[Any], clients), samples=len(data))
     chosen = make_partition(partition) if isinstance(partition, str) else partition
+    if clients is None and not isinstance(chosen, ByColumn):
+        clients = DEFAULT_CLIENTS
+    clients = None if clients is None else int(cast(int, clients))
     if isinstance(chosen, Reallocate):
         return Clients.reallocated(chosen, data.labels, clients or 0, seed, samples=len(data))
     return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))

@@ -134,14 +134,16 @@ SOURCES: dict[str, Source] = {
     "cifar10": Source(
         "60,000 photographs, 32x32 colour, 10 classes",
         _cifar(cifar.CIFAR10),
-        "cifar-10-binary.tar.gz, or the folder cifar-10-batches-bin/ (data_batch_1.bin to data_batch_5.bin, "
+        "cifar-10-binary.tar.gz (md5 c32a1d4ab5d03f1284b67883e8d87530), "
+        "or the folder cifar-10-batches-bin/ (data_batch_1.bin to data_batch_5.bin, "
         "test_batch.bin), or cifar-10-python.tar.gz, or cifar-10-batches-py/, in cifar10/ or directly",
         HubCopy("uoft-cs/cifar10", "test", "img", "label", cifar.CIFAR10.mean, cifar.CIFAR10.std),
     ),
     "cifar100": Source(
         "60,000 photographs, 32x32 colour, 100 classes in 20 groups (column coarse_label)",
         _cifar(cifar.CIFAR100),
-        "cifar-100-binary.tar.gz, or the folder cifar-100-binary/ (train.bin, test.bin), "
+        "cifar-100-binary.tar.gz (md5 03b5dce01913d631647c71ecec9e9cb8), "
+        "or the folder cifar-100-binary/ (train.bin, test.bin), "
         "or cifar-100-python.tar.gz, or cifar-100-python/, in cifar100/ or directly",
         HubCopy("uoft-cs/cifar100", "test", "img", "fine_label", cifar.CIFAR100.mean, cifar.CIFAR100.std),
     ),
