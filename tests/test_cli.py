@@ -47,6 +47,21 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def here(folder, monkeypatch):
+    """A folder to work in, with torch's threads and the import path as they were afterwards."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return folder
+
+
+def call(*arguments):
+    """The exit code of a command run in this process: a process of its own costs three seconds."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return ended.value.code or 0
+
+
 def lamina(folder, *arguments):
     environment = {**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
     environment.pop("FORCE_COLOR", None)
@@ -106,21 +121,23 @@ def test_compare_prints_the_table_and_saves_the_picture(folder):
         ("partitions", ["dirichlet", "reallocate"]),
     ],
 )
-def test_list(folder, what, expected):
-    done = lamina(folder, "list", what)
-    assert done.returncode == 0
-    assert all(word in done.stdout for word in expected)
+def test_list(here, capsys, what, expected):
+    assert call("list", what) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in expected)
 
 
-def test_list_algorithms_shows_the_wire_cost(folder):
-    line = next(x for x in lamina(folder, "list", "algorithms").stdout.splitlines() if x.startswith("fedlada "))
+def test_list_algorithms_shows_the_wire_cost(here, capsys):
+    assert call("list", "algorithms") == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("fedlada "))
     assert line.split()[2:5] == ["3", "2", "0"]
 
 
-def test_show_lists_options_and_presets(folder):
-    done = lamina(folder, "show", "fedlamb")
-    assert "phi_min" in done.stdout
-    assert "preset authors" in done.stdout
+def test_show_lists_options_and_presets(here, capsys):
+    assert call("show", "fedlamb") == 0
+    said = capsys.readouterr().out
+    assert "phi_min" in said
+    assert "preset authors" in said
 
 
 @pytest.mark.parametrize(
@@ -145,12 +162,18 @@ def test_show_lists_options_and_presets(folder):
         (["show", "fedlambda"], "did you mean 'fedlamb'?"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(folder, arguments, text):
-    done = lamina(folder, *arguments)
-    assert done.returncode == 2
-    assert text in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert not (folder / "runs").exists()  # nothing half-made is left behind
+def test_bad_input_is_one_line_and_exit_2(here, capsys, arguments, text):
+    assert call(*arguments) == 2
+    said = capsys.readouterr().err
+    assert text in said
+    assert len(said.splitlines()) == 1
+    assert not (here / "runs").exists()  # nothing half-made is left behind
+
+
+def test_bad_input_as_a_user_sees_it(folder):
+    done = lamina(folder, "run", "none.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: cannot read the experiment file 'none.toml'")
 
 
 def test_bad_toml_is_named(tmp_path):
@@ -174,24 +197,6 @@ def test_short_forms():
 @pytest.mark.parametrize("file", sorted(Path(__file__).parent.parent.glob("experiments/*.toml")), ids=lambda p: p.name)
 def test_shipped_experiments_are_valid(file):
     load(file)
-
-
-# --- in this process: a subprocess costs three seconds each ---------------------------------------------------------
-
-
-@pytest.fixture
-def here(folder, monkeypatch):
-    """A folder to work in, with torch's threads and the import path as they were afterwards."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return folder
-
-
-def call(*arguments):
-    """The exit code of a command run in this process."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return ended.value.code or 0
 
 
 def rounds_in(path):

@@ -116,6 +116,8 @@ def compare(kind, algorithm, dtype=torch.float64, tolerance=1e-9, rounds=3, chun
     loop = simulation(kind, algorithm, "loop", dtype, **more)
     stacked = simulation(kind, algorithm, "stacked", dtype, **more)
     stacked.engine.always_graphed, stacked.engine.compiled = graphed, False
+    if graphed:
+        stacked.engine.forward.layout = stacked.objective.layers.channels_last()
     if chunk:
         stacked.engine.rows_per_chunk = chunk
     loop.run(rounds)

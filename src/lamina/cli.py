@@ -153,6 +153,7 @@ def compare(
         chosen.append(f"compare.seeds={seeds}")
     experiment = load(file, chosen)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
+    comparing.check_folder(path)  # before the data are read
     comparison = comparing.Comparison(experiment)
     with progress_bar(comparison.count_rounds(), quiet) as advance:
 

@@ -70,6 +70,10 @@ class Layers:
             name: piece.reshape(*lead, *shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
         }
 
+    def channels_last(self) -> ChannelsLast | None:
+        """The layout with the input channels of every convolution kernel innermost, or None if there is none."""
+        return ChannelsLast(self.shapes) if any(len(shape) == 4 for shape in self.shapes.values()) else None
+
     def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
         """The Euclidean norm of every layer: [..., p] -> [..., number of layers]."""
         pieces = torch.split(u, self._sizes[by], dim=-1)
@@ -93,3 +97,37 @@ class Layers:
             if not bool(torch.isfinite(piece).all()):
                 return name
         return None
+
+
+class ChannelsLast(Layers):
+    """The same vector in another order: convolution kernels as (out, kh, kw, in), which tensor cores read as they are.
+
+    Norms per layer do not depend on the order within a layer, so algorithms need not know.
+
+    >>> layers = Layers({"conv.weight": (1, 2, 1, 2)}).channels_last()
+    >>> layers.order
+    tensor([0, 2, 1, 3])
+    """
+
+    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        super().__init__(shapes)
+        pieces = torch.split(torch.arange(self.size), self.sizes)
+        ordered = [
+            piece.reshape(shape).permute(0, 2, 3, 1).reshape(-1) if len(shape) == 4 else piece
+            for piece, shape in zip(pieces, self.shapes.values(), strict=True)
+        ]
+        self.order = torch.cat(ordered)  # this layout's element j is the usual layout's element order[j]
+        self.inverse = torch.argsort(self.order)
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views under the parameters' usual shapes; kernels have their channels innermost in memory."""
+        lead, n = flat.shape[:-1], flat.dim() - 1
+        made = {}
+        for (name, shape), piece in zip(self.shapes.items(), torch.split(flat, self.sizes, dim=-1), strict=True):
+            if len(shape) == 4:
+                out, inp, kh, kw = shape
+                moved = piece.reshape(*lead, out, kh, kw, inp)
+                made[name] = moved.permute(*range(n), n, n + 3, n + 1, n + 2)
+            else:
+                made[name] = piece.reshape(*lead, *shape)
+        return made

@@ -55,6 +55,8 @@ def find(name: str) -> type[Algorithm]:
         module, _, attribute = name.partition(":")
         try:
             found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise BadInput(f"cannot load the algorithm '{name}': {error}") from error
         except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise BadInput(f"cannot load the algorithm '{name}': {reason}") from error

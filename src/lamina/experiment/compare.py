@@ -111,8 +111,15 @@ class Comparison:
 
     def run(self, folder: Path, progress: Progress | None = None) -> None:
         """Run all of it; every finished run is in the folder's tables before the next begins."""
-        make_folder(folder)
+        check_folder(folder)
         self._save(folder)
+        try:
+            self._run_all(folder, progress)
+        except KeyboardInterrupt:
+            self._save(folder)  # it may have come in the middle of a table
+            raise
+
+    def _run_all(self, folder: Path, progress: Progress | None) -> None:
         for name, own in self._own.items():
             tuning = self._tune(name, own, progress)
             rates = list(tuning) or own.compare.lr.get(name, [])
@@ -173,6 +180,7 @@ class Comparison:
     def _save(self, folder: Path) -> None:
         """Write the configuration, every finished run's rounds, and what was tried in tuning."""
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "config.json", self._config)
             with (folder / "rounds.csv").open("w", newline="", encoding="utf-8") as file:
                 histories = [history for entry in self.entries for history in entry.histories]
@@ -204,12 +212,8 @@ def with_algorithm(experiment: Experiment, name: str) -> Experiment:
     return experiment.model_copy(update={"algorithm": AlgorithmSection(name=name, **{**options, **own})})
 
 
-def make_folder(folder: Path) -> None:
-    """Make a comparison's folder; an earlier comparison in it is replaced, a run or foreign configuration is not."""
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written to, or holds something else than an earlier comparison."""
     check_writable(folder)
     if (folder / "metrics.jsonl").exists() or ((folder / "config.json").exists() and not is_ours(folder)):
         raise BadInput(f"the folder '{folder}' holds a run or other files: choose another with --out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error

@@ -76,6 +76,8 @@ def find(name: str) -> Factory:
         raise BadInput(f"a model of your own is named 'package.module:factory', not '{name}'")
     try:
         found = operator.attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"cannot load the model '{name}': {error}") from error
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(f"cannot load the model '{name}': {reason}") from error

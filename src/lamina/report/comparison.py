@@ -10,6 +10,7 @@ from typing import NamedTuple
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 from rich import box
 from rich.markup import escape
@@ -90,6 +91,7 @@ def picture(entries: list[Entry], path: str | Path, title: str) -> Figure:
             seen = accuracy[:, drawn]
             megabytes = np.cumsum(np.nanmean(sent, axis=0)) / MEGA
             rounds = np.arange(1, accuracy.shape[1] + 1)
+            look["marker"] = "o" if drawn.sum() == 1 else ""  # a line of one point would not be seen
             for axes, x in ((against_rounds, rounds[drawn]), (against_bytes, megabytes[drawn])):
                 low, high = np.nanmin(seen, axis=0), np.nanmax(seen, axis=0)
                 axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
@@ -98,15 +100,16 @@ def picture(entries: list[Entry], path: str | Path, title: str) -> Figure:
             axes.set_xlabel(name)
             axes.grid(alpha=0.25)
             axes.set_xlim(left=0)
+        against_rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
         against_rounds.set_ylabel("test accuracy, %")
         handles, labels = against_rounds.get_legend_handles_labels()
         if handles:
-            key = "mean; band: min to max over seeds" if several_seeds else None
+            key = "mean; band: min to max over seeds" if several_seeds else ""
+            style = {"fontsize": 9, "title": key, "title_fontsize": 8, "edgecolor": "none", "framealpha": 0.8}
             if long_legend:
-                legend = figure.legend(handles, labels, frameon=False, fontsize=9, loc="outside right center")
+                figure.legend(handles, labels, loc="outside right center", **style)
             else:
-                legend = against_rounds.legend(handles, labels, frameon=False, fontsize=9, loc="lower right")
-            legend.set_title(key, prop={"size": 8})
+                against_rounds.legend(handles, labels, loc="lower right", **style)
         figure.suptitle(title, fontsize=11)
         try:
             figure.savefig(path, dpi=150)

@@ -100,7 +100,7 @@ class Stacked:
             mean = None
             if member.algorithm.needs(member.plan.number).control_variate:
                 own = [row for row in rows if row.member == e]
-                mean = torch.stack([row.weight * gradients[e, row.c] for row in own]).sum(0)
+                mean = self._usual(torch.stack([row.weight * gradients[e, row.c] for row in own]).sum(0))
             info = Info(member.plan.number, member.plan.lr, participation=member.plan.participation, full_gradient=mean)
             downs.append(member.algorithm.broadcast(member.state.server, info))
 
@@ -140,8 +140,11 @@ class Stacked:
         failed: dict[int, Diverged],
     ) -> None:
         algorithm = self._row_algorithm([members[row.member].algorithm for row in chunk])
-        down = _stack_records([downs[row.member] for row in chunk])
-        client = _stack_records([self._client(members[row.member], row, clients) for row in chunk])
+        own_downs = {e: self._record_in_layout(downs[e]) for e in {row.member for row in chunk}}
+        down = _stack_records([own_downs[row.member] for row in chunk])
+        client = self._record_in_layout(
+            _stack_records([self._client(members[row.member], row, clients) for row in chunk])
+        )
         plans = [members[row.member].plan for row in chunk]
         buffers = {
             n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
@@ -157,6 +160,7 @@ class Stacked:
         )
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
         up, client = algorithm.finish(local, down, client, info)
+        client = type(client)(*(None if value is None else self._usual(value) for value in client))
 
         ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
         squares = (torch.linalg.vector_norm(up.delta, dim=-1) ** 2).tolist()
@@ -167,9 +171,8 @@ class Stacked:
             plan = plans[r]
             if not finite[r]:
                 if row.member not in failed:
-                    failed[row.member] = self._explain(
-                        members[row.member], row, downs[row.member], gradients, _row(up, r)
-                    )
+                    sent = type(up)(*(None if value is None else self._usual(value[r]) for value in up))
+                    failed[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
                 continue
             total = sums[row.member]
             total.losses.append(mean_losses[r])
@@ -196,7 +199,7 @@ class Stacked:
             made: Tensor = torch.tensordot(own, chosen, dims=1)
             return made
 
-        added = type(up)(*(None if value is None else mean(value) for value in up))
+        added = type(up)(*(None if value is None else self._usual(mean(value)) for value in up))
         if total.up is None:
             total.up = added
         else:
@@ -226,6 +229,23 @@ class Stacked:
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=self.objective.dtype, device=self.objective.device).unsqueeze(1)
+
+    def _in_layout(self, values: Tensor) -> Tensor:
+        """A vector, or one per row, in the order the forward pass wants; one number per row stays as it is."""
+        layout = self.forward.layout
+        if layout is None or values.shape[-1] != layout.size:
+            return values
+        return values.index_select(-1, layout.order.to(values.device))
+
+    def _usual(self, values: Tensor) -> Tensor:
+        """Back to the usual order."""
+        layout = self.forward.layout
+        if layout is None or values.shape[-1] != layout.size:
+            return values
+        return values.index_select(-1, layout.inverse.to(values.device))
+
+    def _record_in_layout(self, record: Any) -> Any:
+        return type(record)(*(None if value is None else self._in_layout(value) for value in record))
 
     # --- local training -------------------------------------------------------------------------------------------
 
@@ -366,7 +386,7 @@ class Stacked:
             padded = np.zeros((len(chunk), max(len(ids) for ids in own)), dtype=np.int64)
             for line, ids in zip(padded, own, strict=True):
                 line[: len(ids)], line[len(ids) :] = ids, ids[0]
-            flat = torch.stack([members[row.member].state.server.x for row in chunk])
+            flat = self._in_layout(torch.stack([members[row.member].state.server.x for row in chunk]))
             buffers = {
                 n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
             }
@@ -394,7 +414,7 @@ class Stacked:
             member.plan.lr,
             float(member.plan.steps[row.c]),
             member.plan.participation,
-            gradients.get((row.member, row.c)),
+            self._usual(gradients[row.member, row.c]) if gradients else None,
         )
         try:
             loop.explain(down, client, member.state.buffers, info, member.plan, row.c, up)

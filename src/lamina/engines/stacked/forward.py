@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina.engines.stacked.modules import CannotStack, is_batch_norm, stack
+from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
 
 Precision = Literal["fp32", "tf32", "bf16"]
@@ -33,6 +34,7 @@ class Forward(Protocol):
 
     name: str
     precision: Precision
+    layout: ChannelsLast | None  # the order of the vectors it takes, if not the usual one
 
     def announce(self, lone_sample: bool) -> None:
         """Say whether some client's next batch holds a single sample, which BatchNorm must refuse."""
@@ -50,10 +52,11 @@ class StackedForward:
 
     name = "stacked"
 
-    def __init__(self, objective: Objective, precision: Precision = "fp32") -> None:
+    def __init__(self, objective: Objective, precision: Precision = "fp32", channels_last: bool = False) -> None:
         self.objective = objective
         self.module = stack(objective.module)
         self.precision = precision
+        self.layout = objective.layers.channels_last() if channels_last else None
         self.batch_norms = [layer for layer in self.module.modules() if is_batch_norm(layer)]
         statistics = {f"{n}.{b}" for n, m in self.module.named_modules() if is_batch_norm(m) for b in m._buffers}
         self.per_client_buffers = statistics & set(objective.buffers)
@@ -75,7 +78,7 @@ class StackedForward:
     def outputs(self, flat: Tensor, buffers: Buffers, inputs: Tensor, mask: Tensor | None, *, train: bool) -> Tensor:
         """The module's outputs [C * B, ...] for inputs [C * B, ...]."""
         clients = flat.shape[0]
-        parameters = self.objective.layers.unflatten(flat)
+        parameters = (self.layout or self.objective.layers).unflatten(flat)
         fixed = {n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()}
         if self.precision == "bf16":  # float32 master weights; biases and norm scales stay as they are
             parameters = {n: p.bfloat16() if p.dim() > 2 else p for n, p in parameters.items()}
@@ -95,6 +98,7 @@ class VmapForward:
 
     name = "vmap"
     precision: Precision = "fp32"
+    layout: ChannelsLast | None = None
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
@@ -125,7 +129,9 @@ def choose_forward(
             forward: Forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
             with arithmetic("fp32"):  # whether a form is right has nothing to do with the precision it will run in
                 _probe(forward, objective, *sample, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
-            forward.precision = precision
+            if isinstance(forward, StackedForward):
+                forward.precision = precision
+                forward.layout = objective.layers.channels_last() if objective.device.type == "cuda" else None
         except CannotStack as error:
             reasons.append(str(error))
         except Exception as error:  # whatever a user's module raises under vmap or stacking
