@@ -70,9 +70,9 @@ class Layers:
             name: piece.reshape(*lead, *shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
         }
 
-    def channels_last(self) -> ChannelsLast | None:
+    def channels_last(self, device: torch.device | str = "cpu") -> ChannelsLast | None:
         """The layout with the input channels of every convolution kernel innermost, or None if there is none."""
-        return ChannelsLast(self.shapes) if any(len(shape) == 4 for shape in self.shapes.values()) else None
+        return ChannelsLast(self.shapes, device) if any(len(shape) == 4 for shape in self.shapes.values()) else None
 
     def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
         """The Euclidean norm of every layer: [..., p] -> [..., number of layers]."""
@@ -109,14 +109,14 @@ class ChannelsLast(Layers):
     tensor([0, 2, 1, 3])
     """
 
-    def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, shapes: Mapping[str, Sequence[int]], device: torch.device | str = "cpu") -> None:
         super().__init__(shapes)
         pieces = torch.split(torch.arange(self.size), self.sizes)
         ordered = [
             piece.reshape(shape).permute(0, 2, 3, 1).reshape(-1) if len(shape) == 4 else piece
             for piece, shape in zip(pieces, self.shapes.values(), strict=True)
         ]
-        self.order = torch.cat(ordered)  # this layout's element j is the usual layout's element order[j]
+        self.order = torch.cat(ordered).to(device)  # this layout's element j is the usual layout's element order[j]
         self.inverse = torch.argsort(self.order)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:

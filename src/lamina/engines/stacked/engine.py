@@ -30,6 +30,7 @@ from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round, sample_counters
 
+MOST_GRAPHS = 2  # captured steps kept at a time: the usual chunk and the last, smaller one
 FULL_GRADIENT_BATCH = 64  # samples per client at a time in a full-data gradient
 
 
@@ -235,14 +236,14 @@ class Stacked:
         layout = self.forward.layout
         if layout is None or values.shape[-1] != layout.size:
             return values
-        return values.index_select(-1, layout.order.to(values.device))
+        return values.index_select(-1, layout.order)
 
     def _usual(self, values: Tensor) -> Tensor:
         """Back to the usual order."""
         layout = self.forward.layout
         if layout is None or values.shape[-1] != layout.size:
             return values
-        return values.index_select(-1, layout.inverse.to(values.device))
+        return values.index_select(-1, layout.inverse)
 
     def _record_in_layout(self, record: Any) -> Any:
         return type(record)(*(None if value is None else self._in_layout(value) for value in record))
@@ -311,6 +312,8 @@ class Stacked:
             tuple((n, _identity(getattr(algorithm, n))) for n in options(type(algorithm))),
         )
         if shape not in self._graphs:
+            if len(self._graphs) >= MOST_GRAPHS:  # each holds the memory of its activations
+                del self._graphs[next(iter(self._graphs))]
             self._graphs[shape] = GraphedSteps(self, algorithm, local, down, buffers, samples, counts, keys, control)
         return self._graphs[shape]
 

@@ -131,7 +131,9 @@ def choose_forward(
                 _probe(forward, objective, *sample, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
             if isinstance(forward, StackedForward):
                 forward.precision = precision
-                forward.layout = objective.layers.channels_last() if objective.device.type == "cuda" else None
+                forward.layout = (
+                    objective.layers.channels_last(objective.device) if objective.device.type == "cuda" else None
+                )
         except CannotStack as error:
             reasons.append(str(error))
         except Exception as error:  # whatever a user's module raises under vmap or stacking
