@@ -24,6 +24,7 @@ from lamina.engines.loop import Loop
 from lamina.engines.stacked.forward import Forward, Precision, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps
 from lamina.engines.stacked.memory import rows_that_fit
+from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
 from lamina.errors import Diverged
 from lamina.ledger import payload_bytes
@@ -86,10 +87,12 @@ class Stacked:
             return self._run_members(members)
 
     def _run_members(self, members: Sequence[Member]) -> list[Outcome]:
+        ranks = Ranks.current()
         rows = [
             Row(e, c, weight)
             for e, member in enumerate(members)
             for c, weight in enumerate(client_weights(member.plan, self.by_examples))
+            if ranks.owns(int(member.plan.cohort[c]))
         ]
         # clients with as many steps as their neighbours waste least on masked steps
         rows.sort(key=lambda row: -int(members[row.member].plan.steps[row.c]))
@@ -100,16 +103,23 @@ class Stacked:
         for e, member in enumerate(members):
             mean = None
             if member.algorithm.needs(member.plan.number).control_variate:
-                own = [row for row in rows if row.member == e]
-                mean = self._usual(torch.stack([row.weight * gradients[e, row.c] for row in own]).sum(0))
+                mean = torch.zeros_like(member.state.server.x)
+                for row in rows:
+                    mean = mean + row.weight * gradients[e, row.c] if row.member == e else mean
+                mean = self._usual(ranks.add(mean))
             info = Info(member.plan.number, member.plan.lr, participation=member.plan.participation, full_gradient=mean)
             downs.append(member.algorithm.broadcast(member.state.server, info))
 
-        sums = [Sums() for _ in members]
+        sums = [self._start_sums(member) for member in members]
         clients = [dict(member.state.clients) for member in members]
         failed: dict[int, Diverged] = {}
         for chunk in chunks:
             self._run_chunk(chunk, members, downs, gradients, sums, clients, failed)
+
+        layouts = [self._zeros(member, down) for member, down in zip(members, downs, strict=True)]
+        ranks.combine(sums, layouts, failed, [len(member.plan.cohort) for member in members])
+        for member, total, (up, _) in zip(members, sums, layouts, strict=True):
+            total.bytes_up = sum(payload_bytes(up).values()) * len(member.plan.cohort)
 
         outcomes: list[Outcome] = []
         for e, member in enumerate(members):
@@ -167,7 +177,6 @@ class Stacked:
         squares = (torch.linalg.vector_norm(up.delta, dim=-1) ** 2).tolist()
         finite = _finite_rows(losses, *up, *client)
         mean_losses = losses.tolist()
-        sizes = sum(payload_bytes(_row(up, 0)).values())
         for r, row in enumerate(chunk):
             plan = plans[r]
             if not finite[r]:
@@ -177,9 +186,7 @@ class Stacked:
                 continue
             total = sums[row.member]
             total.losses.append(mean_losses[r])
-            total.steps += row.weight * float(plan.steps[row.c])
             total.square += row.weight * squares[r]
-            total.bytes_up += sizes
             total.trust += [] if ratios is None else [ratios[r]]
             if any(value is not None for value in client):
                 clients[row.member][int(plan.cohort[row.c])] = type(client)(
@@ -207,7 +214,25 @@ class Stacked:
             total.up = type(up)(*(None if a is None else t + a for t, a in zip(total.up, added, strict=True)))
         for name, buffer in buffers.items():
             if buffer.is_floating_point():
-                total.buffers[name] = total.buffers.get(name, 0.0) + mean(buffer)
+                total.buffers[name] = total.buffers[name] + mean(buffer)
+
+    def _start_sums(self, member: Member) -> Sums:
+        """Zeros, and what every rank knows from the plan alone."""
+        weights = client_weights(member.plan, self.by_examples)
+        buffers = {n: torch.zeros_like(b) for n, b in member.state.buffers.items() if b.is_floating_point()}
+        return Sums(buffers=buffers, steps=float(np.dot(weights, member.plan.steps)))
+
+    def _zeros(self, member: Member, down: Any) -> tuple[Any, Tensor]:
+        """What a client sends in this round, and its trust ratios, with zeros in them: tells which fields there are."""
+        x = member.state.server.x
+        needs = member.algorithm.needs(member.plan.number)
+        info = Info(member.plan.number, member.plan.lr, full_gradient=x if needs.full_gradient else None)
+        client = member.algorithm.client_init(x)
+        local = member.algorithm.begin(down, client, info)
+        up, _ = member.algorithm.finish(local, down, client, info)
+        ratios = member.algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
+        trust = x.new_zeros(0) if ratios is None else torch.zeros_like(ratios)
+        return type(up)(*(None if value is None else torch.zeros_like(value) for value in up)), trust
 
     def _client(self, member: Member, row: Row, clients: list[dict[int, Any]]) -> Any:
         known = clients[row.member].get(int(member.plan.cohort[row.c]))

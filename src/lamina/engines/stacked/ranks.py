@@ -1,0 +1,84 @@
+"""Several processes: every rank trains its share of the cohort, and one all-reduce per round adds up the sums.
+
+Started by torchrun. A client always belongs to the same rank (its number modulo the number of ranks), so what it keeps
+between rounds never travels. Shares may be unequal, or empty: an empty rank adds zeros.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lamina.engines.state import Sums
+from lamina.errors import Diverged
+
+
+class Ranks(NamedTuple):
+    """This process among the others."""
+
+    rank: int
+    world: int
+
+    @classmethod
+    def current(cls) -> Ranks:
+        """The process group torchrun started, or a world of one."""
+        if dist.is_available() and dist.is_initialized():
+            return cls(dist.get_rank(), dist.get_world_size())
+        return cls(0, 1)
+
+    def owns(self, client_id: int) -> bool:
+        """Whether this rank trains, and remembers, a client."""
+        return client_id % self.world == self.rank
+
+    def add(self, vector: Tensor) -> Tensor:
+        """The sum of a vector over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(vector)
+        return vector
+
+    def combine(
+        self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged], cohorts: list[int]
+    ) -> None:
+        """Add up every member's sums over the ranks in one all-reduce.
+
+        Args:
+            sums: every member's sums over this rank's rows; completed in place.
+            layouts: for every member a zero Up and zero trust ratios, which tell an empty rank what the others send.
+            failed: the members that diverged here; completed with those that diverged elsewhere.
+            cohorts: the number of active clients of every member.
+        """
+        if self.world == 1:
+            return
+        packed: list[Tensor] = []
+        for e, (total, (zero_up, zero_trust)) in enumerate(zip(sums, layouts, strict=True)):
+            up = zero_up if total.up is None else total.up
+            packed += [value for value in up if value is not None]
+            packed += [total.buffers[name] for name in sorted(total.buffers)]
+            numbers = [total.square, sum(total.losses), float(e in failed)]
+            packed.append(torch.tensor(numbers, dtype=zero_up.delta.dtype, device=zero_up.delta.device))
+            packed.append(torch.stack(total.trust).sum(0) if total.trust else zero_trust)
+        flat = self.add(torch.cat([value.reshape(-1).to(packed[0].dtype) for value in packed]))
+        pieces = iter(
+            piece.reshape(value.shape)
+            for piece, value in zip(torch.split(flat, [value.numel() for value in packed]), packed, strict=True)
+        )
+        somewhere = False
+        for total, (zero_up, _), cohort in zip(sums, layouts, cohorts, strict=True):
+            total.up = type(zero_up)(*(None if value is None else next(pieces) for value in zero_up))
+            for name in sorted(total.buffers):
+                total.buffers[name] = next(pieces)
+            total.square, losses, flag = next(pieces).tolist()
+            total.losses = [losses / cohort]
+            trust = next(pieces)
+            total.trust = [trust / cohort] if len(trust) else []
+            somewhere = somewhere or flag > 0
+        if somewhere:
+            everyones: list[Any] = [None] * self.world
+            own = {e: (str(error), error.round, error.client, error.layer) for e, error in failed.items()}
+            dist.all_gather_object(everyones, own)
+            for theirs in everyones:
+                for e, (text, number, client, layer) in theirs.items():
+                    failed.setdefault(e, Diverged(text, round=number, client=client, layer=layer))

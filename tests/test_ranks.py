@@ -1,0 +1,75 @@
+"""Several processes share a cohort and end where one process ends."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import lamina
+from test_stacked import PARTS, simulation
+
+ALGORITHMS = {
+    "fedlamb": lambda: lamina.FedLamb(decay=0.01),
+    "scaffold": lambda: lamina.Scaffold(),
+    "mime": lambda: lamina.create("mime", "mime"),
+    "fedlada": lambda: lamina.FedLada(v_init=1e-6),
+}
+# 3 of 5 clients active, and 1 of 5: with three ranks some have nothing to do
+CASES = [
+    (name, kind, share) for name in ALGORITHMS for kind, share in (("cnn", 0.6), ("batch_norm", 1.0), ("mlp", 0.2))
+]
+
+
+def run_case(name, kind, share):
+    run = simulation(kind, ALGORITHMS[name](), "stacked", participation=share)
+    run.run(3)
+    return run
+
+
+def worker(rank, world, port, results):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        made = {}
+        for case in CASES:
+            run = run_case(*case)
+            rows = [{k: v for k, v in row.items() if "seconds" not in k} for row in run.history]
+            made[case] = ([v.clone() for v in run.state.server if v is not None], sorted(run.state.clients), rows)
+        diverging = simulation("mlp", "fedavg", "stacked", lr=1e200)
+        try:
+            diverging.run(3)
+            made["error"] = None
+        except lamina.Diverged as error:
+            made["error"] = (error.round, error.layer)
+        results[rank] = made
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_give_the_trajectory_of_one_process(world):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(worker, args=(world, port, results), nprocs=world)
+        results = dict(results)
+    assert len(results) == world
+    for case in CASES:
+        alone = run_case(*case)
+        expected = [v for v in alone.state.server if v is not None]
+        for rank in range(world):
+            vectors, clients, rows = results[rank][case]
+            for a, b in zip(vectors, expected, strict=True):
+                assert float((a - b).abs().max()) <= 1e-9 * float(b.abs().max()), case
+            assert all(i % world == rank for i in clients)
+            for row, own in zip(rows, alone.history, strict=True):
+                assert row == {k: pytest.approx(own[k], rel=1e-6, abs=1e-12) for k in row}
+        assert len(PARTS) == 5
+    assert {results[rank]["error"] for rank in range(world)} == {results[0]["error"]}
+    assert results[0]["error"] is not None
