@@ -1,7 +1,11 @@
 """Several processes share a cohort and end where one process ends."""
 
+import json
 import os
 import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch.multiprocessing as mp
 import lamina
 from test_stacked import PARTS, simulation
 
+ROOT = Path(__file__).parent.parent
 ALGORITHMS = {
     "fedlamb": lambda: lamina.FedLamb(decay=0.01),
     "scaffold": lambda: lamina.Scaffold(),
@@ -48,6 +53,25 @@ def worker(rank, world, port, results):
         results[rank] = made
     finally:
         dist.destroy_process_group()
+
+
+def test_torchrun_on_the_command_line(tmp_path):
+    """Two processes write one run folder, with the metrics of a single process."""
+    command = ["run", str(ROOT / "experiments" / "digits.toml"), "--set", "train.rounds=3"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lamina"]
+    runs = {}
+    for name, how in (("two", start), ("one", [sys.executable, "-m", "lamina"])):
+        done = subprocess.run(
+            [*how, *command, "--out", name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("records and model in") == 1
+        runs[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for a, b in zip(runs["two"], runs["one"], strict=True):
+        assert a["accuracy"] == b["accuracy"]
+        assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-5)
+        assert a["bytes_up"] == b["bytes_up"]
 
 
 @pytest.mark.parametrize("world", [2, 3])

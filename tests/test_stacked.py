@@ -10,7 +10,7 @@ import lamina
 from lamina import models
 from lamina.data import Augment, Dataset
 from lamina.engines.loop import Loop
-from lamina.engines.stacked import convolution
+from lamina.engines.stacked import convolution, memory
 from lamina.engines.stacked.engine import Member
 from lamina.engines.stacked.forward import choose_forward
 
@@ -404,3 +404,13 @@ def test_grouped_with_stride_and_groups():
     x, w = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64), torch.randn(3, 6, 2, 3, 3, dtype=torch.float64)
     settings = ((2, 1), (1, 1), (1, 2), 2)
     assert torch.allclose(convolution.grouped(x, w, *settings), convolution.one_by_one(x, w, *settings), rtol=1e-12)
+
+
+def test_the_memory_of_a_row_is_measured():
+    """Linear(8, 64)-ReLU-Linear(64, 3): the saved activations grow by the batch, the vectors do not."""
+    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+    run = lamina.Simulation(net, (torch.randn(64, 8), torch.arange(64) % 3), "fedavg", clients=2, device="cpu")
+    small, large = (memory.row_bytes(run.engine, batch) for batch in (8, 32))
+    p = sum(t.numel() for t in net.parameters())
+    assert small >= memory.VECTORS * 4 * p
+    assert large - small >= 2 * 24 * 64 * 4  # at least the hidden layer of 24 more samples, twice

@@ -120,7 +120,9 @@ def run(
     """Train one experiment; its metrics and the trained model go to a folder."""
     experiment = load(file, overrides or [])
     path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
-    folder = running.RunFolder(path, overwrite=overwrite)
+    experiment, ranks = running.join_ranks(experiment)
+    folder = running.RunFolder(path, overwrite=overwrite) if ranks.rank == 0 else None
+    quiet = quiet or folder is None
     simulation = running.build(experiment)
     with progress_bar(experiment.train.rounds, quiet) as advance:
         name = experiment.algorithm.name

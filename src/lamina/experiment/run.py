@@ -21,6 +21,7 @@ from lamina import algorithms, models, rng
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
+from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, nearest
 from lamina.experiment.config import Experiment, Named
 from lamina.history import Row
@@ -286,23 +287,48 @@ class RunFolder:
             self._metrics.close()
 
 
+def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
+    """Under torchrun, join the other processes: each takes a share of every cohort, on a GPU of its own if there are.
+
+    gloo and NCCL, one node or many, are torch.distributed's; nothing is decided here but the device.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return experiment, Ranks(0, 1)
+    device = experiment.run.device
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_gpu:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    if experiment.run.engine == "loop":
+        raise BadInput("torchrun shares the cohort of the stacked engine: run.engine = 'loop' runs in one process only")
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    settings = experiment.run.model_copy(update={"device": device, "engine": "stacked"})
+    return experiment.model_copy(update={"run": settings}), Ranks.current()
+
+
 def run(
     simulation: Simulation,
     experiment: Experiment,
-    folder: RunFolder,
+    folder: RunFolder | None,
     on_round: Callable[[Row], None] | None = None,
 ) -> None:
-    """Run an experiment to its end; every finished round is on disk before the next begins."""
+    """Run an experiment to its end; every finished round is on disk before the next begins.
+
+    Without a folder nothing is written: under torchrun only the first process keeps records.
+    """
     torch.set_num_threads(choose_threads(experiment, simulation.objective.start.numel()))
     config = resolved(experiment, simulation)
 
     def finished(row: Row) -> None:
-        folder.record(row, config)
+        if folder is not None:
+            folder.record(row, config)
         if on_round is not None:
             on_round(row)
 
     try:
         simulation.run(experiment.train.rounds, finished)
-        folder.save_model(simulation)
+        if folder is not None:
+            folder.save_model(simulation)
     finally:
-        folder.close()
+        if folder is not None:
+            folder.close()

@@ -72,6 +72,7 @@ class Stacked:
     precision: Precision = "fp32"
     compiled: bool = True  # on a GPU: compile the step (slower to start, faster to run)
     always_graphed: bool = False  # take the GPU's path on a CPU too, without a graph: for tests
+    row_bytes: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # by batch size; see memory.py
     _graphs: dict[Any, GraphedSteps] = field(default_factory=dict, repr=False)
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
