@@ -347,7 +347,7 @@ def test_compare_uses_real_seeds_the_cards_rates_and_the_algorithm_section(here,
 def test_compare_does_not_write_into_a_runs_folder(here, capsys):
     assert call("run", "small.toml", "--out", "r", "-q") == 0
     assert call("compare", "small.toml", "--algorithms", "fedavg", "--out", "r") == 2
-    assert "holds a run" in capsys.readouterr().err
+    assert "holds other files" in capsys.readouterr().err
 
 
 def entry(*accuracies):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lamina import BadInput, Layers, algorithms
+from lamina.algorithms import contract
 from lamina.algorithms.contract import Info, options, registry
 from lamina.ledger import payload_bytes, wire_cost
 
@@ -190,6 +191,7 @@ def test_cards_and_files_are_complete(name):
         (lambda: algorithms.create("mime", momentum="server", bias_correction=True), "bias_correction"),
         (lambda: algorithms.create("fedams", v_init=0.0), "v_init = 0 leaves nothing to divide by"),
         (lambda: algorithms.create("fedlamb", phi_min=2.0, phi_max=1.0), "phi_min = 2 is above phi_max = 1"),
+        (lambda: algorithms.create("fedlamb", decay_on="matrices", decay_form="l2"), "acts only with decay_form"),
         (lambda: algorithms.create("no.such.module:Thing"), "cannot load the algorithm"),
         (lambda: algorithms.create("collections:OrderedDict"), "is not an algorithm class"),
     ],
@@ -198,6 +200,31 @@ def test_bad_names_and_options_are_refused_in_one_line(call, text):
     with pytest.raises(BadInput, match=text) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept(monkeypatch):
+    monkeypatch.setattr(contract, "_REGISTRY", dict(registry()))
+    fedavg = registry()["fedavg"]
+
+    def make(name):
+        @contract.algorithm(name, title="Own", reference="-", lr=0.1)
+        class Own(fedavg):
+            label: str = contract.hyper("x", "a text option")
+
+            def __post_init__(self):
+                if self.label == "bad":
+                    raise BadInput("own check")
+
+        return Own
+
+    with pytest.raises(BadInput, match="an algorithm named 'fedavg' exists already"):
+        make("fedavg")
+    own = make("own")
+    assert own(label="y").label == "y"
+    with pytest.raises(BadInput, match="own check"):
+        own(label="bad")
+    with pytest.raises(BadInput, match="label = 3 is not a text"):
+        own(label=3)
 
 
 def test_an_algorithm_of_ones_own_is_found_by_import_path():

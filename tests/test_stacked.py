@@ -356,6 +356,31 @@ def test_a_module_that_mixes_samples_or_clients_is_not_stacked():
     assert why
 
 
+class OwnStatistics(nn.Module):
+    """Keeps a running mean of its own, over the samples of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.8).add_(0.2 * x.detach().mean(0))
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_module_that_keeps_statistics_of_its_own_runs_in_the_loop(dropout):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(OwnStatistics(), nn.Dropout(dropout)).double(), torch.randn(48, 8, dtype=torch.float64)
+    auto = lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, batch_size=4, device="cpu")
+    assert isinstance(auto.engine, Loop)
+    for engine in ("stacked", "vmap"):
+        with pytest.raises(lamina.BadInput, match=r"training changes the buffer '0\.mean'"):
+            lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, device="cpu", engine=engine)
+
+
 def test_dropout_is_reproducible_and_independent_of_other_clients():
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3))
     x = torch.randn(48, 8)

@@ -121,9 +121,9 @@ def run(
     experiment = load(file, overrides or [])
     path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
     experiment, ranks = running.join_ranks(experiment)
+    simulation = running.build(experiment)  # first: a wrong name matters more than a folder in the way
     folder = running.RunFolder(path, overwrite=overwrite) if ranks.rank == 0 else None
     quiet = quiet or folder is None
-    simulation = running.build(experiment)
     with progress_bar(experiment.train.rounds, quiet) as advance:
         name = experiment.algorithm.name
         running.run(simulation, experiment, folder, on_round=lambda row: advance(name, row))

@@ -98,7 +98,8 @@ def diverged(
     who = "the server's step" if client is None else f"client {client}{step}"
     return Diverged(
         f"round {round}: {who} went non-finite, first in '{layer}'; "
-        f"lower the learning rate (now {lr:g}) or clip the gradients. Earlier rounds are kept",
+        f"lower the learning rate (now {lr:g}) or clip the gradients"
+        + (". Earlier rounds are kept" if round > 1 else ""),
         round=round,
         client=client,
         layer=layer,

@@ -212,8 +212,14 @@ def with_algorithm(experiment: Experiment, name: str) -> Experiment:
     return experiment.model_copy(update={"algorithm": AlgorithmSection(name=name, **{**options, **own})})
 
 
+FILES = ("config.json", "rounds.csv", "tuning.csv", "comparison.png")  # what a comparison leaves behind
+
+
 def check_folder(folder: Path) -> None:
     """Refuse a folder that cannot be written to, or holds something else than an earlier comparison."""
     check_writable(folder)
-    if (folder / "metrics.jsonl").exists() or ((folder / "config.json").exists() and not is_ours(folder)):
-        raise BadInput(f"the folder '{folder}' holds a run or other files: choose another with --out")
+    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if found and not (is_ours(folder) and set(found) <= set(FILES)):
+        raise BadInput(
+            f"the folder '{folder}' holds other files than an earlier comparison's: choose another with --out"
+        )

@@ -145,6 +145,7 @@ def choose_forward(
 
 def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tensor, tolerance: float) -> None:
     """Compare two stacked clients with the module run alone: catches layers that mix the samples of a batch."""
+    _refuse_changed_buffers(forward, objective, inputs)
     x = objective.start
     scale = torch.tensor([[1.0], [1.1]], dtype=x.dtype, device=x.device)
     flat = (x * scale).requires_grad_()
@@ -175,6 +176,17 @@ def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tens
                     raise CannotStack(
                         f"{forward.name}: the module mixes samples of a batch, or uses a layer's parameters directly"
                     )
+
+
+def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tensor) -> None:
+    """A buffer that training changes must be one per client, and padding must not count: true of BatchNorm alone."""
+    buffers = {n: b.clone() for n, b in objective.buffers.items()}
+    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []), torch.no_grad():
+        objective.outputs(objective.start, buffers, inputs, train=True)
+    known = forward.per_client_buffers if isinstance(forward, StackedForward) else set()
+    for name, buffer in buffers.items():
+        if name not in known and not torch.equal(buffer, objective.buffers[name]):
+            raise CannotStack(f"{forward.name}: training changes the buffer '{name}', which has no stacked form")
 
 
 def _is_random(objective: Objective, inputs: Tensor) -> bool:
