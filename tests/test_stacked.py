@@ -173,6 +173,19 @@ def test_the_path_of_the_gpu(name):
     compare("batch_norm", lamina.create(name), graphed=True, clip=0.5)
 
 
+def test_the_path_of_the_gpu_keeps_one_graph_while_the_number_of_steps_varies():
+    run = simulation("cnn", "fedlamb", "stacked", clients=[range(13), range(13, 24), range(24, 48)], participation=0.3)
+    run.engine.always_graphed, run.engine.compiled = True, False
+    reference = simulation(
+        "cnn", "fedlamb", "loop", clients=[range(13), range(13, 24), range(24, 48)], participation=0.3
+    )
+    run.run(6)
+    reference.run(6)
+    assert {int(run.plan.round(r).steps.max()) for r in range(1, 7)} == {3, 4, 6}
+    assert len(run.engine._graphs) == 2  # room for 4 and for 8 steps
+    assert_same(run.state, reference.state, 1e-9)
+
+
 def test_the_path_of_the_gpu_with_control_variates():
     compare("cnn", lamina.create("mime", "mime"), graphed=True)
 

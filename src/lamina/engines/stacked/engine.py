@@ -22,7 +22,7 @@ from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.forward import Forward, Precision, arithmetic
-from lamina.engines.stacked.graphed import GraphedSteps
+from lamina.engines.stacked.graphed import GraphedSteps, room_for
 from lamina.engines.stacked.memory import rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
@@ -70,7 +70,7 @@ class Stacked:
     record_trust_ratios: bool = False
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
     precision: Precision = "fp32"
-    compiled: bool = True  # on a GPU: compile the step (slower to start, faster to run)
+    compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: large models only
     always_graphed: bool = False  # take the GPU's path on a CPU too, without a graph: for tests
     row_bytes: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # by batch size; see memory.py
     _graphs: dict[Any, GraphedSteps] = field(default_factory=dict, repr=False)
@@ -330,7 +330,7 @@ class Stacked:
     ) -> GraphedSteps:
         """The captured step for this shape of chunk; captured once, then replayed in every round."""
         shape = (
-            tuple(samples.shape),
+            (samples.shape[0], room_for(samples.shape[1]), samples.shape[2]),
             counts is None,
             control,
             tuple(v is None for v in local),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # Every shape of chunk is compiled for itself; beyond this many torch would silently stop compiling.
 torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
+COMPILED_FROM = 500_000  # parameters; a smaller model is done before its compilation would pay
 WARM_UP_STEPS = 3  # torch asks for a few runs on a side stream before a capture
 
 
@@ -47,15 +48,16 @@ class GraphedSteps:
         )
         self.down = _copy_record(down)
         self.buffers = {n: b.clone() for n, b in buffers.items()}
-        self.samples = samples.clone()
-        self.counts = None if counts is None else counts.clone()
-        self.keys = None if keys is None else keys.clone()
+        self.samples = _with_room(samples)
+        self.counts = None if counts is None else _with_room(counts)
+        self.keys = None if keys is None else _with_room(keys)
         rows = samples.shape[0]
         self.lr = torch.zeros(rows, 1, dtype=local.y.dtype, device=local.y.device)
         self.losses = torch.zeros(rows, dtype=local.y.dtype, device=local.y.device)
         self.k = torch.zeros(1, dtype=torch.long, device=local.y.device)
-        self._means = torch.compile(self._mean_losses, dynamic=False) if engine.compiled else self._mean_losses
-        self._apply = torch.compile(self._apply_step, dynamic=False) if engine.compiled else self._apply_step
+        compiled = engine.objective.start.numel() >= COMPILED_FROM if engine.compiled is None else engine.compiled
+        self._means = torch.compile(self._mean_losses, dynamic=False) if compiled else self._mean_losses
+        self._apply = torch.compile(self._apply_step, dynamic=False) if compiled else self._apply_step
         self._replay = self._capture().replay if local.y.is_cuda else self._one_step
 
     def run(
@@ -73,15 +75,16 @@ class GraphedSteps:
         _write_record(self.down, down)
         for name, buffer in buffers.items():
             self.buffers[name].copy_(buffer)
-        self.samples.copy_(samples)
+        steps = samples.shape[1]
+        self.samples[:, :steps].copy_(samples)
         if self.counts is not None and counts is not None:
-            self.counts.copy_(counts)
+            self.counts[:, :steps].copy_(counts)
         if self.keys is not None and keys is not None:
-            self.keys.copy_(keys)
+            self.keys[:, :steps].copy_(keys)
         self.lr.copy_(torch.as_tensor(lr, dtype=self.lr.dtype).expand_as(self.lr))
         self.losses.zero_()
         self.k.zero_()
-        for _ in range(samples.shape[1]):
+        for _ in range(steps):
             self._replay()
         for name, buffer in buffers.items():
             buffer.copy_(self.buffers[name])
@@ -140,6 +143,22 @@ class GraphedSteps:
         for old, new in zip(local, after, strict=True):
             if old is not None and new is not old:
                 old.copy_(new if active is None else torch.where(active, new, old))
+
+
+def room_for(steps: int) -> int:
+    """Steps to make room for: the next power of two, so that a few more steps in a later round need no new graph.
+
+    >>> [room_for(k) for k in (1, 3, 4, 5)]
+    [1, 4, 4, 8]
+    """
+    return 1 << (steps - 1).bit_length()
+
+
+def _with_room(values: Tensor) -> Tensor:
+    """A copy of [rows, K, ...] with room for more steps."""
+    made = values.new_zeros(values.shape[0], room_for(values.shape[1]), *values.shape[2:])
+    made[:, : values.shape[1]] = values
+    return made
 
 
 def _copy_record(record: Any) -> Any:
