@@ -361,6 +361,13 @@ def test_fallbacks_give_the_same_result_and_say_why(model, form, caplog):
         lamina.Simulation(net, data, "fedlamb", clients=PARTS, device="cpu", engine="stacked")
 
 
+def test_a_large_model_on_a_cpu_runs_in_the_loop_unless_told():
+    net, data = nn.Linear(8, 40_000), (torch.randn(48, 8), torch.arange(48) % 3)
+    assert isinstance(lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu").engine, Loop)
+    forced = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", engine="stacked")
+    assert not isinstance(forced.engine, Loop)
+
+
 def test_a_module_that_mixes_samples_or_clients_is_not_stacked():
     torch.manual_seed(0)
     net, x = Sneaky().double(), torch.randn(8, 8, dtype=torch.float64)

@@ -30,6 +30,7 @@ from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
 
 EVALUATION_BATCH = 1000
 DEFAULT_CLIENTS = 10
+STACKED_ON_CPU_UP_TO = 300_000  # parameters; beyond, several models at a time leave the caches (benchmarks/speed.py)
 log = logging.getLogger(__name__)
 
 
@@ -342,6 +343,9 @@ def choose_engine(name: str, precision: Precision, **settings: Any) -> Loop | St
     if name == "loop":
         return Loop(**settings)
     data, objective = settings["data"], settings["objective"]
+    if name == "auto" and objective.device.type == "cpu" and objective.start.numel() > STACKED_ON_CPU_UP_TO:
+        log.info("running client by client: on a CPU a model of this size gains nothing from stacking")
+        return Loop(**settings)
     sample = prepare(data.x[:4], data.mean, data.std, objective.dtype), data.y[:4]
     forward, why = choose_forward(objective, sample, precision, name)
     if forward is None:
