@@ -70,7 +70,9 @@ class Stacked:
     record_trust_ratios: bool = False
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
     precision: Precision = "fp32"
-    compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: large models only
+    compiled: bool | None = (
+        None  # on a GPU: compile the step (slower to start, faster to run); None: large models in bf16
+    )
     always_graphed: bool = False  # take the GPU's path on a CPU too, without a graph: for tests
     row_bytes: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # by batch size; see memory.py
     _graphs: dict[Any, GraphedSteps] = field(default_factory=dict, repr=False)
