@@ -401,6 +401,39 @@ def test_a_module_that_keeps_statistics_of_its_own_runs_in_the_loop(dropout):
             lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, device="cpu", engine=engine)
 
 
+def test_control_variates_with_dropout_run_in_the_loop():
+    """g(y) - g(x) at the first step, where y = x, is zero only if both gradients see one dropout mask."""
+    net, data = (
+        nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3)),
+        (torch.randn(48, 8), torch.arange(48) % 3),
+    )
+    run = lamina.Simulation(net, data, lamina.create("mime", "mime"), clients=PARTS, device="cpu")
+    assert isinstance(run.engine, Loop)
+    assert not isinstance(lamina.Simulation(net, data, "mime", clients=PARTS, device="cpu").engine, Loop)
+    with pytest.raises(lamina.BadInput, match="one dropout mask"):
+        lamina.Simulation(net, data, lamina.create("mime", "mime"), clients=PARTS, device="cpu", engine="stacked")
+
+
+def test_bf16_is_never_dropped_in_silence(caplog):
+    net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
+    with pytest.raises(lamina.BadInput, match="bf16"):
+        lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", engine="loop", precision="bf16")
+    lamina.Simulation(Recurrent(), data, "fedavg", clients=PARTS, device="cpu", precision="bf16")
+    assert "precision='bf16' needs stacked layers" in caplog.text
+    with pytest.raises(lamina.BadInput, match="did you mean 'bf16'"):
+        lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", precision="bf61")
+
+
+def test_the_path_of_the_gpu_refuses_a_lone_sample_too():
+    net = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3))
+    data = (torch.randn(48, 8), torch.arange(48) % 3)
+    run = lamina.Simulation(net, data, "fedavg", clients=8, partition="reallocate", participation=0.5, batch_size=11,
+                            device="cpu", engine="stacked")  # 48 samples over 4 clients: 12 = 11 + 1  # fmt: skip
+    run.engine.always_graphed, run.engine.compiled = True, False
+    with pytest.raises(lamina.BadInput, match="BatchNorm cannot train on a batch of one sample"):
+        run.run(1)
+
+
 def test_dropout_is_reproducible_and_independent_of_other_clients():
     model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 3))
     x = torch.randn(48, 8)

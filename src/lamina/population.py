@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from lamina.algorithms.contract import options
 from lamina.engines.stacked.engine import Member, Stacked
+from lamina.engines.stacked.forward import arithmetic
 from lamina.errors import BadInput, Diverged
 from lamina.history import History, Row
 from lamina.simulation import Simulation
@@ -49,7 +50,8 @@ class Population:
                 Member(s.algorithm, s.state, s.plan.round(s.state.round + 1))
                 for s in (self.simulations[i] for i in going)
             ]
-            outcomes = engine.run_members(members)
+            with arithmetic(self.simulations[0].precision):
+                outcomes = engine.run_members(members)
             seconds = (time.perf_counter() - started) / len(going)
             for i, member, outcome in zip(going, members, outcomes, strict=True):
                 if isinstance(outcome, Diverged):

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from lamina.data.partitions import ByColumn, Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import Precision, choose_forward
+from lamina.engines.stacked.forward import Precision, arithmetic, choose_forward, is_random
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, Diverged, is_number, is_whole, unknown
 from lamina.history import History, Row
@@ -136,6 +136,9 @@ class Simulation:
             local_steps=local_steps,
             seed=seed,
         )
+        if precision not in get_args(Precision):
+            raise unknown("precision", precision, get_args(Precision))
+        self.precision = precision
         self._check_fit(loss)
         self._check_protocol(client_metrics)
         self.engine = choose_engine(
@@ -162,7 +165,8 @@ class Simulation:
         while self.state.round < last:
             started = time.perf_counter()
             plan = self.plan.round(self.state.round + 1)
-            self.state, report = self.engine.run_round(self.state, plan)
+            with arithmetic(self.precision):
+                self.state, report = self.engine.run_round(self.state, plan)
             row = self.record(plan, report, time.perf_counter() - started, evaluate=self.state.round == last)
             if on_round is not None:
                 on_round(row)
@@ -340,6 +344,15 @@ def choose_engine(name: str, precision: Precision, **settings: Any) -> Loop | St
     """The engine to run on; "auto" takes the fastest the model allows, and logs why if that is not the stacked one."""
     if name not in ("auto", "stacked", "vmap", "loop"):
         raise unknown("engine", name, ("auto", "stacked", "vmap", "loop"))
+    if name in ("loop", "vmap") and precision == "bf16":
+        raise BadInput(f"precision='bf16' needs stacked layers: engine='{name}' computes in the model's own precision")
+    engine = _fastest_engine(name, precision, **settings)
+    if precision == "bf16" and not (isinstance(engine, Stacked) and engine.forward.name == "stacked"):
+        log.warning("precision='bf16' needs stacked layers: this run computes in the model's own precision")
+    return engine
+
+
+def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Loop | Stacked:
     if name == "loop":
         return Loop(**settings)
     data, objective = settings["data"], settings["objective"]
@@ -348,6 +361,11 @@ def choose_engine(name: str, precision: Precision, **settings: Any) -> Loop | St
         return Loop(**settings)
     sample = prepare(data.x[:4], data.mean, data.std, objective.dtype), data.y[:4]
     forward, why = choose_forward(objective, sample, precision, name)
+    if forward is not None and settings["algorithm"].needs(1).control_variate and is_random(objective, sample[0]):
+        forward, why = (
+            None,
+            "control variates compare two gradients under one dropout mask, which only the loop can draw",
+        )
     if forward is None:
         if name != "auto":
             raise BadInput(f"engine='{name}' is not possible for this model: {why}; engine='auto' falls back by itself")
@@ -355,4 +373,4 @@ def choose_engine(name: str, precision: Precision, **settings: Any) -> Loop | St
         return Loop(**settings)
     if why and name == "auto":
         log.info("using torch.func.vmap instead of stacked layers: %s", why)
-    return Stacked(forward=forward, precision=precision, **settings)
+    return Stacked(forward=forward, **settings)

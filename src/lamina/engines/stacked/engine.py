@@ -21,7 +21,7 @@ from lamina.algorithms.primitives import clip_by_norm
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.engines.loop import Loop
-from lamina.engines.stacked.forward import Forward, Precision, arithmetic
+from lamina.engines.stacked.forward import Forward
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
 from lamina.engines.stacked.memory import rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
@@ -69,7 +69,6 @@ class Stacked:
     augmentation: Augment | None = None
     record_trust_ratios: bool = False
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
-    precision: Precision = "fp32"
     compiled: bool | None = (
         None  # on a GPU: compile the step (slower to start, faster to run); None: large models in bf16
     )
@@ -86,10 +85,6 @@ class Stacked:
 
     def run_members(self, members: Sequence[Member]) -> list[Outcome]:
         """The same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
-        with arithmetic(self.precision):
-            return self._run_members(members)
-
-    def _run_members(self, members: Sequence[Member]) -> list[Outcome]:
         ranks = Ranks.current()
         rows = [
             Row(e, c, weight)
@@ -306,7 +301,11 @@ class Stacked:
             torch.manual_seed(rng.torch_seed(int(plans[0].streams[chunk[0].c]), "dropout", chunk[0].member))
             if device.type == "cuda" or self.always_graphed:
                 ragged = bool((filled < width).any())
-                graph = self._graph(algorithm, local, down, buffers, samples, counts if ragged else None, keys, control)
+                lone_sample = bool((filled == 1).any())
+                self.forward.announce(lone_sample)  # BatchNorm refuses one while the step is captured
+                graph = self._graph(
+                    algorithm, local, down, buffers, samples, counts if ragged else None, keys, control, lone_sample
+                )
                 local, total = graph.run(local, down, buffers, samples, counts, keys, info.lr)
                 return local, total / steps
             for k in range(index.shape[1]):
@@ -329,12 +328,14 @@ class Stacked:
         counts: Tensor | None,
         keys: Tensor | None,
         control: bool,
+        lone_sample: bool,
     ) -> GraphedSteps:
         """The captured step for this shape of chunk; captured once, then replayed in every round."""
         shape = (
             (samples.shape[0], room_for(samples.shape[1]), samples.shape[2]),
             counts is None,
             control,
+            lone_sample,
             tuple(v is None for v in local),
             tuple(None if v is None else v.stride(0) == 0 for v in down),
             tuple((n, _identity(getattr(algorithm, n))) for n in options(type(algorithm))),

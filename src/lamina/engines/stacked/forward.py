@@ -154,7 +154,7 @@ def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tens
     real = len(inputs) - 1
     mask = (torch.arange(len(inputs), device=x.device) < real).expand(2, -1)
     for train in (False, True):
-        if train and _is_random(objective, inputs):
+        if train and is_random(objective, inputs):
             continue  # dropout: the masks differ, so only evaluation mode can be compared
         for padded in (False, True):  # the last sample as padding: it must not count
             if padded and real < 2:
@@ -189,7 +189,7 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tens
             raise CannotStack(f"{forward.name}: training changes the buffer '{name}', which has no stacked form")
 
 
-def _is_random(objective: Objective, inputs: Tensor) -> bool:
+def is_random(objective: Objective, inputs: Tensor) -> bool:
     """Whether the module draws random numbers in training mode."""
     if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in objective.module.modules()):
         return True

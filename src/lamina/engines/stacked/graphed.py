@@ -58,7 +58,7 @@ class GraphedSteps:
         compiled = engine.compiled
         if compiled is None:
             # In float32 torch 2.11 mistakes the layout of a grouped convolution's weight gradient when compiled.
-            compiled = engine.objective.start.numel() >= COMPILED_FROM and engine.precision == "bf16"
+            compiled = engine.objective.start.numel() >= COMPILED_FROM and engine.forward.precision == "bf16"
         self._means = torch.compile(self._mean_losses, dynamic=False) if compiled else self._mean_losses
         self._apply = torch.compile(self._apply_step, dynamic=False) if compiled else self._apply_step
         self._replay = self._capture().replay if local.y.is_cuda else self._one_step
