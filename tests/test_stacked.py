@@ -463,13 +463,12 @@ def test_stacked_engines_can_be_replaced_by_the_loop_in_mid_run():
 # --- the forms of a convolution ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", [convolution.patches, convolution.grouped])
 @pytest.mark.parametrize(("padding", "kernel"), [((0, 0), (3, 3)), ((1, 1), (3, 3)), ((2, 1), (5, 2))])
-def test_every_form_of_a_convolution_is_the_same(form, padding, kernel):
+def test_a_grouped_convolution_is_one_per_client(padding, kernel):
     torch.manual_seed(0)
     x = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64, requires_grad=True)
     w = torch.randn(3, 5, 4, *kernel, dtype=torch.float64, requires_grad=True)
-    out = form(x, w, padding) if form is convolution.patches else form(x, w, (1, 1), padding, (1, 1), 1)
+    out = convolution.grouped(x, w, (1, 1), padding, (1, 1), 1)
     expected = convolution.one_by_one(x, w, (1, 1), padding, (1, 1), 1)
     assert torch.allclose(out, expected, rtol=1e-12)
     seed = torch.randn_like(expected)

@@ -80,9 +80,10 @@ class StackedForward:
         clients = flat.shape[0]
         parameters = (self.layout or self.objective.layers).unflatten(flat)
         fixed = {n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()}
-        if self.precision == "bf16":  # float32 master weights; biases and norm scales stay as they are
-            parameters = {n: p.bfloat16() if p.dim() > 2 else p for n, p in parameters.items()}
-            fixed = {n: p.bfloat16() if p.dim() > 2 else p for n, p in fixed.items()}
+        if self.precision == "bf16":  # float32 master weights; biases and norm scales stay as they are, and
+            # convolutions round their kernels themselves, so that their gradients are float32
+            parameters = {n: p.bfloat16() if p.dim() == 3 else p for n, p in parameters.items()}
+            fixed = {n: p.bfloat16() if p.dim() == 3 else p for n, p in fixed.items()}
             inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
         self.objective.set_mode(self.module, train)
         for layer in self.batch_norms:

@@ -49,12 +49,11 @@ class StackedConv2d(nn.Conv2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, in, H, W] -> [C * B, out, H', W']."""
-        clients = self.weight.shape[0]
-        x = unfold_clients(input, clients)
-        out = convolve(x, self.weight, self.stride, self.padding, self.dilation, self.groups)
+        out = convolve(input, self.weight, self.stride, self.padding, self.dilation, self.groups)
         if self.bias is not None:
-            out = out + _per_client(self.bias.to(out.dtype), out, 2)
-        return out.flatten(0, 1)
+            by_client = unfold_clients(out, self.weight.shape[0])
+            out = (by_client + _per_client(self.bias.to(out.dtype), by_client, 2)).flatten(0, 1)
+        return out
 
 
 class StackedGroupNorm(nn.GroupNorm):
@@ -62,9 +61,10 @@ class StackedGroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, channels, ...], the same shape out."""
-        groups = input.reshape(input.shape[0], self.num_groups, -1).to(_at_least_float32(input))
-        variance, mean = torch.var_mean(groups, dim=-1, correction=0, keepdim=True)
-        out = ((groups - mean) * torch.rsqrt(variance + self.eps)).reshape(input.shape)
+        shape = (input.shape[0], self.num_groups, -1, *input.shape[2:])
+        groups = input.view(shape).to(_at_least_float32(input))  # a view in any memory format: no copy
+        variance, mean = torch.var_mean(groups, dim=list(range(2, groups.dim())), correction=0, keepdim=True)
+        out = ((groups - mean) * torch.rsqrt(variance + self.eps)).flatten(1, 2)
         if self.affine:
             clients = self.weight.shape[0]
             x = unfold_clients(out, clients)

@@ -1,0 +1,328 @@
+"""Triton kernels: the convolutions of many clients, each with kernels of its own, in one launch.
+
+A convolution is a matrix product whose left factor is never written down ("implicit GEMM"): a program computes one
+tile of one client's product and reads the pixels it needs as it goes. The client is an axis of the grid, so a cohort
+of any size is one launch and no data are rearranged. Images are [C, B, H, W, channels] in memory, kernels
+[C, out, kh, kw, in], which is how `ChannelsLast` lays them out in the flat vector.
+
+Products are exact in float32 ("ieee"), or go through tensor cores ("tf32", or bfloat16 inputs); sums are float32.
+Nothing is added atomically: the same inputs give the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    x, w, y, rows, height, width, out_height, out_width, x_client, w_client, y_client,
+    IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y[m, n] = sum_k patch(x)[m, k] w[n, k]: m = (sample, row, column), n = out channel, k = (kh, kw, in channel)."""
+    DEPTH: tl.constexpr = KH * KW * IN
+    BY_TAP: tl.constexpr = IN >= 8  # one tap of the kernel at a time: the pixel is the same for the whole tile
+    CHUNKS: tl.constexpr = (IN + BK - 1) // BK  # of channels, per tap
+    STEPS: tl.constexpr = KH * KW * CHUNKS if BY_TAP else (DEPTH + BK - 1) // BK
+    tiles_n: tl.constexpr = (OUT + BN - 1) // BN
+    client = tl.program_id(1).to(tl.int64)
+    tile = tl.program_id(0)
+    m = (tile // tiles_n) * BM + tl.arange(0, BM)
+    n = (tile % tiles_n) * BN + tl.arange(0, BN)
+    x += client * x_client
+    w += client * w_client
+    y += client * y_client
+    sample = m // (out_height * out_width)
+    top = (m // out_width) % out_height * STRIDE_H - PAD_H
+    left = m % out_width * STRIDE_W - PAD_W
+    sums = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(0, STEPS):
+        if BY_TAP:
+            tap = step // CHUNKS
+            row = top + tap // KW
+            column = left + tap % KW
+            inside = (m < rows) & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            pixel = (sample * height + row) * width + column
+            channel = step % CHUNKS * BK + tl.arange(0, BK)
+            real = channel < IN
+            a = tl.load(x + pixel[:, None] * IN + channel[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+            b = tl.load(
+                w + n[None, :] * DEPTH + (tap * IN + channel)[:, None],
+                mask=(n < OUT)[None, :] & real[:, None],
+                other=0.0,
+            )
+        else:
+            k = step * BK + tl.arange(0, BK)
+            rows_k = top[:, None] + (k // (KW * IN))[None, :]
+            columns_k = left[:, None] + (k // IN % KW)[None, :]
+            inside_k = (rows_k >= 0) & (rows_k < height) & (columns_k >= 0) & (columns_k < width)
+            inside_k = inside_k & (m < rows)[:, None] & (k < DEPTH)[None, :]
+            pixels = (sample[:, None] * height + rows_k) * width + columns_k
+            a = tl.load(x + pixels * IN + (k % IN)[None, :], mask=inside_k, other=0.0)
+            b = tl.load(w + n[None, :] * DEPTH + k[:, None], mask=(n < OUT)[None, :] & (k < DEPTH)[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, input_precision=PRECISION)
+    mask = (m < rows)[:, None] & (n < OUT)[None, :]
+    tl.store(y + m[:, None] * OUT + n[None, :], sums.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _input_gradient(  # type: ignore[no-untyped-def]
+    g, w, dx, samples, height, width, out_height, out_width, g_client, w_client, dx_client,
+    IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dx[m, n] = sum_k g[output pixel that tap k of the kernel carried pixel m to] w[k, n].
+
+    With a stride, a pixel meets only the taps of its own residue: programs take one residue each (grid axis 2), so
+    that no product with zero is computed.
+    """
+    tiles_n: tl.constexpr = (IN + BN - 1) // BN
+    client = tl.program_id(1).to(tl.int64)
+    residue_h = tl.program_id(2) // STRIDE_W
+    residue_w = tl.program_id(2) % STRIDE_W
+    some_height = (height - residue_h + STRIDE_H - 1) // STRIDE_H  # pixels of this residue
+    some_width = (width - residue_w + STRIDE_W - 1) // STRIDE_W
+    rows = samples * some_height * some_width
+    tile = tl.program_id(0)
+    if (tile // tiles_n) * BM >= rows:
+        return
+    m = (tile // tiles_n) * BM + tl.arange(0, BM)
+    n = (tile % tiles_n) * BN + tl.arange(0, BN)
+    g += client * g_client
+    w += client * w_client
+    dx += client * dx_client
+    sample = m // (some_height * some_width)
+    row = (m // some_width) % some_height * STRIDE_H + residue_h
+    column = m % some_width * STRIDE_W + residue_w
+    first_h = (residue_h + PAD_H) % STRIDE_H  # the taps are first, first + stride, ...
+    first_w = (residue_w + PAD_W) % STRIDE_W
+    taps_h = tl.maximum(KH - first_h + STRIDE_H - 1, 0) // STRIDE_H
+    taps_w = tl.maximum(KW - first_w + STRIDE_W - 1, 0) // STRIDE_W
+    bottom = (row + PAD_H - first_h) // STRIDE_H  # the output row the first tap carried this row to
+    right = (column + PAD_W - first_w) // STRIDE_W
+    BY_TAP: tl.constexpr = OUT >= 8
+    CHUNKS: tl.constexpr = (OUT + BK - 1) // BK
+    depth = taps_h * taps_w * OUT
+    steps = taps_h * taps_w * CHUNKS if BY_TAP else (depth + BK - 1) // BK
+    sums = tl.zeros((BM, BN), dtype=tl.float32)
+    for step in range(0, steps):
+        if BY_TAP:
+            tap = step // CHUNKS
+            tap_h = tap // taps_w
+            tap_w = tap % taps_w
+            out_row = bottom - tap_h
+            out_column = right - tap_w
+            inside = (m < rows) & (out_row >= 0) & (out_row < out_height)
+            inside = inside & (out_column >= 0) & (out_column < out_width)
+            pixel = (sample * out_height + out_row) * out_width + out_column
+            channel = step % CHUNKS * BK + tl.arange(0, BK)
+            real = channel < OUT
+            a = tl.load(g + pixel[:, None] * OUT + channel[None, :], mask=inside[:, None] & real[None, :], other=0.0)
+            offset = ((first_h + tap_h * STRIDE_H) * KW + first_w + tap_w * STRIDE_W) * IN
+            b = tl.load(
+                w + channel[:, None] * (KH * KW * IN) + offset + n[None, :],
+                mask=(n < IN)[None, :] & real[:, None],
+                other=0.0,
+            )
+        else:
+            k = step * BK + tl.arange(0, BK)
+            taps = k // OUT
+            taps_kh = taps // taps_w
+            taps_kw = taps % taps_w
+            channel_k = k % OUT
+            out_rows = bottom[:, None] - taps_kh[None, :]
+            out_columns = right[:, None] - taps_kw[None, :]
+            inside_k = (out_rows >= 0) & (out_rows < out_height) & (out_columns >= 0) & (out_columns < out_width)
+            inside_k = inside_k & (m < rows)[:, None] & (k < depth)[None, :]
+            pixels = (sample[:, None] * out_height + out_rows) * out_width + out_columns
+            a = tl.load(g + pixels * OUT + channel_k[None, :], mask=inside_k, other=0.0)
+            offsets = ((first_h + taps_kh * STRIDE_H) * KW + first_w + taps_kw * STRIDE_W) * IN
+            b = tl.load(
+                w + (channel_k * (KH * KW * IN) + offsets)[:, None] + n[None, :],
+                mask=(n < IN)[None, :] & (k < depth)[:, None],
+                other=0.0,
+            )
+        sums = tl.dot(a, b, sums, input_precision=PRECISION)
+    pixel_out = (sample * height + row) * width + column
+    mask = (m < rows)[:, None] & (n < IN)[None, :]
+    tl.store(dx + pixel_out[:, None] * IN + n[None, :], sums.to(dx.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weight_gradient(  # type: ignore[no-untyped-def]
+    g, x, dw, rows, per_part, height, width, out_height, out_width, g_client, x_client, dw_client, dw_part,
+    IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dw[o, k] = sum_m g[m, o] patch(x)[m, k] over one part (grid axis 2) of the rows m = (sample, row, column)."""
+    DEPTH: tl.constexpr = KH * KW * IN
+    tiles_n: tl.constexpr = (DEPTH + BN - 1) // BN
+    client = tl.program_id(1).to(tl.int64)
+    part = tl.program_id(2)
+    tile = tl.program_id(0)
+    o = (tile // tiles_n) * BM + tl.arange(0, BM)
+    k = (tile % tiles_n) * BN + tl.arange(0, BN)
+    g += client * g_client
+    x += client * x_client
+    dw += client * dw_client + part.to(tl.int64) * dw_part
+    tap_h = k // (KW * IN)
+    tap_w = k // IN % KW
+    channel = k % IN
+    # for whole tiles of channels the tap is the same for the tile
+    one_tap = (tile % tiles_n) * BN // IN
+    one_h = one_tap // KW
+    one_w = one_tap % KW
+    sums = tl.zeros((BM, BN), dtype=tl.float32)
+    end = tl.minimum((part + 1) * per_part, rows)
+    for start in range(part * per_part, end, BK):
+        m = start + tl.arange(0, BK)
+        valid = m < end
+        sample = m // (out_height * out_width)
+        top = (m // out_width) % out_height * STRIDE_H - PAD_H
+        left = m % out_width * STRIDE_W - PAD_W
+        a = tl.load(g + m[:, None] * OUT + o[None, :], mask=valid[:, None] & (o < OUT)[None, :], other=0.0)
+        if IN % BN == 0:
+            row = top + one_h
+            column = left + one_w
+            inside = valid & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+            pixel = (sample * height + row) * width + column
+            b = tl.load(x + pixel[:, None] * IN + channel[None, :], mask=inside[:, None], other=0.0)
+        else:
+            rows_k = top[:, None] + tap_h[None, :]
+            columns_k = left[:, None] + tap_w[None, :]
+            inside_k = (rows_k >= 0) & (rows_k < height) & (columns_k >= 0) & (columns_k < width)
+            inside_k = inside_k & valid[:, None] & (k < DEPTH)[None, :]
+            pixels = (sample[:, None] * height + rows_k) * width + columns_k
+            b = tl.load(x + pixels * IN + channel[None, :], mask=inside_k, other=0.0)
+        sums = tl.dot(tl.trans(a), b, sums, input_precision=PRECISION)
+    mask = (o < OUT)[:, None] & (k < DEPTH)[None, :]
+    tl.store(dw + o[:, None] * DEPTH + k[None, :], sums, mask=mask)
+
+
+class Tile(NamedTuple):
+    """What one program computes at a time, and with what."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int = 4
+    stages: int = 3  # loads kept in flight
+
+
+PROGRAMS = 528  # to keep a large GPU's 132 processors busy; a weight gradient is cut into parts to have as many
+MOST_PARTS = 32
+Pair = tuple[int, int]
+
+
+def forward(x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, tile: Tile | None = None) -> Tensor:
+    """x [C * B, in, H, W], w [C, out, in, kh, kw], both with the channels last in memory -> [C * B, out, H', W']."""
+    x, w = _images(x), _kernels(w)
+    clients, out, inp, kh, kw = w.shape
+    height, width = x.shape[2:]
+    out_height, out_width = out_size(height, kh, stride[0], padding[0]), out_size(width, kw, stride[1], padding[1])
+    y = _empty_images(x, x.shape[0], out, out_height, out_width)
+    rows = x.shape[0] // clients * out_height * out_width
+    bm, bn, bk, warps, stages = tile or _product_tile(rows, out, inp, kh * kw, x.element_size())
+    grid = (triton.cdiv(rows, bm) * triton.cdiv(out, bn), clients)
+    _forward[grid](
+        x, w, y, rows, height, width, out_height, out_width,
+        x.numel() // clients, w.stride(0), y.numel() // clients,
+        inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return y
+
+
+def input_gradient(
+    g: Tensor, w: Tensor, size: Pair, stride: Pair, padding: Pair, precision: str, tile: Tile | None = None
+) -> Tensor:
+    """The gradient of the input [C * B, in, H, W] from that of the output."""
+    g, w = _images(g), _kernels(w)
+    clients, out, inp, kh, kw = w.shape
+    height, width = size
+    dx = _empty_images(g, g.shape[0], inp, height, width)
+    samples = g.shape[0] // clients
+    some = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # pixels of the largest residue
+    bm, bn, bk, warps, stages = tile or _product_tile(samples * some, inp, out, kh * kw, g.element_size())
+    grid = (triton.cdiv(samples * some, bm) * triton.cdiv(inp, bn), clients, stride[0] * stride[1])
+    _input_gradient[grid](
+        g, w, dx, samples, height, width, g.shape[2], g.shape[3],
+        g.numel() // clients, w.stride(0), dx.numel() // clients,
+        inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return dx
+
+
+def weight_gradient(
+    g: Tensor, x: Tensor, clients: int, kernel: Pair, stride: Pair, padding: Pair, precision: str,
+    tile: Tile | None = None, parts: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient of the kernels [C, out, in, kh, kw] in float32, channels last in memory."""
+    g, x = _images(g), _images(x)
+    out, inp = g.shape[1], x.shape[1]
+    (height, width), (out_height, out_width), (kh, kw) = x.shape[2:], g.shape[2:], kernel
+    rows, depth = g.shape[0] // clients * out_height * out_width, kh * kw * inp
+    bm, bn, bk, warps, stages = tile or _gradient_tile(out, inp, kh * kw, g.element_size())
+    tiles = triton.cdiv(out, bm) * triton.cdiv(depth, bn)
+    if parts is None:
+        parts = max(1, min(MOST_PARTS, PROGRAMS // (tiles * clients), rows // (4 * bk)))
+    per_part = triton.cdiv(triton.cdiv(rows, parts), bk) * bk
+    dw = torch.empty(parts, clients, out, kh, kw, inp, dtype=torch.float32, device=g.device)
+    _weight_gradient[tiles, clients, parts](
+        g, x, dw, rows, per_part, height, width, out_height, out_width,
+        g.numel() // clients, x.numel() // clients, dw.stride(1), dw.stride(0),
+        inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    total = dw[0] if parts == 1 else dw.sum(0)
+    return total.permute(0, 1, 4, 2, 3)
+
+
+def out_size(size: int, kernel: int, stride: int, padding: int) -> int:
+    """Pixels of a convolution's output along one axis."""
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+def _empty_images(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def _images(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
+
+
+def _kernels(w: Tensor) -> Tensor:
+    """Every client's kernels with the channels last in memory; the clients may lie apart, as in a flat vector."""
+    moved = w.permute(0, 1, 3, 4, 2)
+    dense = moved[0].is_contiguous()
+    return w if dense else moved.contiguous().permute(0, 1, 4, 2, 3)
+
+
+def _power(n: int, low: int, high: int) -> int:
+    """The power of two at or above n, within limits."""
+    return int(min(high, max(low, triton.next_power_of_2(n))))
+
+
+def _product_tile(rows: int, columns: int, channels: int, taps: int, bytes_each: int) -> Tile:
+    """From a sweep over the layers of the benchmarks on an H200; see benchmarks/README.md."""
+    if channels < 8:
+        return Tile(128, _power(columns, 16, 64), _power(channels * taps, 16, 32), 4, 3)
+    if bytes_each == 4:
+        return Tile(128, _power(columns, 16, 64), _power(channels, 16, 32), 4, 3)
+    return Tile(64, _power(columns, 16, 128), _power(channels, 16, 64), 4, 3)
+
+
+def _gradient_tile(out: int, channels: int, taps: int, bytes_each: int) -> Tile:
+    bm = _power(out, 16, 128)
+    if channels % 64:
+        return Tile(min(bm, 64), 32, 128 if bytes_each == 2 or channels < 8 else 64, 4, 2)
+    if bytes_each == 4:
+        return Tile(min(bm, 64), 64, 32, 4, 3)
+    return Tile(bm, 64, 64, 4, 3)

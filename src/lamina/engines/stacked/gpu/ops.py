@@ -1,0 +1,143 @@
+"""The kernels as torch operators, so that autograd differentiates them and `torch.compile` leaves them whole."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from lamina.engines.stacked.gpu import kernels
+
+try:
+    from lamina.engines.stacked.gpu import hopper
+except ImportError:  # a triton without Gluon, or with another one
+    hopper = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
+
+
+def convolve(x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+    """x [C * B, in, H, W], weight [C, out, in, kh, kw], both with the channels last in memory -> [C * B, out, H', W'].
+
+    The weights are rounded to the type of the images, products are summed in float32, and the weights' gradient is
+    given in their own type. With float32 images, a product is made of three on tensor cores, which is as exact as
+    float32 arithmetic, or of one if torch is allowed TensorFloat-32.
+    """
+    precision = "tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"
+    made: Tensor = _forward(x, weight, list(stride), list(padding), precision)
+    return made
+
+
+@custom_op("lamina::convolve", mutates_args=())
+def _forward(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precision: str) -> Tensor:
+    w = weight.to(x.dtype)
+    if _suits_hopper(x, weight, stride):
+        return hopper.forward(x, w, _pair(padding))
+    return kernels.forward(x, w, _pair(stride), _pair(padding), precision)
+
+
+@_forward.register_fake
+def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precision: str) -> Tensor:
+    height, width = (
+        kernels.out_size(n, k, s, p) for n, k, s, p in zip(x.shape[2:], weight.shape[3:], stride, padding, strict=True)
+    )
+    return _images(x, weight.shape[1], height, width)
+
+
+@custom_op("lamina::convolve_input_gradient", mutates_args=())
+def _input_gradient(
+    g: Tensor, weight: Tensor, size: list[int], stride: list[int], padding: list[int], precision: str
+) -> Tensor:
+    w = weight.to(g.dtype)
+    if _suits_hopper(g, weight, stride):
+        return hopper.input_gradient(g, w, _pair(size), _pair(padding))
+    return kernels.input_gradient(g, w, _pair(size), _pair(stride), _pair(padding), precision)
+
+
+@_input_gradient.register_fake
+def _(g: Tensor, weight: Tensor, size: list[int], stride: list[int], padding: list[int], precision: str) -> Tensor:
+    return _images(g, weight.shape[2], *size)
+
+
+@custom_op("lamina::convolve_weight_gradient", mutates_args=())
+def _weight_gradient(
+    g: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precision: str
+) -> Tensor:
+    clients, kernel = weight.shape[0], _pair(weight.shape[3:])
+    if _suits_hopper(g, weight, stride):
+        return hopper.weight_gradient(g, x, clients, kernel, _pair(padding))
+    return kernels.weight_gradient(g, x, clients, kernel, _pair(stride), _pair(padding), precision)
+
+
+@_weight_gradient.register_fake
+def _(g: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precision: str) -> Tensor:
+    clients, out, inp, kh, kw = weight.shape
+    return g.new_empty((clients, out, kh, kw, inp), dtype=torch.float32).permute(0, 1, 4, 2, 3)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, *ctx.settings = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    x, weight = ctx.saved_tensors
+    needs_x, needs_w = ctx.needs_input_grad[:2]
+    dx = _input_gradient(g, weight, list(x.shape[2:]), *ctx.settings) if needs_x else None
+    dw = _weight_gradient(g, x, weight, *ctx.settings).to(weight.dtype) if needs_w else None
+    return dx, dw, None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+def _images(like: Tensor, channels: int, height: int, width: int) -> Tensor:
+    shape = (like.shape[0], channels, height, width)
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def _pair(values: Any) -> tuple[int, int]:
+    first, second = values
+    return int(first), int(second)
+
+
+def _suits_hopper(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
+    _, out, inp, _, _ = weight.shape
+    if hopper is None or x.dtype != torch.bfloat16 or list(stride) != [1, 1] or out % 8 or inp % 8:
+        return False
+    return _hopper_works(x.device.index or 0)
+
+
+@functools.cache
+def _hopper_works(device: int) -> bool:
+    """Whether the chip is a Hopper, and its kernels give what the portable ones do: tried once, on a small problem."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        values = torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+        return values.permute(*range(len(shape) - 3), -1, -3, -2)  # channels last in memory
+
+    x, g, w = draw(6, 8, 8, 64), draw(6, 8, 8, 64), draw(2, 64, 3, 3, 64)
+    one = (1, 1)
+    try:
+        pairs = [
+            (hopper.forward(x, w, one), kernels.forward(x, w, one, one, "ieee")),
+            (hopper.input_gradient(g, w, (8, 8), one), kernels.input_gradient(g, w, (8, 8), one, one, "ieee")),
+            (
+                hopper.weight_gradient(g, x, 2, (3, 3), one),
+                kernels.weight_gradient(g, x, 2, (3, 3), one, one, "ieee"),
+            ),
+        ]
+        right = all(bool((a.float() - b.float()).norm() <= 0.01 * b.float().norm()) for a, b in pairs)
+    except Exception as error:  # whatever a triton that has changed raises
+        log.warning("the Hopper kernels do not run here, the portable ones do: %s", error)
+        return False
+    if not right:
+        log.warning("the Hopper kernels are wrong under this version of triton: using the portable ones")
+    return right

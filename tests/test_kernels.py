@@ -1,0 +1,100 @@
+"""The GPU's convolution kernels against torch's own convolution in float64, client by client. Needs a GPU."""
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+import lamina
+from lamina import models
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+pytest.importorskip("triton")
+
+from lamina.engines.stacked.gpu import kernels, ops
+
+CASES = [  # clients, batch, in, out, height, width, kernel, stride, padding
+    (2, 2, 3, 5, 7, 6, (3, 3), (1, 1), (1, 1)),
+    (3, 2, 16, 32, 8, 8, (3, 3), (2, 2), (1, 1)),
+    (5, 3, 1, 10, 28, 28, (5, 5), (1, 1), (0, 0)),
+    (4, 3, 10, 20, 12, 12, (5, 5), (1, 1), (0, 0)),
+    (2, 2, 32, 16, 5, 5, (1, 1), (2, 2), (0, 0)),
+    (2, 1, 10, 20, 9, 8, (3, 2), (2, 1), (1, 0)),
+    (3, 5, 32, 64, 30, 30, (3, 3), (1, 1), (0, 0)),
+    (2, 1, 3, 8, 17, 17, (7, 7), (2, 2), (3, 3)),
+    (2, 2, 4, 4, 8, 8, (2, 2), (3, 3), (0, 0)),
+    (3, 7, 128, 128, 16, 16, (3, 3), (1, 1), (1, 1)),
+    (3, 7, 256, 256, 8, 8, (3, 3), (1, 1), (1, 1)),
+    (3, 7, 512, 512, 4, 4, (3, 3), (1, 1), (1, 1)),
+    (2, 3, 64, 72, 9, 11, (5, 3), (1, 1), (2, 1)),
+    (2, 3, 40, 24, 13, 6, (3, 3), (1, 1), (2, 2)),
+]
+
+
+def problem(case, dtype):
+    clients, batch, inp, out, height, width, (kh, kw), stride, padding = case
+    generator = torch.Generator("cuda").manual_seed(hash(case) % 1000)
+
+    def draw(*shape):
+        return torch.randn(shape, device="cuda", generator=generator)
+
+    x = draw(clients * batch, height, width, inp).to(dtype).permute(0, 3, 1, 2)
+    # a flat vector per client, with something before and after the kernels
+    flat = draw(clients, out * inp * kh * kw + 32).requires_grad_()
+    w = flat[:, 16:-16].reshape(clients, out, kh, kw, inp).permute(0, 1, 4, 2, 3)
+    xs, ws = x.double().requires_grad_(), w.detach().to(dtype).double().requires_grad_()
+    parts = zip(xs.reshape(clients, batch, *x.shape[1:]), ws, strict=True)
+    expected = torch.cat([F.conv2d(a, b, None, stride, padding) for a, b in parts])
+    g = draw(*expected.permute(0, 2, 3, 1).shape).to(dtype).permute(0, 3, 1, 2)
+    dx, dw = torch.autograd.grad(expected, (xs, ws), g.double())
+    return x.detach().requires_grad_(), flat, w, g, expected.detach(), dx, dw
+
+
+def error(made, expected):
+    return float((made.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_a_convolution_and_its_gradients(case, dtype, tolerance):
+    x, flat, w, g, expected, dx, dw = problem(case, dtype)
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        for _ in range(5):  # a race would show as an error that moves
+            y = ops.convolve(x, w, case[7], case[8])
+            made_x, made_flat = torch.autograd.grad(y, (x, flat), g, retain_graph=True)
+            made_w = made_flat[:, 16:-16].reshape(w.permute(0, 1, 3, 4, 2).shape).permute(0, 1, 4, 2, 3)
+            assert error(y, expected) < tolerance
+            assert error(made_x, dx) < tolerance
+            assert error(made_w, dw) < 1e-5  # summed in float32 and never rounded to bfloat16
+            assert float(made_flat[:, :16].abs().sum() + made_flat[:, -16:].abs().sum()) == 0
+    finally:
+        torch.backends.cudnn.allow_tf32 = before
+
+
+def test_the_gradient_cut_into_parts_is_the_same():
+    x, _, _, g, _, _, dw = problem(CASES[3], torch.float32)
+    for parts in (1, 2, 5):
+        made = kernels.weight_gradient(g, x.detach(), 4, (5, 5), (1, 1), (0, 0), "ieee", parts=parts)
+        assert error(made, dw) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["cnn", "cifar_cnn3", "resnet9"])
+@pytest.mark.parametrize("algorithm", ["fedavg", "fedlamb"])
+def test_stacked_on_a_gpu_is_the_loop(name, algorithm):
+    shape = (1, 28, 28) if name == "cnn" else (3, 32, 32)
+    torch.manual_seed(0)
+    data = torch.randint(0, 256, (120, *shape), dtype=torch.uint8), torch.arange(120) % 10
+    options = {"cnn": {"dropout": 0.0}, "resnet9": {"width": 16}}.get(name, {})
+    made = []
+    for engine in ("stacked", "loop"):
+        net = models.create(name, shape, 10, seed=0, **options)
+        run = lamina.Simulation(
+            net, data, algorithm, clients=5, batch_size=10, lr=0.01, engine=engine, device="cuda", seed=3
+        )
+        run.run(2)
+        made.append(run.state.server.x)
+    stacked, loop = made
+    start = run.objective.start
+    assert float((stacked - loop).norm() / (loop - start).norm()) < 1e-3
