@@ -8,11 +8,14 @@ from torch import nn
 
 import lamina
 from lamina import models
+from lamina.algorithms import FedAvg
 from lamina.data import Augment, Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.stacked import convolution, memory
 from lamina.engines.stacked.engine import Member
 from lamina.engines.stacked.forward import choose_forward
+from lamina.engines.stacked.modules import FusedMaxPool2d, stack, window_maximum
+from lamina.engines.stacked.steps import works_by_layer
 
 PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
 
@@ -481,6 +484,79 @@ def test_grouped_with_stride_and_groups():
     x, w = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64), torch.randn(3, 6, 2, 3, 3, dtype=torch.float64)
     settings = ((2, 1), (1, 1), (1, 2), 2)
     assert torch.allclose(convolution.grouped(x, w, *settings), convolution.one_by_one(x, w, *settings), rtol=1e-12)
+
+
+def test_max_pooling_written_out_is_torchs():
+    torch.manual_seed(0)
+    x = torch.randint(0, 3, (2, 3, 7, 9)).double()  # many ties: the first of equals takes the gradient
+    x[0, 0, 0, 1] = float("nan")
+    x.requires_grad_()
+    made, expected = window_maximum(x, 2, 3), nn.functional.max_pool2d(x, (2, 3))
+    assert torch.equal(made.nan_to_num(-1), expected.nan_to_num(-1))
+    seed = torch.randn_like(expected)
+    assert torch.equal(torch.autograd.grad(made, x, seed)[0], torch.autograd.grad(expected, x, seed)[0])
+    stacked = stack(nn.Sequential(nn.MaxPool2d(2), nn.MaxPool2d(3, 2), nn.MaxPool2d(2, padding=1)))
+    assert [type(layer) is FusedMaxPool2d for layer in stacked] == [True, False, False]
+
+
+# --- local state in parts -----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeNorm(FedAvg):
+    """Normalises the whole gradient: its step couples all layers."""
+
+    def step(self, local, down, grad, lr, layers):
+        return super().step(local, down, grad / torch.linalg.vector_norm(grad, dim=-1, keepdim=True), lr, layers)
+
+
+def test_an_algorithm_that_couples_layers_gets_whole_vectors():
+    assert all(works_by_layer(lamina.create(name)) for name in lamina.algorithms.registry())
+    assert not works_by_layer(lamina.create("fedlamb", layers="module"))
+    assert not works_by_layer(WholeNorm())
+    ends = {}
+    for engine in ("stacked", "loop"):
+        run = simulation("cnn", WholeNorm(), engine)
+        run.run(2)
+        ends[engine] = run.state
+    assert_same(ends["stacked"], ends["loop"], 1e-9)
+
+
+def test_clipping_looks_at_the_whole_gradient():
+    ends = {}
+    for engine in ("stacked", "loop"):
+        run = simulation("cnn", "fedavg", engine, clip=0.05)
+        run.run(2)
+        ends[engine] = run.state
+    assert_same(ends["stacked"], ends["loop"], 1e-9)
+
+
+@pytest.mark.parametrize("graphed", [False, True])
+def test_a_member_that_diverges_leaves_its_rows_idle(graphed):
+    """One of five members diverges in round 1: the captured step is used on, and the others end as if alone."""
+    rates, decays = (0.01, 1e30, 0.02, 0.03, 0.04), (0.0, 0.1, 0.2, 0.3, 0.4)
+
+    def member(i):
+        return simulation("cnn", lamina.create("fedlamb", decay=decays[i]), "stacked", torch.float32, lr=rates[i])
+
+    population = lamina.Population([member(i) for i in range(5)])
+    engine = population.simulations[0].engine
+    engine.always_graphed, engine.compiled = graphed, False
+    population.run(3)
+    assert list(population.diverged) == [1]
+    assert len(engine._graphs) == (1 if graphed else 0)
+    for i in (0, 2, 3, 4):
+        alone = member(i)
+        alone.run(3)
+        assert torch.allclose(population.simulations[i].state.server.x, alone.state.server.x, rtol=1e-4, atol=1e-6)
+
+
+def test_client_state_may_live_elsewhere_than_the_model():
+    run, usual = simulation("cnn", "scaffold", "stacked"), simulation("cnn", "scaffold", "stacked")
+    run.engine.client_home = torch.device("cpu")
+    run.run(3)
+    usual.run(3)
+    assert_same(run.state, usual.state, 1e-12)
 
 
 def test_the_memory_of_a_row_is_measured():

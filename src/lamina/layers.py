@@ -60,7 +60,11 @@ class Layers:
         for name, shape in self.shapes.items():
             tensor = tensors[name]
             pieces.append(tensor.reshape(*tensor.shape[: tensor.dim() - len(shape)], -1))
-        return torch.cat(pieces, dim=-1)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+
+    def parts(self) -> list[Layers]:
+        """Every tensor as a layout of its own: what a method does layer by layer can be done part by part."""
+        return [type(self)({name: shape}) for name, shape in self.shapes.items()]
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of [..., p] under the parameters' names and shapes; no copy."""
@@ -81,6 +85,8 @@ class Layers:
 
     def spread(self, per_layer: Tensor, by: Grouping = "tensor") -> Tensor:
         """Repeat one value per layer over the layer: [..., number of layers] -> [..., p]."""
+        if len(self._sizes[by]) == 1:
+            return per_layer.expand(*per_layer.shape[:-1], self.size)
         key = (by, per_layer.device)
         if key not in self._repeats:
             self._repeats[key] = torch.tensor(self._sizes[by], device=per_layer.device)
@@ -118,6 +124,14 @@ class ChannelsLast(Layers):
         ]
         self.order = torch.cat(ordered).to(device)  # this layout's element j is the usual layout's element order[j]
         self.inverse = torch.argsort(self.order)
+
+    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Concatenate named tensors in this order; no copy of a single one whose channels are last in memory."""
+        moved = {
+            name: tensors[name].movedim(-3, -1) if len(shape) == 4 else tensors[name]
+            for name, shape in self.shapes.items()
+        }
+        return super().flatten(moved)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Views under the parameters' usual shapes; kernels have their channels innermost in memory."""

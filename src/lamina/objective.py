@@ -73,8 +73,14 @@ class Objective:
 
     def outputs(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, *, train: bool) -> Tensor:
         """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do."""
+        return self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train)
+
+    def outputs_at(
+        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Tensor, *, train: bool
+    ) -> Tensor:
+        """The same, with the parameters by name."""
         self.set_mode(self.module, train)
-        state = {**self.layers.unflatten(x), **self.frozen, **buffers}
+        state = {**parameters, **self.frozen, **buffers}
         try:
             made: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.has_tied_weights)
         except ValueError as error:

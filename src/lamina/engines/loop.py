@@ -94,10 +94,10 @@ class Loop:
             for k in range(int(plan.steps[c])):
                 inputs, targets = self._batch(plan, c, k)
                 dropout_seed = rng.torch_seed(int(plan.streams[c]), "dropout", k)
-                _seed(objective.device, dropout_seed)
+                seed_dropout(objective.device, dropout_seed)
                 grad, loss = objective.gradient(local.y, buffers, inputs, targets)
                 if algorithm.needs(plan.number).control_variate:  # the same batch and dropout mask, at x
-                    _seed(objective.device, dropout_seed)
+                    seed_dropout(objective.device, dropout_seed)
                     scratch = {n: b.clone() for n, b in buffers.items()}
                     grad = grad - objective.gradient(down.x, scratch, inputs, targets)[0]
                 if self.clip is not None:
@@ -171,7 +171,7 @@ class Loop:
                 raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
 
 
-def _seed(device: torch.device, seed: int) -> None:
+def seed_dropout(device: torch.device, seed: int) -> None:
     """Seed the generator dropout draws from; torch.manual_seed visits every device and takes longer than a step."""
     if device.type == "cuda":
         with torch.cuda.device(device):

@@ -64,12 +64,13 @@ def close_round(
     """The server's step on the means, and the report: the same words in every engine."""
     info = Info(plan.number, plan.lr, steps=sums.steps, participation=plan.participation)
     server = algorithm.update(state.server, sums.up, info)
-    if not bool(torch.isfinite(server.x).all()):
-        raise diverged(layers, server.x, plan.number, plan.lr, client=None)
     moved = (server.x - state.server.x).double()
-    update_norm = float(torch.linalg.vector_norm(moved))
+    measured = [torch.linalg.vector_norm(moved), torch.dot(sums.up.delta.double(), moved)]
+    update_norm, along, finite = torch.stack([*measured, torch.isfinite(server.x).all().double()]).tolist()
+    if not finite:
+        raise diverged(layers, server.x, plan.number, plan.lr, client=None)
     # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2
-    consistency = sums.square - 2 * float(torch.dot(sums.up.delta.double(), moved)) + update_norm**2
+    consistency = sums.square - 2 * along + update_norm**2
     extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
     names = [name or "model" for name in layers.group_names(getattr(algorithm, "layers", "tensor"))]
     report = RoundReport(

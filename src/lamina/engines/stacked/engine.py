@@ -7,7 +7,8 @@ Rows are (experiment, client) pairs. Local state is [rows, p]; hyper-parameters 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,21 +18,24 @@ from torch import Tensor
 
 from lamina import rng
 from lamina.algorithms.contract import Algorithm, Info, options
-from lamina.algorithms.primitives import clip_by_norm
 from lamina.data.dataset import Dataset
-from lamina.data.feed import Augment, prepare
-from lamina.engines.loop import Loop
-from lamina.engines.stacked.forward import Forward
+from lamina.data.feed import Augment
+from lamina.engines.loop import Loop, seed_dropout
+from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
-from lamina.engines.stacked.memory import rows_that_fit
+from lamina.engines.stacked.memory import client_home, rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.stacked.steps import Steps, join, split, works_by_layer
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
 from lamina.errors import Diverged
+from lamina.layers import Layers
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round, sample_counters
 
 MOST_GRAPHS = 2  # captured steps kept at a time: the usual chunk and the last, smaller one
+EMPTY_ROWS = 0.25  # of a captured step may be idle (members that diverged) before a smaller one is captured
+COMPILED_FROM = 500_000  # parameters x experiments; less is done before its compilation would pay
 FULL_GRADIENT_BATCH = 64  # samples per client at a time in a full-data gradient
 
 
@@ -69,10 +73,10 @@ class Stacked:
     augmentation: Augment | None = None
     record_trust_ratios: bool = False
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
-    compiled: bool | None = (
-        None  # on a GPU: compile the step (slower to start, faster to run); None: large models in bf16
-    )
+    compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: if it pays
+    random: bool = True  # whether the module draws random numbers (dropout) in training
     always_graphed: bool = False  # take the GPU's path on a CPU too, without a graph: for tests
+    client_home: torch.device | None = None  # where clients' state is kept; None: decided in the first round
     row_bytes: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # by batch size; see memory.py
     _graphs: dict[Any, GraphedSteps] = field(default_factory=dict, repr=False)
 
@@ -114,10 +118,11 @@ class Stacked:
         for chunk in chunks:
             self._run_chunk(chunk, members, downs, gradients, sums, clients, failed)
 
-        layouts = [self._zeros(member, down) for member, down in zip(members, downs, strict=True)]
-        ranks.combine(sums, layouts, failed, [len(member.plan.cohort) for member in members])
-        for member, total, (up, _) in zip(members, sums, layouts, strict=True):
-            total.bytes_up = sum(payload_bytes(up).values()) * len(member.plan.cohort)
+        if ranks.world > 1:
+            layouts = [self._zeros(member, down) for member, down in zip(members, downs, strict=True)]
+            ranks.combine(sums, layouts, failed, [len(member.plan.cohort) for member in members])
+        for member, total in zip(members, sums, strict=True):
+            total.bytes_up = 0 if total.up is None else sum(payload_bytes(total.up).values()) * len(member.plan.cohort)
 
         outcomes: list[Outcome] = []
         for e, member in enumerate(members):
@@ -148,12 +153,12 @@ class Stacked:
         clients: list[dict[int, Any]],
         failed: dict[int, Diverged],
     ) -> None:
+        home = client_home(self, members)
         algorithm = self._row_algorithm([members[row.member].algorithm for row in chunk])
         own_downs = {e: self._record_in_layout(downs[e]) for e in {row.member for row in chunk}}
         down = _stack_records([own_downs[row.member] for row in chunk])
-        client = self._record_in_layout(
-            _stack_records([self._client(members[row.member], row, clients) for row in chunk])
-        )
+        client = _stack_records([self._client(members[row.member], row, clients, home) for row in chunk])
+        client = self._record_in_layout(_record_to(client, self.objective.device))
         plans = [members[row.member].plan for row in chunk]
         buffers = {
             n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
@@ -169,50 +174,61 @@ class Stacked:
         )
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
         up, client = algorithm.finish(local, down, client, info)
-        client = type(client)(*(None if value is None else self._usual(value) for value in client))
-
+        client = type(client)(*(None if value is None else self._usual(value).to(home) for value in client))
         ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
-        squares = (torch.linalg.vector_norm(up.delta, dim=-1) ** 2).tolist()
-        finite = _finite_rows(losses, *up, *client)
-        mean_losses = losses.tolist()
-        for r, row in enumerate(chunk):
-            plan = plans[r]
-            if not finite[r]:
+
+        largest = torch.stack([losses, *_largest(up), *_largest(client)]).amax(0)  # NaN if one is
+        square = torch.linalg.vector_norm(up.delta, dim=-1) ** 2
+        numbers = torch.stack([losses, square, torch.isfinite(largest).to(square.dtype)]).tolist()  # waits for the GPU
+        for r, (row, loss, length, finite) in enumerate(zip(chunk, *numbers, strict=True)):
+            if not finite:
                 if row.member not in failed:
                     sent = type(up)(*(None if value is None else self._usual(value[r]) for value in up))
                     failed[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
                 continue
             total = sums[row.member]
-            total.losses.append(mean_losses[r])
-            total.square += row.weight * squares[r]
+            total.losses.append(loss)
+            total.square += row.weight * length
             total.trust += [] if ratios is None else [ratios[r]]
             if any(value is not None for value in client):
-                clients[row.member][int(plan.cohort[row.c])] = type(client)(
+                clients[row.member][int(plans[r].cohort[row.c])] = type(client)(
                     *(None if value is None else value[r].clone() for value in client)
                 )
-        for e in dict.fromkeys(row.member for row in chunk):
-            self._add(sums[e], up, buffers, [row.weight if row.member == e else 0.0 for row in chunk])
+        self._add(sums, up, buffers, chunk, failed)
 
-    def _add(self, total: Sums, up: Any, buffers: Buffers, weights: list[float]) -> None:
-        """Add the weighted Ups and buffers of one member's rows to its sums."""
-        w = torch.tensor(weights, dtype=self.objective.dtype, device=self.objective.device)
-        keep = [r for r, weight in enumerate(weights) if weight > 0]
-        index = torch.tensor(keep, device=w.device)
-        whole = len(keep) == len(weights)
+    def _add(
+        self, sums: list[Sums], up: Any, buffers: Buffers, chunk: list[Row], failed: Mapping[int, Diverged]
+    ) -> None:
+        """Add the weighted Ups and buffers of the rows to their members' sums."""
+        members = list(dict.fromkeys(row.member for row in chunk if row.member not in failed))
+        if not members:
+            return
+        shares = np.zeros((len(members), len(chunk)))
+        for r, row in enumerate(chunk):
+            if row.member not in failed:
+                shares[members.index(row.member), r] = row.weight
+        share = torch.from_numpy(shares).to(self.objective.device, self.objective.dtype)
+        good = (share != 0).any(0)
 
-        def mean(values: Tensor) -> Tensor:
-            chosen, own = (values, w) if whole else (values[index], w[index])
-            made: Tensor = torch.tensordot(own, chosen, dims=1)
+        def means(values: Tensor) -> Tensor:
+            """[rows, ...] -> [members, ...]; a row that diverged has no share, not even times zero."""
+            if len(failed):
+                values = torch.where(good.reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)
+            made: Tensor = torch.tensordot(share, values, dims=1)
             return made
 
-        added = type(up)(*(None if value is None else self._usual(mean(value)) for value in up))
-        if total.up is None:
-            total.up = added
-        else:
-            total.up = type(up)(*(None if a is None else t + a for t, a in zip(total.up, added, strict=True)))
-        for name, buffer in buffers.items():
-            if buffer.is_floating_point():
-                total.buffers[name] = total.buffers[name] + mean(buffer)
+        with arithmetic("fp32"):  # whatever the model's arithmetic is, the mean is exact
+            added = type(up)(*(None if value is None else self._usual(means(value)) for value in up))
+            moved = {name: means(b) for name, b in buffers.items() if b.is_floating_point()}
+        for i, e in enumerate(members):
+            total = sums[e]
+            own = type(up)(*(None if value is None else value[i] for value in added))
+            if total.up is None:
+                total.up = own
+            else:
+                total.up = type(up)(*(None if a is None else t + a for t, a in zip(total.up, own, strict=True)))
+            for name, values in moved.items():
+                total.buffers[name] = total.buffers[name] + values[i]
 
     def _start_sums(self, member: Member) -> Sums:
         """Zeros, and what every rank knows from the plan alone."""
@@ -232,9 +248,9 @@ class Stacked:
         trust = x.new_zeros(0) if ratios is None else torch.zeros_like(ratios)
         return type(up)(*(None if value is None else torch.zeros_like(value) for value in up)), trust
 
-    def _client(self, member: Member, row: Row, clients: list[dict[int, Any]]) -> Any:
+    def _client(self, member: Member, row: Row, clients: list[dict[int, Any]], home: torch.device) -> Any:
         known = clients[row.member].get(int(member.plan.cohort[row.c]))
-        return member.algorithm.client_init(member.state.server.x) if known is None else known
+        return _record_to(member.algorithm.client_init(member.state.server.x) if known is None else known, home)
 
     def _row_algorithm(self, algorithms: list[Algorithm]) -> Algorithm:
         """One algorithm for all rows: numbers that differ become [rows, 1] tensors."""
@@ -273,6 +289,27 @@ class Stacked:
 
     # --- local training -------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _parts(self) -> list[Layers]:
+        """The parts local state is kept in during training: layers, or one whole vector."""
+        layers = self.forward.layout or self.objective.layers
+        parts = layers.parts()
+        # all of one element: a vector could not be told from one number per row
+        return parts if any(part.size > 1 for part in parts) and works_by_layer(self.algorithm) else [layers]
+
+    def steps(self, algorithm: Algorithm, *, control: bool = False) -> Steps:
+        """The local steps of rows that run this algorithm."""
+        return Steps(
+            self.objective,
+            self.data,
+            self.forward,
+            algorithm,
+            self._parts,
+            control=control,
+            clip=self.clip,
+            augmentation=self.augmentation,
+        )
+
     def _train(
         self,
         algorithm: Algorithm,
@@ -292,118 +329,66 @@ class Stacked:
             counters = sample_counters(index.shape[1], index.shape[2])
             keys = torch.from_numpy(rng.bits(streams[:, None, None], counters)).to(device)
         samples, counts = torch.from_numpy(index).to(device), torch.from_numpy(filled).to(device)
-        width = index.shape[2]
         local = algorithm.begin(down, client, info)
-        total = torch.zeros(len(chunk), dtype=self.objective.dtype, device=device)
-        control = algorithm.needs(info.round).control_variate
-        steps = torch.from_numpy((filled > 0).sum(1)).to(device)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            torch.manual_seed(rng.torch_seed(int(plans[0].streams[chunk[0].c]), "dropout", chunk[0].member))
+        steps = self.steps(algorithm, control=algorithm.needs(info.round).control_variate)
+        taken = torch.from_numpy((filled > 0).sum(1)).to(device)
+        ragged = bool((filled < index.shape[2]).any())
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=self.random):
+            if self.random:
+                seed_dropout(device, rng.torch_seed(int(plans[0].streams[chunk[0].c]), "dropout", chunk[0].member))
             if device.type == "cuda" or self.always_graphed:
-                ragged = bool((filled < width).any())
                 lone_sample = bool((filled == 1).any())
                 self.forward.announce(lone_sample)  # BatchNorm refuses one while the step is captured
                 graph = self._graph(
-                    algorithm, local, down, buffers, samples, counts if ragged else None, keys, control, lone_sample
+                    steps, local, down, buffers, samples, counts if ragged else None, keys, lone_sample, len(plans)
                 )
-                local, total = graph.run(local, down, buffers, samples, counts, keys, info.lr)
-                return local, total / steps
+                local, total = graph.run(algorithm, local, down, buffers, samples, counts, keys, info.lr)
+                return local, total / taken
+            parts, fixed = split(local, steps.parts), split(down, steps.parts)
+            total = torch.zeros(len(chunk), dtype=self.objective.dtype, device=device)
             for k in range(index.shape[1]):
-                full = bool((filled[:, k] == width).all())
+                some = None if bool((filled[:, k] == index.shape[2]).all()) else counts[:, k]
                 self.forward.announce(bool((filled[:, k] == 1).any()))
-                x, y = self.batch(samples[:, k], None if keys is None else keys[:, k])
-                local, losses = self.step(
-                    algorithm, local, down, buffers, x, y, None if full else counts[:, k], info.lr, control
-                )
+                own_keys = None if keys is None else keys[:, k]
+                parts, losses = steps.step(parts, fixed, buffers, samples[:, k], some, own_keys, info.lr)
                 total = total + losses
-        return local, total / steps
+        return join(parts), total / taken
 
     def _graph(
         self,
-        algorithm: Algorithm,
+        steps: Steps,
         local: Any,
         down: Any,
         buffers: Buffers,
         samples: Tensor,
         counts: Tensor | None,
         keys: Tensor | None,
-        control: bool,
         lone_sample: bool,
+        experiments: int,
     ) -> GraphedSteps:
         """The captured step for this shape of chunk; captured once, then replayed in every round."""
+        algorithm = steps.algorithm
+        rows = samples.shape[0]
         shape = (
-            (samples.shape[0], room_for(samples.shape[1]), samples.shape[2]),
+            (room_for(samples.shape[1]), samples.shape[2]),
             counts is None,
-            control,
+            steps.control,
             lone_sample,
             tuple(v is None for v in local),
             tuple(None if v is None else v.stride(0) == 0 for v in down),
             tuple((n, _identity(getattr(algorithm, n))) for n in options(type(algorithm))),
         )
-        if shape not in self._graphs:
-            if len(self._graphs) >= MOST_GRAPHS:  # each holds the memory of its activations
-                del self._graphs[next(iter(self._graphs))]
-            self._graphs[shape] = GraphedSteps(self, algorithm, local, down, buffers, samples, counts, keys, control)
-        return self._graphs[shape]
-
-    def step(
-        self,
-        algorithm: Algorithm,
-        local: Any,
-        down: Any,
-        buffers: Buffers,
-        x: Tensor,
-        y: Tensor,
-        filled: Tensor | None,
-        lr: float | Tensor,
-        control: bool = False,
-    ) -> tuple[Any, Tensor]:
-        """One local step of every row; `filled` says how many of the B samples are real (None: all)."""
-        kept = None if filled is None else {n: b.clone() for n, b in buffers.items()}
-        grad, losses = self.gradient(local.y, buffers, x, y, filled)
-        if control:
-            scratch = {n: b.clone() for n, b in buffers.items()}
-            grad = grad - self.gradient(down.x, scratch, x, y, filled)[0]
-        if self.clip is not None:
-            grad = clip_by_norm(grad, self.clip)
-        after = algorithm.step(local, down, grad, lr, self.objective.layers)
-        if filled is None or kept is None:
-            return after, losses
-        active = (filled > 0).unsqueeze(1)  # a row without this step stays as it is
-        for name, buffer in buffers.items():
-            view = active.reshape(-1, *[1] * (buffer.dim() - 1))
-            buffer.copy_(torch.where(view, buffer, kept[name]))
-        after = type(local)(
-            *(None if new is None else torch.where(active, new, old) for new, old in zip(after, local, strict=True))
-        )
-        return after, torch.where(active[:, 0], losses, 0.0)
-
-    def gradient(
-        self, flat: Tensor, buffers: Buffers, x: Tensor, y: Tensor, filled: Tensor | None, *, train: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Every row's own gradient [rows, p] of its mean loss, and those losses [rows]."""
-        leaf = flat.detach().requires_grad_()
-        means = self.mean_losses(leaf, buffers, x, y, filled, train=train)
-        (grad,) = torch.autograd.grad(means.sum(), leaf)
-        return grad, means.detach()
-
-    def mean_losses(
-        self, flat: Tensor, buffers: Buffers, x: Tensor, y: Tensor, filled: Tensor | None, *, train: bool
-    ) -> Tensor:
-        """Every row's mean loss over the real samples of its batch [rows]."""
-        mask = None if filled is None else torch.arange(y.shape[1], device=y.device) < filled.unsqueeze(1)
-        losses = self.forward.losses(flat, buffers, x, y, mask, train=train)
-        if mask is None or filled is None:
-            return losses.mean(1)
-        return torch.where(mask, losses, 0.0).sum(1) / filled.clamp(min=1)
-
-    def batch(self, index: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gather, augment and normalise the batches of all rows: [rows, B, ...]."""
-        data = self.data
-        x = data.x[index]
-        if self.augmentation is not None and keys is not None:
-            x = self.augmentation(x, keys)
-        return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
+        for (known, room), graph in self._graphs.items():
+            if known == shape and (1 - EMPTY_ROWS) * room <= rows <= room:
+                return graph
+        if len(self._graphs) >= MOST_GRAPHS:  # each holds the memory of its activations
+            del self._graphs[next(iter(self._graphs))]
+        compiled = self.compiled
+        if compiled is None:
+            compiled = self.objective.start.numel() * experiments >= COMPILED_FROM
+        graph = GraphedSteps(steps, local, down, buffers, samples, counts, keys, compiled=compiled)
+        self._graphs[shape, rows] = graph
+        return graph
 
     def _full_gradients(self, members: Sequence[Member], chunks: list[list[Row]]) -> dict[tuple[int, int], Tensor]:
         """grad F_i(x) over all of every client's data, if the algorithm asks for it in this round."""
@@ -412,6 +397,7 @@ class Stacked:
             return {}
         found = {}
         device = self.objective.device
+        steps = self.steps(self.algorithm)
         for chunk in chunks:
             own = [members[row.member].plan.samples[row.c] for row in chunk]
             sizes = torch.tensor([len(ids) for ids in own], device=device)
@@ -422,13 +408,13 @@ class Stacked:
             buffers = {
                 n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
             }
+            parts = torch.split(flat, [part.size for part in steps.parts], dim=-1)
             total = torch.zeros_like(flat)
             for start in range(0, padded.shape[1], FULL_GRADIENT_BATCH):
-                part = torch.from_numpy(padded[:, start : start + FULL_GRADIENT_BATCH]).to(device)
-                filled = (sizes - start).clamp(0, part.shape[1])
-                x = prepare(self.data.x[part], self.data.mean, self.data.std, self.objective.dtype)
-                grad, _ = self.gradient(flat, buffers, x, self.data.y[part], filled, train=False)
-                total = total + grad * (filled / sizes).unsqueeze(1).to(grad.dtype)
+                samples = torch.from_numpy(padded[:, start : start + FULL_GRADIENT_BATCH]).to(device)
+                filled = (sizes - start).clamp(0, samples.shape[1])
+                grads, _ = steps.gradient(list(parts), buffers, samples, filled, None, train=False)
+                total = total + torch.cat(grads, dim=-1) * (filled / sizes).unsqueeze(1).to(flat.dtype)
             for r, row in enumerate(chunk):
                 found[row.member, row.c] = total[r]
         return found
@@ -456,8 +442,8 @@ class Stacked:
 
 
 def _identity(value: Any) -> Any:
-    """A hashable stand-in for an option: tensors by their numbers."""
-    return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else value
+    """A hashable stand-in for an option; numbers that differ between rows are inputs of a captured step."""
+    return "one per row" if isinstance(value, Tensor) else value
 
 
 def _stack_records(records: list[Any]) -> Any:
@@ -468,16 +454,13 @@ def _stack_records(records: list[Any]) -> Any:
     return kind(*(None if values[0] is None else torch.stack(values) for values in zip(*records, strict=True)))
 
 
-def _row(record: Any, r: int) -> Any:
-    return type(record)(*(None if value is None else value[r] for value in record))
+def _record_to(record: Any, device: torch.device) -> Any:
+    return type(record)(*(None if value is None else value.to(device) for value in record))
 
 
-def _finite_rows(losses: Tensor, *vectors: Tensor | None) -> list[bool]:
-    finite = torch.isfinite(losses)
-    for value in vectors:
-        if value is not None:
-            finite = finite & torch.isfinite(value).all(-1)
-    return [bool(f) for f in finite.tolist()]
+def _largest(record: Any) -> list[Tensor]:
+    """The largest absolute value in every row of every field."""
+    return [torch.linalg.vector_norm(value, float("inf"), dim=-1) for value in record if value is not None]
 
 
 def _pad(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:

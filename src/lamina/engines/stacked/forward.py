@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, Protocol
 
@@ -29,8 +29,11 @@ def arithmetic(precision: Precision) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
 
 
+Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
+
+
 class Forward(Protocol):
-    """Losses of C clients with parameters [C, p], each on its own batch of B samples."""
+    """Losses of C clients with parameters of their own, each on its own batch of B samples."""
 
     name: str
     precision: Precision
@@ -40,9 +43,14 @@ class Forward(Protocol):
         """Say whether some client's next batch holds a single sample, which BatchNorm must refuse."""
         ...
 
+    def rounded(self, parameters: Parameters) -> Parameters:
+        """The parameters in the precision the pass computes in."""
+        ...
+
     def losses(
-        self, flat: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None, *, train: bool
-    ) -> Tensor:
+        self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
+        *, train: bool,
+    ) -> Tensor:  # fmt: skip
         """Per-sample losses [C, B]. `buffers` ([C, ...] each) are updated in place in training mode."""
         ...
 
@@ -66,32 +74,34 @@ class StackedForward:
         for layer in self.batch_norms:
             layer.lone_sample = lone_sample  # type: ignore[assignment]
 
+    def rounded(self, parameters: Parameters) -> Parameters:
+        """bf16: master weights are float32; biases and norm scales stay so, and convolutions round by themselves.
+
+        A convolution's gradient is summed in float32, so its kernels must not be rounded before autograd sees them.
+        """
+        if self.precision != "bf16":
+            return parameters
+        return {n: p.bfloat16() if p.dim() == 3 else p for n, p in parameters.items()}
+
     def losses(
-        self, flat: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None, *, train: bool
-    ) -> Tensor:
+        self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
+        *, train: bool,
+    ) -> Tensor:  # fmt: skip
         """Per-sample losses [C, B]."""
         clients, batch = targets.shape[:2]
-        outputs = self.outputs(flat, buffers, inputs.flatten(0, 1), mask, train=train)
-        losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
-        return losses.reshape(clients, batch)
-
-    def outputs(self, flat: Tensor, buffers: Buffers, inputs: Tensor, mask: Tensor | None, *, train: bool) -> Tensor:
-        """The module's outputs [C * B, ...] for inputs [C * B, ...]."""
-        clients = flat.shape[0]
-        parameters = (self.layout or self.objective.layers).unflatten(flat)
-        fixed = {n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()}
-        if self.precision == "bf16":  # float32 master weights; biases and norm scales stay as they are, and
-            # convolutions round their kernels themselves, so that their gradients are float32
-            parameters = {n: p.bfloat16() if p.dim() == 3 else p for n, p in parameters.items()}
-            fixed = {n: p.bfloat16() if p.dim() == 3 else p for n, p in fixed.items()}
-            inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+        inputs = inputs.flatten(0, 1)
+        fixed = self.rounded({n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()})
+        if self.precision == "bf16" and inputs.is_floating_point():
+            inputs = inputs.bfloat16()
         self.objective.set_mode(self.module, train)
         for layer in self.batch_norms:
             layer.sample_mask = mask  # type: ignore[assignment]
         shared = {n: b if n in self.per_client_buffers else b[0] for n, b in buffers.items()}
         state = {**parameters, **fixed, **shared}
-        made: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.objective.has_tied_weights)
-        return made.to(self.objective.dtype) if made.is_floating_point() else made
+        outputs: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.objective.has_tied_weights)
+        outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
+        losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
+        return losses.reshape(clients, batch)
 
 
 class VmapForward:
@@ -107,17 +117,22 @@ class VmapForward:
     def announce(self, lone_sample: bool) -> None:
         """Nothing to do: a padded batch is refused below, and torch itself refuses a batch of one."""
 
+    def rounded(self, parameters: Parameters) -> Parameters:
+        """As they are."""
+        return parameters
+
     def losses(
-        self, flat: Tensor, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None, *, train: bool
-    ) -> Tensor:
+        self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
+        *, train: bool,
+    ) -> Tensor:  # fmt: skip
         """Per-sample losses [C, B]."""
         objective = self.objective
 
-        def one(x: Tensor, own_buffers: Buffers, xs: Tensor, ys: Tensor) -> Tensor:
-            made: Tensor = objective.loss(objective.outputs(x, own_buffers, xs, train=train), ys)
+        def one(own: Parameters, own_buffers: Buffers, xs: Tensor, ys: Tensor) -> Tensor:
+            made: Tensor = objective.loss(objective.outputs_at(own, own_buffers, xs, train=train), ys)
             return made
 
-        return torch.func.vmap(one, randomness="different")(flat, buffers, inputs, targets)
+        return torch.func.vmap(one, randomness="different")(dict(parameters), buffers, inputs, targets)
 
 
 def choose_forward(
@@ -161,7 +176,8 @@ def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tens
             if padded and real < 2:
                 continue
             own = {n: b.clone() for n, b in buffers.items()}
-            losses = forward.losses(flat, own, stacked_inputs, stacked_targets, mask if padded else None, train=train)
+            views = objective.layers.unflatten(flat)
+            losses = forward.losses(views, own, stacked_inputs, stacked_targets, mask if padded else None, train=train)
             means = torch.where(mask, losses, 0.0).sum(1) / real if padded else losses.mean(1)
             (gradient,) = torch.autograd.grad(means.sum(), flat)
             for i in range(2):

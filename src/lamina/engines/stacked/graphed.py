@@ -1,70 +1,81 @@
 """Local steps on a GPU without host work: compiled, and replayed as a CUDA graph.
 
-A `GraphedSteps` owns fixed buffers for the local state, the broadcast and the plan's indices of one chunk. One step
-(gather, augment, normalise, forward, backward, algorithm step) is captured once; a round copies its inputs in and
-replays the step K times. The step number is a tensor on the device, so nothing is sent from the host in between.
+A `GraphedSteps` owns fixed buffers for the local state, the broadcast and the plan's indices of one shape of chunk. One
+step (gather, augment, normalise, forward, backward, algorithm step) is captured once; a round copies its inputs in
+and replays the step K times. The step number is a tensor on the device, so nothing is sent from the host in between.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import dataclasses
+from typing import Any
 
 import torch
 import torch._dynamo
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm
-from lamina.algorithms.primitives import clip_by_norm
+from lamina.algorithms.contract import options
+from lamina.engines.stacked.steps import Steps, split
 from lamina.objective import Buffers
-
-if TYPE_CHECKING:
-    from lamina.engines.stacked.engine import Stacked
 
 # Every shape of chunk is compiled for itself; beyond this many torch would silently stop compiling.
 torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
-COMPILED_FROM = 500_000  # parameters; a smaller model is done before its compilation would pay
 WARM_UP_STEPS = 3  # torch asks for a few runs on a side stream before a capture
 
 
 class GraphedSteps:
-    """The local steps of one chunk shape, as a graph."""
+    """The local steps of up to `rows` rows, as a graph."""
 
     def __init__(
         self,
-        engine: Stacked,
-        algorithm: Algorithm,
+        steps: Steps,
         local: Any,
         down: Any,
         buffers: Buffers,
         samples: Tensor,
         counts: Tensor | None,
         keys: Tensor | None,
-        control: bool,
+        *,
+        compiled: bool,
     ) -> None:
-        self.engine, self.algorithm, self.control = engine, algorithm, control
-        self.local = type(local)(
+        self.rows = samples.shape[0]
+        self._algorithm = _with_own_numbers(steps.algorithm)
+        self._steps = Steps(
+            steps.objective,
+            steps.data,
+            steps.forward,
+            self._algorithm,
+            steps.parts,
+            control=steps.control,
+            clip=steps.clip,
+            augmentation=steps.augmentation,
+        )
+        self._local = type(local)(
             *(None if v is None else v.clone(memory_format=torch.contiguous_format) for v in local)
         )
-        self.down = _copy_record(down)
-        self.buffers = {n: b.clone() for n, b in buffers.items()}
-        self.samples = _with_room(samples)
-        self.counts = None if counts is None else _with_room(counts)
-        self.keys = None if keys is None else _with_room(keys)
-        rows = samples.shape[0]
-        self.lr = torch.zeros(rows, 1, dtype=local.y.dtype, device=local.y.device)
-        self.losses = torch.zeros(rows, dtype=local.y.dtype, device=local.y.device)
-        self.k = torch.zeros(1, dtype=torch.long, device=local.y.device)
-        compiled = engine.compiled
-        if compiled is None:
-            # In float32 torch 2.11 mistakes the layout of a grouped convolution's weight gradient when compiled.
-            compiled = engine.objective.start.numel() >= COMPILED_FROM and engine.forward.precision == "bf16"
-        self._means = torch.compile(self._mean_losses, dynamic=False) if compiled else self._mean_losses
-        self._apply = torch.compile(self._apply_step, dynamic=False) if compiled else self._apply_step
+        self._down = _copy_record(down)
+        # views of those buffers: what is written into a part is in the whole
+        self._local_parts, self._down_parts = split(self._local, steps.parts), split(self._down, steps.parts)
+        self._buffers = {n: b.clone() for n, b in buffers.items()}
+        self._samples = _with_room(samples)
+        self._counts = None if counts is None else _with_room(counts)
+        self._keys = None if keys is None else _with_room(keys)
+        self._lr = torch.zeros(self.rows, 1, dtype=local.y.dtype, device=local.y.device)
+        self._losses = torch.zeros(self.rows, dtype=local.y.dtype, device=local.y.device)
+        self._k = torch.zeros(1, dtype=torch.long, device=local.y.device)
+        own = self._steps
+        whole_apply = own.apply
+        own.apply = lambda *arguments: _write_parts(whole_apply, *arguments)  # type: ignore[method-assign]
+        if compiled:
+            own.mean_losses = torch.compile(own.mean_losses, dynamic=False)  # type: ignore[method-assign]
+            write = torch.compile(_write_parts, dynamic=False)
+            own.apply = lambda *arguments: write(whole_apply, *arguments)  # type: ignore[method-assign]
         self._replay = self._capture().replay if local.y.is_cuda else self._one_step
 
     def run(
         self,
+        algorithm: Any,
         local: Any,
         down: Any,
         buffers: Buffers,
@@ -73,79 +84,75 @@ class GraphedSteps:
         keys: Tensor | None,
         lr: Any,
     ) -> tuple[Any, Tensor]:
-        """All steps of a round from these inputs; the returned tensors are valid until the next call."""
-        _write_record(self.local, local)
-        _write_record(self.down, down)
+        """All steps of a round from these inputs; the returned tensors are valid until the next call.
+
+        Fewer rows than there is room for are fine: the rest goes on with what it had, and nobody looks.
+        """
+        rows, steps = samples.shape[:2]
+        for name in options(type(algorithm)):
+            value = getattr(algorithm, name)
+            if isinstance(value, Tensor):
+                getattr(self._algorithm, name)[:rows].copy_(value)
+        _write_record(self._local, local, rows)
+        _write_record(self._down, down, rows)
         for name, buffer in buffers.items():
-            self.buffers[name].copy_(buffer)
-        steps = samples.shape[1]
-        self.samples[:, :steps].copy_(samples)
-        if self.counts is not None and counts is not None:
-            self.counts[:, :steps].copy_(counts)
-        if self.keys is not None and keys is not None:
-            self.keys[:, :steps].copy_(keys)
-        self.lr.copy_(torch.as_tensor(lr, dtype=self.lr.dtype).expand_as(self.lr))
-        self.losses.zero_()
-        self.k.zero_()
+            self._buffers[name][:rows].copy_(buffer)
+        self._samples[:rows, :steps].copy_(samples)
+        if self._counts is not None and counts is not None:
+            self._counts[:rows, :steps].copy_(counts)
+        if self._keys is not None and keys is not None:
+            self._keys[:rows, :steps].copy_(keys)
+        if isinstance(lr, Tensor):
+            self._lr[:rows].copy_(lr)
+        else:
+            self._lr.fill_(lr)
+        self._losses.zero_()
+        self._k.zero_()
         for _ in range(steps):
             self._replay()
         for name, buffer in buffers.items():
-            buffer.copy_(self.buffers[name])
-        return self.local, self.losses
+            buffer.copy_(self._buffers[name][:rows])
+        made = type(local)(*(None if value is None else value[:rows] for value in self._local))
+        return made, self._losses[:rows]
 
     def _capture(self) -> torch.cuda.CUDAGraph:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UP_STEPS):
-                self.k.zero_()
+                self._k.zero_()
                 self._one_step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        self.k.zero_()
+        self._k.zero_()
         with torch.cuda.graph(graph):
             self._one_step()
         return graph
 
     def _one_step(self) -> None:
-        index = self.samples.index_select(1, self.k).squeeze(1)
-        filled = None if self.counts is None else self.counts.index_select(1, self.k).squeeze(1)
-        keys = None if self.keys is None else self.keys.index_select(1, self.k).squeeze(1)
-        kept = None if filled is None else {n: b.clone() for n, b in self.buffers.items()}
-        leaf = self.local.y.detach().requires_grad_()
-        means = self._means(leaf, self.buffers, index, filled, keys)
-        (grad,) = torch.autograd.grad(means.sum(), leaf)
-        if self.control:
-            anchor = self.down.x.detach().requires_grad_()
-            scratch = {n: b.clone() for n, b in self.buffers.items()}
-            (at_x,) = torch.autograd.grad(self._means(anchor, scratch, index, filled, keys).sum(), anchor)
-            grad = grad - at_x
-        self._apply(self.local, self.down, grad, self.lr, filled)
-        means = means.detach()
-        if filled is not None and kept is not None:
-            active = filled > 0
-            means = torch.where(active, means, 0.0)
-            for name, buffer in self.buffers.items():
-                buffer.copy_(torch.where(active.reshape(-1, *[1] * (buffer.dim() - 1)), buffer, kept[name]))
-        self.losses += means
-        self.k += 1
+        index = self._samples.index_select(1, self._k).squeeze(1)
+        filled = None if self._counts is None else self._counts.index_select(1, self._k).squeeze(1)
+        keys = None if self._keys is None else self._keys.index_select(1, self._k).squeeze(1)
+        _, losses = self._steps.step(self._local_parts, self._down_parts, self._buffers, index, filled, keys, self._lr)
+        self._losses += losses
+        self._k += 1
 
-    def _mean_losses(
-        self, flat: Tensor, buffers: Buffers, index: Tensor, filled: Tensor | None, keys: Tensor | None
-    ) -> Tensor:
-        x, y = self.engine.batch(index, keys)
-        return self.engine.mean_losses(flat, buffers, x, y, filled, train=True)
 
-    def _apply_step(self, local: Any, down: Any, grad: Tensor, lr: Tensor, filled: Tensor | None) -> None:
-        """The algorithm's step, written over the old state inside the same kernels."""
-        engine = self.engine
-        if engine.clip is not None:
-            grad = clip_by_norm(grad, engine.clip)
-        after = self.algorithm.step(local, down, grad, lr, engine.objective.layers)
-        active = None if filled is None else (filled > 0).unsqueeze(1)
-        for old, new in zip(local, after, strict=True):
+def _write_parts(apply: Any, local: list[Any], *arguments: Any) -> list[Any]:
+    """The algorithm's step, written over the old state: compiled, inside the same kernels."""
+    after: list[Any] = apply(local, *arguments)
+    for old_part, new_part in zip(local, after, strict=True):
+        for old, new in zip(old_part, new_part, strict=True):
             if old is not None and new is not old:
-                old.copy_(new if active is None else torch.where(active, new, old))
+                old.copy_(new)
+    return local
+
+
+def _with_own_numbers(algorithm: Any) -> Any:
+    """The algorithm with copies of the numbers that differ between rows, which later rounds write into."""
+    own = {n: getattr(algorithm, n) for n in options(type(algorithm))}
+    changed = {n: value.clone() for n, value in own.items() if isinstance(value, Tensor)}
+    return dataclasses.replace(algorithm, **changed) if changed else algorithm
 
 
 def room_for(steps: int) -> int:
@@ -175,11 +182,11 @@ def _copy_record(record: Any) -> Any:
     return type(record)(*(None if value is None else copy(value) for value in record))
 
 
-def _write_record(target: Any, source: Any) -> None:
+def _write_record(target: Any, source: Any, rows: int) -> None:
     for old, new in zip(target, source, strict=True):
         if old is None:
             continue
         if old.stride(0) == 0:
             old[0].copy_(new[0])
         else:
-            old.copy_(new)
+            old[:rows].copy_(new)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lamina.ledger import payload_bytes
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from lamina.engines.stacked.engine import Member, Stacked
+
+log = logging.getLogger(__name__)
 
 CACHE_BYTES = 16 << 20  # of models at a time on a CPU: more rows save dispatch, fewer stay in its caches
 USABLE = 0.6  # of a GPU's free memory; the rest is for cuDNN's workspaces and fragmentation
+FOR_CLIENTS = 0.3  # of a GPU's free memory may hold what clients keep between rounds; more is kept on the host
 VECTORS = 16  # of the model's size per row: local state twice, broadcast, upload, client state, gradient, casts
 
 
@@ -40,9 +48,27 @@ def row_bytes(engine: Stacked, batch: int) -> int:
     objective = engine.objective
     index = torch.zeros(1, batch, dtype=torch.long, device=objective.device)
     keys = index if engine.augmentation is not None else None
-    flat = objective.start.unsqueeze(0).clone().requires_grad_()
+    steps = engine.steps(engine.algorithm)
+    flat = objective.start.unsqueeze(0)
+    leaves = {
+        n: p.clone().requires_grad_() for n, p in engine.forward.rounded(objective.layers.unflatten(flat)).items()
+    }
     buffers: dict[str, Any] = {n: b.unsqueeze(0).clone() for n, b in objective.buffers.items()}
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        engine.mean_losses(flat, buffers, *engine.batch(index, keys), None, train=engine.forward.name == "stacked")
+        steps.mean_losses(leaves, buffers, index, None, keys, train=engine.forward.name == "stacked")
     vector = objective.start.numel() * objective.start.element_size()
     return VECTORS * vector + 2 * sum(saved.values())
+
+
+def client_home(engine: Stacked, members: Sequence[Member]) -> torch.device:
+    """Where clients' state is kept between rounds: with the model, or on the host if it could grow too large."""
+    if engine.client_home is None:
+        device, first = engine.objective.device, members[0]
+        engine.client_home = device
+        if device.type == "cuda":
+            kept = sum(payload_bytes(first.algorithm.client_init(first.state.server.x)).values())
+            free, _ = torch.cuda.mem_get_info(device)
+            if kept * first.state.ledger.clients * len(members) > FOR_CLIENTS * free:
+                engine.client_home = torch.device("cpu")
+                log.info("keeping the clients' state on the host: all of it would fill the GPU")
+    return engine.client_home

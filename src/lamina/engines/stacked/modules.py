@@ -90,6 +90,34 @@ class StackedLayerNorm(nn.LayerNorm):
         return out.to(input.dtype)
 
 
+class FusedMaxPool2d(nn.MaxPool2d):
+    """Max-pooling written out while it is compiled, so that it melts into its neighbours; the same ties, the same NaN.
+
+    Windows must not overlap. Not a matter of clients: torch's own kernels for channels-last images are slow.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[N, channels, H, W] -> [N, channels, H', W']."""
+        if not (input.is_cuda and torch.compiler.is_compiling()):
+            return F.max_pool2d(input, self.kernel_size)
+        return window_maximum(input, *_two(self.kernel_size))
+
+
+def window_maximum(x: Tensor, kh: int, kw: int) -> Tensor:
+    """The maximum over windows that lie side by side; of equal values the first takes the gradient, as in torch."""
+    bottom, right = x.shape[2] // kh * kh, x.shape[3] // kw * kw
+    best = x[:, :, 0:bottom:kh, 0:right:kw]
+    for i in range(kh):
+        for j in range(kw):
+            value = x[:, :, i:bottom:kh, j:right:kw]
+            best = torch.where((value > best) | value.isnan(), value, best)
+    return best
+
+
+def _two(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else (size[0], size[1])
+
+
 class _StackedBatchNorm:
     """Every client normalises with its own batch and keeps its own running statistics [C, channels].
 
@@ -252,6 +280,8 @@ def stack(module: nn.Module) -> nn.Module:
         kind = STACKED.get(type(layer))
         if kind is None and own:
             raise CannotStack(f"layer '{name or type(layer).__name__}' ({type(layer).__name__}) has no stacked form")
+        if type(layer) is nn.MaxPool2d and _windows_lie_apart(layer):
+            kind = FusedMaxPool2d
         if kind is None:
             continue
         _check_options(name, layer)
@@ -278,6 +308,11 @@ def _check_options(name: str, layer: nn.Module) -> None:
         problem = "separate key/value sizes, bias_k or add_zero_attn"
     if problem:
         raise CannotStack(f"layer '{name}' ({type(layer).__name__}) uses {problem}, which has no stacked form")
+
+
+def _windows_lie_apart(layer: nn.MaxPool2d) -> bool:
+    apart = _two(layer.kernel_size) == _two(layer.stride) and _two(layer.padding) == (0, 0)
+    return apart and _two(layer.dilation) == (1, 1) and not layer.ceil_mode and not layer.return_indices
 
 
 def is_batch_norm(layer: nn.Module) -> bool:

@@ -28,7 +28,7 @@ def _forward(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """y[m, n] = sum_k patch(x)[m, k] w[n, k]: m = (sample, row, column), n = out channel, k = (kh, kw, in channel)."""
     DEPTH: tl.constexpr = KH * KW * IN
-    BY_TAP: tl.constexpr = IN >= 8  # one tap of the kernel at a time: the pixel is the same for the whole tile
+    BY_TAP: tl.constexpr = IN % BK == 0 or IN >= 32  # one tap at a time: the pixel is the same for the whole tile
     CHUNKS: tl.constexpr = (IN + BK - 1) // BK  # of channels, per tap
     STEPS: tl.constexpr = KH * KW * CHUNKS if BY_TAP else (DEPTH + BK - 1) // BK
     tiles_n: tl.constexpr = (OUT + BN - 1) // BN
@@ -108,7 +108,7 @@ def _input_gradient(  # type: ignore[no-untyped-def]
     taps_w = tl.maximum(KW - first_w + STRIDE_W - 1, 0) // STRIDE_W
     bottom = (row + PAD_H - first_h) // STRIDE_H  # the output row the first tap carried this row to
     right = (column + PAD_W - first_w) // STRIDE_W
-    BY_TAP: tl.constexpr = OUT >= 8
+    BY_TAP: tl.constexpr = OUT % BK == 0 or OUT >= 32
     CHUNKS: tl.constexpr = (OUT + BK - 1) // BK
     depth = taps_h * taps_w * OUT
     steps = taps_h * taps_w * CHUNKS if BY_TAP else (depth + BK - 1) // BK
@@ -231,7 +231,7 @@ def forward(x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, t
     out_height, out_width = out_size(height, kh, stride[0], padding[0]), out_size(width, kw, stride[1], padding[1])
     y = _empty_images(x, x.shape[0], out, out_height, out_width)
     rows = x.shape[0] // clients * out_height * out_width
-    bm, bn, bk, warps, stages = tile or _product_tile(rows, out, inp, kh * kw, x.element_size())
+    bm, bn, bk, warps, stages = tile or _product_tile(out, inp, kh * kw, x.element_size())
     grid = (triton.cdiv(rows, bm) * triton.cdiv(out, bn), clients)
     _forward[grid](
         x, w, y, rows, height, width, out_height, out_width,
@@ -251,7 +251,7 @@ def input_gradient(
     dx = _empty_images(g, g.shape[0], inp, height, width)
     samples = g.shape[0] // clients
     some = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # pixels of the largest residue
-    bm, bn, bk, warps, stages = tile or _product_tile(samples * some, inp, out, kh * kw, g.element_size())
+    bm, bn, bk, warps, stages = tile or _product_tile(inp, out, kh * kw, g.element_size())
     grid = (triton.cdiv(samples * some, bm) * triton.cdiv(inp, bn), clients, stride[0] * stride[1])
     _input_gradient[grid](
         g, w, dx, samples, height, width, g.shape[2], g.shape[3],
@@ -270,7 +270,7 @@ def weight_gradient(
     out, inp = g.shape[1], x.shape[1]
     (height, width), (out_height, out_width), (kh, kw) = x.shape[2:], g.shape[2:], kernel
     rows, depth = g.shape[0] // clients * out_height * out_width, kh * kw * inp
-    bm, bn, bk, warps, stages = tile or _gradient_tile(out, inp, kh * kw, g.element_size())
+    bm, bn, bk, warps, stages = tile or _gradient_tile(out, inp, g.element_size())
     tiles = triton.cdiv(out, bm) * triton.cdiv(depth, bn)
     if parts is None:
         parts = max(1, min(MOST_PARTS, PROGRAMS // (tiles * clients), rows // (4 * bk)))
@@ -310,19 +310,23 @@ def _power(n: int, low: int, high: int) -> int:
     return int(min(high, max(low, triton.next_power_of_2(n))))
 
 
-def _product_tile(rows: int, columns: int, channels: int, taps: int, bytes_each: int) -> Tile:
-    """From a sweep over the layers of the benchmarks on an H200; see benchmarks/README.md."""
-    if channels < 8:
-        return Tile(128, _power(columns, 16, 64), _power(channels * taps, 16, 32), 4, 3)
+def _product_tile(columns: int, channels: int, taps: int, bytes_each: int) -> Tile:
+    """From a sweep over the layers of the benchmarks on an H200."""
+    if bytes_each == 4 and channels < 32:
+        if channels * taps <= 32 or columns <= 16:
+            return Tile(128 if channels == 1 else 256, _power(columns, 16, 64), 32, 4, 2)
+        return Tile(256, _power(columns, 32, 64), 16, 8, 3)
     if bytes_each == 4:
-        return Tile(128, _power(columns, 16, 64), _power(channels, 16, 32), 4, 3)
+        return Tile(128, _power(columns, 16, 64), 32, 4, 3)
+    if channels < 16:
+        return Tile(128, _power(columns, 16, 64), 32, 4, 3)
     return Tile(64, _power(columns, 16, 128), _power(channels, 16, 64), 4, 3)
 
 
-def _gradient_tile(out: int, channels: int, taps: int, bytes_each: int) -> Tile:
+def _gradient_tile(out: int, channels: int, bytes_each: int) -> Tile:
     bm = _power(out, 16, 128)
-    if channels % 64:
-        return Tile(min(bm, 64), 32, 128 if bytes_each == 2 or channels < 8 else 64, 4, 2)
-    if bytes_each == 4:
-        return Tile(min(bm, 64), 64, 32, 4, 3)
-    return Tile(bm, 64, 64, 4, 3)
+    if channels % 64 == 0:
+        return Tile(bm, 64, 64, 4, 3) if bytes_each == 2 else Tile(min(bm, 64), 64, 32, 4, 3)
+    if bytes_each == 2 or channels == 1:
+        return Tile(min(bm, 64), 32, 128, 4, 2)
+    return Tile(min(bm, 64), 32, 64, 2, 3)

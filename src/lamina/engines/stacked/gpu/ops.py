@@ -28,20 +28,22 @@ def convolve(x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[
     float32 arithmetic, or of one if torch is allowed TensorFloat-32.
     """
     precision = "tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"
-    made: Tensor = _forward(x, weight, list(stride), list(padding), precision)
+    made: Tensor = _forward(x, weight, weight.detach().to(x.dtype), list(stride), list(padding), precision)
     return made
 
 
 @custom_op("lamina::convolve", mutates_args=())
-def _forward(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precision: str) -> Tensor:
-    w = weight.to(x.dtype)
+def _forward(
+    x: Tensor, weight: Tensor, rounded: Tensor, stride: list[int], padding: list[int], precision: str
+) -> Tensor:
+    """`rounded` is `weight` in the images' type, made once for both passes; gradients go to `weight`."""
     if _suits_hopper(x, weight, stride):
-        return hopper.forward(x, w, _pair(padding))
-    return kernels.forward(x, w, _pair(stride), _pair(padding), precision)
+        return hopper.forward(x, rounded, _pair(padding))
+    return kernels.forward(x, rounded, _pair(stride), _pair(padding), precision)
 
 
 @_forward.register_fake
-def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precision: str) -> Tensor:
+def _(x: Tensor, weight: Tensor, rounded: Tensor, stride: list[int], padding: list[int], precision: str) -> Tensor:
     height, width = (
         kernels.out_size(n, k, s, p) for n, k, s, p in zip(x.shape[2:], weight.shape[3:], stride, padding, strict=True)
     )
@@ -52,10 +54,9 @@ def _(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precisio
 def _input_gradient(
     g: Tensor, weight: Tensor, size: list[int], stride: list[int], padding: list[int], precision: str
 ) -> Tensor:
-    w = weight.to(g.dtype)
     if _suits_hopper(g, weight, stride):
-        return hopper.input_gradient(g, w, _pair(size), _pair(padding))
-    return kernels.input_gradient(g, w, _pair(size), _pair(stride), _pair(padding), precision)
+        return hopper.input_gradient(g, weight, _pair(size), _pair(padding))
+    return kernels.input_gradient(g, weight, _pair(size), _pair(stride), _pair(padding), precision)
 
 
 @_input_gradient.register_fake
@@ -80,16 +81,17 @@ def _(g: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, *ctx.settings = inputs
-    ctx.save_for_backward(x, weight)
+    x, weight, rounded, *ctx.settings = inputs
+    ctx.save_for_backward(x, rounded)
+    ctx.dtype = weight.dtype
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-    x, weight = ctx.saved_tensors
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    x, rounded = ctx.saved_tensors
     needs_x, needs_w = ctx.needs_input_grad[:2]
-    dx = _input_gradient(g, weight, list(x.shape[2:]), *ctx.settings) if needs_x else None
-    dw = _weight_gradient(g, x, weight, *ctx.settings).to(weight.dtype) if needs_w else None
-    return dx, dw, None, None, None
+    dx = _input_gradient(g, rounded, list(x.shape[2:]), *ctx.settings) if needs_x else None
+    dw = _weight_gradient(g, x, rounded, *ctx.settings).to(ctx.dtype) if needs_w else None
+    return dx, dw, None, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)

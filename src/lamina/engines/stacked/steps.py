@@ -1,0 +1,195 @@
+"""One local step of every row: gather the batches, differentiate, let the algorithm step.
+
+During local training the state of a row is kept in parts, one per layer, each [rows, size of the layer]: gradients
+come layer by layer anyway, and gluing them into one vector only to take it apart again would cost as much memory
+traffic as the step itself. An algorithm cannot tell, as long as its `step` works layer by layer; one that does not
+(a norm over the whole vector, layers that span several tensors) is noticed and given whole vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.algorithms.contract import Algorithm, Info
+from lamina.data.dataset import Dataset
+from lamina.data.feed import Augment, prepare
+from lamina.engines.stacked.forward import Forward
+from lamina.layers import Layers
+from lamina.objective import Buffers, Objective
+
+
+class Steps:
+    """The local steps of some rows, for one algorithm and one kind of round."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        data: Dataset,
+        forward: Forward,
+        algorithm: Algorithm,
+        parts: Sequence[Layers],
+        *,
+        control: bool,
+        clip: float | None,
+        augmentation: Augment | None,
+    ) -> None:
+        self.objective, self.data, self.forward, self.algorithm = objective, data, forward, algorithm
+        self.parts, self.control, self.clip, self.augmentation = list(parts), control, clip, augmentation
+
+    def step(
+        self,
+        local: list[Any],
+        down: list[Any],
+        buffers: Buffers,
+        index: Tensor,
+        filled: Tensor | None,
+        keys: Tensor | None,
+        lr: Any,
+    ) -> tuple[list[Any], Tensor]:
+        """The state after one step, and every row's loss [rows].
+
+        Args:
+            local: the local state in parts.
+            down: the broadcast in parts.
+            buffers: the model's buffers [rows, ...], updated in place.
+            index: the samples of the batch [rows, B].
+            filled: how many of them are real [rows] (0: the row makes no step); None: all.
+            keys: random words for the augmentation [rows, B].
+            lr: a number, or one per row [rows, 1].
+        """
+        kept = None if filled is None else {n: b.clone() for n, b in buffers.items()}
+        grads, losses = self.gradient([part.y for part in local], buffers, index, filled, keys)
+        if self.control:  # the same batch at x
+            scratch = {n: b.clone() for n, b in buffers.items()}
+            at_x, _ = self.gradient([part.x for part in down], scratch, index, filled, keys)
+            grads = [g - a for g, a in zip(grads, at_x, strict=True)]
+        after = self.apply(local, down, grads, lr, filled)
+        if filled is None or kept is None:
+            return after, losses
+        active = filled > 0
+        for name, buffer in buffers.items():
+            view = active.reshape(-1, *[1] * (buffer.dim() - 1))
+            buffer.copy_(torch.where(view, buffer, kept[name]))
+        return after, torch.where(active, losses, 0.0)
+
+    def gradient(
+        self, y: list[Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None, keys: Tensor | None,
+        *, train: bool = True,
+    ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
+        """Every row's own gradient of its mean loss, in parts, and those losses [rows]."""
+        leaves = self._leaves(y)
+        means = self.mean_losses(leaves, buffers, index, filled, keys, train=train)
+        names = list(leaves)
+        found = dict(zip(names, torch.autograd.grad(means.sum(), [leaves[n] for n in names]), strict=True))
+        dtype = self.objective.dtype
+        return [part.flatten({n: found[n].to(dtype) for n in part.names}) for part in self.parts], means.detach()
+
+    def _leaves(self, y: list[Tensor]) -> dict[str, Tensor]:
+        """The parameters by name, as the leaves of a new autograd graph."""
+        named = {n: p for part, own in zip(self.parts, y, strict=True) for n, p in part.unflatten(own).items()}
+        return {n: p.detach().requires_grad_() for n, p in self.forward.rounded(named).items()}
+
+    def mean_losses(
+        self, parameters: dict[str, Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None,
+        keys: Tensor | None, *, train: bool,
+    ) -> Tensor:  # fmt: skip
+        """Every row's mean loss over the real samples of its batch [rows]."""
+        x, y = self._batch(index, keys)
+        mask = None if filled is None else torch.arange(y.shape[1], device=y.device) < filled.unsqueeze(1)
+        losses = self.forward.losses(parameters, buffers, x, y, mask, train=train)
+        if mask is None or filled is None:
+            return losses.mean(1)
+        return torch.where(mask, losses, 0.0).sum(1) / filled.clamp(min=1)
+
+    def _batch(self, index: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Gather, augment and normalise the batches of all rows: [rows, B, ...]."""
+        x = self.data.x[index]
+        if self.augmentation is not None and keys is not None:
+            x = self.augmentation(x, keys)
+        return prepare(x, self.data.mean, self.data.std, self.objective.dtype), self.data.y[index]
+
+    def apply(
+        self, local: list[Any], down: list[Any], grads: list[Tensor], lr: Any, filled: Tensor | None
+    ) -> list[Any]:
+        """The algorithm's step, part by part; a row without this step stays as it is."""
+        if self.clip is not None:
+            grads = _clipped(grads, self.clip)
+        active = None if filled is None else (filled > 0).unsqueeze(1)
+        made = []
+        for part, old, fixed, grad in zip(self.parts, local, down, grads, strict=True):
+            new = self.algorithm.step(old, fixed, grad, lr, part)
+            if active is not None:
+                new = type(new)(
+                    *(None if n is None else torch.where(active, n, o) for n, o in zip(new, old, strict=True))
+                )
+            made.append(new)
+        return made
+
+
+def _clipped(grads: list[Tensor], limit: float) -> list[Tensor]:
+    """Every row's gradient scaled down to norm `limit` if it is longer."""
+    norms = torch.stack([torch.linalg.vector_norm(grad, dim=-1) for grad in grads])
+    norm = torch.linalg.vector_norm(norms, dim=0).unsqueeze(1)
+    return [torch.where(norm > limit, grad * (limit / norm), grad) for grad in grads]
+
+
+def split(record: Any, parts: Sequence[Layers]) -> list[Any]:
+    """A record of [..., p] vectors as one record of views per part; one number per row goes into each."""
+    size, sizes = sum(part.size for part in parts), [part.size for part in parts]
+    fields = [
+        [value] * len(sizes) if value is None or value.shape[-1] != size else torch.split(value, sizes, dim=-1)
+        for value in record
+    ]
+    return [type(record)(*own) for own in zip(*fields, strict=True)]
+
+
+def join(records: list[Any]) -> Any:
+    """The records of all parts as one."""
+    if len(records) == 1:
+        return records[0]
+    return type(records[0])(
+        *(
+            values[0] if values[0] is None or _is_one_number(values) else torch.cat(values, dim=-1)
+            for values in zip(*records, strict=True)
+        )
+    )
+
+
+def _is_one_number(values: tuple[Tensor, ...]) -> bool:
+    """One number per row, repeated in every part (a layer may have one element too, but not all of them have)."""
+    return all(value.shape[-1] == 1 for value in values)
+
+
+def works_by_layer(algorithm: Algorithm) -> bool:
+    """Whether a step part by part is the step on the whole vector: tried on two rows of a small made-up model."""
+    layers = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(layers.size, generator=generator, dtype=torch.float64)
+    needs = algorithm.needs(1)
+    info = Info(1, 0.1, full_gradient=x if needs.full_gradient or needs.control_variate else None)
+    down = algorithm.broadcast(algorithm.init(x), info)
+    local = algorithm.begin(down, algorithm.client_init(x), info)
+
+    def anything(record: Any) -> Any:
+        return type(record)(
+            *(
+                None if v is None else torch.rand((2, v.shape[-1]), generator=generator, dtype=torch.float64)
+                for v in record
+            )
+        )
+
+    local, down = anything(local), anything(down)
+    grad = torch.rand((2, layers.size), generator=generator, dtype=torch.float64)
+    whole = algorithm.step(local, down, grad, 0.1, layers)
+    parts = layers.parts()
+    grads = torch.split(grad, [part.size for part in parts], dim=-1)
+    rows = zip(parts, split(local, parts), split(down, parts), grads, strict=True)
+    by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows])
+    return all(
+        a is None or (a.shape == b.shape and torch.allclose(a, b, rtol=1e-9))
+        for a, b in zip(whole, by_part, strict=True)
+    )
