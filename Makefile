@@ -24,6 +24,11 @@ test: $(VENV)/.installed
 papers: $(VENV)/.installed
 	$(BIN)/pytest -v tests/test_papers.py
 
+# lamina, its peers and a plain PyTorch loop in one table; BENCH holds options, such as BENCH="W2 --rounds 10"
+.PHONY: bench
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/speed.py $(BENCH)
+
 # torch is pinned by constraints.txt; the package itself accepts a range
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lamina needs Python 3.11 or newer: make PYTHON=python3.11")'

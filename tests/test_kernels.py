@@ -58,19 +58,14 @@ def error(made, expected):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 def test_a_convolution_and_its_gradients(case, dtype, tolerance):
     x, flat, w, g, expected, dx, dw = problem(case, dtype)
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        for _ in range(5):  # a race would show as an error that moves
-            y = ops.convolve(x, w, case[7], case[8])
-            made_x, made_flat = torch.autograd.grad(y, (x, flat), g, retain_graph=True)
-            made_w = made_flat[:, 16:-16].reshape(w.permute(0, 1, 3, 4, 2).shape).permute(0, 1, 4, 2, 3)
-            assert error(y, expected) < tolerance
-            assert error(made_x, dx) < tolerance
-            assert error(made_w, dw) < 1e-5  # summed in float32 and never rounded to bfloat16
-            assert float(made_flat[:, :16].abs().sum() + made_flat[:, -16:].abs().sum()) == 0
-    finally:
-        torch.backends.cudnn.allow_tf32 = before
+    for _ in range(5):  # a race would show as an error that moves
+        y = ops.convolve(x, w, case[7], case[8])
+        made_x, made_flat = torch.autograd.grad(y, (x, flat), g, retain_graph=True)
+        made_w = made_flat[:, 16:-16].reshape(w.permute(0, 1, 3, 4, 2).shape).permute(0, 1, 4, 2, 3)
+        assert error(y, expected) < tolerance
+        assert error(made_x, dx) < tolerance
+        assert error(made_w, dw) < 1e-5  # summed in float32 and never rounded to bfloat16
+        assert float(made_flat[:, :16].abs().sum() + made_flat[:, -16:].abs().sum()) == 0
 
 
 def test_the_gradient_cut_into_parts_is_the_same():

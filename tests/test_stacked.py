@@ -364,11 +364,12 @@ def test_fallbacks_give_the_same_result_and_say_why(model, form, caplog):
         lamina.Simulation(net, data, "fedlamb", clients=PARTS, device="cpu", engine="stacked")
 
 
-def test_a_large_model_on_a_cpu_runs_in_the_loop_unless_told():
-    net, data = nn.Linear(8, 40_000), (torch.randn(48, 8), torch.arange(48) % 3)
-    assert isinstance(lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu").engine, Loop)
-    forced = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", engine="stacked")
-    assert not isinstance(forced.engine, Loop)
+def test_a_large_model_on_a_cpu_has_a_chunk_for_itself():
+    data = (torch.randn(48, 8), torch.arange(48) % 3)
+    for net, rows in ((nn.Linear(8, 40_000), 1), (nn.Linear(8, 100), 4660)):
+        run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu")
+        member = Member(run.algorithm, run.state, run.plan.round(1))
+        assert memory.rows_that_fit(run.engine, member) == rows  # 16 MB / (900 parameters x 4 bytes)
 
 
 def test_a_module_that_mixes_samples_or_clients_is_not_stacked():
@@ -471,8 +472,9 @@ def test_a_grouped_convolution_is_one_per_client(padding, kernel):
     torch.manual_seed(0)
     x = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64, requires_grad=True)
     w = torch.randn(3, 5, 4, *kernel, dtype=torch.float64, requires_grad=True)
-    out = convolution.grouped(x, w, (1, 1), padding, (1, 1), 1)
-    expected = convolution.one_by_one(x, w, (1, 1), padding, (1, 1), 1)
+    b = torch.randn(3, 5, dtype=torch.float64)
+    out = convolution.grouped(x, w, b, (1, 1), padding, (1, 1), 1)
+    expected = convolution.one_by_one(x, w, b, (1, 1), padding, (1, 1), 1)
     assert torch.allclose(out, expected, rtol=1e-12)
     seed = torch.randn_like(expected)
     for a, b in zip(torch.autograd.grad(out, (x, w), seed), torch.autograd.grad(expected, (x, w), seed), strict=True):
@@ -482,7 +484,7 @@ def test_a_grouped_convolution_is_one_per_client(padding, kernel):
 def test_grouped_with_stride_and_groups():
     torch.manual_seed(0)
     x, w = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64), torch.randn(3, 6, 2, 3, 3, dtype=torch.float64)
-    settings = ((2, 1), (1, 1), (1, 2), 2)
+    settings = (None, (2, 1), (1, 1), (1, 2), 2)
     assert torch.allclose(convolution.grouped(x, w, *settings), convolution.one_by_one(x, w, *settings), rtol=1e-12)
 
 

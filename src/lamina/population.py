@@ -33,43 +33,53 @@ class Population:
         if not self.simulations:
             raise BadInput("a population needs at least one simulation")
         for i, simulation in enumerate(self.simulations):
-            problem = _mismatch(self.simulations[0], simulation)
+            problem = mismatch(self.simulations[0], simulation)
             if problem:
                 raise BadInput(f"simulations 0 and {i} cannot be stacked: {problem}")
 
     def run(self, rounds: int, on_round: Callable[[int, Row], None] | None = None) -> list[History]:
         """Train all members for `rounds` more rounds; `on_round` is called with (member, row) as rounds finish."""
-        engine = self.simulations[0].engine
-        assert isinstance(engine, Stacked)
-        for _ in range(rounds):
-            going = [i for i in range(len(self.simulations)) if i not in self.diverged]
-            if not going:
-                break
-            started = time.perf_counter()
-            members = [
-                Member(s.algorithm, s.state, s.plan.round(s.state.round + 1))
-                for s in (self.simulations[i] for i in going)
-            ]
-            with arithmetic(self.simulations[0].precision):
-                outcomes = engine.run_members(members)
-            seconds = (time.perf_counter() - started) / len(going)
-            for i, member, outcome in zip(going, members, outcomes, strict=True):
-                if isinstance(outcome, Diverged):
-                    self.diverged[i] = outcome
-                    continue
-                simulation = self.simulations[i]
-                simulation.state, report = outcome
-                row = simulation.record(member.plan, report, seconds)
+        for left in range(rounds, 0, -1):
+            for i, row in self.run_round(evaluate=left == 1).items():
                 if on_round is not None:
                     on_round(i, row)
-                try:
-                    simulation.refuse_nonfinite(row)
-                except Diverged as error:
-                    self.diverged[i] = error
         return [simulation.history for simulation in self.simulations]
 
+    def run_round(self, *, evaluate: bool = False) -> dict[int, Row]:
+        """Train one round of all members that have not diverged; the rows of those that finished it, by member."""
+        engine = self.simulations[0].engine
+        assert isinstance(engine, Stacked)
+        rows: dict[int, Row] = {}
+        going = [i for i in range(len(self.simulations)) if i not in self.diverged]
+        if not going:
+            return rows
+        started = time.perf_counter()
+        chosen = [self.simulations[i] for i in going]
+        members = [Member(s.algorithm, s.state, s.next_plan()) for s in chosen]
 
-def _mismatch(first: Simulation, other: Simulation) -> str:
+        def plan_ahead() -> None:
+            for simulation in chosen:
+                simulation.plan_ahead()
+
+        engine.meanwhile = plan_ahead
+        with arithmetic(self.simulations[0].precision):
+            outcomes = engine.run_members(members)
+        seconds = (time.perf_counter() - started) / len(going)
+        for i, member, outcome in zip(going, members, outcomes, strict=True):
+            if isinstance(outcome, Diverged):
+                self.diverged[i] = outcome
+                continue
+            simulation = self.simulations[i]
+            simulation.state, report = outcome
+            rows[i] = simulation.record(member.plan, report, seconds, evaluate=evaluate)
+            try:
+                simulation.refuse_nonfinite(rows[i])
+            except Diverged as error:
+                self.diverged[i] = error
+        return rows
+
+
+def mismatch(first: Simulation, other: Simulation) -> str:
     """Why two simulations cannot be rows of one model, or an empty string."""
     if not isinstance(other.engine, Stacked):
         return "a member does not run on the stacked engine"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 import numpy as np
@@ -22,15 +24,16 @@ from lamina.data.partitions import make as make_partition
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, arithmetic, choose_forward, is_random
+from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, Diverged, is_number, is_whole, unknown
+from lamina.experiment.checkpoint import Checkpoints, load_newest
 from lamina.history import History, Row
 from lamina.objective import Loss, Objective
 from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
 
 EVALUATION_BATCH = 1000
 DEFAULT_CLIENTS = 10
-STACKED_ON_CPU_UP_TO = 300_000  # parameters; beyond, several models at a time leave the caches (benchmarks/speed.py)
 log = logging.getLogger(__name__)
 
 
@@ -154,8 +157,10 @@ class Simulation:
         )
         self.evaluate_every = evaluate_every
         self.client_metrics = client_metrics
-        self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
+        self.state, _ = self.start()
         self.history = History()
+        self._checkpoints: Checkpoints | None = None
+        self._planned: Round | None = None  # the next round's plan, if it was made ahead
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds; `on_round` is called with every finished round's metrics."""
@@ -163,15 +168,54 @@ class Simulation:
             raise BadInput(f"run({rounds!r}): the number of rounds is not a whole number >= 0")
         last = self.state.round + rounds
         while self.state.round < last:
-            started = time.perf_counter()
-            plan = self.plan.round(self.state.round + 1)
-            with arithmetic(self.precision):
-                self.state, report = self.engine.run_round(self.state, plan)
-            row = self.record(plan, report, time.perf_counter() - started, evaluate=self.state.round == last)
+            row = self.run_round(evaluate=self.state.round + 1 == last)
             if on_round is not None:
                 on_round(row)
             self.refuse_nonfinite(row)
         return self.history
+
+    def run_round(self, *, evaluate: bool = False) -> Row:
+        """Train one round; it is evaluated if it is its turn or asked for."""
+        started = time.perf_counter()
+        plan = self.next_plan()
+        if isinstance(self.engine, Stacked):
+            self.engine.meanwhile = self.plan_ahead
+        with arithmetic(self.precision):
+            self.state, report = self.engine.run_round(self.state, plan)
+        return self.record(plan, report, time.perf_counter() - started, evaluate=evaluate)
+
+    def next_plan(self) -> Round:
+        """The plan of the round to come."""
+        number = self.state.round + 1
+        planned, self._planned = self._planned, None
+        return planned if planned is not None and planned.number == number else self.plan.round(number)
+
+    def plan_ahead(self) -> None:
+        """Plan the round after the one that runs now: the host has time while a GPU works."""
+        if self._planned is None:
+            with contextlib.suppress(BadInput):  # if there is no such round, it is not the time to say so
+                self._planned = self.plan.round(self.state.round + 2)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint, as safetensors; again into the same folder, client by client only what changed."""
+        if self._checkpoints is None or self._checkpoints.folder != Path(folder):
+            self._checkpoints = Checkpoints(Path(folder))
+        self._checkpoints.save(self.state, self.history)
+
+    def restore(self, folder: str | Path) -> None:
+        """Go back to the newest checkpoint of a simulation made with the same arguments, and its history."""
+        checkpoints = Checkpoints(Path(folder))
+        loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds())
+        if loaded is None:
+            raise BadInput(f"no checkpoint of this simulation in '{folder}'")
+        ((self.state, rows),) = loaded
+        self.history = History(rows)
+        self._checkpoints = checkpoints
+
+    def start(self) -> tuple[State, Any]:
+        """The state before round 1, and the record of a client that has not taken part."""
+        state = State.start(self.algorithm, self.objective, self.plan.clients.count)
+        return state, self.algorithm.client_init(self.objective.start)
 
     def record(self, plan: Round, report: RoundReport, seconds: float, *, evaluate: bool = False) -> Row:
         """Add the row of a round that has just finished, evaluated if it is its turn or asked for."""
@@ -356,12 +400,10 @@ def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Loop | 
     if name == "loop":
         return Loop(**settings)
     data, objective = settings["data"], settings["objective"]
-    if name == "auto" and objective.device.type == "cpu" and objective.start.numel() > STACKED_ON_CPU_UP_TO:
-        log.info("running client by client: on a CPU a model of this size gains nothing from stacking")
-        return Loop(**settings)
     sample = prepare(data.x[:4], data.mean, data.std, objective.dtype), data.y[:4]
     forward, why = choose_forward(objective, sample, precision, name)
-    if forward is not None and settings["algorithm"].needs(1).control_variate and is_random(objective, sample[0]):
+    random = is_random(objective, sample[0])
+    if forward is not None and random and settings["algorithm"].needs(1).control_variate:
         forward, why = (
             None,
             "control variates compare two gradients under one dropout mask, which only the loop can draw",
@@ -373,4 +415,6 @@ def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Loop | 
         return Loop(**settings)
     if why and name == "auto":
         log.info("using torch.func.vmap instead of stacked layers: %s", why)
-    return Stacked(forward=forward, **settings)
+    if objective.device.type == "cpu":
+        keep_freed_memory()
+    return Stacked(forward=forward, random=random, **settings)

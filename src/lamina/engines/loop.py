@@ -62,10 +62,7 @@ class Loop:
 
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)
-            sums.up = _accumulate(sums.up, up, weights[c])
-            for name, b in buffers.items():
-                if b.is_floating_point():
-                    sums.buffers[name] = sums.buffers.get(name, 0.0) + weights[c] * b
+            sums.add(up, buffers, weights[c])
             sums.losses.append(float(losses.mean()))
             sums.bytes_up += sum(payload_bytes(up).values())
             sums.steps += weights[c] * float(plan.steps[c])
@@ -185,13 +182,6 @@ def _weighted_sum(vectors: list[Any], weights: list[float]) -> Tensor:
     for vector, weight in zip(vectors, weights, strict=True):
         total = total + weight * vector
     return total
-
-
-def _accumulate(total: Any, up: Any, weight: float) -> Any:
-    """Add one client's weighted Up to the sum, field by field; a field that is not sent stays None."""
-    if total is None:
-        return type(up)(*(None if v is None else weight * v for v in up))
-    return type(up)(*(None if v is None else t + weight * v for t, v in zip(total, up, strict=True)))
 
 
 def _all_finite(*values: Tensor | None) -> bool:

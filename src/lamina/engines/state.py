@@ -57,6 +57,17 @@ class Sums:
     bytes_up: int = 0
     trust: list[Tensor] = field(default_factory=list)  # every client's trust ratios
 
+    def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
+        """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
+        if self.up is None:
+            self.up = type(up)(*(None if value is None else weight * value for value in up))
+        else:
+            pairs = zip(self.up, up, strict=True)
+            self.up = type(up)(*(None if value is None else total.add(value, alpha=weight) for total, value in pairs))
+        for name, value in buffers.items():
+            if value.is_floating_point():
+                self.buffers[name] = self.buffers.get(name, 0.0) + weight * value
+
 
 def close_round(
     algorithm: Algorithm, layers: Layers, state: State, plan: Round, down: Any, sums: Sums, clients: dict[int, Any]

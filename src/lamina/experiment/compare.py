@@ -1,36 +1,35 @@
 """Compare algorithms fairly: the same initial weights, clients and batches, and every method tuned the same way.
 
 If the file gives learning rates to try, each is run once on the first seed and the one with the best accuracy on
-held-out *training* data is kept; the test data are looked at only in the final runs, one per seed.
+held-out *training* data is kept; the test data are looked at only in the final runs, one per seed. (The papers choose
+on the test data: ``compare.select = "test"``.)
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import torch
-
+import lamina
 from lamina import algorithms
 from lamina.data.dataset import Splits
-from lamina.errors import BadInput, Diverged
+from lamina.engines.stacked.engine import Stacked
+from lamina.errors import BadInput
 from lamina.experiment.config import AlgorithmSection, Experiment
-from lamina.experiment.run import (
-    build,
-    build_algorithm,
-    cannot_write,
-    check_writable,
-    choose_threads,
-    is_ours,
-    load_data,
-    resolved,
-    write_json,
-)
+from lamina.experiment.files import PARTIAL, cannot_write, check_writable, write_file, write_json
+from lamina.experiment.folder import FORMAT, Lock, LogLines, RunFolder, is_ours, refuse_format
+from lamina.experiment.records import Record, read_json, read_record
+from lamina.experiment.run import build, build_algorithm, go_on, load_data, resolved, train
 from lamina.history import History, Row
+from lamina.population import mismatch
+from lamina.simulation import Simulation
 
 
 @dataclass
@@ -67,26 +66,58 @@ class Entry:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a comparison, as shown to the user."""
+    """One run of a comparison."""
 
     algorithm: str
     lr: float
     seed: int
-    tuning: bool
+    tuning: bool  # it only helps to choose the rate
+
+    def __str__(self) -> str:
+        return f"{self.algorithm}, lr {self.lr:g}, seed {self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Its folder inside the comparison's."""
+        name = self.algorithm.replace(":", ".")
+        return Path("tuning", name, f"lr{self.lr!r}") if self.tuning else Path(name, f"seed{self.seed}")
 
 
-Progress = Callable[[Job, Row], None]
+class Watcher:
+    """Whoever follows a comparison; this one looks away."""
+
+    def round_finished(self, job: Job, row: Row) -> None:
+        """A run has one round more."""
+
+    def run_ended(self, job: Job, record: Record) -> None:
+        """A run is complete, or has diverged; just now or in an earlier start of the comparison."""
 
 
 class Comparison:
-    """The comparison of an experiment file: checked when made, then `run`; `entries` fills as runs finish."""
+    """The comparison of an experiment file in a folder: checked when made, then `run`; `entries` fills as runs finish.
 
-    def __init__(self, experiment: Experiment) -> None:
-        self.experiment = experiment
+    Every run has a folder of its own, ``<algorithm>/seed<n>`` or ``tuning/<algorithm>/lr<rate>``, so that a comparison
+    started again skips what is complete and goes on with what is not.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: Path,
+        *,
+        overwrite: bool = False,
+        watcher: Watcher = Watcher(),  # noqa: B008 (it has no state)
+        stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        check_folder(folder, overwrite=overwrite)  # before the data are read
+        self.experiment, self.folder = experiment, folder
+        self._overwrite, self._watcher, self._stop = overwrite, watcher, stop
         self.entries: list[Entry] = []
         spec = experiment.compare
         if not spec.algorithms:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
+        if experiment.data.validation is not None:
+            raise BadInput("data.validation is for single runs: a comparison holds out compare.validation by itself")
         for name in {**spec.lr, **spec.options}:
             if ":" not in name:  # settings for a method left out this time are fine, a misspelt name is not
                 algorithms.find(name)
@@ -98,49 +129,113 @@ class Comparison:
         first = next(iter(self._own.values()))
         simulation = build(first, self._splits)
         self.clients = simulation.plan.clients.count
-        self._config = resolved(first, simulation)
+        self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
         del self._config["algorithm"]  # each method has its own, with its own rate
         self._config["train"]["lr"] = experiment.train.lr
         self._config["algorithms"] = {}
 
-    def count_rounds(self) -> int:
-        """How many rounds the whole comparison has, for a progress bar."""
-        compare = self.experiment.compare
-        tried = [len(compare.lr.get(name, [])) for name in self._own]
-        return self.experiment.train.rounds * (sum(n for n in tried if n > 1) + compare.seeds * len(self._own))
+    def rates(self, name: str) -> list[float]:
+        """The rates to choose from for a method; one alone is no choice."""
+        rates = self.experiment.compare.lr.get(name, [])
+        return list(dict.fromkeys(rates)) if len(set(rates)) > 1 else []
 
-    def run(self, folder: Path, progress: Progress | None = None) -> None:
-        """Run all of it; every finished run is in the folder's tables before the next begins."""
-        check_folder(folder)
-        self._save(folder)
+    def run(self) -> bool:
+        """Run what is left of it; whether it was finished, not stopped."""
+        lock = Lock(self.folder)
         try:
-            self._run_all(folder, progress)
-        except KeyboardInterrupt:
-            self._save(folder)  # it may have come in the middle of a table
-            raise
+            if not is_ours(self.folder):  # an earlier comparison's tables stay until its runs are known to be the same
+                self._save()
+            return all(self._run_algorithm(name) for name in self._own)
+        finally:
+            lock.release()
 
-    def _run_all(self, folder: Path, progress: Progress | None) -> None:
-        for name, own in self._own.items():
-            tuning = self._tune(name, own, progress)
-            rates = list(tuning) or own.compare.lr.get(name, [])
-            lr = rates[0] if rates else own.train.lr or algorithms.find(name).card.lr
-            if tuning:
-                lr = max(tuning, key=lambda rate: -math.inf if math.isnan(tuning[rate]) else tuning[rate])
-            entry = Entry(name, algorithms.find(name).card.title, lr, tuning)
-            for seed in range(own.train.seed, own.train.seed + own.compare.seeds):
-                history, failure = self._run(own, self._splits, Job(name, lr, seed, False), progress)
-                if not entry.histories:
-                    self.entries.append(entry)
-                entry.seeds.append(seed)
-                entry.histories.append(history)
-                entry.diverged += [failure] if failure else []
-                self._save(folder)
+    def _run_algorithm(self, name: str) -> bool:
+        """Choose a rate if there is a choice, then run every seed; whether it was finished."""
+        own, first_seed = self._own[name], self.experiment.train.seed
+        rates = self.rates(name)
+        tried = [Job(name, rate, first_seed, True) for rate in rates]
+        if not self._run_jobs(tried):
+            return False
+        tuning = {job.lr: _score(read_record(self.folder / job.folder)) for job in tried}
+        given = own.compare.lr.get(name, [])
+        lr = given[0] if given else own.train.lr or algorithms.find(name).card.lr
+        if tuning:
+            lr = max(tuning, key=lambda rate: -math.inf if math.isnan(tuning[rate]) else tuning[rate])
+        jobs = [Job(name, lr, seed, False) for seed in range(first_seed, first_seed + own.compare.seeds)]
+        finished = self._run_jobs(jobs)
+        entry = Entry(name, algorithms.find(name).card.title, lr, tuning)
+        for job in jobs:
+            place = self.folder / job.folder
+            record = read_record(place) if (place / "metrics.jsonl").exists() else None
+            if record is not None and record.ended:
+                entry.seeds.append(job.seed)
+                entry.histories.append(record.history)
+                entry.diverged += [f"{job}: {record.diverged}"] if record.diverged else []
+                self._config["algorithms"][name] = {"lr": lr, **record.config["algorithm"]}
+        if entry.seeds:
+            self.entries.append(entry)
+        self._save()
+        return finished
+
+    def _run_jobs(self, jobs: list[Job]) -> bool:
+        """Run what is left of some runs of one algorithm, side by side where they can be stacked."""
+        if not jobs:
+            return True
+        experiments = [self._experiment(job) for job in jobs]
+        splits = self._splits
+        if experiments[0].data.validation is not None:  # the same samples for every rate
+            splits = Splits(*splits.train.holdout(experiments[0].data.validation, experiments[0].train.seed))
+        with LogLines() as lines, contextlib.ExitStack() as opened:
+            left: list[Started] = []
+            for job, experiment in zip(jobs, experiments, strict=True):
+                simulation = build(experiment, splits)
+                config, place = resolved(experiment, simulation), self.folder / job.folder
+                folder = RunFolder(place, config, overwrite=self._overwrite, lines=lines)
+                opened.callback(folder.close)
+                if self._overwrite:
+                    folder.begin()
+                if folder.complete or folder.diverged is not None:
+                    self._watcher.run_ended(job, read_record(place))
+                else:
+                    left.append(Started(job, simulation, folder))
+            for group in stackable(left):
+                if not self._train(group, experiments[0]):
+                    return False
+        return True
+
+    def _train(self, group: list[Started], experiment: Experiment) -> bool:
+        """Train runs side by side; whether they were finished."""
+        simulations, folders = [run.simulation for run in group], [run.folder for run in group]
+        go_on(simulations, folders)
+
+        def finished(i: int, row: Row) -> None:
+            self._watcher.round_finished(group[i].job, row)
+
+        if train(simulations, folders, experiment, stop=self._stop, on_round=finished).stopped:
+            return False
+        for run in group:
+            self._watcher.run_ended(run.job, read_record(run.folder.path))
+        return True
+
+    def _experiment(self, job: Job) -> Experiment:
+        """One run as an experiment of its own."""
+        own = self._own[job.algorithm]
+        train = own.train.model_copy(update={"lr": job.lr, "seed": job.seed})
+        held_out = own.compare.validation if job.tuning and own.compare.select == "validation" else None
+        return own.model_copy(update={"train": train, "data": own.data.model_copy(update={"validation": held_out})})
 
     def notes(self) -> list[str]:
-        """What a reader should know: shared rates, runs that diverged, a best rate on the edge of those tried."""
+        """What a reader should know: how rates were chosen, runs that diverged, a best rate on the edge."""
         lines = []
-        given = self.experiment.train.lr
-        untuned = [name for name in self._own if not self.experiment.compare.lr.get(name)]
+        spec, given = self.experiment.compare, self.experiment.train.lr
+        if any(self.rates(name) for name in self._own):
+            on = (
+                f"{spec.validation:.0%} of the training data, held out"
+                if spec.select == "validation"
+                else "the test data"
+            )
+            lines.append(f"rates were chosen on {on}")
+        untuned = [name for name in self._own if not spec.lr.get(name)]
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.lr]")
         for entry in self.entries:
@@ -152,52 +247,63 @@ class Comparison:
                 )
         return lines
 
-    def _tune(self, name: str, own: Experiment, progress: Progress | None) -> dict[float, float]:
-        """The best validation accuracy of every rate to try; nothing if there is no choice."""
-        rates, seed = own.compare.lr.get(name, []), own.train.seed
-        if len(rates) < 2:
-            return {}
-        splits = Splits(*self._splits.train.holdout(own.compare.validation, seed))
-        tuning = {}
-        for rate in rates:
-            history, failure = self._run(own, splits, Job(name, rate, seed, True), progress)
-            tuning[rate] = math.nan if failure else history.best("accuracy")
-        return tuning
-
-    def _run(self, own: Experiment, splits: Splits, job: Job, progress: Progress | None) -> tuple[History, str]:
-        """One run; a rate that diverges ends it early, keeps its rounds, and is reported, not raised."""
-        own = own.model_copy(update={"train": own.train.model_copy(update={"lr": job.lr, "seed": job.seed})})
-        simulation = build(own, splits)
-        torch.set_num_threads(choose_threads(own, simulation.objective.start.numel()))
-        if not job.tuning:
-            self._config["algorithms"][job.algorithm] = {"lr": job.lr, **resolved(own, simulation)["algorithm"]}
-        try:
-            simulation.run(own.train.rounds, None if progress is None else lambda row: progress(job, row))
-        except Diverged as error:
-            return simulation.history, f"{job.algorithm}, lr {job.lr:g}, seed {job.seed}: {error}"
-        return simulation.history, ""
-
-    def _save(self, folder: Path) -> None:
+    def _save(self) -> None:
         """Write the configuration, every finished run's rounds, and what was tried in tuning."""
+        histories = [history for entry in self.entries for history in entry.histories]
+        columns = dict.fromkeys(column for history in histories for column in history.columns)
+        rounds = [
+            {"algorithm": entry.name, "learning_rate": entry.lr, "seed": seed, **row}
+            for entry in self.entries
+            for seed, history in zip(entry.seeds, entry.histories, strict=True)
+            for row in history
+        ]
+        score = f"best_{self.experiment.compare.select}_accuracy"
+        tried = [
+            {"algorithm": entry.name, "learning_rate": rate, score: best, "chosen": rate == entry.lr}
+            for entry in self.entries
+            for rate, best in entry.tuning.items()
+        ]
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "config.json", self._config)
-            with (folder / "rounds.csv").open("w", newline="", encoding="utf-8") as file:
-                histories = [history for entry in self.entries for history in entry.histories]
-                columns = dict.fromkeys(column for history in histories for column in history.columns)
-                rounds = csv.DictWriter(file, ["algorithm", "learning_rate", "seed", *columns])
-                rounds.writeheader()
-                for entry in self.entries:
-                    for seed, history in zip(entry.seeds, entry.histories, strict=True):
-                        run = {"algorithm": entry.name, "learning_rate": entry.lr, "seed": seed}
-                        rounds.writerows({**run, **row} for row in history)
-            with (folder / "tuning.csv").open("w", newline="", encoding="utf-8") as file:
-                tried = csv.writer(file)
-                tried.writerow(["algorithm", "learning_rate", "best_validation_accuracy", "chosen"])
-                for entry in self.entries:
-                    tried.writerows([entry.name, rate, score, rate == entry.lr] for rate, score in entry.tuning.items())
+            write_json(self.folder / "config.json", self._config)
+            _write_csv(self.folder / "rounds.csv", ["algorithm", "learning_rate", "seed", *columns], rounds)
+            _write_csv(self.folder / "tuning.csv", ["algorithm", "learning_rate", score, "chosen"], tried)
         except OSError as error:
-            raise cannot_write(folder, error) from error
+            raise cannot_write(self.folder, error) from error
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run with something left to do."""
+
+    job: Job
+    simulation: Simulation
+    folder: RunFolder
+
+
+def stackable(runs: list[Started]) -> list[list[Started]]:
+    """Runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
+    groups: list[list[Started]] = []
+    for run in runs:
+        fitting = (group for group in groups if not mismatch(group[0].simulation, run.simulation))
+        group = next(fitting, None) if isinstance(run.simulation.engine, Stacked) else None
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    return groups
+
+
+def _score(record: Record) -> float:
+    """What a rate is chosen by."""
+    return math.nan if record.diverged else record.history.best("accuracy")
+
+
+def _write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, text.getvalue().encode())
 
 
 def with_algorithm(experiment: Experiment, name: str) -> Experiment:
@@ -212,14 +318,14 @@ def with_algorithm(experiment: Experiment, name: str) -> Experiment:
     return experiment.model_copy(update={"algorithm": AlgorithmSection(name=name, **{**options, **own})})
 
 
-FILES = ("config.json", "rounds.csv", "tuning.csv", "comparison.png")  # what a comparison leaves behind
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written to, or holds something else than an earlier comparison."""
+def check_folder(folder: Path, *, overwrite: bool = False) -> None:
+    """Refuse a folder that cannot be written to, or holds something else than a comparison."""
     check_writable(folder)
-    found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if found and not (is_ours(folder) and set(found) <= set(FILES)):
-        raise BadInput(
-            f"the folder '{folder}' holds other files than an earlier comparison's: choose another with --out"
-        )
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if all(name == "lock" or name.endswith(PARTIAL) for name in names):
+        return
+    config = read_json(folder / "config.json") if is_ours(folder) else {}
+    if "algorithms" not in config:
+        raise BadInput(f"the folder '{folder}' holds other files than a comparison's: choose another with --out")
+    if not overwrite:
+        refuse_format(folder, config)

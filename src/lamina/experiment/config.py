@@ -13,6 +13,7 @@ from lamina.errors import BadInput, nearest
 
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class _Section(BaseModel):
@@ -46,6 +47,7 @@ class Data(_Section):
     augment: bool = False
     augment_pad: Annotated[int, Field(ge=0)] = 4
     augment_flip: bool = True
+    validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
 
 
 class Model(Named):
@@ -94,6 +96,7 @@ class Run(_Section):
     evaluate_every: AtLeastOne = 1
     client_metrics: bool = False
     trust_ratios: bool = False
+    checkpoint_every: AtLeastOne = 1  # rounds
     out: str | None = None  # None: runs/<file>-<algorithm>-seed<seed>
 
 
@@ -103,8 +106,9 @@ class Compare(_Section):
     algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
     seeds: AtLeastOne = 3
     target: Annotated[float, Field(gt=0, le=1)] = 0.9
-    lr: dict[str, list[Positive]] = {}  # rates to try for each; the best on validation data is kept
-    validation: Annotated[float, Field(gt=0, lt=1)] = 0.2  # fraction of the training data held out to choose the rate
+    lr: dict[str, list[Positive]] = {}  # rates to try for each; the best is kept
+    select: Literal["validation", "test"] = "validation"  # what the rate is chosen on; the papers take the test data
+    validation: Fraction = 0.2  # of the training data, held out to choose the rate
     options: dict[str, dict[str, Any]] = {}  # further options for each
 
 

@@ -2,39 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import math
+import logging
 import os
-import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save
 
-import lamina
 from lamina import algorithms, models, rng
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
+from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import BadInput, nearest
+from lamina.errors import BadInput, Diverged, LaminaError, nearest
+from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.config import Experiment, Named
+from lamina.experiment.folder import LogLines, RankFolder, RunFolder
 from lamina.history import Row
 from lamina.plan import SCHEDULES, Schedule, make_schedule
+from lamina.population import Population
 from lamina.simulation import Simulation
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
 DEFAULT_CLIENTS = 10
+log = logging.getLogger(__name__)
 
 
 def load_data(experiment: Experiment) -> Splits:
-    """The experiment's training and test data."""
-    return sources.load(experiment.data.name, experiment.data.dir)
+    """The experiment's training and test data; with `data.validation`, held-out training data stand in for the test."""
+    splits = sources.load(experiment.data.name, experiment.data.dir)
+    if experiment.data.validation is None:
+        return splits
+    return Splits(*splits.train.holdout(experiment.data.validation, experiment.train.seed))
 
 
 def build(experiment: Experiment, splits: Splits | None = None) -> Simulation:
@@ -147,11 +150,6 @@ def _check_keys(section: str, given: Named, known: Iterable[str], own: tuple[str
 # --- the configuration as it was really run ----------------------------------------------------------------------
 
 
-def versions() -> dict[str, str]:
-    """What the numbers depend on beside the configuration; the first key marks a file as lamina's."""
-    return {"lamina": lamina.__version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
 def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     """The whole configuration, with every default and every "auto" replaced by what was used."""
     config = experiment.model_dump()
@@ -168,8 +166,10 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     config["train"]["lr"] = simulation.plan.lr
     config["train"]["schedule"] |= _values(simulation.plan.schedule)
     config["run"]["device"] = str(simulation.device)
+    config["run"]["engine"] = engine.forward.name if isinstance(engine := simulation.engine, Stacked) else "loop"
     config["run"]["threads"] = choose_threads(experiment, simulation.objective.start.numel())
-    return {**versions(), **config}
+    config["run"]["ranks"] = Ranks.current().world
+    return config
 
 
 def _values(record: Any) -> dict[str, Any]:
@@ -177,114 +177,7 @@ def _values(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in _fields(type(record))}
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write valid JSON, which knows no infinity: such numbers become strings."""
-    path.write_text(json.dumps(_plain(value), indent=2, default=str, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# --- the folder --------------------------------------------------------------------------------------------------
-
-
-def check_writable(folder: Path) -> None:
-    """Refuse, before any work is done, a folder that could not be made or written to."""
-    try:
-        place = folder.absolute()
-        while not place.exists():
-            place = place.parent
-        if not place.is_dir():
-            raise BadInput(f"'{place}' is a file, not a folder: choose another with --out")
-        usable = os.access(place, os.R_OK | os.W_OK | os.X_OK)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    if not usable:
-        raise BadInput(f"cannot write to the folder '{folder}': no permission in '{place}'; choose another with --out")
-
-
-def is_ours(folder: Path) -> bool:
-    """Whether lamina wrote the folder's config.json."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and "lamina" in config
-
-
-def cannot_write(folder: Path, error: OSError) -> BadInput:
-    """The error for a folder the system refuses to write to."""
-    return BadInput(f"cannot write to the folder '{folder}': {error.strerror or error}")
-
-
-class RunFolder:
-    """The records of a run: ``config.json``, ``metrics.jsonl`` (a line per finished round), ``model.safetensors``.
-
-    Nothing is written, and with `overwrite` nothing replaced, before the first round is finished: a run that fails
-    at once leaves no folder that would stand in the way of the corrected one.
-    """
-
-    FILES = ("config.json", "metrics.jsonl", "model.safetensors", "model.safetensors.partial")
-
-    def __init__(self, path: Path, *, overwrite: bool = False) -> None:
-        self.path = path
-        self._metrics: TextIO | None = None
-        check_writable(path)
-        found = [inner.name for inner in path.iterdir()] if path.exists() else []
-        foreign = sorted(set(found) - set(self.FILES))
-        if foreign or (found and not is_ours(path)):
-            holds = f"holds other files ('{foreign[0]}')" if foreign else "holds files that are not a run's"
-            raise BadInput(f"the folder '{path}' {holds}: choose a new or an empty one with --out")
-        if found and not overwrite:
-            raise BadInput(f"the folder '{path}' holds another run: choose another with --out, or give --overwrite")
-        self._replaced = found
-
-    def record(self, row: Row, config: Mapping[str, Any]) -> None:
-        """Append a finished round, the first time with the configuration; it is on disk when this returns."""
-        # valid JSON has no NaN and no infinity
-        numbers = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        try:
-            if self._metrics is None:
-                self._metrics = self._begin(config)
-            self._metrics.write(json.dumps(numbers, allow_nan=False) + "\n")
-            self._metrics.flush()
-            os.fsync(self._metrics.fileno())
-        except FileExistsError as error:
-            raise BadInput(f"another run is writing to the folder '{self.path}': choose another with --out") from error
-        except OSError as error:
-            raise cannot_write(self.path, error) from error
-
-    def _begin(self, config: Mapping[str, Any]) -> TextIO:
-        self.path.mkdir(parents=True, exist_ok=True)
-        for name in self._replaced:
-            (self.path / name).unlink(missing_ok=True)
-        metrics = (self.path / "metrics.jsonl").open("x", encoding="utf-8")  # x: two runs never share the file
-        write_json(self.path / "config.json", config)
-        return metrics
-
-    def save_model(self, simulation: Simulation) -> Path:
-        """Write the trained weights."""
-        target, partial = self.path / "model.safetensors", self.path / "model.safetensors.partial"
-        state = {name: t.detach().cpu().contiguous().clone() for name, t in simulation.model.state_dict().items()}
-        try:
-            partial.write_bytes(save(state))  # safetensors' own save_file would hide the file from the group
-            partial.replace(target)
-        except (OSError, SafetensorError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-            raise BadInput(f"cannot save the model to '{target}': {reason}; the metrics are kept") from error
-        return target
-
-    def close(self) -> None:
-        """Close the metrics; no more rounds can follow."""
-        if self._metrics is not None:
-            self._metrics.close()
+# --- processes ---------------------------------------------------------------------------------------------------
 
 
 def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
@@ -306,29 +199,133 @@ def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
     return experiment.model_copy(update={"run": settings}), Ranks.current()
 
 
-def run(
-    simulation: Simulation,
+def open_folder(
+    path: Path, config: Mapping[str, Any], *, overwrite: bool = False, lines: LogLines | None = None
+) -> RunFolder | RankFolder:
+    """The run's folder, or under torchrun this process's part of it; the first process decides whether it will do."""
+    ranks = Ranks.current()
+    if ranks.world == 1:
+        return RunFolder(path, config, overwrite=overwrite, lines=lines)
+    folder: RunFolder | None = None
+    said: list[Any] = [None]
+    problem: LaminaError | None = None
+    if ranks.rank == 0:
+        try:
+            folder = RunFolder(path, config, overwrite=overwrite, lines=lines)
+            said = [{"found": bool(folder.rounds()), "ended": folder.complete or folder.diverged is not None}]
+        except LaminaError as error:
+            problem = error
+    torch.distributed.broadcast_object_list(said)
+    if problem is not None:
+        raise problem
+    if folder is not None:
+        return folder
+    if said[0] is None or said[0]["ended"]:
+        raise SystemExit(0)  # the first process says what there is to say, and its exit code counts
+    return RankFolder(path, ranks.rank, found=said[0]["found"])
+
+
+def everywhere(here: bool) -> bool:
+    """Whether something is true in all processes."""
+    return int(Ranks.current().add(torch.tensor(int(not here), device=_device_of_ranks()))) == 0
+
+
+def _device_of_ranks() -> str:
+    """Where a number must lie to be added up over the processes."""
+    ranks = Ranks.current()
+    return "cuda" if ranks.world > 1 and torch.distributed.get_backend() == "nccl" else "cpu"
+
+
+# --- training ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ended:
+    """How training ended."""
+
+    stopped: bool = False  # on request, before the last round
+    diverged: dict[int, Diverged] = field(default_factory=dict)  # by number in the list of simulations
+
+
+def go_on(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankFolder]) -> int:
+    """Put simulations that run together where their folders say they were: the newest round all of them have."""
+    rounds = set.intersection(*(set(folder.rounds()) for folder in folders))
+    ranks = Ranks.current()
+    if ranks.world > 1:
+        everyones: list[Any] = [None] * ranks.world
+        torch.distributed.all_gather_object(everyones, rounds)
+        rounds = set.intersection(*everyones)
+    stores, starts = [folder.checkpoints for folder in folders], [simulation.start() for simulation in simulations]
+    states = load_newest(stores, starts, rounds, everywhere)
+    for i, (simulation, folder) in enumerate(zip(simulations, folders, strict=True)):
+        if states is not None:
+            simulation.state, _ = states[i]
+        simulation.history = folder.go_on_after(simulation.state.round)
+    return simulations[0].state.round
+
+
+def train(
+    simulations: Sequence[Simulation],
+    folders: Sequence[RunFolder | RankFolder],
     experiment: Experiment,
-    folder: RunFolder | None,
-    on_round: Callable[[Row], None] | None = None,
-) -> None:
-    """Run an experiment to its end; every finished round is on disk before the next begins.
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    on_round: Callable[[int, Row], None] | None = None,
+) -> Ended:
+    """Run simulations that are at the same round to the end, side by side if there are several.
 
-    Without a folder nothing is written: under torchrun only the first process keeps records.
+    A finished round is in the metrics before the next begins. Checkpoints of all are written together, so that they
+    are never more than one apart.
     """
-    torch.set_num_threads(choose_threads(experiment, simulation.objective.start.numel()))
-    config = resolved(experiment, simulation)
+    rounds, every = experiment.train.rounds, experiment.run.checkpoint_every
+    torch.set_num_threads(choose_threads(experiment, simulations[0].objective.start.numel()))
+    population = Population(simulations) if len(simulations) > 1 else None
+    ended = Ended()
+    for i, simulation in enumerate(simulations):  # killed after the checkpoint of a round with an infinite test loss
+        if len(simulation.history):
+            try:
+                simulation.refuse_nonfinite(simulation.history[-1])
+            except Diverged as error:
+                ended.diverged[i] = error
+                folders[i].diverge(error)
+    if population is not None:
+        population.diverged |= ended.diverged
+    number = max(simulation.state.round for simulation in simulations)
+    while number < rounds and len(ended.diverged) < len(simulations):
+        number += 1
+        rows, failed = _run_round(simulations, population, ended, evaluate=number == rounds)
+        for i, row in rows.items():
+            folders[i].record(row, simulations[i])
+            if on_round is not None:
+                on_round(i, row)
+        ended.stopped = not everywhere(not stop()) and number < rounds
+        # Who diverges leaves the population: the others are saved, so that this round is not run again without it.
+        if number % every == 0 or number == rounds or ended.stopped or failed:
+            for i in rows:
+                folders[i].checkpoint(simulations[i])
+        for i, how in failed.items():
+            folders[i].diverge(how)
+        ended.diverged |= failed
+        if ended.stopped:
+            log.info("stopped after round %d", number)
+            return ended
+    for i, simulation in enumerate(simulations):
+        if i not in ended.diverged:
+            folders[i].finish(simulation)
+    return ended
 
-    def finished(row: Row) -> None:
-        if folder is not None:
-            folder.record(row, config)
-        if on_round is not None:
-            on_round(row)
 
+def _run_round(
+    simulations: Sequence[Simulation], population: Population | None, ended: Ended, *, evaluate: bool
+) -> tuple[dict[int, Row], dict[int, Diverged]]:
+    """One round of all: the rows of those that finished it, and who diverged; a row may be its run's last."""
+    if population is not None:
+        rows = population.run_round(evaluate=evaluate)
+        return rows, {i: error for i, error in population.diverged.items() if i not in ended.diverged}
+    rows = {}
     try:
-        simulation.run(experiment.train.rounds, finished)
-        if folder is not None:
-            folder.save_model(simulation)
-    finally:
-        if folder is not None:
-            folder.close()
+        rows[0] = simulations[0].run_round(evaluate=evaluate)
+        simulations[0].refuse_nonfinite(rows[0])
+    except Diverged as error:
+        return rows, {0: error}
+    return rows, {}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +76,7 @@ class Stacked:
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
     compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: if it pays
     random: bool = True  # whether the module draws random numbers (dropout) in training
+    meanwhile: Callable[[], None] | None = None  # what the host does while a GPU works on a round
     always_graphed: bool = False  # take the GPU's path on a CPU too, without a graph: for tests
     client_home: torch.device | None = None  # where clients' state is kept; None: decided in the first round
     row_bytes: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # by batch size; see memory.py
@@ -158,7 +160,7 @@ class Stacked:
         own_downs = {e: self._record_in_layout(downs[e]) for e in {row.member for row in chunk}}
         down = _stack_records([own_downs[row.member] for row in chunk])
         client = _stack_records([self._client(members[row.member], row, clients, home) for row in chunk])
-        client = self._record_in_layout(_record_to(client, self.objective.device))
+        client = self._record_in_layout(_map_record(lambda value: value.to(self.objective.device), client))
         plans = [members[row.member].plan for row in chunk]
         buffers = {
             n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
@@ -174,16 +176,19 @@ class Stacked:
         )
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
         up, client = algorithm.finish(local, down, client, info)
-        client = type(client)(*(None if value is None else self._usual(value).to(home) for value in client))
+        client = _map_record(lambda value: self._usual(value).to(home), client)
         ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
 
-        largest = torch.stack([losses, *_largest(up), *_largest(client)]).amax(0)  # NaN if one is
-        square = torch.linalg.vector_norm(up.delta, dim=-1) ** 2
-        numbers = torch.stack([losses, square, torch.isfinite(largest).to(square.dtype)]).tolist()  # waits for the GPU
-        for r, (row, loss, length, finite) in enumerate(zip(chunk, *numbers, strict=True)):
-            if not finite:
+        sums_of = [losses, *_sums(up), *(total.to(losses.device) for total in _sums(client))]
+        square = _squares(up.delta)
+        if self.meanwhile is not None and square.is_cuda:
+            self.meanwhile()
+        # a sum is finite only if all its terms are; one GPU wait for all of it
+        measured = torch.stack([losses, square, torch.stack(sums_of).sum(0)]).tolist()
+        for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
+            if not math.isfinite(check):
                 if row.member not in failed:
-                    sent = type(up)(*(None if value is None else self._usual(value[r]) for value in up))
+                    sent = _map_record(self._usual, _row(up, r))
                     failed[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
                 continue
             total = sums[row.member]
@@ -191,9 +196,8 @@ class Stacked:
             total.square += row.weight * length
             total.trust += [] if ratios is None else [ratios[r]]
             if any(value is not None for value in client):
-                clients[row.member][int(plans[r].cohort[row.c])] = type(client)(
-                    *(None if value is None else value[r].clone() for value in client)
-                )
+                # a record of its own: checkpoints tell what has changed by identity
+                clients[row.member][int(plans[r].cohort[row.c])] = _map_record(torch.clone, _row(client, r))
         self._add(sums, up, buffers, chunk, failed)
 
     def _add(
@@ -202,6 +206,10 @@ class Stacked:
         """Add the weighted Ups and buffers of the rows to their members' sums."""
         members = list(dict.fromkeys(row.member for row in chunk if row.member not in failed))
         if not members:
+            return
+        if len(chunk) == 1:  # one large model: every pass over it counts
+            own = _map_record(self._usual, _row(up, 0))
+            sums[members[0]].add(own, {n: b[0] for n, b in buffers.items()}, chunk[0].weight)
             return
         shares = np.zeros((len(members), len(chunk)))
         for r, row in enumerate(chunk):
@@ -218,17 +226,10 @@ class Stacked:
             return made
 
         with arithmetic("fp32"):  # whatever the model's arithmetic is, the mean is exact
-            added = type(up)(*(None if value is None else self._usual(means(value)) for value in up))
+            added = _map_record(lambda value: self._usual(means(value)), up)
             moved = {name: means(b) for name, b in buffers.items() if b.is_floating_point()}
         for i, e in enumerate(members):
-            total = sums[e]
-            own = type(up)(*(None if value is None else value[i] for value in added))
-            if total.up is None:
-                total.up = own
-            else:
-                total.up = type(up)(*(None if a is None else t + a for t, a in zip(total.up, own, strict=True)))
-            for name, values in moved.items():
-                total.buffers[name] = total.buffers[name] + values[i]
+            sums[e].add(_row(added, i), {n: values[i] for n, values in moved.items()})
 
     def _start_sums(self, member: Member) -> Sums:
         """Zeros, and what every rank knows from the plan alone."""
@@ -250,7 +251,8 @@ class Stacked:
 
     def _client(self, member: Member, row: Row, clients: list[dict[int, Any]], home: torch.device) -> Any:
         known = clients[row.member].get(int(member.plan.cohort[row.c]))
-        return _record_to(member.algorithm.client_init(member.state.server.x) if known is None else known, home)
+        record = member.algorithm.client_init(member.state.server.x) if known is None else known
+        return _map_record(lambda value: value.to(home), record)
 
     def _row_algorithm(self, algorithms: list[Algorithm]) -> Algorithm:
         """One algorithm for all rows: numbers that differ become [rows, 1] tensors."""
@@ -285,7 +287,7 @@ class Stacked:
         return values.index_select(-1, layout.inverse)
 
     def _record_in_layout(self, record: Any) -> Any:
-        return type(record)(*(None if value is None else self._in_layout(value) for value in record))
+        return _map_record(self._in_layout, record)
 
     # --- local training -------------------------------------------------------------------------------------------
 
@@ -347,10 +349,12 @@ class Stacked:
             parts, fixed = split(local, steps.parts), split(down, steps.parts)
             total = torch.zeros(len(chunk), dtype=self.objective.dtype, device=device)
             for k in range(index.shape[1]):
-                some = None if bool((filled[:, k] == index.shape[2]).all()) else counts[:, k]
+                least, most = int(filled[:, k].min()), int(filled[:, k].max())
                 self.forward.announce(bool((filled[:, k] == 1).any()))
-                own_keys = None if keys is None else keys[:, k]
-                parts, losses = steps.step(parts, fixed, buffers, samples[:, k], some, own_keys, info.lr)
+                # batches that are equally short are cut, others padded and masked
+                own_keys = None if keys is None else keys[:, k, :most]
+                some = None if least == most else counts[:, k]
+                parts, losses = steps.step(parts, fixed, buffers, samples[:, k, :most], some, own_keys, info.lr)
                 total = total + losses
         return join(parts), total / taken
 
@@ -414,7 +418,8 @@ class Stacked:
                 samples = torch.from_numpy(padded[:, start : start + FULL_GRADIENT_BATCH]).to(device)
                 filled = (sizes - start).clamp(0, samples.shape[1])
                 grads, _ = steps.gradient(list(parts), buffers, samples, filled, None, train=False)
-                total = total + torch.cat(grads, dim=-1) * (filled / sizes).unsqueeze(1).to(flat.dtype)
+                grad = torch.cat([g.to(flat.dtype) for g in grads], dim=-1)
+                total = total + grad * (filled / sizes).unsqueeze(1).to(flat.dtype)
             for r, row in enumerate(chunk):
                 found[row.member, row.c] = total[r]
         return found
@@ -454,13 +459,25 @@ def _stack_records(records: list[Any]) -> Any:
     return kind(*(None if values[0] is None else torch.stack(values) for values in zip(*records, strict=True)))
 
 
-def _record_to(record: Any, device: torch.device) -> Any:
-    return type(record)(*(None if value is None else value.to(device) for value in record))
+def _map_record(change: Callable[[Tensor], Tensor], record: Any) -> Any:
+    return type(record)(*(None if value is None else change(value) for value in record))
 
 
-def _largest(record: Any) -> list[Tensor]:
-    """The largest absolute value in every row of every field."""
-    return [torch.linalg.vector_norm(value, float("inf"), dim=-1) for value in record if value is not None]
+def _row(record: Any, r: int) -> Any:
+    return _map_record(lambda value: value[r], record)
+
+
+def _sums(record: Any) -> list[Tensor]:
+    """The sum of every row of every field."""
+    return [value.sum(-1) for value in record if value is not None]
+
+
+def _squares(rows: Tensor) -> Tensor:
+    """Every row's squared length, by the dot products of the BLAS: torch's norms are slow on a CPU."""
+    if rows.is_cuda:
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+        return norms**2
+    return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
 
 
 def _pad(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lamina.engines.stacked.modules import CannotStack, is_batch_norm, stack
+from lamina.engines.stacked.convolution import kernels_for
+from lamina.engines.stacked.modules import CannotStack, is_batch_norm, stack, use_kernels
 from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
 
@@ -68,6 +69,13 @@ class StackedForward:
         self.batch_norms = [layer for layer in self.module.modules() if is_batch_norm(layer)]
         statistics = {f"{n}.{b}" for n, m in self.module.named_modules() if is_batch_norm(m) for b in m._buffers}
         self.per_client_buffers = statistics & set(objective.buffers)
+
+    def suit_a_gpu(self) -> None:
+        """Vectors in the order tensor cores like, and our own convolutions where they apply."""
+        self.layout = self.objective.layers.channels_last(self.objective.device)
+        kernels = kernels_for(self.objective.device, self.objective.dtype)
+        if kernels is not None and self.layout is not None:
+            use_kernels(self.module, kernels, "tf32x3" if self.precision == "fp32" else "tf32")
 
     def announce(self, lone_sample: bool) -> None:
         """See `Forward`."""
@@ -147,9 +155,8 @@ def choose_forward(
                 _probe(forward, objective, *sample, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
             if isinstance(forward, StackedForward):
                 forward.precision = precision
-                forward.layout = (
-                    objective.layers.channels_last(objective.device) if objective.device.type == "cuda" else None
-                )
+                if objective.device.type == "cuda":
+                    forward.suit_a_gpu()
         except CannotStack as error:
             reasons.append(str(error))
         except Exception as error:  # whatever a user's module raises under vmap or stacking

@@ -11,15 +11,12 @@ import dataclasses
 from typing import Any
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from lamina.algorithms.contract import options
 from lamina.engines.stacked.steps import Steps, split
+from lamina.layers import Layers
 from lamina.objective import Buffers
-
-# Every shape of chunk is compiled for itself; beyond this many torch would silently stop compiling.
-torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 WARM_UP_STEPS = 3  # torch asks for a few runs on a side stream before a capture
 
@@ -64,13 +61,25 @@ class GraphedSteps:
         self._lr = torch.zeros(self.rows, 1, dtype=local.y.dtype, device=local.y.device)
         self._losses = torch.zeros(self.rows, dtype=local.y.dtype, device=local.y.device)
         self._k = torch.zeros(1, dtype=torch.long, device=local.y.device)
+        # parameters the forward pass wants in another type are written together with the state
+        named = self._steps.named([part.y for part in self._local_parts])
+        rounded = self._steps.forward.rounded(named)
+        self._rounded = {n: r.contiguous() for n, r in rounded.items() if r.dtype != named[n].dtype}
         own = self._steps
-        whole_apply = own.apply
-        own.apply = lambda *arguments: _write_parts(whole_apply, *arguments)  # type: ignore[method-assign]
+        compute, write = own.apply, _write_parts
         if compiled:
+            from torch import _dynamo  # here, because it takes seconds
+
+            # Every shape of chunk is compiled for itself; beyond this many torch would silently stop compiling.
+            _dynamo.config.recompile_limit = max(64, _dynamo.config.recompile_limit)
             own.mean_losses = torch.compile(own.mean_losses, dynamic=False)  # type: ignore[method-assign]
             write = torch.compile(_write_parts, dynamic=False)
-            own.apply = lambda *arguments: write(whole_apply, *arguments)  # type: ignore[method-assign]
+
+        def apply(local: list[Any], *arguments: Any) -> list[Any]:
+            write(compute, own.parts, self._rounded, local, *arguments)
+            return local
+
+        own.apply = apply  # type: ignore[method-assign,assignment]
         self._replay = self._capture().replay if local.y.is_cuda else self._one_step
 
     def run(
@@ -108,6 +117,9 @@ class GraphedSteps:
             self._lr.fill_(lr)
         self._losses.zero_()
         self._k.zero_()
+        named = self._steps.named([part.y for part in self._local_parts])
+        for name, buffer in self._rounded.items():
+            buffer.copy_(named[name])
         for _ in range(steps):
             self._replay()
         for name, buffer in buffers.items():
@@ -138,14 +150,18 @@ class GraphedSteps:
         self._k += 1
 
 
-def _write_parts(apply: Any, local: list[Any], *arguments: Any) -> list[Any]:
-    """The algorithm's step, written over the old state: compiled, inside the same kernels."""
-    after: list[Any] = apply(local, *arguments)
-    for old_part, new_part in zip(local, after, strict=True):
-        for old, new in zip(old_part, new_part, strict=True):
+def _write_parts(
+    compute: Any, parts: list[Layers], rounded: dict[str, Tensor], local: list[Any], *arguments: Any
+) -> None:
+    """The algorithm's step, written over the old state and the rounded parameters: compiled, in the same kernels."""
+    after = compute(local, *arguments)
+    for part, old_record, new_record in zip(parts, local, after, strict=True):
+        for old, new in zip(old_record, new_record, strict=True):
             if old is not None and new is not old:
                 old.copy_(new)
-    return local
+        for name, value in part.unflatten(new_record.y).items():
+            if name in rounded:
+                rounded[name].copy_(value)
 
 
 def _with_own_numbers(algorithm: Any) -> Any:

@@ -1,8 +1,11 @@
-"""How many rows (clients) are trained at once."""
+"""Memory: how many rows (clients) are trained at once, and where what they keep is kept."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CACHE_BYTES = 16 << 20  # of models at a time on a CPU: more rows save dispatch, fewer stay in its caches
+ALONE_FROM = 300_000  # parameters; on a CPU such a model gains nothing from company
 USABLE = 0.6  # of a GPU's free memory; the rest is for cuDNN's workspaces and fragmentation
 FOR_CLIENTS = 0.3  # of a GPU's free memory may hold what clients keep between rounds; more is kept on the host
 VECTORS = 16  # of the model's size per row: local state twice, broadcast, upload, client state, gradient, casts
@@ -28,7 +32,7 @@ def rows_that_fit(engine: Stacked, member: Member) -> int:
     objective = engine.objective
     if objective.device.type != "cuda":
         model_bytes = objective.start.numel() * objective.start.element_size()
-        return max(1, CACHE_BYTES // model_bytes)
+        return 1 if objective.start.numel() >= ALONE_FROM else max(1, CACHE_BYTES // model_bytes)
     batch = member.plan.index.shape[2]
     if batch not in engine.row_bytes:  # measured once per batch size; later rounds need no more than the first
         free, _ = torch.cuda.mem_get_info(objective.device)
@@ -72,3 +76,16 @@ def client_home(engine: Stacked, members: Sequence[Member]) -> torch.device:
                 engine.client_home = torch.device("cpu")
                 log.info("keeping the clients' state on the host: all of it would fill the GPU")
     return engine.client_home
+
+
+def keep_freed_memory() -> None:
+    """Ask the C library to keep what is freed: else every step's large tensors are paged in anew, page by page.
+
+    Process-wide, as such settings are. Only glibc has it; elsewhere nothing happens.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(mmap_threshold, 32 << 20)  # the largest value it takes
+            libc.mallopt(trim_threshold, 1 << 30)

@@ -9,13 +9,15 @@ leading axis C. A Linear becomes one batched matrix product, a convolution one g
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.engines.stacked.convolution import convolve
+from lamina.engines.stacked.convolution import convolve, kernels_apply
 from lamina.errors import BadInput
 from lamina.objective import ONE_SAMPLE
 
@@ -47,9 +49,13 @@ class StackedLinear(nn.Linear):
 class StackedConv2d(nn.Conv2d):
     """One convolution of all clients. weight [C, out, in / groups, kh, kw], bias [C, out]."""
 
+    kernel: Callable[..., Tensor] | None = None  # our own, where it applies: set by `use_kernels`
+
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, in, H, W] -> [C * B, out, H', W']."""
-        out = convolve(input, self.weight, self.stride, self.padding, self.dilation, self.groups)
+        if self.kernel is None:
+            return convolve(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        out = self.kernel(input, self.weight, self.stride, self.padding)
         if self.bias is not None:
             by_client = unfold_clients(out, self.weight.shape[0])
             out = (by_client + _per_client(self.bias.to(out.dtype), by_client, 2)).flatten(0, 1)
@@ -244,6 +250,8 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Every client's x W^T + b, computed as (W x^T + b)^T: its backward pass gives W's gradient in W's own layout."""
     clients, features = weight.shape[:2]
+    if clients == 1:
+        return F.linear(x, weight[0], None if bias is None else bias[0].to(weight.dtype))
     columns = x.reshape(clients, -1, x.shape[-1]).transpose(1, 2)
     if bias is None:
         out = torch.bmm(weight, columns)
@@ -287,6 +295,16 @@ def stack(module: nn.Module) -> nn.Module:
         _check_options(name, layer)
         layer.__class__ = kind
     return stacked
+
+
+def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
+    """Let convolutions use our own kernels where they apply; parameters must then have their channels last in memory.
+
+    Decided here and not in the forward pass, which is compiled and should hold nothing but arithmetic.
+    """
+    for layer in stacked.modules():
+        if isinstance(layer, StackedConv2d) and kernels_apply(layer):
+            layer.kernel = functools.partial(kernels.convolve, precision=precision)
 
 
 def _check_options(name: str, layer: nn.Module) -> None:

@@ -8,7 +8,7 @@ traffic as the step itself. An algorithm cannot tell, as long as its `step` work
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Steps:
         filled: Tensor | None,
         keys: Tensor | None,
         lr: Any,
+        rounded: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Any], Tensor]:
         """The state after one step, and every row's loss [rows].
 
@@ -60,13 +61,15 @@ class Steps:
             filled: how many of them are real [rows] (0: the row makes no step); None: all.
             keys: random words for the augmentation [rows, B].
             lr: a number, or one per row [rows, 1].
+            rounded: parameters of `local` already in the precision of the forward pass, by name.
         """
         kept = None if filled is None else {n: b.clone() for n, b in buffers.items()}
-        grads, losses = self.gradient([part.y for part in local], buffers, index, filled, keys)
+        grads, losses = self.gradient([part.y for part in local], buffers, index, filled, keys, rounded=rounded)
         if self.control:  # the same batch at x
             scratch = {n: b.clone() for n, b in buffers.items()}
             at_x, _ = self.gradient([part.x for part in down], scratch, index, filled, keys)
-            grads = [g - a for g, a in zip(grads, at_x, strict=True)]
+            dtype = self.objective.dtype
+            grads = [g.to(dtype) - a.to(dtype) for g, a in zip(grads, at_x, strict=True)]
         after = self.apply(local, down, grads, lr, filled)
         if filled is None or kept is None:
             return after, losses
@@ -78,20 +81,22 @@ class Steps:
 
     def gradient(
         self, y: list[Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None, keys: Tensor | None,
-        *, train: bool = True,
+        *, train: bool = True, rounded: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-        """Every row's own gradient of its mean loss, in parts, and those losses [rows]."""
-        leaves = self._leaves(y)
+        """Every row's own gradient of its mean loss, in parts (perhaps rounded), and those losses [rows]."""
+        named = self.named(y)
+        chosen = self.forward.rounded(named) if rounded is None else {**named, **rounded}
+        leaves = {n: p.detach().requires_grad_() for n, p in chosen.items()}
         means = self.mean_losses(leaves, buffers, index, filled, keys, train=train)
         names = list(leaves)
         found = dict(zip(names, torch.autograd.grad(means.sum(), [leaves[n] for n in names]), strict=True))
-        dtype = self.objective.dtype
-        return [part.flatten({n: found[n].to(dtype) for n in part.names}) for part in self.parts], means.detach()
+        if len(self.parts) == 1:  # a whole vector has one type
+            found = {n: g.to(self.objective.dtype) for n, g in found.items()}
+        return [part.flatten({n: found[n] for n in part.names}) for part in self.parts], means.detach()
 
-    def _leaves(self, y: list[Tensor]) -> dict[str, Tensor]:
-        """The parameters by name, as the leaves of a new autograd graph."""
-        named = {n: p for part, own in zip(self.parts, y, strict=True) for n, p in part.unflatten(own).items()}
-        return {n: p.detach().requires_grad_() for n, p in self.forward.rounded(named).items()}
+    def named(self, y: list[Tensor]) -> dict[str, Tensor]:
+        """The parameters by name: views of the parts."""
+        return {n: p for part, own in zip(self.parts, y, strict=True) for n, p in part.unflatten(own).items()}
 
     def mean_losses(
         self, parameters: dict[str, Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None,
@@ -116,6 +121,7 @@ class Steps:
         self, local: list[Any], down: list[Any], grads: list[Tensor], lr: Any, filled: Tensor | None
     ) -> list[Any]:
         """The algorithm's step, part by part; a row without this step stays as it is."""
+        grads = [grad.to(self.objective.dtype) for grad in grads]
         if self.clip is not None:
             grads = _clipped(grads, self.clip)
         active = None if filled is None else (filled > 0).unsqueeze(1)

@@ -20,14 +20,15 @@ except ImportError:  # a triton without Gluon, or with another one
 log = logging.getLogger(__name__)
 
 
-def convolve(x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+def convolve(
+    x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], precision: str = "tf32x3"
+) -> Tensor:
     """x [C * B, in, H, W], weight [C, out, in, kh, kw], both with the channels last in memory -> [C * B, out, H', W'].
 
     The weights are rounded to the type of the images, products are summed in float32, and the weights' gradient is
-    given in their own type. With float32 images, a product is made of three on tensor cores, which is as exact as
-    float32 arithmetic, or of one if torch is allowed TensorFloat-32.
+    given in their own type. With float32 images, a product is made of three on tensor cores ("tf32x3"), which is as
+    exact as float32 arithmetic, or of one ("tf32").
     """
-    precision = "tf32" if torch.backends.cudnn.allow_tf32 else "tf32x3"
     made: Tensor = _forward(x, weight, weight.detach().to(x.dtype), list(stride), list(padding), precision)
     return made
 
@@ -109,7 +110,7 @@ def _pair(values: Any) -> tuple[int, int]:
 
 def _suits_hopper(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
     _, out, inp, _, _ = weight.shape
-    if hopper is None or x.dtype != torch.bfloat16 or list(stride) != [1, 1] or out % 8 or inp % 8:
+    if hopper is None or not x.is_cuda or x.dtype != torch.bfloat16 or list(stride) != [1, 1] or out % 8 or inp % 8:
         return False
     return _hopper_works(x.device.index or 0)
 

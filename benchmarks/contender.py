@@ -1,0 +1,84 @@
+"""What every contender's process shares: its arguments, its stopwatch and the line it prints. numpy only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import workloads
+
+RESULT = "RESULT "  # starts the one line that the table is made from; libraries print what they like beside it
+JUDGED_SAMPLES = 2000
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", choices=list(workloads.WORKLOADS))
+    parser.add_argument("--data", type=Path, required=True, help="folder that workloads.save wrote to")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--engine", default="auto")
+    return parser.parse_args()
+
+
+class Stopwatch:
+    """Started when it is made; `lap` ends the setting up, then every round."""
+
+    def __init__(self, device: str) -> None:
+        self.on_gpu = device.startswith("cuda")
+        self.times = [time.perf_counter()]
+
+    def lap(self) -> None:
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> list[float]:
+        return np.diff(self.times).tolist()
+
+
+def accuracy(predict: Callable[[np.ndarray], np.ndarray], x: np.ndarray, y: np.ndarray) -> float:
+    """Proof that the contender trained: accuracy on some training samples, after the last round, not timed."""
+    return float(np.mean(predict(workloads.normalised(x[:JUDGED_SAMPLES])) == y[:JUDGED_SAMPLES]))
+
+
+def torch_predict(model: Any) -> Callable[[np.ndarray], np.ndarray]:
+    """Predicted classes of a torch module, wherever it is."""
+    import torch
+
+    def predict(x: np.ndarray) -> np.ndarray:
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            batches = torch.from_numpy(x).split(500)
+            return torch.cat([model.eval()(batch.to(device)).argmax(1).cpu() for batch in batches]).numpy()
+
+    return predict
+
+
+def report(
+    a: argparse.Namespace,
+    watch: Stopwatch,
+    *,
+    parameters: int,
+    samples: float,
+    accuracy: float,
+    version: str,
+    **more: Any,
+) -> None:
+    """Print the result. `samples`: processed in one round, as counted rather than as intended."""
+    setup, *rounds = watch.seconds
+    assert len(rounds) == a.warmup + a.rounds, f"{len(rounds)} rounds were run, not {a.warmup + a.rounds}"
+    result = {"setup": setup, "warmup": rounds[: a.warmup], "seconds": rounds[a.warmup :], "parameters": parameters}
+    result |= {"samples": samples, "accuracy": accuracy, "version": version} | more
+    print("\n" + RESULT + json.dumps(result), flush=True)

@@ -1,0 +1,73 @@
+"""The command line: ``lamina run``, ``lamina compare``, ``lamina list``, ``lamina show``.
+
+Exit codes: 0 done, 1 a bug, 2 bad input, 3 training diverged, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamina import __version__
+from lamina.cli import compare, listing, report, run  # noqa: F401 (a module's commands enter the app when it is imported)
+from lamina.cli.base import Interrupted, WarningLines, app, err, out, say, tell
+from lamina.engines.stacked.ranks import Ranks
+from lamina.errors import Diverged, LaminaError
+
+EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
+WIDTH_FOR_PROGRAMS = 1000  # output that is not on a terminal is read by a program: nothing is folded
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run the command, turn lamina's own errors into one line and an exit code."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)  # algorithms and models of the user's own, "my_module:MyClass"
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a character the terminal lacks must not end a run
+    if not out.is_terminal:
+        out.width = WIDTH_FOR_PROGRAMS
+    warnings = WarningLines()
+    logging.getLogger("lamina").addHandler(warnings)
+    try:
+        app(arguments)
+    except Diverged as error:
+        say("diverged", error)
+        sys.exit(EXIT_DIVERGED)
+    except LaminaError as error:
+        say("error", error)
+        sys.exit(EXIT_BAD_INPUT)
+    except Interrupted as error:
+        if Ranks.current().rank == 0:
+            err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+        sys.exit(EXIT_INTERRUPTED)
+    finally:
+        logging.getLogger("lamina").removeHandler(warnings)
+
+
+def print_version(wanted: bool) -> None:
+    """Print the version and end, if asked for."""
+    if wanted:
+        tell(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="print the version")
+    ] = False,
+) -> None:
+    """Options before the command; the help text is the app's."""
+
+
+@app.command(name="version")
+def version_() -> None:
+    """Print the version."""
+    tell(__version__)

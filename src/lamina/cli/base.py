@@ -1,0 +1,130 @@
+"""What every command shares: the app, the two consoles, how a line is said, the progress bar."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lamina.engines.stacked.ranks import Ranks
+from lamina.history import Row
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Layer-wise, locally adaptive federated optimisation: Fed-LAMB, Mime-LAMB, FedLADA and their baselines.",
+)
+out = Console()
+err = Console(stderr=True)
+
+File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what the folder holds of an earlier run")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but errors")]
+
+
+def say(what: str, text: object) -> None:
+    """Print an error or a warning as one line; its text may hold brackets, which are not markup."""
+    err.print(f"[red]{what}:[/]", escape(str(text)), highlight=False, soft_wrap=True)
+
+
+def tell(line: str) -> None:
+    """Print a line as it is: no markup, no colours, no folding."""
+    out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Interrupted(Exception):
+    """The user pressed Ctrl-C, which typer alone would pass over in silence; the text says what is kept."""
+
+
+@contextlib.contextmanager
+def interruptible(kept: str) -> Iterator[None]:
+    """Turn Ctrl-C into `Interrupted`, inside the command, where typer cannot swallow it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise Interrupted(f"interrupted; {kept}") from None
+
+
+class Stop:
+    """Ctrl-C and SIGTERM: the first asks, `stop()`, to stop after the round; the second stops at once.
+
+    torchrun passes every signal on to processes that have had it from the terminal: there the second one says nothing.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._ask)
+        return self
+
+    def __call__(self) -> bool:
+        """Whether somebody has asked to stop."""
+        return self.asked
+
+    def _ask(self, number: int, frame: object) -> None:
+        if not self.asked and Ranks.current().rank == 0:
+            err.print("stopping after this round; once more to stop at once", highlight=False)
+        self.asked = True
+        if Ranks.current().world == 1:
+            self._restore()
+
+    def _restore(self) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+class WarningLines(logging.Handler):
+    """Shows the warnings of lamina's logger, one line each."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a warning."""
+        say("warning", record.getMessage())
+
+
+class progress_bar:  # noqa: N801 (used as a function)
+    """A context that gives ``advance(what, row)``: a live bar on a terminal, nothing anywhere else."""
+
+    def __init__(self, total: int, quiet: bool, done: int = 0) -> None:
+        self.live = not quiet and err.is_terminal
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("acc {task.fields[accuracy]}"),
+            TimeRemainingColumn(),
+            console=err,
+            transient=True,
+            disable=not self.live,
+        )
+        self.task = self.bar.add_task("starting", total=total, completed=done, accuracy="–")
+
+    def __enter__(self) -> progress_bar:
+        self.bar.start()
+        return self
+
+    def __call__(self, what: str, row: Row) -> None:
+        """Show one more finished round."""
+        accuracy = f"{row['accuracy']:.3f}" if "accuracy" in row else "–"
+        self.bar.update(self.task, advance=1, description=f"{what} round {row['round']}", accuracy=accuracy)
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()

@@ -1,0 +1,152 @@
+"""``lamina compare``: several algorithms on the same clients and batches."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.live import Live
+from rich.table import Table
+
+from lamina.cli.base import File, Interrupted, Overwrite, Quiet, Set, Stop, app, err, interruptible, out, tell
+from lamina.cli.run import TO_GO_ON
+from lamina.experiment import compare as comparing
+from lamina.experiment.config import Experiment, load
+from lamina.experiment.files import cannot_write, write_file
+from lamina.experiment.records import Record
+from lamina.history import Row
+
+
+@app.command()
+@interruptible(f"finished rounds are kept; {TO_GO_ON}")
+def compare(
+    file: File,
+    overrides: Set = None,
+    names: Annotated[str | None, typer.Option("--algorithms", help="comma-separated names")] = None,
+    seeds: Annotated[int | None, typer.Option("--seeds", help="runs per algorithm", min=1)] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare algorithms on the same clients and batches; prints the table and saves the picture.
+
+    Started again, it skips the runs that are complete and goes on with the others.
+    """
+    chosen = list(overrides or [])
+    if names is not None:
+        chosen.append("compare.algorithms=[" + ",".join(f'"{n.strip()}"' for n in names.split(",")) + "]")
+    if seeds is not None:
+        chosen.append(f"compare.seeds={seeds}")
+    experiment = load(file, chosen)
+    path = out_folder or Path("runs") / f"{file.stem}-compare"
+    stop = Stop()
+    watcher = comparing.Watcher() if quiet else LiveTable(experiment) if err.is_terminal else Lines(experiment)
+    comparison = comparing.Comparison(experiment, path, overwrite=overwrite, watcher=watcher, stop=stop)
+    with stop, watcher if isinstance(watcher, LiveTable) else contextlib.nullcontext():
+        finished = comparison.run()
+    if comparison.entries:
+        show_comparison(comparison, quiet)
+    if not finished:
+        shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
+        raise Interrupted(f"stopped after a round{shown}; {TO_GO_ON}{' without --overwrite' * overwrite}")
+
+
+def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
+    """Save the picture of the finished runs; print their table and what a reader should know about them."""
+    from lamina.report import comparison as report  # matplotlib takes a second to import: only here
+
+    data, path = comparison.experiment.data, comparison.folder
+    extra = ", ".join(f"{key}={value}" for key, value in data.partition.options().items())
+    dealt = f"{data.partition.name} ({extra})" if extra else data.partition.name
+    image = io.BytesIO()
+    report.picture(comparison.entries, image, f"{data.name}, {dealt}, {comparison.clients} clients")
+    try:
+        write_file(path / "comparison.png", image.getvalue())
+    except OSError as error:
+        raise cannot_write(path, error) from error
+    if not quiet:
+        symbols = report.Symbols() if out.encoding.startswith("utf") else report.ASCII
+        out.print(report.table(comparison.entries, comparison.experiment.compare.target, symbols))
+        for line in comparison.notes():
+            tell(f"note: {line}")
+        tell(f"runs, picture and tables in {path}/")
+
+
+class Lines(comparing.Watcher):
+    """A comparison as it goes, off a terminal: a plain line for every run that has ended."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._accuracy = {True: f"{experiment.compare.select} accuracy", False: "test accuracy"}
+
+    def run_ended(self, job: comparing.Job, record: Record) -> None:
+        """Say how a run ended."""
+        best = f"best {self._accuracy[job.tuning]} {record.history.best():.4f}"
+        how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
+        err.print(f"{'tuning ' if job.tuning else ''}{job}: {how}", markup=False, highlight=False, soft_wrap=True)
+
+
+class LiveTable(comparing.Watcher):
+    """A comparison as it goes, on a terminal: a line for every algorithm."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        self._experiment = experiment
+        self._rows = {name: ["waiting", "", "", "", "", ""] for name in experiment.compare.algorithms}
+        self._running: dict[comparing.Job, Row] = {}  # the last round of every run of the present group
+        self._ended: dict[str, dict[int, Record]] = {name: {} for name in self._rows}  # by seed
+        self._began = time.perf_counter()
+        self._rounds = 0
+        self._live = Live(console=err, transient=True, refresh_per_second=5, get_renderable=self._table)
+
+    def __enter__(self) -> LiveTable:
+        self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def round_finished(self, job: comparing.Job, row: Row) -> None:
+        """Show the runs that train side by side as one line."""
+        if not any((other.algorithm, other.tuning) == (job.algorithm, job.tuning) for other in self._running):
+            self._running, self._rounds, self._began = {}, 0, time.perf_counter()
+        self._running[job] = row
+        self._rounds += 1
+        jobs = list(self._running)
+        accuracies = [row["accuracy"] for row in self._running.values() if "accuracy" in row]
+        speed = self._rounds / max(time.perf_counter() - self._began, 1e-9)
+        self._rows[job.algorithm] = [
+            "tuning" if job.tuning else "running",
+            _range([f"{lr:g}" for lr in dict.fromkeys(job.lr for job in jobs)]),
+            _range([str(seed) for seed in dict.fromkeys(job.seed for job in jobs)]),
+            f"{row['round']}/{self._experiment.train.rounds}",
+            f"{statistics.fmean(accuracies):.3f}" if accuracies else "–",
+            f"{speed:.1f}",
+        ]
+
+    def run_ended(self, job: comparing.Job, record: Record) -> None:
+        """Show an algorithm whose runs have all ended as done."""
+        if not job.tuning:
+            self._ended[job.algorithm][job.seed] = record
+            ended = self._ended[job.algorithm]
+            if len(ended) == self._experiment.compare.seeds:
+                best = statistics.fmean(other.history.best() for other in ended.values())
+                rounds = max(len(other.history) for other in ended.values())
+                seeds = _range([str(seed) for seed in ended])
+                self._rows[job.algorithm] = ["done", f"{job.lr:g}", seeds, str(rounds), f"best {best:.3f}", ""]
+
+    def _table(self) -> Table:
+        made = Table(box=None, pad_edge=False)
+        for heading in ("algorithm", "", "lr", "seed", "round", "accuracy", "rounds/s"):
+            made.add_column(heading, justify="left" if heading in ("algorithm", "") else "right")
+        for name, row in self._rows.items():
+            made.add_row(name, *row)
+        return made
+
+
+def _range(values: list[str]) -> str:
+    """A few values as one: the first and the last."""
+    return values[0] if len(values) == 1 else f"{values[0]}…{values[-1]}"

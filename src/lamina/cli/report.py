@@ -1,0 +1,39 @@
+"""``lamina report``: finished or running runs as one HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamina.cli.base import Quiet, app, interruptible, tell
+
+
+@app.command()
+@interruptible("the report is not written")
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's folder, or a folder of such folders")],
+    out_file: Annotated[Path, typer.Option("--out", help="the page")] = Path("report.html"),
+    targets: Annotated[
+        list[float] | None, typer.Option("--target", help="test accuracy to reach, e.g. 0.9; may be repeated")
+    ] = None,
+    baseline: Annotated[str | None, typer.Option("--baseline", help="algorithm that ratios refer to")] = None,
+    title: Annotated[str | None, typer.Option("--title", help="heading of the page")] = None,
+    figures: Annotated[
+        Path | None, typer.Option("--figures", help="also a folder of figures (PDF, SVG, PNG) and tables (CSV, LaTeX)")
+    ] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Curves, tables, learning rates and configurations of runs, as one page that opens anywhere."""
+    from lamina.report import build  # matplotlib takes a second to import: only here
+
+    made = build.build(folders, targets=targets or [], baseline=baseline, title=title)
+    build.save_page(made, out_file)
+    files = build.save_files(made, figures) if figures is not None else []
+    if not quiet:
+        for line in made.notes:
+            tell(f"note: {line}")
+        tell(f"report in {out_file}")
+        if figures is not None:
+            tell(f"{len(files)} figures and tables in {figures}/")

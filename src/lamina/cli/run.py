@@ -1,0 +1,80 @@
+"""``lamina run``: train one experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamina.cli.base import File, Interrupted, Overwrite, Quiet, Set, Stop, app, interruptible, progress_bar, tell
+from lamina.experiment import run as running
+from lamina.experiment.config import Experiment, load
+from lamina.experiment.folder import LogLines, RankFolder, RunFolder
+from lamina.simulation import Simulation
+
+TO_GO_ON = "to go on, start the same command again"
+
+
+@app.command()
+@interruptible(f"finished rounds are kept; {TO_GO_ON}")
+def run(
+    file: File,
+    overrides: Set = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="folder for the records")] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
+    experiment = load(file, overrides or [])
+    path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
+    experiment, ranks = running.join_ranks(experiment)
+    quiet = quiet or ranks.rank > 0
+    with LogLines() as lines:
+        simulation = running.build(experiment)  # first: a wrong name matters more than a folder in the way
+        config = running.resolved(experiment, simulation)
+        folder = running.open_folder(path, config, overwrite=overwrite, lines=lines)
+        try:
+            train(simulation, folder, experiment, path, quiet, TO_GO_ON + " without --overwrite" * overwrite)
+        finally:
+            folder.close()
+
+
+def train(
+    simulation: Simulation,
+    folder: RunFolder | RankFolder,
+    experiment: Experiment,
+    path: Path,
+    quiet: bool,
+    to_go_on: str,
+) -> None:
+    """Train what is left of a run, and say how it ended."""
+    if isinstance(folder, RunFolder) and folder.diverged is not None:
+        raise folder.diverged
+    if isinstance(folder, RunFolder) and folder.complete:
+        if not quiet:
+            tell(f"{path}/ is complete: {len(folder.history)} rounds; more with train.rounds, anew with --overwrite")
+        return
+    done = running.go_on([simulation], [folder])
+    if done and not quiet:
+        tell(f"going on after round {done}")
+    with Stop() as stop, progress_bar(experiment.train.rounds, quiet, done) as advance:
+        name = experiment.algorithm.name
+        ended = running.train([simulation], [folder], experiment, stop=stop, on_round=lambda _, row: advance(name, row))
+    if ended.diverged:
+        raise ended.diverged[0]
+    if ended.stopped:
+        raise Interrupted(f"stopped after round {simulation.state.round} of {experiment.train.rounds}; {to_go_on}")
+    if not quiet:
+        history = simulation.history
+        sent = history.total("bytes_down") + history.total("bytes_up")
+        tell(
+            f"{simulation.algorithm.card.title}: {len(history)} rounds, best accuracy {history.best():.4f}, "
+            f"last {history.last():.4f}, {sent / 1e6:.1f} MB sent, {history.total('seconds'):.1f} s"
+        )
+        tell(f"records and model in {path}/")
+
+
+def default_folder(file: Path, experiment: Experiment) -> str:
+    """Where a run goes if nobody says."""
+    return f"runs/{file.stem}-{experiment.algorithm.name.replace(':', '.')}-seed{experiment.train.seed}"

@@ -1,0 +1,275 @@
+"""Checkpoints: the state between two rounds as safetensors, so that a run can be continued bit for bit.
+
+A checkpoint of round r is a manifest, ``round-<r>.json``, that names with their checksums
+
+- one ``state-<r>-….safetensors``: the server's record, the model's buffers, the ledger;
+- the segments, ``clients-<r>-….safetensors``, that hold the clients' records, and which client is in which.
+
+A checkpoint writes one segment with the records that changed since the one before. A record written again is dead in
+its old segment; when less than half of a segment is alive, what is alive moves to the new one. So a checkpoint costs
+what changed, at most about twice, and the folder holds at most about twice what the clients keep. The last two
+checkpoints stay, and what no manifest of theirs names is deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from lamina.engines.state import State
+from lamina.errors import BadInput
+from lamina.experiment.files import cannot_write, write_file
+from lamina.ledger import Ledger
+
+FORMAT = 1
+log = logging.getLogger(__name__)
+OURS = re.compile(r"(round-\d+\.json|(state|clients)-\d+-\w+\.safetensors)(\.partial)?")
+# what every version of safetensors knows; anything else is stored as bytes
+PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+         torch.uint8, torch.bool}  # fmt: skip
+
+
+class Damaged(Exception):
+    """A checkpoint that cannot be used; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A file of client records."""
+
+    sha256: str
+    written: int  # records in the file
+    alive: frozenset[int]  # clients whose newest record is there
+
+
+class Checkpoints:
+    """The checkpoints of one run in a folder of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.forget()
+
+    def forget(self) -> None:
+        """Take nothing on disk for granted: the next checkpoint writes everything and replaces all others."""
+        self._segments: dict[str, Segment] = {}
+        self._on_disk: dict[int, Any] = {}  # the clients' records as last saved; a record is never changed in place
+        self._newest: set[str] = set()  # the files of the checkpoint last saved or loaded
+
+    def rounds(self) -> list[int]:
+        """The rounds there are checkpoints of, sound or not."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(path.stem.removeprefix("round-")) for path in self.folder.glob("round-*.json"))
+
+    def save(self, state: State, history: Iterable[Any] = ()) -> None:
+        """Write a checkpoint; until that is done the one before stays the newest."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            segments = self._save_clients(state)
+            file, sha256 = self._write(f"state-{state.round:06}", _state_tensors(state))
+            content = {
+                "format": FORMAT,
+                "round": state.round,
+                "state": {"file": file, "sha256": sha256},
+                "segments": {
+                    name: {"sha256": segment.sha256, "written": segment.written, "clients": sorted(segment.alive)}
+                    for name, segment in segments.items()
+                },
+                "history": list(history),
+            }
+            sealed = {"sha256": _sum(json.dumps(content).encode()), "content": content}
+            manifest = self._manifest(state.round)
+            write_file(manifest, (json.dumps(sealed) + "\n").encode())
+            before, self._newest = self._newest, {manifest.name, file, *segments}
+            self._segments, self._on_disk = segments, dict(state.clients)
+            for path in self.folder.iterdir():
+                if path.name not in self._newest | before and OURS.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+
+    def _save_clients(self, state: State) -> dict[str, Segment]:
+        """Write the records that changed, with what is left of old segments that are mostly dead."""
+        wanted = {i for i, record in state.clients.items() if record is not self._on_disk.get(i) and _tensors(record)}
+        segments = {}
+        for name, old in self._segments.items():
+            alive = old.alive - wanted
+            if 2 * len(alive) < old.written:
+                wanted |= alive
+            else:
+                segments[name] = replace(old, alive=alive)
+        if wanted:
+            records = {f"{i}/{field}": t for i in sorted(wanted) for field, t in _tensors(state.clients[i]).items()}
+            name, sha256 = self._write(f"clients-{state.round:06}", records)
+            segments[name] = Segment(sha256, len(wanted), frozenset(wanted))
+        return segments
+
+    def _write(self, stem: str, tensors: Mapping[str, Tensor]) -> tuple[str, str]:
+        """Write tensors to a file whose name tells its content: two different ones never share a name."""
+        data = pack(tensors)
+        sha256 = _sum(data)
+        name = f"{stem}-{sha256[:12]}.safetensors"
+        write_file(self.folder / name, data)
+        return name, sha256
+
+    def load(self, number: int, like: State, client: Any) -> tuple[State, list[Any]]:
+        """The state after a round, and the history saved with it; raises `Damaged`.
+
+        Args:
+            number: the round.
+            like: the state before round 1 of the same experiment.
+            client: a client's first record.
+        """
+        content = self._read_manifest(number)
+        stored = self._read(content["state"]["file"], content["state"]["sha256"])
+        segments, records = {}, {}
+        try:
+            state = _state_from(stored, like, number)
+            for name, entry in content["segments"].items():
+                tensors = self._read(name, entry["sha256"])
+                segments[name] = Segment(entry["sha256"], entry["written"], frozenset(entry["clients"]))
+                for i in entry["clients"]:
+                    fields = [f"{i}/{field}" for field in client._fields]
+                    values = [_own(tensors.get(field), like.server.x.device) for field in fields]
+                    if all(value is None for value in values):
+                        raise Damaged(f"{self.folder / name} has no record of client {i}")
+                    records[i] = type(client)(*values)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{self._manifest(number)} does not fit this experiment ({error})") from error
+        state.clients = records
+        self._segments, self._on_disk = segments, dict(records)
+        self._newest = {self._manifest(number).name, content["state"]["file"], *segments}
+        return state, content["history"]
+
+    def _read_manifest(self, number: int) -> dict[str, Any]:
+        path = self._manifest(number)
+        try:
+            manifest = json.loads(path.read_bytes())
+            content = manifest["content"]
+            sound = manifest["sha256"] == _sum(json.dumps(content).encode()) and content["round"] == number
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{path} cannot be read ({error})") from error
+        if not sound:
+            raise Damaged(f"{path} has a wrong checksum")
+        if content["format"] != FORMAT:
+            raise BadInput(f"{path} has format {content['format']}; this version of lamina reads {FORMAT}")
+        return cast(dict[str, Any], content)
+
+    def _read(self, name: str, expected: str) -> dict[str, Tensor]:
+        try:
+            data = (self.folder / name).read_bytes()
+        except OSError as error:
+            raise Damaged(f"{self.folder / name} cannot be read ({error.strerror or error})") from error
+        if _sum(data) != expected:
+            raise Damaged(f"{self.folder / name} has a wrong checksum")
+        try:
+            return unpack(data)
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise Damaged(f"{self.folder / name} cannot be read ({error})") from error
+
+    def _manifest(self, number: int) -> Path:
+        return self.folder / f"round-{number:06}.json"
+
+
+def load_newest(
+    stores: Sequence[Checkpoints],
+    starts: Sequence[tuple[State, Any]],
+    rounds: Iterable[int],
+    everywhere: Callable[[bool], bool] = bool,
+) -> list[tuple[State, list[Any]]] | None:
+    """Load the newest of the given rounds whose checkpoint is sound in every store; a damaged one is named.
+
+    Args:
+        stores: runs that go on together, from the same round.
+        starts: every run's state before round 1 and a client's first record.
+        rounds: what to try.
+        everywhere: whether something is true in all processes that run together.
+    """
+    for number in sorted(set(rounds), reverse=True):
+        try:
+            loaded = [store.load(number, *start) for store, start in zip(stores, starts, strict=True)]
+        except Damaged as error:
+            loaded = []
+            log.warning("the checkpoint of round %d is damaged and not used: %s", number, error)
+        if everywhere(bool(loaded)):
+            return loaded
+    for store in stores:
+        store.forget()
+    return None
+
+
+def _state_tensors(state: State) -> dict[str, Tensor]:
+    """A state but for its clients: names with a prefix for each part."""
+    tensors = {f"server/{name}": value for name, value in _tensors(state.server).items()}
+    tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
+    return tensors | {f"ledger/{name}": torch.from_numpy(held) for name, held in state.ledger.held.items()}
+
+
+def _state_from(tensors: Mapping[str, Tensor], like: State, number: int) -> State:
+    """A state without clients from its tensors."""
+    parts: dict[str, dict[str, Tensor]] = {"server": {}, "buffer": {}, "ledger": {}}
+    for name, value in tensors.items():
+        part, _, rest = name.partition("/")
+        parts[part][rest] = value
+    device = like.server.x.device
+    server = type(like.server)(**dict.fromkeys(like.server._fields) | parts["server"])
+    server = type(server)(*(_own(value, device) for value in server))
+    if server.x.shape != like.server.x.shape or server.x.dtype != like.server.x.dtype:
+        raise ValueError(f"a model of {len(server.x)} parameters, not {len(like.server.x)}")
+    if parts["buffer"].keys() != like.buffers.keys():
+        raise ValueError("other buffers")
+    buffers = {name: value.to(device).clone() for name, value in parts["buffer"].items()}
+    ledger = Ledger(like.ledger.clients)
+    ledger.held = {name: held.clone().numpy() for name, held in parts["ledger"].items()}
+    return State(number, server, buffers, {}, ledger)
+
+
+def _tensors(record: Any) -> dict[str, Tensor]:
+    """The fields of a record that are there."""
+    return {name: value for name, value in zip(record._fields, record, strict=True) if value is not None}
+
+
+def _own(value: Tensor | None, device: torch.device) -> Tensor | None:
+    """A copy in memory of its own: arithmetic may depend on how a tensor is aligned."""
+    return None if value is None else value.to(device).clone()
+
+
+def _sum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def pack(tensors: Mapping[str, Tensor], **facts: str) -> bytes:
+    """Tensors of any dtype, and facts about them, as the bytes of a safetensors file."""
+    plain, odd = {}, {}
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        if value.dtype not in PLAIN:
+            odd[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
+            value = value.reshape(-1).view(torch.uint8)
+        plain[name] = value.clone()  # safetensors refuses tensors that share memory
+    return save(plain, metadata={**facts, **({"as_bytes": json.dumps(odd)} if odd else {})})
+
+
+def unpack(data: bytes) -> dict[str, Tensor]:
+    """The tensors of `pack`."""
+    tensors = load(data)
+    for name, (dtype, shape) in json.loads(read_facts(data).get("as_bytes", "{}")).items():
+        tensors[name] = tensors[name].clone().view(getattr(torch, dtype)).reshape(shape)
+    return tensors
+
+
+def read_facts(data: bytes) -> dict[str, str]:
+    """The facts in the header of a safetensors file: eight bytes of length, then JSON."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return dict(header.get("__metadata__", {}))

@@ -1,0 +1,77 @@
+"""Writing to disk so that a run killed at any moment, or a full disk, leaves the old file or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import BadInput
+
+PARTIAL = ".partial"  # how the name of a file ends that is being written
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Replace a file at once; it is on disk when this returns."""
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, too; some file systems know no such thing."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Replace a JSON file."""
+    write_file(path, (json.dumps(as_json(value), indent=2, allow_nan=False) + "\n").encode())
+
+
+def as_json(value: Any) -> Any:
+    """A value as JSON would give it back; JSON knows no infinity, so such numbers become strings."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(inner) for inner in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, bool | int | str) else str(value)
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse, before any work is done, a folder that could not be made or written to."""
+    try:
+        place = folder.absolute()
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir():
+            raise BadInput(f"'{place}' is a file, not a folder: choose another with --out")
+        usable = os.access(place, os.R_OK | os.W_OK | os.X_OK)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    if not usable:
+        raise BadInput(f"cannot write to the folder '{folder}': no permission in '{place}'; choose another with --out")
+
+
+def cannot_write(folder: Path, error: OSError) -> BadInput:
+    """The error for a folder the system refuses to write to."""
+    return BadInput(f"cannot write to the folder '{folder}': {error.strerror or error}")

@@ -1,0 +1,157 @@
+"""Runs that differ only in their seed are one curve; what differs between curves names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lamina import algorithms
+from lamina.experiment.records import Record
+from lamina.history import History
+
+SEED = "train.seed"
+RATE = "train.lr"
+Flat = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The runs of one configuration, a seed each."""
+
+    label: str
+    algorithm: str  # its name in the experiment file
+    runs: list[Record]
+
+    @property
+    def histories(self) -> list[History]:
+        """One history per seed."""
+        return [run.history for run in self.runs]
+
+
+def group(runs: Iterable[Record], also_ignored: Iterable[str] = ()) -> list[Curve]:
+    """The curves the runs make.
+
+    Args:
+        runs: In any order.
+        also_ignored: Keys (``"train.lr"``) that make no curve of their own, beside the seed and where it ran.
+    """
+    ignored = {SEED, *also_ignored}
+    members: dict[str, list[Record]] = {}
+    for run in runs:
+        members.setdefault(_key(run, ignored), []).append(run)
+    ordered = sorted(members.values(), key=lambda same: _place_in_comparison(same[0]))
+    labels = _labels([_identity(same[0], ignored) for same in ordered])
+    return [
+        Curve(label, same[0].algorithm, sorted(same, key=lambda run: run.seed))
+        for label, same in zip(labels, ordered, strict=True)
+    ]
+
+
+def without_repeats(runs: Iterable[Record]) -> tuple[list[Record], list[str]]:
+    """A repeated run would count twice in every mean: the longest is kept, and a line says so."""
+    runs = list(runs)
+    kept: dict[str, Record] = {}
+    lines = []
+    for run in sorted(runs, key=lambda run: -len(run.history)):
+        first = kept.setdefault(_key(run, set()), run)
+        if first is not run:
+            lines.append(f"{folder_name(run)} repeats {folder_name(first)}: left out")
+    kept_folders = {run.folder for run in kept.values()}
+    return [run for run in runs if run.folder in kept_folders], lines
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Flat:
+    """Nested tables as dotted keys.
+
+    >>> flatten({"train": {"lr": 0.1, "schedule": {"name": "constant"}}})
+    {'train.lr': 0.1, 'train.schedule.name': 'constant'}
+    """
+    flat: Flat = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def differing(flats: list[Flat]) -> list[str]:
+    """The keys that not all have with the same value, in order of appearance."""
+    keys = dict.fromkeys(key for flat in flats for key in flat)
+    return [key for key in keys if any(key not in flat or flat[key] != flats[0].get(key) for flat in flats)]
+
+
+def text(value: Any) -> str:
+    """A value of a configuration, for people."""
+    if value is None:
+        return "none"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def folder_name(run: Record) -> str:
+    """The last two parts of its path: a comparison calls its folders ``fedavg/seed0``."""
+    return "/".join(run.folder.parts[-2:])
+
+
+def sections(run: Record) -> dict[str, Any]:
+    """Its configuration without the versions that may stand beside the sections."""
+    return {key: value for key, value in run.config.items() if isinstance(value, Mapping)}
+
+
+def title(algorithm: str) -> str:
+    """The algorithm as its paper calls it; one of the user's own keeps its name, and its code is not run for that."""
+    known = algorithms.registry()
+    return known[algorithm].card.title if algorithm in known else algorithm
+
+
+def _key(run: Record, ignored: set[str]) -> str:
+    return json.dumps([run.tuning, _identity(run, ignored)], sort_keys=True)
+
+
+def _identity(run: Record, ignored: set[str]) -> Flat:
+    """What makes two runs the same experiment: not where it ran, nor what else it was compared with."""
+
+    def matters(key: str) -> bool:
+        where = key.startswith(("run.", "compare.")) and key != "run.precision"
+        return not where and key != "data.dir" and key not in ignored
+
+    return {key: value for key, value in flatten(sections(run)).items() if matters(key)}
+
+
+def _place_in_comparison(run: Record) -> int:
+    order = run.config.get("compare", {}).get("algorithms", [])
+    return order.index(run.algorithm) if run.algorithm in order else len(order)
+
+
+def _labels(identities: list[Flat]) -> list[str]:
+    """The algorithm's title and what differs: its own options are compared with the same algorithm's only."""
+    name = "algorithm.name"
+    general = [key for key in differing(identities) if not key.startswith("algorithm.")]
+    labels: list[str] = []
+    for flat in identities:
+        siblings = [other for other in identities if other.get(name) == flat.get(name)]
+        own = [key for key in differing(siblings) if key.startswith("algorithm.")]
+        short = _shortener([*general, *own])
+        parts = [title(str(flat.get(name, "?")))]
+        for key in flat:  # an option of another model or partition says nothing here
+            if key in general or key in own:
+                parts.append(text(flat[key]) if key.endswith(".name") else f"{short(key)} {text(flat[key])}")
+        label = ", ".join(parts)
+        twins = sum(other == label or other.startswith(f"{label} (") for other in labels)
+        labels.append(f"{label} ({twins + 1})" if twins else label)
+    return labels
+
+
+def _shortener(keys: list[str]) -> Callable[[str], str]:
+    """The shortest ending of a dotted key that no other key shares."""
+
+    def short(key: str) -> str:
+        parts = key.split(".")
+        for count in range(1, len(parts)):
+            ending = ".".join(parts[-count:])
+            if sum(other == ending or other.endswith(f".{ending}") for other in keys) == 1:
+                return ending
+        return key
+
+    return short

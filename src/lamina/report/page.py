@@ -1,0 +1,163 @@
+"""The report as one HTML page that needs nothing else: no network, no server."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from string import Template
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina import __version__
+from lamina.errors import missing_extra
+from lamina.history import History
+from lamina.report.build import Report
+from lamina.report.curves import Curve
+from lamina.report.figures import METRICS, axis_title, by_round, mean_spent, metrics_of, spent
+from lamina.report.rates import rates_table
+from lamina.report.tables import Table, config_tables, results_table, runs_tables, unit_of_bytes
+
+GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
+NUMBERS = 100_000  # of all curves together; longer runs are thinned for drawing, so that the page stays small
+POINTS = (100, 500)  # of one run: at least, at most
+
+
+def html(report: Report) -> str:
+    """The page."""
+    differs, common = config_tables(report.curves)
+    runs, environment = runs_tables(report.curves)
+    count = sum(len(curve.runs) for curve in report.curves)
+    return Template(_read("page.html")).substitute(
+        generator=GENERATOR,
+        title=escape(report.title),
+        summary=f"{_plural(len(report.curves), 'curve')} from {_plural(count, 'run')} · lamina {escape(__version__)}",
+        notes=_notes(report.notes),
+        results=html_table(results_table(report.curves)),
+        rates=html_table(rates_table(report.responses)),
+        differs=html_table(differs) if differs.rows else "<p>Nothing differs.</p>",
+        common=html_table(common),
+        runs=html_table(runs),
+        environment=html_table(environment),
+        style=_read("page.css"),
+        data=embed(page_data(report)),
+        plotly=plotly_js(),
+        script=_read("page.js"),
+    )
+
+
+def page_data(report: Report) -> dict[str, Any]:
+    """What page.js draws."""
+    metrics, unit = metrics_of(report.curves), unit_of_bytes(report.curves)
+    runs = sum(len(curve.runs) for curve in report.curves)
+    fewest, most = POINTS
+    points = max(fewest, min(most, NUMBERS // max(1, runs * (len(metrics) + 2))))
+    return {
+        "curves": [_curve(curve, [metric.column for metric in metrics], points) for curve in report.curves],
+        "metrics": [metric._asdict() for metric in metrics],
+        "axes": {axis: axis_title(axis, unit.name) for axis in ("round", "bytes", "seconds")},
+        "unit": unit._asdict(),
+        "targets": report.targets,
+        "baseline": report.baseline,
+        "responses": [
+            {
+                "label": response.label,
+                "on": response.on,
+                "chosen": response.chosen,
+                "tried": [
+                    {"lr": tried.lr, "best": _numbers(tried.best), "failed": tried.failed} for tried in response.tried
+                ],
+            }
+            for response in report.responses
+        ],
+        "partitions": [{"title": one.title, "counts": one.counts} for one in report.dealt],
+    }
+
+
+def plotly_js() -> str:
+    """The JavaScript that draws, as the plotly package brings it."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise missing_extra("plotly", "report", "lamina report") from error
+    return str(get_plotlyjs())
+
+
+def embed(data: Any) -> str:
+    """JSON inside a script element: no text in it can end the element or open a comment."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+
+
+def html_table(table: Table) -> str:
+    """A table, every cell escaped; page.js adds its buttons."""
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in table.head)
+    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
+    inside = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
+    return f'<div class="table" data-name="{table.name}">{inside}</div>'
+
+
+def _curve(curve: Curve, columns: Sequence[str], points: int) -> dict[str, Any]:
+    histories = [history for history in curve.histories if len(history)]
+    made: dict[str, Any] = {"label": curve.label, "steps": [_steps(history) for history in curve.histories]}
+    if not histories:
+        return {**made, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
+    kept = _kept(histories, points)
+    in_all = max(len(history) for history in histories)
+    return {
+        **made,
+        "seeds": [run.seed for run in curve.runs if len(run.history)],
+        "thinned": f"{len(kept)} of {in_all} rounds" if len(kept) < in_all else "",
+        "rounds": (kept + 1).tolist(),
+        "columns": {column: [_numbers(row) for row in by_round(histories, column)[:, kept]] for column in columns},
+        "bytes": [_numbers(row) for row in spent(histories, "bytes")[:, kept]],
+        "seconds": [_numbers(row) for row in spent(histories, "seconds")[:, kept]],
+        "mean": {axis: _numbers(mean_spent(histories, axis)[kept]) for axis in ("bytes", "seconds")},
+    }
+
+
+def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
+    """The rounds to draw: all, or of a long run the evaluated ones, evenly thinned, the last among them."""
+    length = max(len(history) for history in histories)
+    if length <= points:
+        return np.arange(length)
+    evaluated = np.flatnonzero(~np.isnan(by_round(histories, METRICS[0].column)).all(axis=0))
+    candidates = evaluated if len(evaluated) else np.arange(length)
+    stride = math.ceil(len(candidates) / points)
+    return candidates[::-1][::stride][::-1]
+
+
+def _steps(history: History) -> list[list[float]]:
+    """The rounds at which accuracy was higher than ever before: all that rounds-to-target, for any target, needs."""
+    bytes_so_far = np.nancumsum(np.add(history.column("bytes_down"), history.column("bytes_up")))
+    seconds_so_far = np.nancumsum(history.column("seconds"))
+    steps: list[list[float]] = []
+    highest = -math.inf
+    for row, accuracy, *spent_by in zip(
+        history, history.column("accuracy"), bytes_so_far.tolist(), seconds_so_far.tolist(), strict=True
+    ):
+        if accuracy > highest:
+            highest = accuracy
+            steps.append([row["round"], accuracy, *spent_by])
+    return steps
+
+
+def _numbers(values: Sequence[float] | NDArray[np.float64]) -> list[float | None]:
+    """Six digits are enough to draw; JSON has no NaN."""
+    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+
+
+def _notes(lines: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f'<aside id="notes"><h2>Worth knowing</h2><ul>{items}</ul></aside>' if lines else ""
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def _read(name: str) -> str:
+    return resources.files("lamina.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,69 @@
+"""Who holds what: the partition of a run, dealt again from its configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina.data import sources
+from lamina.data.partitions import Labels, Parts, Reallocate, label_counts, split_dataset
+from lamina.errors import LaminaError
+from lamina.experiment.config import parse
+from lamina.experiment.records import Record
+from lamina.experiment.run import build_partition, count_clients
+from lamina.report.curves import Curve, folder_name, text
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """The samples of every client."""
+
+    title: str
+    parts: Parts
+    labels: Labels | None
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """[clients][classes], or a single column of sizes where there are no classes."""
+        if self.labels is None:
+            return [[len(part)] for part in self.parts]
+        return label_counts(self.parts, self.labels).tolist()  # type: ignore[no-any-return]
+
+
+def deal_again(curves: Sequence[Curve]) -> tuple[list[Dealt], list[str]]:
+    """The distinct partitions of the curves' first seeds, and a line for each that could not be recomputed."""
+    dealt, lines = [], []
+    seen = set()
+    for curve in curves:
+        run = curve.runs[0]
+        data = {key: value for key, value in run.config.get("data", {}).items() if key != "dir"}
+        key = json.dumps([data, run.seed], sort_keys=True, default=str)
+        if key in seen:
+            continue
+        seen.add(key)
+        try:
+            dealt.append(_deal(run))
+        except LaminaError as error:
+            lines.append(f"the partition of {describe(run)} is not shown: {error}")
+    return dealt, lines
+
+
+def _deal(run: Record) -> Dealt:
+    data = run.config["data"]
+    needed = {key: data[key] for key in ("name", "dir", "clients", "partition") if key in data}
+    experiment = parse({"data": needed, "train": {"seed": run.seed}}, source=folder_name(run))
+    partition = build_partition(experiment)
+    train = sources.load(experiment.data.name, experiment.data.dir, hub=False).train  # a report asks no network
+    parts = split_dataset(partition, train, count_clients(experiment), run.seed)
+    every_round = "; dealt anew in every round, this is an example" if isinstance(partition, Reallocate) else ""
+    return Dealt(f"{describe(run)}, seed {run.seed}{every_round}", parts, train.labels)
+
+
+def describe(run: Record) -> str:
+    """The data and how they are shared, in words: ``digits, classes (k=2), 20 clients``."""
+    data = run.config.get("data", {})
+    partition = data.get("partition", {})
+    options = ", ".join(f"{key}={text(value)}" for key, value in partition.items() if key != "name")
+    dealt = f"{partition.get('name', 'iid')} ({options})" if options else partition.get("name", "iid")
+    return f"{data.get('name', '?')}, {dealt}, {data.get('clients', '?')} clients"

@@ -1,0 +1,86 @@
+"""How the result depends on the learning rate."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina.experiment.records import Record
+from lamina.report.curves import RATE, group
+from lamina.report.tables import Table, fixed, mean_and_spread
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One rate and the best accuracy each of its runs reached."""
+
+    lr: float
+    best: list[float]  # per seed; NaN where no round was evaluated
+    failed: str  # "diverged" or "not finished" if some seed did not run to its end, else empty
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds, NaN if one of them has none."""
+        return statistics.fmean(self.best)
+
+
+@dataclass(frozen=True)
+class Response:
+    """All rates tried with one configuration, ascending."""
+
+    label: str
+    on: str  # "test" or "validation"
+    tried: list[Tried]
+
+    @property
+    def chosen(self) -> float | None:
+        """The best rate among those that ran to their end."""
+        finished = [tried for tried in self.tried if not tried.failed and not math.isnan(tried.mean)]
+        return max(finished, key=lambda tried: tried.mean).lr if finished else None
+
+    @property
+    def warning(self) -> str:
+        """What to do about a best rate with nothing beyond it, in a line; empty if all is well."""
+        if self.chosen is None:
+            return f"{self.label}: no learning rate ran to its end"
+        if self.chosen not in (self.tried[0].lr, self.tried[-1].lr):
+            return ""
+        way = "smaller" if self.chosen == self.tried[0].lr else "larger"
+        return f"{self.label}: the best learning rate {self.chosen:g} lies on the edge of those tried; try {way} ones"
+
+
+def responses(runs: Sequence[Record]) -> list[Response]:
+    """One response for every configuration that was run with several rates."""
+    found = []
+    for tuning in (True, False):
+        for family in group([run for run in runs if run.tuning is tuning], also_ignored=[RATE]):
+            by_rate: dict[float, list[Record]] = {}
+            for run in family.runs:
+                by_rate.setdefault(run.lr, []).append(run)
+            if len(by_rate) > 1:
+                tried = [
+                    Tried(lr, [run.history.best() for run in same], _failed(same))
+                    for lr, same in sorted(by_rate.items())
+                ]
+                on = "validation" if family.runs[0].on_validation_data else "test"
+                found.append(Response(family.label, on, tried))
+    return found
+
+
+def _failed(runs: Sequence[Record]) -> str:
+    if any(run.diverged for run in runs):
+        return "diverged"
+    return "" if all(run.complete for run in runs) else "not finished"
+
+
+def rates_table(found: Sequence[Response]) -> Table:
+    """Every rate with its best accuracy; the best one is marked."""
+    rows = []
+    for response in found:
+        for tried in response.tried:
+            best = [100 * value for value in tried.best if not math.isnan(value)]
+            remark = tried.failed or ("best" if tried.lr == response.chosen else "")
+            rows.append([response.label, f"{tried.lr:g}", mean_and_spread(best, fixed), response.on, remark])
+    return Table("learning-rates", "Learning rates", ["curve", "lr", "best accuracy, %", "on", ""], rows)

@@ -1,0 +1,309 @@
+"""Comparisons: folders of ordinary runs, stacked where they can be, that go on after a kill."""
+
+import csv
+import io
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from rich.live import Live
+
+from lamina import BadInput, Simulation
+from lamina.cli import compare as compare_command
+from lamina.experiment import compare as comparing
+from lamina.experiment import folder as folders
+from lamina.experiment.checkpoint import Checkpoints
+from lamina.experiment.config import load
+from lamina.experiment.records import find_records, read_record
+from test_resume import HELD_UP, assert_same, call, finish, rows, start
+
+TOML = """
+[data]
+clients = 8
+partition = { name = "classes", k = 2 }
+
+[model]
+name = "mlp"
+hidden = 6
+
+[train]
+rounds = 12
+participation = 0.4
+batch_size = 64
+
+[compare]
+algorithms = ["fedavg", "scaffold"]
+seeds = 2
+target = 0.3
+
+[compare.lr]
+fedavg = [0.05, 0.2]
+"""
+RUNS = (
+    "tuning/fedavg/lr0.05",
+    "tuning/fedavg/lr0.2",
+    "fedavg/seed0",
+    "fedavg/seed1",
+    "scaffold/seed0",
+    "scaffold/seed1",
+)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("small.toml").write_text(TOML)
+    return tmp_path
+
+
+def command(out, *more):
+    settings = (word for setting in more for word in ("--set", setting))
+    return ["compare", str(Path("small.toml").resolve()), "--out", str(Path(out).resolve()), "--quiet", *settings]
+
+
+def assert_same_comparison(a, b, runs=RUNS):
+    for name in runs:
+        assert_same(Path(a, name), Path(b, name))
+    for name in ("tuning.csv", "config.json"):
+        assert Path(a, name).read_bytes() == Path(b, name).read_bytes()
+    assert table(a) == table(b)
+
+
+def table(path):
+    """rounds.csv without the times."""
+    with (Path(path) / "rounds.csv").open() as file:
+        return [{k: v for k, v in row.items() if "seconds" not in k} for row in csv.DictReader(file)]
+
+
+def test_a_comparison_is_a_folder_of_ordinary_runs(here):
+    assert call(*command("c")) == 0
+    records = {str(record.folder.relative_to(here / "c")): record for record in find_records(["c"])}
+    assert set(records) == set(RUNS)
+    assert all(record.complete and len(record.history) == 12 for record in records.values())
+    assert {name for name, record in records.items() if record.tuning} == set(RUNS[:2])
+    assert records["tuning/fedavg/lr0.2"].config["data"]["validation"] == 0.2
+    chosen = records["fedavg/seed1"]
+    assert (chosen.algorithm, chosen.seed, chosen.config["data"]["validation"]) == ("fedavg", 1, None)
+    scores = {records[name].lr: records[name].history.best() for name in RUNS[:2]}
+    assert chosen.lr == max(scores, key=scores.get)
+    # any of them can be gone on with as a run of its own: here it is complete
+    settings = ("algorithm.name=fedavg", "train.seed=1", f"train.lr={chosen.lr}")
+    run = ["run", "small.toml", "--out", "c/fedavg/seed1", *(w for s in settings for w in ("--set", s))]
+    assert call(*run) == 0
+    assert len(rows("c/fedavg/seed1")) == 12
+    tuning = ["run", "small.toml", "--out", "again", "-q", "--set", "algorithm.name=fedavg", "--set", "train.lr=0.2",
+              "--set", "data.validation=0.2"]  # fmt: skip
+    assert call(*tuning) == 0
+    assert [row["accuracy"] for row in rows("again")] == pytest.approx(
+        [row["accuracy"] for row in rows("c/tuning/fedavg/lr0.2")], abs=0.01
+    )
+
+
+def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
+    grouped = []
+    monkeypatch.setattr(
+        comparing, "stackable", lambda runs, old=comparing.stackable: grouped.append(old(runs)) or grouped[-1]
+    )
+    every = "run.evaluate_every=5"  # and the last round
+    assert call(*command("stacked", every)) == 0
+    assert [[len(group) for group in groups] for groups in grouped] == [[2], [2], [2]]
+    monkeypatch.setattr(comparing, "stackable", lambda runs: [[run] for run in runs])
+    assert call(*command("separate", every)) == 0
+    for name in RUNS:
+        for a, b in zip(rows(Path("stacked", name)), rows(Path("separate", name)), strict=True):
+            assert a == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in b.items()}
+    assert ["accuracy" in row for row in rows("stacked/fedavg/seed0")] == [r in (5, 10, 12) for r in range(1, 13)]
+
+
+def test_runs_of_the_loop_engine_are_compared_too(here):
+    assert call(*command("c", "run.engine=loop", "train.rounds=2")) == 0
+    assert all(record.config["run"]["engine"] == "loop" for record in find_records(["c"]))
+
+
+def test_killed_and_started_again_it_ends_the_same(here):
+    longer = "train.rounds=40"
+    assert finish(command("a", longer)) == 0
+    moments, kills = random.Random(0), 0
+    while kills < 6:
+        process = start(command("b", longer))
+        before = count(here / "b")
+        deadline = time.monotonic() + HELD_UP
+        while process.is_alive() and count(here / "b") < before + 20 and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.05))
+        process.kill()
+        process.join(HELD_UP)
+        assert process.exitcode == -signal.SIGKILL, "the comparison ended before it was killed: give it more rounds"
+        kills += 1
+    assert finish(command("b", longer)) == 0
+    assert_same_comparison("a", "b")
+
+
+def count(path):
+    """Rounds in all metrics of a comparison."""
+    total = 0
+    for file in path.rglob("metrics.jsonl"):
+        total += file.read_bytes().count(b"\n")
+    return total
+
+
+@pytest.mark.parametrize("behind", ["seed0", "seed1"])
+def test_members_one_round_apart_go_on_from_the_round_they_share(here, behind, capsys):
+    """A kill between two members' checkpoints of the seventh round."""
+    untuned = "compare.lr.fedavg=[0.05]"  # with more rounds another rate may be the best
+    assert call(*command("whole", untuned)) == 0
+    assert call(*command("c", untuned, "train.rounds=7")) == 0
+    place = here / "c" / "scaffold" / behind
+    (place / "checkpoints" / "round-000007.json").unlink()
+    metrics = place / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:6]) + '{"round": 7, "tr')
+    assert call(*command("c", untuned)) == 0
+    assert capsys.readouterr().err == ""  # nothing is damaged
+    assert_same_comparison("whole", "c", RUNS[2:])
+    for seed in ("seed0", "seed1"):
+        assert "going on after round 6" in (here / "c" / "scaffold" / seed / "log.txt").read_text()
+    assert "going on after round 7" in (here / "c" / "fedavg" / "seed0" / "log.txt").read_text()
+
+
+def test_a_kill_between_two_final_models(here):
+    assert call(*command("whole")) == 0
+    shutil.copytree("whole", "c")
+    (here / "c" / "scaffold" / "seed1" / "model.safetensors").unlink()
+    assert call(*command("c")) == 0
+    assert_same_comparison("whole", "c")
+
+
+def test_more_seeds_and_methods_are_added_to_what_is_there(here, monkeypatch):
+    assert call(*command("c")) == 0
+    before = {name: (here / "c" / name / "metrics.jsonl").read_bytes() for name in RUNS}
+    assert call(*command("c", "compare.seeds=3", "compare.algorithms=['fedavg', 'scaffold', 'fedlada']")) == 0
+    assert {name: (here / "c" / name / "metrics.jsonl").read_bytes() for name in RUNS} == before
+    assert len(table("c")) == 3 * 3 * 12
+    monkeypatch.setattr(Simulation, "record", None)
+    assert call(*command("c")) == 0  # complete: nothing is trained
+    assert len(table("c")) == 2 * 2 * 12
+
+
+def test_another_comparison_is_refused_until_told_to_overwrite(here, capsys):
+    assert call(*command("c")) == 0
+    kept = ("fedavg/seed0/metrics.jsonl", "rounds.csv", "tuning.csv", "config.json", "comparison.png")
+    before = [(here / "c" / name).read_bytes() for name in kept]
+    assert call(*command("c", "train.batch_size=32")) == 2
+    said = capsys.readouterr().err
+    assert "train.batch_size = 64 (now 32)" in said
+    assert len(said.splitlines()) == 1
+    assert [(here / "c" / name).read_bytes() for name in kept] == before
+    assert call(*command("c", "train.batch_size=32"), "--overwrite") == 0
+    assert read_record("c/fedavg/seed0").config["train"]["batch_size"] == 32
+    config = json.loads((here / "c" / "config.json").read_text())
+    del config["format"]
+    (here / "c" / "config.json").write_text(json.dumps(config))
+    assert call(*command("c")) == 2
+    assert "was written by an older lamina" in capsys.readouterr().err
+
+
+def test_two_comparisons_never_share_a_folder(here, capsys):
+    lock = folders.Lock(here / "c")
+    assert call(*command("c")) == 2
+    assert f"process {os.getpid()} is writing" in capsys.readouterr().err
+    lock.release()
+
+
+def test_choosing_on_the_test_data_is_said(here, capsys):
+    assert call(*command("c", "compare.select=test")) == 0
+    records = [read_record(Path("c", name)) for name in RUNS[:2]]
+    assert all(record.tuning and not record.on_validation_data for record in records)
+    assert (here / "c" / "tuning.csv").read_text().startswith("algorithm,learning_rate,best_test_accuracy,chosen")
+    assert call(*[word for word in command("c", "compare.select=test") if word != "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert "note: rates were chosen on the test data" in said.out
+    assert "best test accuracy" in said.err
+    assert call(*command("c", "data.validation=0.5")) == 2
+    assert "data.validation is for single runs" in capsys.readouterr().err
+
+
+def test_ctrl_c_shows_the_finished_runs_and_says_how_to_go_on(here, capsys, monkeypatch):
+    record, seen = Simulation.record, []
+
+    def counted(self, *arguments, **options):
+        seen.append(1)
+        if len(seen) == 4 * 12 + 5:  # tuning and the seeds of fedavg, then five rounds
+            os.kill(os.getpid(), signal.SIGINT)
+        return record(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "record", counted)
+        assert call(*[word for word in command("c") if word != "--quiet"]) == 130
+    said = capsys.readouterr()
+    assert "fedavg" in said.out
+    assert "scaffold" not in said.out
+    assert "table, picture and CSV are of the finished runs; to go on, start the same command again" in said.err
+    assert len(table("c")) == 2 * 12
+    assert Checkpoints(here / "c" / "scaffold" / "seed1" / "checkpoints").rounds()[-1] == 3
+    assert call(*command("c")) == 0
+    assert call(*command("whole")) == 0
+    assert_same_comparison("whole", "c")
+
+
+def test_a_member_that_diverges_leaves_the_others_alone(here):
+    """After a kill, too: who has diverged is not run again, and the others end as they would have."""
+    wild = "compare.lr.fedavg=[0.05, 1e30]"
+    assert call(*command("a", wild)) == 0
+    record = read_record("a/tuning/fedavg/lr1e+30")
+    assert record.ended
+    assert not record.complete
+    assert "went non-finite" in record.diverged
+    with Path("a/tuning.csv").open() as file:
+        assert math.isnan(float(list(csv.DictReader(file))[1]["best_validation_accuracy"]))
+    assert read_record("a/fedavg/seed0").lr == 0.05
+    assert call(*command("b", wild, "train.rounds=5")) == 0
+    assert call(*command("b", wild)) == 0
+    assert_same("a/tuning/fedavg/lr0.05", "b/tuning/fedavg/lr0.05")
+
+
+def test_a_record_of_a_run_that_is_still_going(here):
+    assert call(*command("c")) == 0
+    metrics = here / "c" / "fedavg" / "seed0" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]) + '{"round": 6, "lo')
+    record = read_record(metrics.parent)
+    assert (len(record.history), record.complete, record.ended) == (5, False, False)
+    with pytest.raises(BadInput, match="no run in"):
+        find_records([here / "c" / "fedavg" / "seed0" / "checkpoints"])
+    with pytest.raises(BadInput, match="no folder"):
+        find_records(["none"])
+
+
+def test_a_comparison_writes_nothing_before_it_runs(here):
+    experiment = load("small.toml", ["compare.algorithms=['fedlamb']"])
+    comparison = comparing.Comparison(experiment, here / "c")
+    assert comparison.rates("fedlamb") == []
+    assert comparison.rates("fedavg") == [0.05, 0.2]
+    assert not (here / "c").exists()  # nothing is written before it runs
+
+
+def test_a_live_table_on_a_terminal(here, monkeypatch):
+    """A line for every algorithm: what it does, rate, seeds, round, accuracy, rounds per second."""
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(compare_command, "err", screen)
+    monkeypatch.setattr(compare_command, "Live", lambda **options: Live(**options | {"refresh_per_second": 1000}))
+    assert call(*[word for word in command("c") if word != "--quiet"]) == 0
+    plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen.file.getvalue())
+    lines = [line.split() for line in plain.splitlines()]
+    assert ["algorithm", "lr", "seed", "round", "accuracy", "rounds/s"] in lines
+    assert ["scaffold", "waiting"] in lines
+    words = [line for line in lines if line[:2] == ["fedavg", "tuning"]][-1]
+    assert words[2:4] == ["0.05…0.2", "0"]
+    assert words[4].endswith("/12")
+    assert float(words[6]) > 0
+    assert any(line[:2] == ["scaffold", "running"] and line[3] == "0…1" for line in lines)
+    assert any(line[:2] == ["fedavg", "done"] and line[5] == "best" for line in lines)

@@ -1,0 +1,614 @@
+"""A run that is killed, at any moment, ends as if nothing had happened."""
+
+import errno
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lamina
+from lamina import BadInput, cli
+from lamina.algorithms.contract import Model
+from lamina.engines.state import State
+from lamina.experiment import checkpoint, files, folder
+from lamina.experiment import run as running
+from lamina.experiment.checkpoint import Checkpoints, load_newest, pack, unpack
+from lamina.experiment.config import load
+from lamina.experiment.folder import RunFolder, git_commit
+from lamina.experiment.records import read_metrics
+from lamina.ledger import Ledger
+
+TOML = """
+[data]
+clients = 8
+partition = { name = "classes", k = 2 }
+
+[model]
+name = "mlp"
+hidden = 6
+
+[train]
+rounds = 40
+participation = 0.4
+batch_size = 64
+lr = 0.02
+"""
+HELD_UP = 60  # seconds; nothing here takes so long
+
+# children are forked from a server that has imported torch once
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["lamina.cli", "sklearn.datasets", "test_resume"])
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("small.toml").write_text(TOML)
+    return tmp_path
+
+
+def call(*arguments):
+    """The exit code of a command run in this process."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return ended.value.code or 0
+
+
+def command(out, *more, rounds=40, algorithm="scaffold", engine="stacked"):
+    settings = (f"train.rounds={rounds}", f"algorithm.name={algorithm}", f"run.engine={engine}", *more)
+    return ["run", str(Path("small.toml").resolve()), "--out", str(Path(out).resolve()), "--quiet",
+            *(word for setting in settings for word in ("--set", setting))]  # fmt: skip
+
+
+def child(arguments, environment=(), largest_file=None, errors=None):
+    """A command in a process of its own."""
+    os.environ.update(environment)
+    if errors is not None:
+        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    cli.main(arguments)
+
+
+def start(arguments, **more):
+    process = processes.Process(target=child, args=(arguments,), kwargs=more, daemon=True)  # it ends with the tests
+    process.start()
+    return process
+
+
+def finish(arguments, **more):
+    process = start(arguments, **more)
+    process.join(HELD_UP)
+    return process.exitcode
+
+
+def rows(path):
+    """The metrics of a run but for the times."""
+    return without_times(json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines())
+
+
+def without_times(history):
+    return [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
+
+
+def assert_same(a, b):
+    assert rows(a) == rows(b)
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (Path(a) / name).read_bytes() == (Path(b) / name).read_bytes(), name
+
+
+def wait_for_a_round(path, process):
+    """Wait until a run has one finished round more than now, or has ended."""
+    metrics, before = path / "metrics.jsonl", None
+    deadline = time.monotonic() + HELD_UP
+    while process.is_alive() and time.monotonic() < deadline:
+        size = metrics.stat().st_size if metrics.exists() else 0
+        before = size if before is None or size < before else before  # cut back when it goes on
+        if size > before:
+            return
+        time.sleep(0.001)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "loop"])
+@pytest.mark.parametrize("algorithm", ["scaffold", "fedlamb", "mimelamb"])
+def test_killed_at_random_moments(here, algorithm, engine):
+    undisturbed, disturbed = (command(name, algorithm=algorithm, engine=engine) for name in ("a", "b"))
+    assert finish(undisturbed) == 0
+    moments = random.Random(f"{algorithm} {engine}")
+    for kill in range(5):
+        process = start(disturbed)
+        if kill % 5 != 2:  # one of five may be hit before it has done anything
+            wait_for_a_round(here / "b", process)
+        time.sleep(moments.uniform(0, 0.03))
+        process.kill()
+        process.join(HELD_UP)
+        assert process.exitcode == -signal.SIGKILL, "the run ended before it was killed: give it more rounds"
+    assert 0 < len(rows_so_far(here / "b")) < 40
+    assert finish(disturbed) == 0
+    assert_same("a", "b")
+
+
+def rows_so_far(path):
+    return read_metrics(path / "metrics.jsonl")[0]
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL in this process: nothing catches it."""
+
+
+def test_killed_at_every_write(here, monkeypatch):
+    """Every call that makes something durable is the last one, in turn."""
+    quick = {"rounds": 3, "algorithm": "fedlamb"}
+    assert call(*command("a", **quick)) == 0
+    sync, moment = os.fsync, 0
+    while True:
+        left = [moment]
+
+        def counted(handle, left=left):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            sync(handle)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", counted)
+            patch.setattr(folder.Lock, "release", lambda self, delete: self._file.close())  # a kill deletes nothing
+            try:
+                call(*command("b", **quick))
+                break
+            except Killed:
+                pass
+        assert call(*command("b", **quick)) == 0
+        assert_same("a", "b")
+        shutil.rmtree("b")
+        moment += 3 if moment > 12 else 1  # after the first round they repeat
+    assert moment > 25
+
+
+def test_a_second_process_is_refused_and_told_who_the_first_is(here, capsys):
+    first = start(command("r", rounds=3_000))
+    wait_for_a_round(here / "r", first)
+    assert call(*command("r", rounds=3_000)) == 2
+    said = capsys.readouterr().err
+    assert f"process {first.pid} is writing to the folder" in said
+    assert len(said.splitlines()) == 1
+    first.kill()
+    first.join(HELD_UP)
+    done = len(rows_so_far(here / "r"))
+    assert call(*command("r", rounds=done + 1)) == 0  # the lock died with its owner
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_after_the_round(here, number):
+    process = start(command("b", "run.checkpoint_every=1000"))  # it is saved when it stops
+    wait_for_a_round(here / "b", process)
+    os.kill(process.pid, number)
+    process.join(HELD_UP)
+    assert process.exitcode == 130
+    done = len(rows("b"))
+    assert 0 < done < 40
+    assert Checkpoints(here / "b" / "checkpoints").rounds()[-1] == done
+    assert "stopped after round" in (here / "b" / "log.txt").read_text()
+    assert finish(command("b")) == 0
+    assert finish(command("a")) == 0
+    assert_same("a", "b")
+
+
+@pytest.fixture(scope="module")
+def halfway(tmp_path_factory):
+    """Two folders: a run of six rounds, and one stopped after four with something left to do."""
+    place, before = tmp_path_factory.mktemp("halfway"), Path.cwd()
+    os.chdir(place)
+    try:
+        Path("small.toml").write_text(TOML)
+        assert call(*command("whole", rounds=6)) == 0
+        assert call(*command("half", rounds=4)) == 0
+        (place / "half" / "model.safetensors").unlink()
+    finally:
+        os.chdir(before)
+    return place
+
+
+@pytest.fixture
+def half(here, halfway):
+    shutil.copytree(halfway / "half", here / "half")
+    shutil.copytree(halfway / "whole", here / "whole")
+    return here / "half"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("file", ["state-000004-*", "clients-000004-*", "round-000004.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(half, capsys, file, damage):
+    (path,) = (half / "checkpoints").glob(file)
+    damage(path)
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+    said = capsys.readouterr().err
+    if file != "round-000004.json" or damage is not Path.unlink:  # without its manifest there is no checkpoint
+        assert len(said.splitlines()) == 1
+        assert "the checkpoint of round 4 is damaged and not used" in said
+        assert path.name in said
+    log = (half / "log.txt").read_text()
+    assert "going on after round 3" in log
+
+
+def test_without_a_sound_checkpoint_it_starts_again(half, capsys):
+    for path in (half / "checkpoints").glob("state-*"):
+        truncate(path)
+    assert call(*command(half, rounds=6)) == 0
+    assert capsys.readouterr().err.count("is damaged and not used") == 2
+    assert_same("whole", half)
+
+
+@pytest.mark.parametrize("tail", ['{"round": 5, "accuracy": 0.1}\n', '{"round": 5, "accu', "\x00\x00"])
+def test_metrics_beyond_the_checkpoint_are_cut_back(half, tail):
+    with (half / "metrics.jsonl").open("a") as file:
+        file.write(tail)
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+
+
+def test_missing_metrics_are_run_again(half):
+    """A power failure may keep a checkpoint and lose the end of the metrics."""
+    metrics = half / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+
+
+def test_checkpoints_of_every_third_round(here, capsys):
+    assert call(*command("whole", rounds=8)) == 0
+    process = start(command("r", "run.checkpoint_every=3", rounds=8))
+    process.join(HELD_UP)
+    assert Checkpoints(here / "r" / "checkpoints").rounds() == [6, 8]  # the last round always
+    assert_same("whole", "r")
+
+
+def test_a_folder_of_another_format_is_refused(half, capsys):
+    config = json.loads((half / "config.json").read_text())
+    for format_, who in ((0, "an older"), (None, "an older"), (99, "a newer")):
+        config["format"] = format_
+        kept = {key: value for key, value in config.items() if value is not None}
+        (half / "config.json").write_text(json.dumps(kept))
+        assert call(*command(half, rounds=6)) == 2
+        said = capsys.readouterr().err
+        assert f"was written by {who} lamina" in said
+        assert len(said.splitlines()) == 1
+    assert call(*command(half, rounds=6), "--overwrite") == 0
+    assert_same("whole", half)
+
+
+def test_another_config_is_refused_with_the_keys_that_differ(half, capsys):
+    before = sorted(path.name for path in half.iterdir())
+    assert call(*command(half, "train.lr=0.5", "data.partition.k=3", rounds=6)) == 2
+    said = capsys.readouterr().err
+    assert "train.lr = 0.02 (now 0.5)" in said
+    assert "data.partition.k = 2 (now 3)" in said
+    assert said.count(" (now ") == 2
+    assert "--out" in said
+    assert "--overwrite" in said
+    assert call(*command(half, rounds=6, algorithm="fedavg")) == 2
+    assert 'algorithm.name = "scaffold" (now "fedavg");' in capsys.readouterr().err  # not its options as well
+    assert sorted(path.name for path in half.iterdir()) == before
+
+
+def test_what_does_not_change_the_result_may_change(half):
+    more = ("run.threads=1", "run.checkpoint_every=2", "data.dir=/tmp", "run.device=cpu")
+    assert call(*command(half, *more, rounds=6)) == 0
+    assert_same("whole", half)
+
+
+def test_more_rounds_go_on_and_fewer_are_refused(half, capsys):
+    assert call(*command("whole", rounds=9)) == 0  # it was complete after six
+    assert call(*command(half, rounds=9)) == 0
+    assert_same("whole", half)
+    assert json.loads((half / "config.json").read_text())["train"]["rounds"] == 9
+    assert call(*command(half, rounds=5)) == 2
+    assert "train.rounds = 9 (now 5)" in capsys.readouterr().err
+    assert call(*command("c", "train.schedule=cosine", rounds=3)) == 0
+    assert call(*command("c", "train.schedule=cosine", rounds=4)) == 2  # it would have had other rates
+    assert "train.schedule.rounds = 3 (now 4)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["clients", "state", "round", "best"])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_later(half, capsys, monkeypatch, file):
+    write = files.write_file
+
+    def full(path, data):
+        if path.name.startswith(file):
+            path.with_name(path.name + ".partial").write_bytes(data[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, data)
+
+    with monkeypatch.context() as patch:
+        for module in (checkpoint, folder):
+            patch.setattr(module, "write_file", full)
+        if file == "best":  # every round counts as the best so far
+            patch.setattr(RunFolder, "_best", property(lambda _: -1.0, lambda *_: None), raising=False)
+        assert call(*command(half, rounds=6)) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert "No space left on device" in said
+    assert "all up to round 4 is kept" in said
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+
+
+def test_a_file_that_may_not_grow(here):
+    """The system cuts the metrics in the middle of a line."""
+    plain = {"algorithm": "fedavg", "rounds": 30}
+    assert finish(command("a", **plain)) == 0
+    assert finish(command("b", **plain), largest_file=4500, errors=here / "said.txt") == 2
+    said = (here / "said.txt").read_text()
+    assert "File too large" in said
+    assert len(said.splitlines()) == 1
+    assert not (here / "b" / "metrics.jsonl").read_text().endswith("\n")
+    assert finish(command("b", **plain)) == 0
+    assert_same("a", "b")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_became_read_only(half, capsys):
+    half.chmod(0o500)
+    assert call(*command(half, rounds=6)) == 2
+    assert "cannot write to the folder" in capsys.readouterr().err
+    half.chmod(0o700)
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+
+
+def test_a_diverged_run_is_not_run_again(here, capsys):
+    wild = command("r", "train.schedule={name='exponential', gamma=1e30}", algorithm="fedavg")
+    assert call(*wild) == 3
+    said, before = capsys.readouterr().err, rows("r")
+    assert 0 < len(before) < 40
+    assert call(*wild) == 3
+    assert capsys.readouterr().err == said
+    assert rows("r") == before
+
+
+def test_an_infinite_test_loss_is_still_the_end_after_a_kill(here, capsys):
+    """Killed after the checkpoint of that round, before it was noted that the run has diverged."""
+    experiment = load("small.toml", ["train.rounds=3", "algorithm.name=fedavg"])
+    for _ in range(2):
+        simulation = running.build(experiment)
+        with RunFolder(here / "r", running.resolved(experiment, simulation)) as place:
+            if running.go_on([simulation], [place]) == 0:
+                row = {**simulation.run_round(), "loss": float("inf")}
+                place.record(row, simulation)
+                place.checkpoint(simulation)
+            else:
+                assert list(running.train([simulation], [place], experiment).diverged) == [0]
+    assert "test loss" in json.loads((here / "r" / "diverged.json").read_text())["message"]
+
+
+def test_several_processes_go_on_together(here):
+    """Every rank saves the clients it owns, and all go on from the newest round they share."""
+
+    def torchrun(out, rounds):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+        ranks = [start(command(out, rounds=rounds), environment={**place, "RANK": str(rank)}) for rank in range(2)]
+        for rank in ranks:
+            rank.join(HELD_UP)
+        return [rank.exitcode for rank in ranks]
+
+    assert torchrun("a", 8) == [0, 0]
+    assert torchrun("b", 5) == [0, 0]
+    (newest,) = (here / "b" / "checkpoints" / "rank-1").glob("round-000005.json")
+    newest.unlink()  # killed before the second process had saved the fifth round
+    assert torchrun("b", 8) == [0, 0]
+    assert_same("a", "b")
+    assert "going on after round 4" in (here / "b" / "log.txt").read_text()
+    assert torchrun("b", 8) == [0, 0]  # complete
+    assert call(*command("b", rounds=9)) == 2  # one process does not hold all clients' state
+
+
+# --- the store of checkpoints, by itself -------------------------------------------------------------------------
+
+
+class Client(NamedTuple):
+    c: torch.Tensor | None
+    steps: torch.Tensor | None = None
+
+
+def state_of(number, clients, size=50):
+    return State(number, Model(torch.arange(size) / (number + 1)), {}, clients, Ledger(10))
+
+
+def test_ten_thousand_clients_cost_what_changed(tmp_path, monkeypatch):
+    """A cohort of 10 writes 10 records, on average fewer than 20 with those that move; disk use stays bounded."""
+    clients, size, cohort = 10_000, 50, 10
+    written, write = [], checkpoint.write_file
+
+    def counted(path, data):
+        if path.name.startswith("clients"):
+            written.append(len(data) - 8 - int.from_bytes(data[:8], "little"))
+        write(path, data)
+
+    monkeypatch.setattr(checkpoint, "write_file", counted)
+    store, draw = Checkpoints(tmp_path), random.Random(0)
+    state = state_of(0, {i: Client(torch.full((size,), float(i))) for i in range(clients)}, size)
+    store.save(state)
+    record = 4 * size
+    assert written == [clients * record]
+    for number in range(1, 61):
+        changed = {i: Client(torch.full((size,), i + number / 100)) for i in draw.sample(range(clients), cohort)}
+        state = state_of(number, {**state.clients, **changed}, size)
+        store.save(state)
+    assert written[1:] == [cohort * record] * 60  # of 10,000 old records hardly any has died
+    few = Checkpoints(tmp_path / "few")  # 40 clients, so that records die fast
+    state, written[:] = state_of(0, {i: Client(torch.full((size,), float(i))) for i in range(40)}, size), []
+    few.save(state)
+    for number in range(1, 200):
+        changed = {i: Client(torch.full((size,), i + number / 1000)) for i in draw.sample(range(40), cohort)}
+        state = state_of(number, {**state.clients, **changed}, size)
+        few.save(state)
+        on_disk = sum(path.stat().st_size for path in few.folder.glob("clients-*"))
+        assert on_disk < 3.5 * 40 * record  # at most half of it dead, for two checkpoints, and headers
+    assert cohort * record < sum(written[1:]) / 199 < 2 * cohort * record
+    (loaded,) = load_newest([Checkpoints(few.folder)], [(state_of(0, {}, size), Client(None))], few.rounds())
+    assert sorted(loaded[0].clients) == list(range(40))
+    assert all(torch.equal(loaded[0].clients[i].c, state.clients[i].c) for i in range(40))
+
+
+def test_only_the_last_two_checkpoints_are_kept_and_all_they_need(tmp_path):
+    store = Checkpoints(tmp_path)
+    (tmp_path / "thesis.txt").write_text("years of work")
+    clients = {}
+    for number in range(1, 6):
+        clients = {**clients, number: Client(torch.tensor([float(number)]))}
+        store.save(state_of(number, clients))
+    assert store.rounds() == [4, 5]
+    for number in (4, 5):
+        state, _ = Checkpoints(tmp_path).load(number, state_of(0, {}), Client(None))
+        assert {i: float(record.c) for i, record in state.clients.items()} == {i: i for i in range(1, number + 1)}
+    assert (tmp_path / "thesis.txt").exists()
+
+
+def test_a_failed_save_loses_nothing(tmp_path, monkeypatch):
+    """A user of the Python API may free some space and save again."""
+    store = Checkpoints(tmp_path)
+    records = {i: Client(torch.tensor([float(i)])) for i in range(10)}
+    store.save(state_of(1, records))
+    records = {**records, **{i: Client(torch.tensor([float(-i)])) for i in range(6)}}  # the others have to move
+    write = checkpoint.write_file
+    for failing in ("clients", "state", "round"):
+        with monkeypatch.context() as patch:
+
+            def full(path, data, failing=failing):
+                if path.name.startswith(failing):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                write(path, data)
+
+            patch.setattr(checkpoint, "write_file", full)
+            with pytest.raises(BadInput, match="No space left"):
+                store.save(state_of(2, records))
+    store.save(state_of(2, records))
+    state, _ = Checkpoints(tmp_path).load(2, state_of(0, {}), Client(None))
+    assert {i: float(r.c) for i, r in state.clients.items()} == {i: float(r.c) for i, r in records.items()}
+
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.complex64, torch.complex128),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (0,)])
+def test_every_dtype_survives_bit_for_bit(dtype, shape):
+    """Bytes drawn at random, so NaNs with a payload and negative zeros too."""
+    count = torch.zeros(shape).numel() * torch.zeros(1, dtype=dtype).element_size()
+    generator = torch.Generator().manual_seed(1)
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8, generator=generator)
+    value = raw.clone().view(dtype).reshape(shape)
+    back = unpack(pack({"a/b.c": value, "alias": value}))["a/b.c"]
+    assert (back.dtype, back.shape) == (value.dtype, value.shape)
+    assert torch.equal(back.reshape(-1).view(torch.uint8), raw)
+
+
+def simulation(name="fedlamb", **more):
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randn(80, 5, generator=generator), torch.arange(80) % 4
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4))
+    return lamina.Simulation(model, data, name, test=data, clients=8, participation=0.5, batch_size=5, **more)
+
+
+@pytest.mark.parametrize("engine", ["stacked", "loop"])
+@pytest.mark.parametrize("name", lamina.registry())
+def test_every_algorithm_goes_on_from_python(tmp_path, name, engine):
+    """Saved after every round and restored: the server, the clients, BatchNorm, the ledger, all bit for bit."""
+    options = {"sync_every": 3} if "sync_every" in lamina.algorithms.options(lamina.algorithms.find(name)) else {}
+    algorithm = lamina.create(name, **options)
+    whole = simulation(algorithm, engine=engine)
+    whole.run(7)
+    first = simulation(algorithm, engine=engine)
+    for _ in range(4):
+        first.run(1)
+        first.save(tmp_path)
+    second = simulation(algorithm, engine=engine)
+    second.restore(tmp_path)
+    second.run(3)
+    assert without_times(second.history) == without_times(whole.history)
+    kept = [i for i, record in whole.state.clients.items() if any(value is not None for value in record)]
+    pairs = [(whole.state.clients[i], second.state.clients[i]) for i in kept]
+    for a, b in [(whole.state.server, second.state.server), *pairs]:
+        assert all(x is y is None or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert all(torch.equal(value, second.state.buffers[n]) for n, value in whole.state.buffers.items())
+    second.save(tmp_path)  # and may be saved there again
+
+
+def test_restore_refuses_what_is_not_there_or_does_not_fit(tmp_path, caplog):
+    with pytest.raises(BadInput, match="no checkpoint of this simulation"):
+        simulation().restore(tmp_path / "none")
+    other = simulation("scaffold")
+    other.run(1)
+    other.save(tmp_path / "scaffold")
+    with pytest.raises(BadInput, match="no checkpoint of this simulation"):
+        simulation("fedlamb").restore(tmp_path / "scaffold")
+    assert "does not fit this experiment" in caplog.text
+
+
+def test_models_in_the_folder_are_those_of_their_rounds(here):
+    assert call(*command("r", rounds=9, algorithm="fedavg")) == 0
+    experiment = load("small.toml", ["train.rounds=9", "algorithm.name=fedavg", "run.engine=stacked"])
+    again = running.build(experiment)
+    accuracies = [row["accuracy"] for row in rows("r")]
+    best = accuracies.index(max(accuracies)) + 1
+    for name, number in (("best", best), ("model", 9)):
+        again.run(number - again.state.round)
+        stored = load_file(here / "r" / f"{name}.safetensors")
+        assert all(torch.equal(value, stored[key]) for key, value in again.model.state_dict().items())
+        assert checkpoint.read_facts((here / "r" / f"{name}.safetensors").read_bytes())["round"] == str(number)
+
+
+def test_the_best_model_survives_worse_rounds_after_it_went_on(half):
+    metrics, best = half / "metrics.jsonl", (half / "best.safetensors").read_bytes()
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines[1]["accuracy"] = 1.0
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert call(*command(half, rounds=6)) == 0
+    assert (half / "best.safetensors").read_bytes() == best
+
+
+def test_the_commit_is_read_without_git(tmp_path):
+    inner = tmp_path / "repository" / "inner"
+    git = tmp_path / "repository" / ".git"
+    (git / "refs" / "heads").mkdir(parents=True)
+    inner.mkdir()
+    (git / "HEAD").write_text("0123\n")
+    assert git_commit(inner) == "0123"
+    (git / "HEAD").write_text("ref: refs/heads/main\n")
+    (git / "packed-refs").write_text("# pack-refs\n4567 refs/heads/main\n")
+    assert git_commit(inner) == "4567"
+    (git / "refs" / "heads" / "main").write_text("89ab\n")
+    assert git_commit(inner) == "89ab"
+    assert git_commit(Path("/")) is None
