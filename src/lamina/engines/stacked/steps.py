@@ -112,10 +112,10 @@ class Steps:
 
     def _batch(self, index: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gather, augment and normalise the batches of all rows: [rows, B, ...]."""
-        x = self.data.x[index]
+        x = _take(self.data.x, index)
         if self.augmentation is not None and keys is not None:
             x = self.augmentation(x, keys)
-        return prepare(x, self.data.mean, self.data.std, self.objective.dtype), self.data.y[index]
+        return prepare(x, self.data.mean, self.data.std, self.objective.dtype), _take(self.data.y, index)
 
     def apply(
         self, local: list[Any], down: list[Any], grads: list[Tensor], lr: Any, filled: Tensor | None
@@ -134,6 +134,11 @@ class Steps:
                 )
             made.append(new)
         return made
+
+
+def _take(values: Tensor, index: Tensor) -> Tensor:
+    """values[index], by whole samples: on a CPU several times as fast."""
+    return values.index_select(0, index.flatten()).reshape(*index.shape, *values.shape[1:])
 
 
 def _clipped(grads: list[Tensor], limit: float) -> list[Tensor]:
