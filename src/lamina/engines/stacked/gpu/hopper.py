@@ -279,8 +279,12 @@ def _boxes(x: Tensor, box: tuple[int, int, int]) -> int:
 
 
 def _descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """What the copy engine must know of a contiguous tensor (whose axes of length 1 may have any stride in torch)."""
+    x = x.contiguous()
+    strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.dim())]
     kind = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
-    return TensorDescriptor.from_tensor(x, list(block), gl.NVMMASharedLayout.get_default_for(list(block), kind))
+    layout = gl.NVMMASharedLayout.get_default_for(list(block), kind)
+    return TensorDescriptor(x, list(x.shape), strides, list(block), layout)
 
 
 def _product_tile(rows: int, columns: int, depth: int) -> Tile:

@@ -29,7 +29,8 @@ def convolve(
     given in their own type. With float32 images, a product is made of three on tensor cores ("tf32x3"), which is as
     exact as float32 arithmetic, or of one ("tf32").
     """
-    made: Tensor = _forward(x, weight, weight.detach().to(x.dtype), list(stride), list(padding), precision)
+    rounded = weight.detach().to(x.dtype)
+    made: Tensor = _forward(_channels_last(x), weight, rounded, list(stride), list(padding), precision)
     return made
 
 
@@ -89,6 +90,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
     x, rounded = ctx.saved_tensors
+    g = _channels_last(g)
     needs_x, needs_w = ctx.needs_input_grad[:2]
     dx = _input_gradient(g, rounded, list(x.shape[2:]), *ctx.settings) if needs_x else None
     dw = _weight_gradient(g, x, rounded, *ctx.settings).to(ctx.dtype) if needs_w else None
@@ -96,6 +98,11 @@ def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, 
 
 
 _forward.register_autograd(_backward, setup_context=_save)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """The layout the kernels read; asked for outside of them, so that a compiler makes it where x is made."""
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def _images(like: Tensor, channels: int, height: int, width: int) -> Tensor:
