@@ -181,6 +181,7 @@ class Stacked:
 
         sums_of = [losses, *_sums(up), *(total.to(losses.device) for total in _sums(client))]
         square = _squares(up.delta)
+        added = self._means(up, buffers, chunk, failed)  # before the wait, in the hope that all is finite
         if self.meanwhile is not None and square.is_cuda:
             self.meanwhile()
         # a sum is finite only if all its terms are; one GPU wait for all of it
@@ -198,19 +199,21 @@ class Stacked:
             if any(value is not None for value in client):
                 # a record of its own: checkpoints tell what has changed by identity
                 clients[row.member][int(plans[r].cohort[row.c])] = _map_record(torch.clone, _row(client, r))
-        self._add(sums, up, buffers, chunk, failed)
+        if any(row.member in failed for row in chunk):
+            added = self._means(up, buffers, chunk, failed)
+        for e, (own, moved, weight) in added.items():
+            sums[e].add(own, moved, weight)
 
-    def _add(
-        self, sums: list[Sums], up: Any, buffers: Buffers, chunk: list[Row], failed: Mapping[int, Diverged]
-    ) -> None:
-        """Add the weighted Ups and buffers of the rows to their members' sums."""
+    def _means(
+        self, up: Any, buffers: Buffers, chunk: list[Row], failed: Mapping[int, Diverged]
+    ) -> dict[int, tuple[Any, Buffers, float]]:
+        """What every member's rows add to its sums: Up, buffers, and the weight they still need."""
         members = list(dict.fromkeys(row.member for row in chunk if row.member not in failed))
         if not members:
-            return
+            return {}
         if len(chunk) == 1:  # one large model: every pass over it counts
             own = _map_record(self._usual, _row(up, 0))
-            sums[members[0]].add(own, {n: b[0] for n, b in buffers.items()}, chunk[0].weight)
-            return
+            return {members[0]: (own, {n: b[0] for n, b in buffers.items()}, chunk[0].weight)}
         shares = np.zeros((len(members), len(chunk)))
         for r, row in enumerate(chunk):
             if row.member not in failed:
@@ -228,8 +231,7 @@ class Stacked:
         with arithmetic("fp32"):  # whatever the model's arithmetic is, the mean is exact
             added = _map_record(lambda value: self._usual(means(value)), up)
             moved = {name: means(b) for name, b in buffers.items() if b.is_floating_point()}
-        for i, e in enumerate(members):
-            sums[e].add(_row(added, i), {n: values[i] for n, values in moved.items()})
+        return {e: (_row(added, i), {n: b[i] for n, b in moved.items()}, 1.0) for i, e in enumerate(members)}
 
     def _start_sums(self, member: Member) -> Sums:
         """Zeros, and what every rank knows from the plan alone."""

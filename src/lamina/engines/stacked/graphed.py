@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lamina.algorithms.contract import options
 from lamina.engines.stacked.steps import Steps, split
-from lamina.layers import Layers
 from lamina.objective import Buffers
 
 WARM_UP_STEPS = 3  # torch asks for a few runs on a side stream before a capture
@@ -61,10 +60,16 @@ class GraphedSteps:
         self._lr = torch.zeros(self.rows, 1, dtype=local.y.dtype, device=local.y.device)
         self._losses = torch.zeros(self.rows, dtype=local.y.dtype, device=local.y.device)
         self._k = torch.zeros(1, dtype=torch.long, device=local.y.device)
-        # parameters the forward pass wants in another type are written together with the state
-        named = self._steps.named([part.y for part in self._local_parts])
-        rounded = self._steps.forward.rounded(named)
-        self._rounded = {n: r.contiguous() for n, r in rounded.items() if r.dtype != named[n].dtype}
+        # parts whose parameters the forward pass wants in another type: written together with the state, so that
+        # the state is not read again for it
+        self._rounded: list[Tensor | None] = [None] * len(steps.parts)
+        if len(steps.parts) > 1:
+            named = self._steps.named([part.y for part in self._local_parts])
+            wanted = [self._steps.forward.rounded({n: named[n]})[n].dtype for part in steps.parts for n in part.names]
+            self._rounded = [
+                None if dtype == part.y.dtype else part.y.to(dtype, memory_format=torch.contiguous_format)
+                for part, dtype in zip(self._local_parts, wanted, strict=True)
+            ]
         own = self._steps
         compute, write = own.apply, _write_parts
         if compiled:
@@ -76,7 +81,7 @@ class GraphedSteps:
             write = torch.compile(_write_parts, dynamic=False)
 
         def apply(local: list[Any], *arguments: Any) -> list[Any]:
-            write(compute, own.parts, self._rounded, local, *arguments)
+            write(compute, self._rounded, local, *arguments)
             return local
 
         own.apply = apply  # type: ignore[method-assign,assignment]
@@ -117,9 +122,9 @@ class GraphedSteps:
             self._lr.fill_(lr)
         self._losses.zero_()
         self._k.zero_()
-        named = self._steps.named([part.y for part in self._local_parts])
-        for name, buffer in self._rounded.items():
-            buffer.copy_(named[name])
+        for part, rounded in zip(self._local_parts, self._rounded, strict=True):
+            if rounded is not None:
+                rounded.copy_(part.y)
         for _ in range(steps):
             self._replay()
         for name, buffer in buffers.items():
@@ -150,18 +155,15 @@ class GraphedSteps:
         self._k += 1
 
 
-def _write_parts(
-    compute: Any, parts: list[Layers], rounded: dict[str, Tensor], local: list[Any], *arguments: Any
-) -> None:
-    """The algorithm's step, written over the old state and the rounded parameters: compiled, in the same kernels."""
+def _write_parts(compute: Any, rounded: list[Tensor | None], local: list[Any], *arguments: Any) -> None:
+    """The algorithm's step, written over the old state and its rounded copy: compiled, in the same kernels."""
     after = compute(local, *arguments)
-    for part, old_record, new_record in zip(parts, local, after, strict=True):
+    for old_record, new_record, copy in zip(local, after, rounded, strict=True):
         for old, new in zip(old_record, new_record, strict=True):
             if old is not None and new is not old:
                 old.copy_(new)
-        for name, value in part.unflatten(new_record.y).items():
-            if name in rounded:
-                rounded[name].copy_(value)
+        if copy is not None:
+            copy.copy_(new_record.y)
 
 
 def _with_own_numbers(algorithm: Any) -> Any:

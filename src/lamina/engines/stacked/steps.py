@@ -61,7 +61,7 @@ class Steps:
             filled: how many of them are real [rows] (0: the row makes no step); None: all.
             keys: random words for the augmentation [rows, B].
             lr: a number, or one per row [rows, 1].
-            rounded: parameters of `local` already in the precision of the forward pass, by name.
+            rounded: the parameters of `local` by name, already in the precision of the forward pass.
         """
         kept = None if filled is None else {n: b.clone() for n, b in buffers.items()}
         grads, losses = self.gradient([part.y for part in local], buffers, index, filled, keys, rounded=rounded)
@@ -84,8 +84,7 @@ class Steps:
         *, train: bool = True, rounded: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
         """Every row's own gradient of its mean loss, in parts (perhaps rounded), and those losses [rows]."""
-        named = self.named(y)
-        chosen = self.forward.rounded(named) if rounded is None else {**named, **rounded}
+        chosen = self.forward.rounded(self.named(y)) if rounded is None else rounded
         leaves = {n: p.detach().requires_grad_() for n, p in chosen.items()}
         means = self.mean_losses(leaves, buffers, index, filled, keys, train=train)
         names = list(leaves)
