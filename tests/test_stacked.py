@@ -553,6 +553,19 @@ def test_a_member_that_diverges_leaves_its_rows_idle(graphed):
         assert torch.allclose(population.simulations[i].state.server.x, alone.state.server.x, rtol=1e-4, atol=1e-6)
 
 
+def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch, caplog):
+    def fails(*_arguments, **_settings):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    run, usual = simulation("cnn", "fedlamb", "stacked"), simulation("cnn", "fedlamb", "stacked")
+    run.engine.always_graphed, run.engine.compiled = True, True
+    run.run(2)
+    assert "torch.compile fails on this model, so it runs uncompiled: no compiler here" in caplog.text
+    usual.run(2)
+    assert_same(run.state, usual.state, 1e-9)
+
+
 def test_client_state_may_live_elsewhere_than_the_model():
     run, usual = simulation("cnn", "scaffold", "stacked"), simulation("cnn", "scaffold", "stacked")
     run.engine.client_home = torch.device("cpu")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,13 @@ from lamina.engines.stacked.memory import client_home, rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.steps import Steps, join, split, works_by_layer
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
-from lamina.errors import Diverged
+from lamina.errors import Diverged, LaminaError
 from lamina.layers import Layers
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round, sample_counters
+
+log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 2  # captured steps kept at a time: the usual chunk and the last, smaller one
 EMPTY_ROWS = 0.25  # of a captured step may be idle (members that diverged) before a smaller one is captured
@@ -392,7 +395,17 @@ class Stacked:
         compiled = self.compiled
         if compiled is None:
             compiled = self.objective.start.numel() * experiments >= COMPILED_FROM
-        graph = GraphedSteps(steps, local, down, buffers, samples, counts, keys, compiled=compiled)
+        inputs = (steps, local, down, buffers, samples, counts, keys)
+        try:
+            graph = GraphedSteps(*inputs, compiled=compiled)
+        except LaminaError:
+            raise
+        except Exception as error:  # whatever a compiler raises
+            if not compiled:
+                raise
+            log.warning("torch.compile fails on this model, so it runs uncompiled: %s", str(error).splitlines()[0])
+            self.compiled = False
+            graph = GraphedSteps(*inputs, compiled=False)
         self._graphs[shape, rows] = graph
         return graph
 
