@@ -420,3 +420,16 @@ def test_history_table(tmp_path):
     assert history.total("bytes_up") == sum(row["bytes_up"] for row in history)
     assert math.isnan(history.best("no such column"))
     assert str(history).count("\n") == 3
+
+
+def test_deterministic_holds_during_rounds_and_not_after(monkeypatch):
+    seen = []
+    net, data = torch.nn.Linear(4, 2), (torch.randn(20, 4), torch.arange(20) % 2)
+    run = lamina.Simulation(net, data, "fedavg", clients=2, deterministic=True, device="cpu")
+    usual = run.engine.run_round
+    monkeypatch.setattr(
+        run.engine, "run_round", lambda *a: (seen.append(torch.are_deterministic_algorithms_enabled()), usual(*a))[1]
+    )
+    run.run(1)
+    assert seen == [True]
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -62,7 +62,8 @@ class Population:
                 simulation.plan_ahead()
 
         engine.meanwhile = plan_ahead
-        with arithmetic(self.simulations[0].precision):
+        first = self.simulations[0]
+        with arithmetic(first.precision, first.deterministic):
             outcomes = engine.run_members(members)
         seconds = (time.perf_counter() - started) / len(going)
         for i, member, outcome in zip(going, members, outcomes, strict=True):

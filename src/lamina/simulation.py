@@ -6,10 +6,11 @@ import contextlib
 import copy
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -27,10 +28,12 @@ from lamina.engines.stacked.forward import Precision, arithmetic, choose_forward
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, Diverged, is_number, is_whole, unknown
-from lamina.experiment.checkpoint import Checkpoints, load_newest
 from lamina.history import History, Row
 from lamina.objective import Loss, Objective
 from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
+
+if TYPE_CHECKING:
+    from lamina.experiment.checkpoint import Checkpoints
 
 EVALUATION_BATCH = 1000
 DEFAULT_CLIENTS = 10
@@ -72,6 +75,7 @@ class Simulation:
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "auto" takes the fastest that fits the model; any other name forces that one.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
+        deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
         client_metrics: also report the accuracy on every client's own data (mean and worst 10 %).
         trust_ratios: also report the layer-wise trust ratios of the layer-wise methods.
@@ -101,6 +105,7 @@ class Simulation:
         device: str | torch.device = "auto",
         engine: Literal["auto", "stacked", "vmap", "loop"] = "auto",
         precision: Precision = "fp32",
+        deterministic: bool = False,
         evaluate_every: int = 1,
         client_metrics: bool = False,
         trust_ratios: bool = False,
@@ -141,7 +146,9 @@ class Simulation:
         )
         if precision not in get_args(Precision):
             raise unknown("precision", precision, get_args(Precision))
-        self.precision = precision
+        self.precision, self.deterministic = precision, deterministic
+        if deterministic:  # cuBLAS reads it when it starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self._check_fit(loss)
         self._check_protocol(client_metrics)
         self.engine = choose_engine(
@@ -180,7 +187,7 @@ class Simulation:
         plan = self.next_plan()
         if isinstance(self.engine, Stacked):
             self.engine.meanwhile = self.plan_ahead
-        with arithmetic(self.precision):
+        with arithmetic(self.precision, self.deterministic):
             self.state, report = self.engine.run_round(self.state, plan)
         return self.record(plan, report, time.perf_counter() - started, evaluate=evaluate)
 
@@ -198,12 +205,16 @@ class Simulation:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint, as safetensors; again into the same folder, client by client only what changed."""
+        from lamina.experiment.checkpoint import Checkpoints  # here: safetensors is not needed to simulate
+
         if self._checkpoints is None or self._checkpoints.folder != Path(folder):
             self._checkpoints = Checkpoints(Path(folder))
         self._checkpoints.save(self.state, self.history)
 
     def restore(self, folder: str | Path) -> None:
         """Go back to the newest checkpoint of a simulation made with the same arguments, and its history."""
+        from lamina.experiment.checkpoint import Checkpoints, load_newest
+
         checkpoints = Checkpoints(Path(folder))
         loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds())
         if loaded is None:

@@ -92,6 +92,7 @@ class Run(_Section):
     device: str = "auto"
     engine: Literal["auto", "stacked", "vmap", "loop"] = "auto"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
+    deterministic: bool = False  # on a GPU: the same bits in every run on the same machine
     threads: AtLeastOne | None = None  # None: chosen from the size of the model
     evaluate_every: AtLeastOne = 1
     client_metrics: bool = False
@@ -112,6 +113,19 @@ class Compare(_Section):
     options: dict[str, dict[str, Any]] = {}  # further options for each
 
 
+class Tune(_Section):
+    """Values to try, and what the best is chosen on."""
+
+    grid: dict[str, Any] | str = {}  # dotted keys to lists of values, or the name of a paper's grid
+    sampler: Literal["grid", "tpe"] = "grid"  # tpe: Optuna proposes values from the space
+    space: dict[str, Any] = {}  # dotted keys to {low, high, log} or {choices}
+    trials: AtLeastOne = 50  # of the sampler; a grid has as many as it has points
+    pruner: Literal["none", "median", "hyperband"] = "none"
+    seeds: AtLeastOne = 1  # the mean over them decides
+    select: Literal["validation", "test"] = "validation"  # the papers take the test data
+    validation: Fraction = 0.2  # of the training data, held out to choose on
+
+
 class Experiment(_Section):
     """One experiment file."""
 
@@ -121,6 +135,7 @@ class Experiment(_Section):
     train: Train = Train()
     run: Run = Run()
     compare: Compare = Compare()
+    tune: Tune = Field(default=Tune(), exclude=True)  # what else was tried is no part of a run's configuration
 
 
 # the sections that name something whose options stand beside the name
@@ -185,13 +200,21 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    try:
+        set_key(tree, names, value)
+    except BadInput as error:
+        raise BadInput(f"--set '{override}': {error}") from error
+
+
+def set_key(tree: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    """Set the key with these names, from the outermost section inwards; a new name drops the old one's options."""
     section = tuple(names[:-1])
     for depth, name in enumerate(section):
         inner = tree.setdefault(name, {})
         if isinstance(inner, str):  # model = "mlp" is short for model.name
             inner = tree[name] = {"name": inner}
         if not isinstance(inner, dict):
-            raise BadInput(f"--set '{override}': '{'.'.join(names[: depth + 1])}' is a value, not a section")
+            raise BadInput(f"'{'.'.join(names[: depth + 1])}' is a value, not a section")
         tree = inner
     if names[-1] == "name" and section in DEFAULT_NAMES and value != tree.get("name", DEFAULT_NAMES[section]):
         tree.clear()

@@ -68,6 +68,7 @@ def build(experiment: Experiment, splits: Splits | None = None) -> Simulation:
         device=run.device,
         engine=run.engine,
         precision=run.precision,
+        deterministic=run.deterministic,
         evaluate_every=run.evaluate_every,
         client_metrics=run.client_metrics,
         trust_ratios=run.trust_ratios,

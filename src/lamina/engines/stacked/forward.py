@@ -19,15 +19,24 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 
 @contextmanager
-def arithmetic(precision: Precision) -> Iterator[None]:
-    """Let convolutions and matrix products use TensorFloat-32, or hold them to true float32 (torch's default mixes)."""
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision != "fp32"
-    torch.backends.cudnn.benchmark = True
+def arithmetic(precision: Precision, deterministic: bool = False) -> Iterator[None]:
+    """Let convolutions and matrix products use TensorFloat-32, or hold them to true float32 (torch's default mixes).
+
+    `deterministic`: the same bits again on the same machine, at some cost; torch warns of a layer that has no such form
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
+    cudnn.benchmark = not deterministic
+    if deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark = before
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
 
 
 Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
