@@ -44,12 +44,16 @@ def one_by_one(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
     """Client after client: x [C, B, in, H, W] -> [C, B, out, H', W']."""
+    if len(x) == 1:  # squeezed, not taken apart: the backward pass then copies nothing
+        shift = None if bias is None else bias.squeeze(0)
+        one = F.conv2d(x.squeeze(0), weight.squeeze(0), shift, stride, padding, dilation, groups)
+        return one.unsqueeze(0)
     biases = [None] * len(x) if bias is None else bias.unbind(0)
     parts = [
         F.conv2d(one, w, b, stride, padding, dilation, groups)
         for one, w, b in zip(x.unbind(0), weight.unbind(0), biases, strict=True)
     ]
-    return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
+    return torch.stack(parts)
 
 
 def grouped(

@@ -250,8 +250,8 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Every client's x W^T + b, computed as (W x^T + b)^T: its backward pass gives W's gradient in W's own layout."""
     clients, features = weight.shape[:2]
-    if clients == 1:
-        return F.linear(x, weight[0], None if bias is None else bias[0].to(weight.dtype))
+    if clients == 1:  # squeezed, not indexed: the backward pass of an index fills and copies a tensor
+        return F.linear(x, weight.squeeze(0), None if bias is None else bias.squeeze(0).to(weight.dtype))
     columns = x.reshape(clients, -1, x.shape[-1]).transpose(1, 2)
     if bias is None:
         out = torch.bmm(weight, columns)
