@@ -9,6 +9,7 @@ from torch import nn
 import lamina
 from lamina import models
 from lamina.algorithms import FedAvg
+from lamina.algorithms.primitives import clip_by_norm
 from lamina.data import Augment, Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.stacked import convolution, memory
@@ -512,7 +513,16 @@ class WholeNorm(FedAvg):
         return super().step(local, down, grad / torch.linalg.vector_norm(grad, dim=-1, keepdim=True), lr, layers)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClipsInside(FedAvg):
+    """Clips the whole gradient in its own step: couples layers, but only when the gradient is long."""
+
+    def step(self, local, down, grad, lr, layers):
+        return super().step(local, down, clip_by_norm(grad, 100.0), lr, layers)
+
+
 def test_an_algorithm_that_couples_layers_gets_whole_vectors():
+    assert not works_by_layer(ClipsInside())
     assert all(works_by_layer(lamina.create(name)) for name in lamina.algorithms.registry())
     assert not works_by_layer(lamina.create("fedlamb", layers="module"))
     assert not works_by_layer(WholeNorm())

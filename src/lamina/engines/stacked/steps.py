@@ -175,31 +175,35 @@ def _is_one_number(values: tuple[Tensor, ...]) -> bool:
 
 
 def works_by_layer(algorithm: Algorithm) -> bool:
-    """Whether a step part by part is the step on the whole vector: tried on two rows of a small made-up model."""
+    """Whether a step part by part is the step on the whole vector.
+
+    Tried on two rows of a small made-up model, with gradients and states of many sizes: a step may couple layers only
+    when something is large or small, as clipping does.
+    """
     layers = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})
+    parts = layers.parts()
     generator = torch.Generator().manual_seed(0)
-    x = torch.rand(layers.size, generator=generator, dtype=torch.float64)
+
+    def draw(size: int) -> Tensor:
+        return torch.rand((2, size), generator=generator, dtype=torch.float64)
+
+    x = draw(layers.size)[0]
     needs = algorithm.needs(1)
     info = Info(1, 0.1, full_gradient=x if needs.full_gradient or needs.control_variate else None)
-    down = algorithm.broadcast(algorithm.init(x), info)
-    local = algorithm.begin(down, algorithm.client_init(x), info)
-
-    def anything(record: Any) -> Any:
-        return type(record)(
-            *(
-                None if v is None else torch.rand((2, v.shape[-1]), generator=generator, dtype=torch.float64)
-                for v in record
-            )
+    sent = algorithm.broadcast(algorithm.init(x), info)
+    begun = algorithm.begin(sent, algorithm.client_init(x), info)
+    sizes = (1e-6, 1e-3, 1.0, 1e3, 1e6)
+    for of_state, of_gradient in [(1.0, size) for size in sizes] + [(size, 1.0) for size in sizes]:
+        local, down = (
+            type(record)(*(None if v is None else of_state * draw(v.shape[-1]) for v in record))
+            for record in (begun, sent)
         )
-
-    local, down = anything(local), anything(down)
-    grad = torch.rand((2, layers.size), generator=generator, dtype=torch.float64)
-    whole = algorithm.step(local, down, grad, 0.1, layers)
-    parts = layers.parts()
-    grads = torch.split(grad, [part.size for part in parts], dim=-1)
-    rows = zip(parts, split(local, parts), split(down, parts), grads, strict=True)
-    by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows])
-    return all(
-        a is None or (a.shape == b.shape and torch.allclose(a, b, rtol=1e-9))
-        for a, b in zip(whole, by_part, strict=True)
-    )
+        grad = of_gradient * draw(layers.size)
+        whole = algorithm.step(local, down, grad, 0.1, layers)
+        grads = torch.split(grad, [part.size for part in parts], dim=-1)
+        rows = zip(parts, split(local, parts), split(down, parts), grads, strict=True)
+        by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows])
+        for a, b in zip(whole, by_part, strict=True):
+            if a is not None and not (a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=0.0)):
+                return False
+    return True
