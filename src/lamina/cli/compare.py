@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import statistics
 import time
@@ -74,7 +75,21 @@ def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
         out.print(report.table(comparison.entries, comparison.experiment.compare.target, symbols))
         for line in comparison.notes():
             tell(f"note: {line}")
+    page = write_page(comparison)
+    if not quiet:
         tell(f"runs, picture and tables in {path}/")
+        tell(f"report: {page}" if page else "for an interactive report: pip install 'lamina[report]', then lamina report")
+
+
+def write_page(comparison: comparing.Comparison) -> Path | None:
+    """Write the HTML report into the comparison's folder, if the library it needs is installed."""
+    if importlib.util.find_spec("plotly") is None:
+        return None
+    from lamina.report import build
+
+    page = comparison.folder / "report.html"
+    build.save_page(build.build([comparison.folder], targets=[comparison.experiment.compare.target]), page)
+    return page
 
 
 class Lines(comparing.Watcher):
