@@ -1,5 +1,6 @@
 """Partitions: every sample exactly once, pure in the seed, sizes as promised, refusals in one line."""
 
+import itertools
 import sys
 
 import numpy as np
@@ -20,7 +21,7 @@ from lamina.data import (
     partition_picture,
     split_dataset,
 )
-from lamina.data.partitions import describe
+from lamina.data.partitions import Shards, describe
 from lamina.errors import BadInput
 
 quick = settings(deadline=None, max_examples=60)
@@ -158,6 +159,41 @@ def test_dirichlet_at_scale():
         assert_exact_cover(Dirichlet(0.5, sizes).split(labels, 10_000, 0), 100_000)
 
 
+@quick
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(0, 9), st.integers(0, 99), seeds)
+def test_shards_are_disjoint_and_of_equal_size(clients, per_client, unused, more, seed):
+    shards = clients * per_client + unused
+    labels = np.arange(shards + more) % 7
+    partition = Shards(shards, per_client)
+    parts = partition.split(labels, clients, seed)
+    assert [len(part) for part in parts] == [per_client * (len(labels) // shards)] * clients
+    for part in parts:
+        assert part.dtype == np.int64
+        assert np.all(np.diff(part) > 0)
+    assert len(np.unique(np.concatenate(parts))) == sum(len(part) for part in parts)
+    assert same(parts, partition.split(labels.copy(), clients, seed))
+
+
+def test_fifty_clients_with_two_of_200_shards_use_half_of_mnist():
+    labels = np.tile(np.arange(10), 6000)
+    parts = make("shards", shards=200, per_client=2).split(labels, 50, 0)
+    assert [len(part) for part in parts] == [600] * 50
+    counts = label_counts(parts, labels)
+    # 20 pieces of 300 make up a class of 6000 exactly, so that every piece is of one class
+    assert set(np.unique(counts)) <= {0, 300, 600}
+    assert {1, 2} == set((counts > 0).sum(axis=1))
+    assert not same(parts, Shards().split(labels, 50, 1))
+
+
+def test_a_shard_is_a_stretch_of_the_sorted_labels():
+    """Pieces of 7 of the labels 000001111122222...: neighbouring labels only, and all pieces dealt cover all but 2."""
+    labels = np.repeat(np.arange(6), 5)
+    parts = Shards(4, 1).split(labels, 4, 3)
+    held = sorted((labels[part].min(), labels[part].max()) for part in parts)
+    assert all(low[1] <= high[0] for low, high in itertools.pairwise(held))
+    assert sum(len(part) for part in parts) == 28
+
+
 def test_by_column_makes_one_client_per_value():
     columns = {"writer": np.array(["b", "a", "b", "c", "a"])}
     parts = ByColumn("writer").split(None, None, 0, columns)
@@ -207,6 +243,13 @@ LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2])
         (lambda: Classes(k=4).split(LABELS, 2, 0), "only 3"),
         (lambda: Classes(k=1).split(LABELS, 2, 0), "at least 3 clients"),
         (lambda: Classes(k=3).split(LABELS, 3, 0), "class 2 has 2 samples for 3 clients"),
+        (lambda: Shards(shards=0), "shards must be"),
+        (lambda: Shards(per_client=1.5), "per_client must be"),
+        (lambda: Shards(9, 1).split(LABELS, 2, 0), "8 samples cannot be cut into 9 shards"),
+        (lambda: Shards(4, 2).split(LABELS, 3, 0), "3 clients with 2 shards each need 6, but there are 4"),
+        (lambda: Shards(4, 2).split(None, 2, 0, samples=8), "regression"),
+        (lambda: make("shards", per_clients=2), "did you mean 'per_client'"),
+        (lambda: make("reallocate", base="shards"), "base must be"),
         (lambda: ByColumn("writer").split(LABELS, None, 0), "columns: none"),
         (lambda: ByColumn("write").split(LABELS, None, 0, {"writer": LABELS}), "did you mean 'writer'"),
         (lambda: ByColumn("w").split(LABELS, 4, 0, {"w": LABELS}), "makes 3 clients, not 4"),

@@ -14,7 +14,17 @@ from typing import Annotated
 import typer
 
 from lamina import __version__
-from lamina.cli import compare, listing, report, run  # noqa: F401 (a module's commands enter the app when it is imported)
+from lamina.cli import (  # noqa: F401 (a module's commands enter the app when it is imported)
+    compare,
+    doctor,
+    export,
+    listing,
+    report,
+    reproduce,
+    run,
+    tune,
+    watch,
+)
 from lamina.cli.base import Interrupted, WarningLines, app, err, out, say, tell
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import Diverged, LaminaError

@@ -11,6 +11,7 @@ from lamina.cli.base import File, Interrupted, Overwrite, Quiet, Set, Stop, app,
 from lamina.experiment import run as running
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
+from lamina.experiment.trackers import Trackers
 from lamina.simulation import Simulation
 
 TO_GO_ON = "to go on, start the same command again"
@@ -24,18 +25,24 @@ def run(
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for the records")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")] = False,
+    mlflow: Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")] = False,
 ) -> None:
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
     experiment = load(file, overrides or [])
     path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
     experiment, ranks = running.join_ranks(experiment)
     quiet = quiet or ranks.rank > 0
+    wanted = [name for name, asked in (("tensorboard", tensorboard), ("mlflow", mlflow)) if asked and ranks.rank == 0]
+    trackers = Trackers(wanted, path)
     with LogLines() as lines:
         simulation = running.build(experiment)  # first: a wrong name matters more than a folder in the way
         config = running.resolved(experiment, simulation)
         folder = running.open_folder(path, config, overwrite=overwrite, lines=lines)
         try:
-            train(simulation, folder, experiment, path, quiet, TO_GO_ON + " without --overwrite" * overwrite)
+            to_go_on = TO_GO_ON + " without --overwrite" * overwrite
+            with trackers:
+                train(simulation, folder, experiment, path, trackers, quiet, to_go_on)
         finally:
             folder.close()
 
@@ -45,10 +52,13 @@ def train(
     folder: RunFolder | RankFolder,
     experiment: Experiment,
     path: Path,
+    trackers: Trackers,
     quiet: bool,
     to_go_on: str,
 ) -> None:
     """Train what is left of a run, and say how it ended."""
+    if isinstance(folder, RunFolder) and (folder.complete or folder.diverged) and len(folder.history):
+        trackers.write(folder.history)  # asked for only now, or killed before the last round was written
     if isinstance(folder, RunFolder) and folder.diverged is not None:
         raise folder.diverged
     if isinstance(folder, RunFolder) and folder.complete:
@@ -60,7 +70,14 @@ def train(
         tell(f"going on after round {done}")
     with Stop() as stop, progress_bar(experiment.train.rounds, quiet, done) as advance:
         name = experiment.algorithm.name
-        ended = running.train([simulation], [folder], experiment, stop=stop, on_round=lambda _, row: advance(name, row))
+        ended = running.train(
+            [simulation],
+            [folder],
+            experiment,
+            stop=stop,
+            on_round=lambda _, row: advance(name, row),
+            trackers=[trackers],
+        )
     if ended.diverged:
         raise ended.diverged[0]
     if ended.stopped:

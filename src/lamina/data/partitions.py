@@ -2,7 +2,7 @@
 
 A partition is a frozen record with one method, `split`: a pure function of the labels, the number
 of clients and a seed that gives every client its sample indices, ascending. Every sample goes to
-exactly one client and every client gets at least one.
+exactly one client (`Shards` leaves some to nobody) and every client gets at least one.
 """
 
 from __future__ import annotations
@@ -215,6 +215,47 @@ class Classes:
 
 
 @dataclass(frozen=True)
+class Shards:
+    """Every client gets a few of many equal pieces of the samples sorted by label; the other pieces go to nobody.
+
+    McMahan et al.'s label skew as the Fed-LAMB authors' code has it: 50 clients with 2 of 200 shards each use half of
+    the data. A client sees few labels, but a piece may straddle two of them.
+    """
+
+    shards: int = 200
+    per_client: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value in (("shards", self.shards), ("per_client", self.per_client)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise BadInput(f"shards: {name} must be a whole number of at least 1, found {value!r}")
+
+    def split(
+        self,
+        labels: Labels | None,
+        clients: int | None,
+        seed: int,
+        columns: Columns | None = None,
+        samples: int | None = None,
+    ) -> Parts:
+        """See `Partition.split`; samples in no client's shards are left out."""
+        labels = _checked_labels("shards", labels)
+        n, clients = _checked_counts("shards", labels, clients, samples)
+        if self.shards > n:
+            raise BadInput(f"shards: {n} samples cannot be cut into {self.shards} shards; use at most {n}")
+        if clients * self.per_client > self.shards:
+            raise BadInput(
+                f"shards: {clients} clients with {self.per_client} shards each need {clients * self.per_client}, "
+                f"but there are {self.shards}; use more shards or fewer clients"
+            )
+        # What does not divide evenly is dropped before the sort: at the end, it would all be of the last class.
+        order = rng.permutation(rng.key(seed, "partition-shards"), n)[: n - n % self.shards]
+        pieces = order[np.argsort(labels[order], kind="stable")].reshape(self.shards, -1)
+        dealt = rng.permutation(rng.key(seed, "partition-shards-clients"), self.shards)[: clients * self.per_client]
+        return [np.sort(pieces[mine].ravel()) for mine in dealt.reshape(clients, self.per_client)]
+
+
+@dataclass(frozen=True)
 class ByColumn:
     """Natural clients: one for every value of a column, such as the writer or the hospital, in sorted order."""
 
@@ -267,7 +308,7 @@ class Reallocate:
         if not isinstance(self.base, IID | Dirichlet | Classes):
             raise BadInput(
                 f"reallocate: the base must be iid, dirichlet or classes, found {self.base!r}: "
-                "natural clients own their data"
+                "natural clients own their data, and shards leave some out"
             )
 
     def split(
@@ -282,10 +323,13 @@ class Reallocate:
         return self.base.split(labels, clients, seed, columns, samples)
 
 
-PARTITIONS: dict[str, type[IID] | type[Dirichlet] | type[Classes] | type[ByColumn] | type[Reallocate]] = {
+PARTITIONS: dict[
+    str, type[IID] | type[Dirichlet] | type[Classes] | type[Shards] | type[ByColumn] | type[Reallocate]
+] = {
     "iid": IID,
     "dirichlet": Dirichlet,
     "classes": Classes,
+    "shards": Shards,
     "by-column": ByColumn,
     "reallocate": Reallocate,
 }

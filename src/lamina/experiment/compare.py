@@ -12,7 +12,7 @@ import csv
 import io
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ class Comparison:
         watcher: Watcher = Watcher(),  # noqa: B008 (it has no state)
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        check_folder(folder, overwrite=overwrite)  # before the data are read
+        check_folder(folder, "algorithms", "a comparison's", overwrite=overwrite)  # before the data are read
         self.experiment, self.folder = experiment, folder
         self._overwrite, self._watcher, self._stop = overwrite, watcher, stop
         self.entries: list[Entry] = []
@@ -185,37 +185,16 @@ class Comparison:
         splits = self._splits
         if experiments[0].data.validation is not None:  # the same samples for every rate
             splits = Splits(*splits.train.holdout(experiments[0].data.validation, experiments[0].train.seed))
-        with LogLines() as lines, contextlib.ExitStack() as opened:
-            left: list[Started] = []
-            for job, experiment in zip(jobs, experiments, strict=True):
-                simulation = build(experiment, splits)
-                config, place = resolved(experiment, simulation), self.folder / job.folder
-                folder = RunFolder(place, config, overwrite=self._overwrite, lines=lines)
-                opened.callback(folder.close)
-                if self._overwrite:
-                    folder.begin()
-                if folder.complete or folder.diverged is not None:
-                    self._watcher.run_ended(job, read_record(place))
-                else:
-                    left.append(Started(job, simulation, folder))
-            for group in stackable(left):
-                if not self._train(group, experiments[0]):
-                    return False
-        return True
-
-    def _train(self, group: list[Started], experiment: Experiment) -> bool:
-        """Train runs side by side; whether they were finished."""
-        simulations, folders = [run.simulation for run in group], [run.folder for run in group]
-        go_on(simulations, folders)
-
-        def finished(i: int, row: Row) -> None:
-            self._watcher.round_finished(group[i].job, row)
-
-        if train(simulations, folders, experiment, stop=self._stop, on_round=finished).stopped:
-            return False
-        for run in group:
-            self._watcher.run_ended(run.job, read_record(run.folder.path))
-        return True
+        return run_side_by_side(
+            [
+                Planned(experiment, splits, self.folder / job.folder)
+                for job, experiment in zip(jobs, experiments, strict=True)
+            ],
+            overwrite=self._overwrite,
+            stop=self._stop,
+            on_round=lambda i, row: self._watcher.round_finished(jobs[i], row),
+            on_end=lambda i, record: self._watcher.run_ended(jobs[i], record),
+        )
 
     def _experiment(self, job: Job) -> Experiment:
         """One run as an experiment of its own."""
@@ -265,26 +244,92 @@ class Comparison:
         ]
         try:
             write_json(self.folder / "config.json", self._config)
-            _write_csv(self.folder / "rounds.csv", ["algorithm", "learning_rate", "seed", *columns], rounds)
-            _write_csv(self.folder / "tuning.csv", ["algorithm", "learning_rate", score, "chosen"], tried)
+            write_csv(self.folder / "rounds.csv", ["algorithm", "learning_rate", "seed", *columns], rounds)
+            write_csv(self.folder / "tuning.csv", ["algorithm", "learning_rate", score, "chosen"], tried)
         except OSError as error:
             raise cannot_write(self.folder, error) from error
+
+
+# --- several runs, each in a folder of its own -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run to be made, or gone on with, in its folder."""
+
+    experiment: Experiment
+    splits: Splits
+    folder: Path
 
 
 @dataclass(frozen=True)
 class Started:
     """A run with something left to do."""
 
-    job: Job
+    number: int  # among those planned
+    experiment: Experiment
     simulation: Simulation
     folder: RunFolder
+
+
+def run_side_by_side(
+    runs: Sequence[Planned],
+    *,
+    overwrite: bool,
+    stop: Callable[[], bool],
+    on_round: Callable[[int, Row], None],
+    on_end: Callable[[int, Record], None],
+) -> bool:
+    """Run what is left of some runs, as populations where they can be stacked; whether they were finished.
+
+    Both callbacks get the number of the run in the list; `on_end` is called for those that had ended before, too.
+    """
+    with LogLines() as lines, contextlib.ExitStack() as opened:
+        left: list[Started] = []
+        for number, run in enumerate(runs):
+            simulation = build(run.experiment, run.splits)
+            config = resolved(run.experiment, simulation)
+            folder = RunFolder(run.folder, config, overwrite=overwrite, lines=lines)
+            opened.callback(folder.close)
+            if overwrite:
+                folder.begin()
+            if folder.complete or folder.diverged is not None:
+                on_end(number, read_record(run.folder))
+            else:
+                left.append(Started(number, run.experiment, simulation, folder))
+        return all(_train(group, stop, on_round, on_end) for group in stackable(left))
+
+
+def _train(
+    group: list[Started],
+    stop: Callable[[], bool],
+    on_round: Callable[[int, Row], None],
+    on_end: Callable[[int, Record], None],
+) -> bool:
+    """Train runs side by side; whether they were finished."""
+    simulations, folders = [run.simulation for run in group], [run.folder for run in group]
+    go_on(simulations, folders)
+
+    def finished(i: int, row: Row) -> None:
+        on_round(group[i].number, row)
+
+    if train(simulations, folders, group[0].experiment, stop=stop, on_round=finished).stopped:
+        return False
+    for run in group:
+        on_end(run.number, read_record(run.folder.path))
+    return True
 
 
 def stackable(runs: list[Started]) -> list[list[Started]]:
     """Runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
     groups: list[list[Started]] = []
     for run in runs:
-        fitting = (group for group in groups if not mismatch(group[0].simulation, run.simulation))
+        fitting = (
+            group
+            for group in groups
+            if _protocol(group[0].experiment) == _protocol(run.experiment)
+            and not mismatch(group[0].simulation, run.simulation)
+        )
         group = next(fitting, None) if isinstance(run.simulation.engine, Stacked) else None
         if group is None:
             groups.append([run])
@@ -293,12 +338,19 @@ def stackable(runs: list[Started]) -> list[list[Started]]:
     return groups
 
 
+def _protocol(experiment: Experiment) -> dict[str, Any]:
+    """What the rows of a population have in common: all but the rate, the seed and the algorithm's numbers."""
+    tree = experiment.model_dump(exclude={"compare": True, "algorithm": True, "train": {"lr", "seed"}})
+    return {**tree, "algorithm": experiment.algorithm.name}
+
+
 def _score(record: Record) -> float:
     """What a rate is chosen by."""
     return math.nan if record.diverged else record.history.best("accuracy")
 
 
-def _write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+def write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    """Replace a CSV file."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
@@ -318,14 +370,14 @@ def with_algorithm(experiment: Experiment, name: str) -> Experiment:
     return experiment.model_copy(update={"algorithm": AlgorithmSection(name=name, **{**options, **own})})
 
 
-def check_folder(folder: Path, *, overwrite: bool = False) -> None:
-    """Refuse a folder that cannot be written to, or holds something else than a comparison."""
+def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False) -> None:
+    """Refuse a folder that cannot be written to, or whose config.json lacks the key that tells what it holds."""
     check_writable(folder)
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if all(name == "lock" or name.endswith(PARTIAL) for name in names):
         return
     config = read_json(folder / "config.json") if is_ours(folder) else {}
-    if "algorithms" not in config:
-        raise BadInput(f"the folder '{folder}' holds other files than a comparison's: choose another with --out")
+    if key not in config:
+        raise BadInput(f"the folder '{folder}' holds other files than {whose}: choose another with --out")
     if not overwrite:
         refuse_format(folder, config)

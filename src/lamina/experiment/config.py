@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -126,6 +126,27 @@ class Tune(_Section):
     validation: Fraction = 0.2  # of the training data, held out to choose on
 
 
+class Claim(_Section):
+    """What a paper says of a comparison, for `lamina reproduce` to look whether it holds here.
+
+    A label is an algorithm, or ``algorithm@variant``; ``a - b`` stands for the difference of two.
+    """
+
+    model_config = ConfigDict(allow_inf_nan=True)  # a paper's "never" is inf
+
+    text: str
+    kind: Literal["order", "rounds_to", "gap"]
+    expect: list[str | list[str]]  # labels, the best first; those in an inner list are not told apart
+    metric: str = "accuracy"  # a column of the metrics
+    at: Literal["best", "last"] | AtLeastOne = "best"  # order, gap: of the run, or in that round
+    lower_is_better: bool = False  # order, gap
+    target: float | None = None  # rounds_to
+    at_least: float | None = None  # gap: of the first over each of the others
+    at_most: float | None = None  # gap: either way
+    paper: dict[str, float] = {}  # the paper's numbers by label, as printed: accuracies in per cent
+    variants: dict[str, list[str]] = {}  # name -> what is set differently, section.key=value
+
+
 class Experiment(_Section):
     """One experiment file."""
 
@@ -136,6 +157,7 @@ class Experiment(_Section):
     run: Run = Run()
     compare: Compare = Compare()
     tune: Tune = Field(default=Tune(), exclude=True)  # what else was tried is no part of a run's configuration
+    claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
 
 
 # the sections that name something whose options stand beside the name
@@ -242,5 +264,6 @@ def _one_line(error: ValidationError) -> str:
 def _keys_at(place: Sequence[str]) -> list[str]:
     model: Any = Experiment
     for name in place:
-        model = model.model_fields[name].annotation
+        # a number is a place in a list of sections
+        model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
     return list(model.model_fields)

@@ -9,6 +9,7 @@
 - ``model.safetensors``: the model at the end
 - ``diverged.json``: how the training diverged, if it did
 - ``lock``: held by the process that writes here
+- ``tensorboard/``, ``mlflow.json``: see trackers.py
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from lamina.simulation import Simulation
 FORMAT = 1  # of the folder; older ones are refused
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
-    "model.safetensors", "diverged.json", "lock",
+    "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json",
 }  # fmt: skip
 # what does not change the result, and so does not tell one run from another
 NO_PART_OF_IDENTITY = {"lamina", "format", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}

@@ -22,6 +22,7 @@ from lamina.errors import BadInput, Diverged, LaminaError, nearest
 from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.config import Experiment, Named
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
+from lamina.experiment.trackers import Trackers
 from lamina.history import Row
 from lamina.plan import SCHEDULES, Schedule, make_schedule
 from lamina.population import Population
@@ -272,11 +273,12 @@ def train(
     *,
     stop: Callable[[], bool] = lambda: False,
     on_round: Callable[[int, Row], None] | None = None,
+    trackers: Sequence[Trackers] = (),
 ) -> Ended:
     """Run simulations that are at the same round to the end, side by side if there are several.
 
     A finished round is in the metrics before the next begins. Checkpoints of all are written together, so that they
-    are never more than one apart.
+    are never more than one apart. Trackers, if there are any, belong to the simulations in their order.
     """
     rounds, every = experiment.train.rounds, experiment.run.checkpoint_every
     torch.set_num_threads(choose_threads(experiment, simulations[0].objective.start.numel()))
@@ -297,6 +299,8 @@ def train(
         rows, failed = _run_round(simulations, population, ended, evaluate=number == rounds)
         for i, row in rows.items():
             folders[i].record(row, simulations[i])
+            if trackers:
+                trackers[i].write(simulations[i].history)
             if on_round is not None:
                 on_round(i, row)
         ended.stopped = not everywhere(not stop()) and number < rounds

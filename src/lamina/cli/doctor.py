@@ -1,0 +1,214 @@
+"""``lamina doctor``: what is installed, what the machine has, which data are there, and what to do about the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from lamina import __version__
+from lamina.cli.base import app, out, tell
+from lamina.data import cifar, idx, tinyimagenet
+from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
+from lamina.data.sources import SOURCES
+from lamina.engines.stacked.convolution import kernels_for
+from lamina.errors import BadInput
+from lamina.experiment.folder import processor
+
+NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
+EXTRAS = {  # extra: its package, and what for
+    "hub": ("datasets", "data sets from the Hugging Face hub"),
+    "images": ("pillow", "TinyImageNet and your own pictures"),
+    "mlflow": ("mlflow", "lamina run --mlflow"),
+    "report": ("plotly", "lamina report"),
+    "table": ("pandas", "history.to_pandas()"),
+    "tensorboard": ("tensorboard", "lamina run --tensorboard"),
+    "tune": ("optuna", "lamina tune"),
+}
+GIB = 2**30
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] = False) -> None:
+    """Say what is installed, which devices, engines and data there are, and what to do about what is missing."""
+    found, advice = examine()
+    if as_json:
+        typer.echo(json.dumps({**found, "advice": advice}, indent=2))
+        return
+    for section, lines in found.items():
+        out.print(f"[bold]{section}[/]", highlight=False)
+        for name, value in lines.items():
+            tell(f"  {name:<15} {_shown(value)}")
+    out.print("[bold]advice[/]" if advice else "nothing to advise", highlight=False)
+    for line in advice:
+        tell(f"  - {line}")
+
+
+def examine() -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """All that is found, by section, and a line of advice for everything that is missing."""
+    advice: list[str] = []
+    found = {
+        "installed": packages(advice),
+        "extras": extras(advice),
+        "devices": devices(advice),
+        "engines": engines(),
+        "threads": threads(advice),
+        "data": data(advice),
+    }
+    return found, advice
+
+
+def packages(advice: list[str]) -> dict[str, Any]:
+    """lamina and what it cannot do without."""
+    found = {"lamina": __version__, "python": platform.python_version()} | {name: version(name) for name in NEEDED}
+    missing = [name for name, installed in found.items() if installed is None]
+    if missing:
+        advice.append(f"{', '.join(missing)} not installed: pip install lamina again")
+    return found
+
+
+def extras(advice: list[str]) -> dict[str, Any]:
+    """The optional packages, by name; None: not installed."""
+    for extra, (package, purpose) in EXTRAS.items():
+        if version(package) is None:
+            advice.append(f"{purpose}: pip install 'lamina[{extra}]'")
+    return {package: version(package) for package, _ in EXTRAS.values()}
+
+
+def version(package: str) -> str | None:
+    """The version of an installed package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def devices(advice: list[str]) -> dict[str, Any]:
+    """Processor, GPUs, and whether lamina's own kernels run on them."""
+    found: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count() or 1, "usable cores": usable_cores()}
+    gpus = [gpu(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if not gpus and Path("/dev/nvidia0").exists():
+        built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        advice.append(f"there is an NVIDIA GPU, but torch {built} and cannot use it: see pytorch.org/get-started")
+    if gpus and version("triton") is None:
+        advice.append("stacked convolutions on the GPU are faster with lamina's kernels: pip install triton")
+    if gpus and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        advice.append("torch.compile and triton need a C compiler on the GPU machine: install gcc")
+    return {**found, "gpus": gpus, "triton": version("triton")}
+
+
+def gpu(number: int) -> dict[str, Any]:
+    """One GPU."""
+    facts = torch.cuda.get_device_properties(number)
+    try:
+        kernels = kernels_for(torch.device("cuda", number), torch.float32) is not None
+    except Exception:  # whatever a broken triton raises when it is imported
+        kernels = False
+    return {
+        "name": facts.name,
+        "memory_gib": round(facts.total_memory / GIB, 1),
+        "capability": f"{facts.major}.{facts.minor}",
+        "kernels": kernels,
+    }
+
+
+def usable_cores() -> int:
+    """The cores this process may use: a scheduler or a container may allow fewer than there are."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
+        return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no container, or one of another kind
+        return cores
+
+
+def engines() -> dict[str, Any]:
+    """What run.engine can be here."""
+    where = "compiled, as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
+    return {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
+
+
+def threads(advice: list[str]) -> dict[str, Any]:
+    """How many threads torch takes, and how they wait."""
+    count, usable = torch.get_num_threads(), usable_cores()
+    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    found = {name: os.environ.get(name) for name in names}
+    if count > 1 and (found["OMP_WAIT_POLICY"] or "").upper() != "PASSIVE":
+        advice.append("on a machine you share, export OMP_WAIT_POLICY=PASSIVE: OpenMP's waiting threads spin otherwise")
+    if count > usable or (os.cpu_count() or 1) > usable:
+        advice.append(f"only {usable} cores are yours: set run.threads and OMP_NUM_THREADS to {usable} at most")
+    return {"torch": count, **found}
+
+
+def data(advice: list[str]) -> dict[str, Any]:
+    """The data directory, and which sets' files are in it; None: no file of the set."""
+    try:
+        root = data_directory()
+    except BadInput as error:
+        advice.append(str(error))
+        return {"directory": None}
+    found: dict[str, Any] = {"directory": str(root.absolute())}
+    absent = []
+    for name, source in SOURCES.items():
+        if not source.files:
+            found[name] = "comes with scikit-learn"
+            continue
+        place, missing = locate(name, root)
+        found[name] = None if place is None else {"at": str(place), "missing": missing}
+        if missing:
+            advice.append(f"{name}: {place} lacks {', '.join(missing)}: put all of its files there")
+        elif place is None:
+            absent.append(name)
+            advice.append(f"{name} is not in {found['directory']}: put there {source.files}")
+    if absent:
+        others = f"or set {ENVIRONMENT_VARIABLE} to where they are"
+        from_hub = "; `datasets` is installed: if online, they come from the hub by themselves"
+        advice.append(f"{', '.join(absent)}: {others}{from_hub if version('datasets') else ''}")
+    return found
+
+
+def locate(name: str, root: Path) -> tuple[Path | None, list[str]]:
+    """Where a set's files lie, and which are missing there; nothing is read, so a damaged file is not noticed."""
+    if name in ("mnist", "fashion-mnist"):
+        files = idx.MNIST if name == "mnist" else idx.FASHION_MNIST
+        wanted = [file.name for file in (*files.train, *files.test)]
+        for folder in (root / inner for inner in files.folders):
+            missing = [one for one in wanted if not any((folder / f"{one}{end}").is_file() for end in (".gz", ""))]
+            if len(missing) < len(wanted):
+                return folder, missing
+    if name in ("cifar10", "cifar100"):
+        releases = (cifar.CIFAR10 if name == "cifar10" else cifar.CIFAR100).releases
+        for release in releases:
+            wanted = [batch.name for batch in (*release.train, *release.test)]
+            for folder in (root / name / release.folder, root / name, root / release.folder):
+                missing = [one for one in wanted if not (folder / one).is_file()]
+                if len(missing) < len(wanted):
+                    return folder, missing
+            for archive in (root / name / release.archive, root / release.archive):
+                if archive.is_file():
+                    return archive, []
+    if name == "tinyimagenet":
+        for folder in (root / "tinyimagenet" / tinyimagenet.FOLDER, root / tinyimagenet.FOLDER):
+            if folder.is_dir():
+                parts = ("train", "val/images", "val/val_annotations.txt")
+                return folder, [part for part in parts if not (folder / part).exists()]
+    return None, []
+
+
+def _shown(value: Any) -> str:
+    """A finding in one line."""
+    if isinstance(value, list):
+        return "; ".join(map(_shown, value)) or "none"
+    if isinstance(value, dict) and "at" in value:
+        return f"{value['at']}" + (f" (incomplete: {len(value['missing'])} missing)" if value["missing"] else "")
+    if isinstance(value, dict):
+        own = "with lamina's kernels" if value["kernels"] else "without lamina's kernels"
+        return f"{value['name']}, {value['memory_gib']} GiB, capability {value['capability']}, {own}"
+    return "–" if value is None else str(value)

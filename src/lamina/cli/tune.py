@@ -1,0 +1,160 @@
+"""``lamina tune``: try values of an experiment's keys and keep the best."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from lamina.cli.base import (
+    File,
+    Interrupted,
+    Overwrite,
+    Quiet,
+    Set,
+    Stop,
+    app,
+    err,
+    interruptible,
+    out,
+    progress_bar,
+    say,
+    tell,
+)
+from lamina.cli.run import TO_GO_ON
+from lamina.experiment import tune as tuning
+from lamina.experiment.config import load
+from lamina.experiment.files import cannot_write, write_file
+from lamina.experiment.records import Record
+
+RATE = "train.lr"
+
+
+@app.command()
+@interruptible(f"finished rounds are kept; {TO_GO_ON}")
+def tune(
+    file: File,
+    overrides: Set = None,
+    grid: Annotated[
+        str | None, typer.Option("--grid", metavar="NAME", help=f"a paper's grid: {', '.join(tuning.GRIDS)}")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option("--seeds", help="runs per trial; their mean decides", min=1)] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")] = None,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
+) -> None:
+    """Try a grid of values, or let Optuna propose them; prints all scores and saves the best configuration.
+
+    Started again, it skips the runs that are complete and goes on with the others. With Optuna, several of these
+    commands at once share the work.
+    """
+    chosen = list(overrides or [])
+    if grid is not None:
+        chosen += ["tune.sampler=grid", f'tune.grid="{grid}"']
+    if seeds is not None:
+        chosen.append(f"tune.seeds={seeds}")
+    experiment = load(file, chosen)
+    path = out_folder or Path("runs") / f"{file.stem}-tune"
+    stop = Stop()
+    made = tuning.Tuning(experiment, path, overwrite=overwrite, stop=stop)
+    with stop, progress_bar(made.count * experiment.tune.seeds * experiment.train.rounds, quiet) as advance:
+        made.watch(advance, (lambda run, record: None) if quiet or advance.live else Lines(made))
+        finished = made.run()
+    with made.turn():
+        save_picture(made)
+    if not quiet:
+        show(made, finished)
+        for line in made.edges():
+            say("warning", line)
+    if not finished:
+        raise Interrupted(f"stopped after a round; {TO_GO_ON}{' without --overwrite' * overwrite}")
+
+
+class Lines:
+    """A tuning as it goes, off a terminal: a plain line for every run that has ended."""
+
+    def __init__(self, made: tuning.Tuning) -> None:
+        self._made = made
+
+    def __call__(self, run: str, record: Record) -> None:
+        """Say how a run ended."""
+        best = tuning.best_of(record.history, self._made.metric)
+        how = f"{self._made.score_name} {best:.4f}"
+        if record.diverged:
+            how = f"diverged in round {len(record.history) + 1}"
+        elif not record.complete:
+            how += f", pruned after round {len(record.history)}"
+        err.print(f"{run}: {how}", markup=False, highlight=False, soft_wrap=True)
+
+
+def show(made: tuning.Tuning, finished: bool) -> None:
+    """Print every trial, and what a reader should know about the choice."""
+    out.print(table(made))
+    best = made.best
+    tell(f"chosen on {made.chosen_on()}")
+    unfinished = sum(trial.remark == "not finished" for trial in made.trials)
+    if finished and unfinished:
+        tell(f"{unfinished} trials are still run by other workers: the last of them writes the final tables")
+    if best is None:
+        tell("no trial ran to its end: nothing is chosen")
+    else:
+        tell(f"best: {tuning.written(best.settings)}; {made.score_name} {best.score:.4f}")
+        ties = sum(trial.score == best.score for trial in made.trials) - 1
+        if ties:
+            tell(f"note: {ties} more with the same score; the first is taken")
+        tell(f"run it with: lamina run {made.folder / 'best.toml'}")
+    tell(f"runs, picture and tables in {made.folder}/")
+
+
+def table(made: tuning.Tuning) -> Table:
+    """Every trial's values, best and last score, and how it ended."""
+    shown = Table(box=None, pad_edge=False)
+    unit = ", %" if made.metric == "accuracy" else ""
+    for heading in tuning.short_names(made.keys):
+        shown.add_column(heading, justify="right", overflow="fold")
+    for heading in (f"{made.score_name}{unit}", f"last{unit}"):
+        shown.add_column(heading, justify="right")
+    shown.add_column("")
+    for trial in made.trials:
+        values = [tuning.shown(trial.settings[key]) if key in trial.settings else "" for key in made.keys]
+        scores = [_mean(numbers, made.metric) for numbers in (trial.best, trial.last)]
+        shown.add_row(*values, *scores, "best" if trial is made.best else trial.remark)
+    return shown
+
+
+def _mean(numbers: list[float], metric: str) -> str:
+    """Mean and, of several, standard deviation."""
+    scale = 100 if metric == "accuracy" else 1
+    parts = [statistics.fmean(numbers), *([statistics.stdev(numbers)] if len(numbers) > 1 else [])] if numbers else []
+    return " ± ".join(f"{scale * part:.4g}" for part in parts) or "–"
+
+
+def save_picture(made: tuning.Tuning) -> None:
+    """The score over the learning rate, a line for every choice of the other keys, if rates were tried."""
+    others = [key for key in made.keys if key != RATE]
+    if RATE not in made.keys or made.metric != "accuracy" or not any(trial.best for trial in made.trials):
+        return
+    from lamina.report import figures, rates  # matplotlib takes a second to import: only here
+
+    by_others: dict[str, list[rates.Tried]] = {}
+    for trial in made.trials:
+        if RATE in trial.settings:
+            # what Optuna tries differs in everything: one line through all of it
+            same = {key: trial.settings[key] for key in others} if made.grid else {}
+            tried = rates.Tried(trial.settings[RATE], trial.best or [math.nan], trial.remark)
+            by_others.setdefault(tuning.written(same) or made.experiment.algorithm.name, []).append(tried)
+    found = [
+        rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr))
+        for label, tried in by_others.items()
+    ]
+    image = io.BytesIO()
+    figures.rates_figure(found).savefig(image, format="png", dpi=150)
+    try:
+        write_file(made.folder / "learning-rates.png", image.getvalue())
+    except OSError as error:
+        raise cannot_write(made.folder, error) from error

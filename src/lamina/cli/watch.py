@@ -1,0 +1,188 @@
+"""``lamina watch``: how runs are doing, read from their folders, while they go on or afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from lamina.cli.base import app, out
+from lamina.cli.export import short
+from lamina.errors import BadInput
+from lamina.experiment.checkpoint import Checkpoints
+from lamina.experiment.records import Record, find_records
+
+EVERY = 1.0  # seconds between two looks
+RECENT = 20  # rounds, or looks, that the speed is taken from
+BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+COLOURS = {"running": "green", "complete": "blue", "stopped": "yellow", "diverged": "red"}
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or a folder of such folders")],
+    once: Annotated[bool, typer.Option("--once", help="print how it stands now, and end")] = False,
+) -> None:
+    """Show runs as they go on: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
+    view = View(folder)
+    if once:
+        out.print(view.frame())
+        return
+    with contextlib.suppress(KeyboardInterrupt), Live(view.frame(), console=out, auto_refresh=False) as live:
+        while view.going_on:
+            time.sleep(EVERY)
+            live.update(view.frame(), refresh=True)
+
+
+class View:
+    """What is shown of a folder; every frame reads it again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.going_on = False  # whether any process writes here, as of the last frame
+        self._records: list[Record] = []
+        self._looks: dict[Path, deque[tuple[float, int]]] = {}  # when, and how many rounds there were
+
+    def frame(self) -> RenderableType:
+        """How the runs stand now."""
+        busy = is_locked(self.folder)  # before the records: what ends in between is read as ended
+        try:
+            self._records = find_records([self.folder])
+        except BadInput:
+            if not busy:  # else a run that is about to begin, or to be replaced
+                raise
+        states = {record.folder: state(record) for record in self._records}
+        self.going_on = busy or "running" in states.values()
+        for record in self._records:
+            looks = self._looks.setdefault(record.folder, deque(maxlen=RECENT))
+            looks.append((time.monotonic(), len(record.history)))
+        if not self._records:
+            return Text(f"{self.folder}: waiting for the first round")
+        if len(self._records) == 1:
+            return self._one(self._records[0], states[self._records[0].folder])
+        return self._several(self._records, states)
+
+    def _one(self, record: Record, how: str) -> RenderableType:
+        history, rounds = record.history, int(record.config["train"]["rounds"])
+        checkpoints = Checkpoints(record.folder / "checkpoints").rounds()
+        lines = Table.grid(padding=(0, 2))
+        lines.add_row("round", Group(f"{len(history)}/{rounds}", ProgressBar(rounds, len(history), width=40)))
+        data = "validation" if record.on_validation_data else "test"
+        for name, title, best in (
+            ("accuracy", f"{data} accuracy", max),
+            ("loss", f"{data} loss", min),
+            ("train_loss", "training loss", min),
+        ):
+            values = finite(history.column(name))
+            if values:
+                lines.add_row(title, f"{sparkline(values, 40, bars())}  {values[-1]:.4g}, best {best(values):.4g}")
+        speed = self._speed(record)
+        lines.add_row("speed", f"{speed:.3g} rounds/s" if speed else "–")
+        if how == "running":
+            lines.add_row("time left", time_left(record, speed))
+        lines.add_row("checkpoint", f"round {checkpoints[-1]}" if checkpoints else "none")
+        heading = Text.assemble(
+            short(record.folder), ": ", record.algorithm, f" lr {record.lr:g} seed {record.seed}, ", (how, COLOURS[how])
+        )
+        stopped = "no process writes here: the same command again goes on" if how == "stopped" else None
+        more = record.diverged or stopped
+        return Group(heading, lines, *([Text(more, COLOURS[how])] if more else []))
+
+    def _several(self, records: Sequence[Record], states: dict[Path, str]) -> RenderableType:
+        made = Table(box=None, pad_edge=False)
+        for heading in ("run", "", "round", "accuracy", "best", "", "rounds/s", "left", "checkpoint"):
+            right = heading in ("round", "accuracy", "best", "rounds/s", "left", "checkpoint")
+            made.add_column(heading, justify="right" if right else "left", no_wrap=True)
+        # what moves comes first: a terminal shows no more lines than it has
+        for record in sorted(records, key=lambda one: list(COLOURS).index(states[one.folder])):
+            how, history, speed = states[record.folder], record.history, self._speed(record)
+            accuracies = finite(history.column("accuracy"))
+            checkpoints = Checkpoints(record.folder / "checkpoints").rounds()
+            made.add_row(
+                Text(str(record.folder.relative_to(self.folder.resolve()))),
+                Text(how, COLOURS[how]),
+                f"{len(history)}/{record.config['train']['rounds']}",
+                f"{accuracies[-1]:.4f}" if accuracies else "–",
+                f"{max(accuracies):.4f}" if accuracies else "–",
+                sparkline(accuracies, 20, bars()),
+                f"{speed:.3g}" if speed else "–",
+                time_left(record, speed) if how == "running" else "",
+                str(checkpoints[-1]) if checkpoints else "–",
+            )
+        counts = [f"{list(states.values()).count(how)} {how}" for how in COLOURS if how in states.values()]
+        return Group(made, Text(f"{len(records)} runs: {', '.join(counts)}"))
+
+    def _speed(self, record: Record) -> float:
+        """Rounds per second: as seen here, else as recorded, which knows nothing of runs side by side; 0: unknown."""
+        looks = self._looks[record.folder]
+        (first, before), (last, now) = looks[0], looks[-1]
+        if now > before:
+            return (now - before) / (last - first)
+        recent = record.history[-RECENT:]
+        seconds = recent.total("seconds") + recent.total("evaluation_seconds")
+        return len(recent) / seconds if seconds else 0.0
+
+
+def state(record: Record) -> str:
+    """One of COLOURS."""
+    if record.diverged is not None:
+        return "diverged"
+    if record.complete:
+        return "complete"
+    return "running" if is_locked(record.folder) else "stopped"
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process writes to the folder: it holds the lock, which the kernel frees however it ends."""
+    try:
+        with (folder / "lock").open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def time_left(record: Record, speed: float) -> str:
+    """How long the rest takes at this speed."""
+    left = int(record.config["train"]["rounds"]) - len(record.history)
+    return str(datetime.timedelta(seconds=round(left / speed))) if speed else "–"
+
+
+def finite(values: Sequence[float]) -> list[float]:
+    """The values that can be drawn."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def bars() -> str:
+    """Eight heights, as the terminal can show them."""
+    return BARS if out.encoding.startswith("utf") else ASCII_BARS
+
+
+def sparkline(values: Sequence[float], width: int, heights: str = BARS) -> str:
+    """A curve of one line; of more values than it is wide, each character shows the mean of a few.
+
+    >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20), sparkline([0, 0, 1, 1], 2), sparkline([5.0], 9), sparkline([], 9)
+    ('▁▂▃▄▅▆▇█', '▁█', '▁', '')
+    """
+    width = min(width, len(values))
+    edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(heights) - 1) / (high - low) if high > low else 0.0
+    return "".join(heights[round((mean - low) * scale)] for mean in means)

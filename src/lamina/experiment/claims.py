@@ -1,0 +1,152 @@
+"""A paper's claims held against what was measured: does the ordering, the speed, the gap it reports hold here?
+
+A claim is a record in the experiment file (`config.Claim`). It is split into pairs, "this one is better than that one",
+and holds if all of them do. Values are means over seeds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lamina.errors import BadInput, unknown
+from lamina.experiment.compare import Entry
+from lamina.experiment.config import Claim, Experiment
+from lamina.history import History
+
+AS_GIVEN = ""  # the variant that changes nothing
+MINUS = " - "
+
+Verdict = Literal["holds", "holds in part", "does not hold", "not run"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim and what became of it."""
+
+    claim: Claim
+    values: dict[str, float]  # by label; infinite: never reached or diverged, NaN: not run
+    pairs: dict[tuple[str, str], bool]  # (better, worse) as the paper says -> whether it is so here
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether all pairs, some or none are as the paper says."""
+        if any(math.isnan(value) for value in self.values.values()):
+            return "not run"
+        if all(self.pairs.values()):
+            return "holds"
+        return "holds in part" if any(self.pairs.values()) else "does not hold"
+
+
+def evaluate(claim: Claim, entries: Mapping[str, Entry]) -> Finding:
+    """Hold a claim against the results, given by ``algorithm`` or ``algorithm@variant``."""
+    values = {label: _value(claim, label, entries) for label in labels(claim)}
+    return Finding(claim, values, {pair: _as_expected(claim, *map(values.__getitem__, pair)) for pair in _pairs(claim)})
+
+
+def labels(claim: Claim) -> list[str]:
+    """All labels of a claim, the best first."""
+    return [label for group in _groups(claim) for label in group]
+
+
+def needed(experiment: Experiment) -> dict[str, list[str]]:
+    """Which algorithms must run in which variant; the file as it stands runs all it names, or nothing."""
+    runs: dict[str, list[str]] = {}
+    for claim in experiment.claim:
+        for label in labels(claim):
+            for name in label.split(MINUS):
+                algorithm, _, variant = name.partition("@")
+                runs.setdefault(variant, []).append(algorithm)
+    in_order = experiment.compare.algorithms
+    return {
+        variant: [name for name in in_order if variant == AS_GIVEN or name in names]
+        for variant, names in sorted(runs.items())
+    }
+
+
+def variants(experiment: Experiment) -> dict[str, list[str]]:
+    """What every variant sets; claims may share one."""
+    return {AS_GIVEN: []} | {name: sets for claim in experiment.claim for name, sets in claim.variants.items()}
+
+
+def check(experiment: Experiment) -> None:
+    """Refuse claims that could not be looked at, before anything runs."""
+    if not experiment.claim:
+        raise BadInput("the file has no [[claim]]: there is nothing to reproduce; use lamina compare")
+    known = variants(experiment)
+    for number, claim in enumerate(experiment.claim):
+        place = f"claim.{number}"
+        if not _pairs(claim):
+            raise BadInput(f"{place}.expect = {claim.expect!r}: name at least two, the best first")
+        if (claim.kind == "rounds_to") != (claim.target is not None):
+            raise BadInput(f"{place}: target and kind = 'rounds_to' go together")
+        if (claim.kind == "gap") != (claim.at_least is not None or claim.at_most is not None):
+            raise BadInput(f"{place}: at_least or at_most and kind = 'gap' go together")
+        for label in [*labels(claim), *claim.paper]:
+            for name in label.split(MINUS):
+                algorithm, _, variant = name.partition("@")
+                if algorithm not in experiment.compare.algorithms:
+                    raise unknown(f"algorithm in {place}", algorithm, experiment.compare.algorithms)
+                if variant not in known:
+                    raise unknown(f"variant in {place}", variant, [name for name in known if name])
+        for name, sets in claim.variants.items():
+            if not re.fullmatch(r"[\w=.-]*\w", name) or name.startswith("."):  # it names a folder
+                raise BadInput(f"{place}.variants: '{name}' must be made of letters, digits, '=', '.', '-' and '_'")
+            if sets != known[name]:
+                raise BadInput(f"{place}.variants: another claim has set '{name}' otherwise; choose another name")
+
+
+def _groups(claim: Claim) -> list[list[str]]:
+    return [[group] if isinstance(group, str) else group for group in claim.expect]
+
+
+def _pairs(claim: Claim) -> list[tuple[str, str]]:
+    """Who should be better than whom: in a gap the first group than all others, else every group than all after it."""
+    groups = [(i, label) for i, group in enumerate(_groups(claim)) for label in group]
+    pairs = itertools.combinations(groups, 2)
+    return [(a, b) for (i, a), (j, b) in pairs if i < j and (claim.kind != "gap" or i == 0)]
+
+
+def _as_expected(claim: Claim, better: float, worse: float) -> bool:
+    """Whether a pair is as the paper says; two that never get there are not told apart, so it is not."""
+    if claim.kind == "rounds_to":
+        return better < worse
+    lead = worse - better if claim.lower_is_better else better - worse
+    if claim.kind == "order":
+        return lead > 0
+    enough = claim.at_least is None or lead >= claim.at_least
+    return enough and (claim.at_most is None or abs(lead) <= claim.at_most)
+
+
+def _value(claim: Claim, label: str, entries: Mapping[str, Entry]) -> float:
+    """The number a claim is about, for one label."""
+    first, *others = [_mean(claim, entries[name]) if name in entries else math.nan for name in label.split(MINUS)]
+    return first - sum(others)
+
+
+def _mean(claim: Claim, entry: Entry) -> float:
+    """Mean over seeds; infinite (the bad side) if one never gets there or has diverged before."""
+    worst = math.inf if claim.kind == "rounds_to" or claim.lower_is_better else -math.inf
+    numbers = [_number(claim, history, diverged=bool(entry.diverged)) for history in entry.histories]
+    return statistics.fmean(worst if number is None else number for number in numbers) if numbers else math.nan
+
+
+def _number(claim: Claim, history: History, diverged: bool) -> float | None:
+    """One seed's number; None if the run did not get so far, NaN if it was never asked for it."""
+    column = {int(row["round"]): float(row[claim.metric]) for row in history if claim.metric in row}
+    column = {number: value for number, value in column.items() if not math.isnan(value)}
+    missing = None if diverged or not len(history) else math.nan
+    if not column:
+        return missing
+    if claim.target is not None:
+        return history.rounds_to(claim.target, claim.metric)
+    if claim.at == "best":
+        return min(column.values()) if claim.lower_is_better else max(column.values())
+    if claim.at == "last":
+        return None if diverged else column[max(column)]
+    return column.get(claim.at, missing)

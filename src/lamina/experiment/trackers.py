@@ -1,0 +1,170 @@
+"""Trackers: a run's rounds for TensorBoard and MLflow, beside the metrics in its folder.
+
+The metrics are the record, and a tracker a copy that is brought up to date from them. So it holds every round once,
+however often the run was killed, those from before somebody asked for it too.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from lamina.errors import missing_extra
+from lamina.experiment.files import write_json
+from lamina.experiment.records import Record, read_json, read_record
+from lamina.history import History, Row
+
+EVENTS, MLFLOW_RUN = "tensorboard", "mlflow.json"
+SECTIONS = ("data", "model", "algorithm", "train", "run")  # of a run's configuration
+log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Where rounds are copied to; made before the training, so that a missing package is named at once."""
+
+    def write(self, history: History) -> None:
+        """Write the rounds it does not hold yet."""
+
+    def close(self, record: Record) -> None:
+        """Say how the run ended; called only if something was written."""
+
+
+class TensorBoard:
+    """Event files in the run's folder: ``tensorboard --logdir runs`` shows all runs."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise missing_extra("tensorboard", "tensorboard", "--tensorboard") from error
+        self._open: Callable[..., Any] = SummaryWriter
+        self._events = folder / EVENTS
+        self._writer: Any = None
+        self._written = 0
+
+    def write(self, history: History) -> None:
+        """Write the new rounds, at first all: event files cannot be cut back to where a killed run goes on."""
+        if self._writer is None:
+            if self._events.exists():
+                shutil.rmtree(self._events)
+            # purge_step: a TensorBoard that is open now forgets the old files' rounds
+            self._writer = self._open(str(self._events), purge_step=1)
+        for row in history[self._written :]:
+            for name, value in _numbers(row).items():
+                self._writer.add_scalar(name, value, int(row["round"]))
+        self._written = len(history)
+        self._writer.flush()
+
+    def close(self, record: Record) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class MLflow:
+    """A run in MLflow's own store: MLFLOW_TRACKING_URI, else the local one of the current folder, as `mlflow ui` does.
+
+    Its number is kept in the run's folder. MLflow cannot forget a round, so what it has is not written again.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            import mlflow
+        except ImportError as error:
+            raise missing_extra("mlflow", "mlflow", "--mlflow") from error
+        self._mlflow, self._folder = mlflow, folder
+        self._client: Any = None
+        self._run = ""
+        self._written = 0
+
+    def write(self, history: History) -> None:
+        """Write the rounds after the last one MLflow has."""
+        if self._client is None:
+            self._begin()
+        for row in history[self._written :]:
+            now, step = int(time.time() * 1000), int(row["round"])
+            metrics = [self._mlflow.entities.Metric(name, value, now, step) for name, value in _numbers(row).items()]
+            self._client.log_batch(self._run, metrics=metrics)
+            self._written = step
+
+    def _begin(self) -> None:
+        self._client = self._mlflow.MlflowClient()
+        note = self._folder / MLFLOW_RUN
+        if note.exists():
+            self._run = str(read_json(note)["run"])
+            found = self._client.get_run(self._run)
+            self._written = int(found.data.metrics.get("round", 0))
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "lamina")
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        self._run = self._client.create_run(number, run_name=self._folder.name).info.run_id
+        for name, value in settings(read_json(self._folder / "config.json")).items():
+            self._client.log_param(self._run, name, value)
+        write_json(note, {"run": self._run})
+
+    def close(self, record: Record) -> None:
+        """Say how it ended."""
+        status = "FAILED" if record.diverged else "FINISHED" if record.complete else "KILLED"
+        self._client.set_terminated(self._run, status)
+
+
+TRACKERS: dict[str, Callable[[Path], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+
+
+class Trackers:
+    """The trackers somebody asked for. One that fails is given up with a warning: it is no reason to end a run."""
+
+    def __init__(self, names: Iterable[str], folder: Path) -> None:
+        self._folder = folder
+        self._trackers = {name: TRACKERS[name](folder) for name in names}
+        self._used = False
+
+    def __enter__(self) -> Trackers:
+        return self
+
+    def write(self, history: History) -> None:
+        """Bring all up to date; the run's folder holds these rounds."""
+        self._used = True
+        self._each(lambda tracker: tracker.write(history))
+
+    def __exit__(self, *_: object) -> None:
+        if self._used and self._trackers:
+            record = read_record(self._folder)
+            self._each(lambda tracker: tracker.close(record))
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                act(tracker)
+            except Exception as error:  # a full disk, a locked store: each package has exceptions of its own
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                log.warning("%s gets no more rounds, the run goes on: %s", name, reason)
+                del self._trackers[name]
+
+
+def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's configuration as one level of names.
+
+    >>> settings({"format": 1, "data": {"name": "digits", "partition": {"name": "iid"}}})
+    {'data.name': 'digits', 'data.partition.name': 'iid'}
+    """
+    return _flat({section: config[section] for section in SECTIONS if section in config})
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    """What a tracker can draw: finite numbers."""
+    return {name: float(value) for name, value in row.items() if math.isfinite(value)}

@@ -1,0 +1,146 @@
+"""`lamina doctor` says what is there and what to do about the rest."""
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lamina import BadInput, __version__, cli
+from lamina.cli import doctor
+from lamina.data import cifar, idx, tinyimagenet
+from lamina.data.sources import SOURCES
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("LAMINA_DATA", raising=False)
+    return tmp_path
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return ended.value.code or 0
+
+
+def examined(capsys):
+    assert call("doctor", "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def touch(*paths):
+    for path in map(Path, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+
+
+def test_it_says_what_is_there(capsys):
+    assert call("doctor") == 0
+    shown = capsys.readouterr().out
+    for part in (f"lamina          {__version__}", f"torch           {torch.__version__}", "cores", "OMP_WAIT_POLICY",
+                 "digits          comes with scikit-learn", "stacked", "advice"):  # fmt: skip
+        assert part in shown
+
+
+def test_json_has_the_same_sections(capsys):
+    found = examined(capsys)
+    assert list(found) == ["installed", "extras", "devices", "engines", "threads", "data", "advice"]
+    assert found["installed"]["lamina"] == __version__
+    assert found["devices"]["usable cores"] <= found["devices"]["cores"]
+
+
+def test_every_extra_is_one_of_the_project():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    declared = project["optional-dependencies"]
+    for extra, (package, _) in doctor.EXTRAS.items():
+        assert any(line.startswith(package) for line in declared.get(extra, [package])), extra
+
+
+def test_a_missing_extra_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "version", lambda package: None if package == "pandas" else "1.0")
+    found = examined(capsys)
+    assert found["extras"]["pandas"] is None
+    assert "history.to_pandas(): pip install 'lamina[table]'" in found["advice"]
+
+
+def test_spinning_threads_are_warned_about(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
+    for policy, warned in (("PASSIVE", False), ("passive", False), ("ACTIVE", True), (None, True)):
+        monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+        if policy:
+            monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+        advice = []
+        doctor.threads(advice)
+        assert any("OMP_WAIT_POLICY=PASSIVE" in line for line in advice) == warned
+
+
+def test_more_threads_than_cores_are_warned_about(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 2)
+    advice = []
+    doctor.threads(advice)
+    assert "only 2 cores are yours: set run.threads and OMP_NUM_THREADS to 2 at most" in advice
+
+
+def test_gpus(monkeypatch, capsys):
+    facts = SimpleNamespace(name="H200", total_memory=139 * 2**30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: facts)
+    monkeypatch.setattr(doctor, "kernels_for", lambda device, dtype: None)
+    assert call("doctor") == 0
+    shown = capsys.readouterr().out
+    assert "H200, 139.0 GiB, capability 9.0, without lamina's kernels" in shown
+    assert "compiled, as CUDA graphs" in shown
+
+
+def test_data_that_are_not_there(capsys):
+    found = examined(capsys)
+    assert found["data"]["mnist"] is None
+    assert any(line.startswith("cifar10 is not in") and "cifar-10-binary.tar.gz" in line for line in found["advice"])
+
+
+def test_a_data_directory_that_does_not_exist(monkeypatch, capsys):
+    monkeypatch.setenv("LAMINA_DATA", "nowhere")
+    found = examined(capsys)
+    assert found["data"] == {"directory": None}
+    assert any("'nowhere' does not exist" in line for line in found["advice"])
+
+
+def test_an_incomplete_set_is_named(capsys):
+    names = [file.name for file in (*idx.MNIST.train, *idx.MNIST.test)]
+    touch(f"data/MNIST/raw/{names[0]}.gz", f"data/MNIST/raw/{names[1]}")
+    found = examined(capsys)
+    assert found["data"]["mnist"] == {"at": "data/MNIST/raw", "missing": names[2:]}
+    assert f"mnist: data/MNIST/raw lacks {names[2]}, {names[3]}: put all of its files there" in found["advice"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "place"),
+    [
+        ("mnist", "mnist/train-labels-idx1-ubyte.gz", "mnist"),
+        ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte", "FashionMNIST/raw"),
+        *[
+            (files.name, file, place)
+            for files in (cifar.CIFAR10, cifar.CIFAR100)
+            for release in files.releases
+            for file, place in (
+                (f"{release.folder}/{release.test[0].name}", release.folder),
+                (f"{files.name}/{release.archive}", f"{files.name}/{release.archive}"),
+            )
+        ],
+        ("tinyimagenet", f"tinyimagenet/{tinyimagenet.FOLDER}/wnids.txt", f"tinyimagenet/{tinyimagenet.FOLDER}"),
+    ],
+)
+def test_what_it_finds_is_what_would_be_read(name, file, place):
+    touch(Path("data") / file)
+    assert doctor.locate(name, Path("data"))[0] == Path("data") / place
+    with pytest.raises(BadInput, match=place.partition("/")[0]):  # found there, and refused: the file is empty
+        SOURCES[name].read(Path("data"))

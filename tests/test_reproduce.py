@@ -1,0 +1,307 @@
+"""Papers' claims: every file that comes with lamina can run, and a claim gets the verdict it deserves."""
+
+import json
+import math
+import struct
+
+import numpy as np
+import pytest
+
+from lamina import BadInput, History, cli
+from lamina.cli import reproduce
+from lamina.data import idx, sources
+from lamina.experiment import claims
+from lamina.experiment.compare import Entry, with_algorithm
+from lamina.experiment.config import load, parse
+from lamina.experiment.run import build_algorithm, build_partition, build_schedule
+
+PAPERS = reproduce.papers()
+
+
+def entry(name, *accuracies, diverged=(), **columns):
+    """One seed for every list of accuracies, a round for every number."""
+    histories = [
+        History(
+            [{"round": r, "accuracy": a} | {k: v[r - 1] for k, v in columns.items()} for r, a in enumerate(seed, 1)]
+        )
+        for seed in accuracies
+    ]
+    return Entry(name, name, 0.1, {}, list(range(len(histories))), histories, list(diverged))
+
+
+def verdict(entries, **claim):
+    made = parse({"claim": [{"text": "as the paper says", **claim}]}).claim[0]
+    return claims.evaluate(made, entries)
+
+
+# --- verdicts ----------------------------------------------------------------------------------------------------
+
+THREE = {
+    "a": entry("a", [0.5, 0.9], [0.7, 0.9]),
+    "b": entry("b", [0.6, 0.8], [0.6, 0.8]),
+    "c": entry("c", [0.4, 0.7], [0.4, 0.7]),
+}
+
+
+def test_an_order_holds_in_part_or_not():
+    assert verdict(THREE, kind="order", expect=["a", "b", "c"]).verdict == "holds"
+    half = verdict(THREE, kind="order", expect=["b", "a", "c"])
+    assert half.verdict == "holds in part"
+    assert half.pairs == {("b", "a"): False, ("b", "c"): True, ("a", "c"): True}
+    assert verdict(THREE, kind="order", expect=["c", "b", "a"]).verdict == "does not hold"
+    grouped = verdict(THREE, kind="order", expect=[["b", "a"], "c"])
+    assert grouped.verdict == "holds"
+    assert len(grouped.pairs) == 2  # a and b are not told apart
+
+
+def test_an_order_is_of_the_best_the_last_or_a_round_averaged_over_seeds():
+    at_first = verdict(THREE, kind="order", expect=["a", "b"], at=1)
+    assert at_first.values == pytest.approx({"a": 0.6, "b": 0.6})  # a: the mean of 0.5 and 0.7
+    falling = {"a": entry("a", [0.9, 0.1]), "b": entry("b", [0.5, 0.5])}
+    assert verdict(falling, kind="order", expect=["a", "b"]).verdict == "holds"
+    assert verdict(falling, kind="order", expect=["a", "b"], at="last").verdict == "does not hold"
+
+
+def test_another_metric_may_be_better_when_lower():
+    entries = {"a": entry("a", [0, 0], consistency=[3.0, 1.0]), "b": entry("b", [0, 0], consistency=[2.0, 2.0])}
+    spec = {"kind": "order", "expect": ["a", "b"], "metric": "consistency", "lower_is_better": True}
+    assert verdict(entries, **spec, at="last").verdict == "holds"
+    assert verdict(entries, **spec, at=1).verdict == "does not hold"
+    assert verdict(entries, **spec).values == {"a": 1.0, "b": 2.0}
+
+
+def test_rounds_to_a_target_never_reached_are_infinite():
+    found = verdict(THREE, kind="rounds_to", expect=["a", "c"], target=0.85)
+    assert found.values == {"a": 2.0, "c": math.inf}
+    assert found.verdict == "holds"
+    assert verdict(THREE, kind="rounds_to", expect=["c", "a"], target=0.85).verdict == "does not hold"
+    neither = verdict(THREE, kind="rounds_to", expect=["b", "c"], target=0.85)
+    assert neither.verdict == "does not hold"  # two that never get there are not told apart
+    one_seed = {**THREE, "a": entry("a", [0.5, 0.9], [0.5, 0.6])}
+    assert verdict(one_seed, kind="rounds_to", expect=["a", "c"], target=0.85).values["a"] == math.inf
+
+
+def test_a_gap_is_wide_enough_or_narrow_enough():
+    assert verdict(THREE, kind="gap", expect=["a", "b", "c"], at_least=0.05).verdict == "holds"
+    assert verdict(THREE, kind="gap", expect=["a", "b", "c"], at_least=0.15).verdict == "holds in part"
+    assert verdict(THREE, kind="gap", expect=["b", "a"], at_least=0.05).verdict == "does not hold"
+    assert verdict(THREE, kind="gap", expect=["b", "a"], at_most=0.15).verdict == "holds"  # either way
+    assert verdict(THREE, kind="gap", expect=["c", "a"], at_most=0.15).verdict == "does not hold"
+
+
+def test_a_difference_between_variants():
+    entries = {**THREE, "a@E=3": entry("a", [0.75]), "b@E=3": entry("b", [0.7])}
+    found = verdict(entries, kind="order", expect=["a - b", "a@E=3 - b@E=3"])
+    assert found.values == pytest.approx({"a - b": 0.1, "a@E=3 - b@E=3": 0.05})
+    assert found.verdict == "holds"
+
+
+def test_who_diverged_loses_and_who_did_not_run_gets_no_verdict():
+    entries = {"a": entry("a", [0.5]), "b": entry("b", [0.9], diverged=["b diverged"]), "c": entry("c", [])}
+    assert verdict(entries, kind="order", expect=["a", "b"], at="last").verdict == "holds"
+    assert verdict(entries, kind="order", expect=["a", "b"], at="best").verdict == "does not hold"
+    assert verdict(entries, kind="order", expect=["a", "c"]).verdict == "holds"  # not one round
+    assert verdict(entries, kind="rounds_to", expect=["a", "c"], target=0.5).verdict == "holds"
+    assert verdict(entries, kind="order", expect=["a", "d"]).verdict == "not run"
+    assert verdict(entries, kind="order", expect=["b", "a"], at=2).verdict == "not run"  # a ended before
+    asked = {"kind": "rounds_to", "expect": ["a", "b"], "target": 0.5}
+    assert verdict(entries, **asked, metric="client_accuracy").verdict == "not run"  # never measured, not never reached
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"),
+    [
+        ({"kind": "order", "expect": ["fedavg"]}, "at least two"),
+        ({"kind": "order", "expect": [["fedavg", "fedlamb"]]}, "at least two"),
+        ({"kind": "order", "expect": ["fedavg", "fedlam"]}, "did you mean 'fedlamb'"),
+        ({"kind": "order", "expect": ["fedavg", "fedlamb@Z"]}, "variant in claim.0"),
+        ({"kind": "order", "expect": ["fedavg", "fedlamb"], "paper": {"fedprox": 1}}, "fedprox"),
+        ({"kind": "rounds_to", "expect": ["fedavg", "fedlamb"]}, "target"),
+        ({"kind": "order", "expect": ["fedavg", "fedlamb"], "target": 0.9}, "target"),
+        ({"kind": "gap", "expect": ["fedavg", "fedlamb"]}, "at_least or at_most"),
+        ({"kind": "order", "expect": ["fedavg", "fedlamb"], "variants": {"../x": []}}, "must be made of letters"),
+        ({"kind": "better", "expect": ["fedavg", "fedlamb"]}, "'order', 'rounds_to' or 'gap'"),
+        ({"kind": "order", "expect": ["fedavg", "fedlamb"], "papers": {}}, "did you mean 'paper'"),
+    ],
+)
+def test_a_claim_that_cannot_be_looked_at_is_refused_in_one_line(claim, message):
+    with pytest.raises(BadInput, match=message) as refused:
+        claims.check(parse({"compare": {"algorithms": ["fedavg", "fedlamb"]}, "claim": [{"text": "t", **claim}]}))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_without_claims_is_for_compare():
+    with pytest.raises(BadInput, match="lamina compare"):
+        claims.check(parse({}))
+
+
+def test_claims_are_no_part_of_a_run():
+    assert "claim" not in load(next(iter(PAPERS.values()))).model_dump()
+
+
+# --- the files ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_paper_can_be_run(name):
+    text = PAPERS[name].read_text(encoding="utf-8")
+    assert text.startswith(("# Karimi, Li & Li", "# Sun et al. 2023"))
+    assert "Protocol" in text
+    for scale in ("full", "small"):
+        plan = reproduce.plan(PAPERS[name], [], scale)
+        assert plan
+        for own in plan.values():
+            build_partition(own), build_schedule(own)
+            for algorithm in own.compare.algorithms:
+                build_algorithm(with_algorithm(own, algorithm))
+                assert own.compare.lr[algorithm]  # every rate is the paper's, none a default
+    for claim in load(PAPERS[name]).claim:
+        ours = set(claims.labels(claim))
+        assert claims.variants(load(PAPERS[name])).keys() >= claim.variants.keys()
+        assert not claim.paper or ours <= claim.paper.keys()  # where a paper has numbers, it has all
+
+
+def test_the_papers_own_numbers_support_their_claims():
+    """Rounds and accuracies as printed, put in place of ours: a slip in copying them would show."""
+    for name, file in PAPERS.items():
+        for claim in load(file).claim:
+            if not claim.paper:
+                continue
+            fields = {"at": "best"} if claim.target is None else {}
+            printed = {
+                label: entry(label, [value] if claim.target is None else [0.0] * int(min(value, 4000) - 1) + [1.0])
+                for label, value in claim.paper.items()
+            }
+            found = claims.evaluate(claim.model_copy(update={"metric": "accuracy", **fields}), printed)
+            assert found.verdict == "holds", (name, claim.text, found.pairs)
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+TOML = """
+[data]
+name = "digits"
+clients = 8
+
+[model]
+name = "mlp"
+hidden = 8
+
+[train]
+rounds = 3
+
+[compare]
+algorithms = ["fedavg", "fedlamb"]
+seeds = 1
+
+[compare.lr]
+fedavg = [0.1]
+fedlamb = [0.03]
+
+[[claim]]
+text = "FedAvg learns at all [in brackets]"
+kind = "gap"
+expect = ["fedavg", "fedlamb@still"]
+at_most = 1.0
+[claim.paper]
+fedavg = 99.5
+"fedlamb@still" = inf
+[claim.variants]
+still = ["train.rounds=1"]
+"""
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["reproduce", *arguments])
+    return ended.value.code or 0
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "SOURCES", dict(sources.SOURCES))  # the small version enters one
+    return tmp_path
+
+
+def test_reproduce_runs_the_variants_and_gives_a_verdict(here, capsys):
+    (here / "mine.toml").write_text(TOML)
+    assert call("mine.toml") == 0
+    said = capsys.readouterr().out
+    assert "FedAvg learns at all [in brackets]" in said
+    assert "verdict: holds (1 of 1 pairs)" in said
+    assert "99.5" in said
+    assert "never" in said
+    assert "small version" not in said
+    kept = json.loads((here / "runs" / "mine" / "claims.json").read_text())
+    assert kept["claims"][0]["verdict"] == "holds"
+    assert kept["claims"][0]["paper"]["fedlamb@still"] == "inf"
+    assert len((here / "runs/mine/as-given/fedavg/seed0/metrics.jsonl").read_text().splitlines()) == 3
+    assert len((here / "runs/mine/still/fedlamb/seed0/metrics.jsonl").read_text().splitlines()) == 1
+    assert not (here / "runs/mine/still/fedavg").exists()  # no claim is about it
+    assert "note:" not in said
+    assert call("mine.toml", "--quiet") == 0  # nothing is left to do
+    assert capsys.readouterr().out == ""
+
+
+def test_a_verdict_with_other_settings_says_so(here, capsys):
+    (here / "mine.toml").write_text(TOML)
+    assert call("mine.toml", "--set", "train.rounds=1", "--set", "train.lr=0.2") == 0
+    assert "note: not as in the file: train.rounds=1, train.lr=0.2" in capsys.readouterr().out
+
+
+def write_mnist(folder, samples):
+    """Four files in MNIST's format, of images whose brightest row tells their class, and what describes them."""
+    folder.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    parts = []
+    for stem, n in zip(("train", "t10k"), samples, strict=True):
+        labels = draw.integers(0, 10, n, dtype=np.uint8)
+        images = draw.integers(0, 60, (n, 28, 28), dtype=np.uint8)
+        images[np.arange(n), 2 * labels + 4] += 180
+        files = []
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+            (folder / f"{stem}-{kind}-ubyte").write_bytes(head + array.tobytes())
+            files.append(idx.IdxFile(f"{stem}-{kind}-ubyte", array.shape, None, None))
+        parts.append(tuple(files))
+    return parts
+
+
+def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch, capsys):
+    train, test = write_mnist(here / "data" / "mnist", (2500, 600))
+    files = idx.IdxSet("mnist", ("mnist",), 0.1307, 0.3081, train, test)
+    whole = sources.SOURCES["mnist"]
+    sources.SOURCES["mnist"] = type(whole)(whole.description, lambda root: idx.read_set(files, root), whole.files)
+    monkeypatch.setenv("LAMINA_DATA", str(here / "data"))
+    monkeypatch.setattr(reproduce, "SMALL_ROUNDS", 2)
+    assert call("lamb-mnist-cnn-noniid-e1-code", "--scale", "small") == 0
+    said = capsys.readouterr().out
+    assert "Adp-Fed is below all other methods" in said
+    assert "no verdict about the paper" in said
+    assert "verdict:" not in said
+    folder = here / "runs" / "lamb-mnist-cnn-noniid-e1-code-small"
+    assert "verdict" not in (folder / "claims.json").read_text()
+    config = json.loads((folder / "as-given" / "config.json").read_text())
+    assert config["data"]["name"] == "mnist-small"
+    assert config["train"]["rounds"] == 2
+    assert {name: made["lr"] for name, made in config["algorithms"].items()}["fedams"] == 0.005  # one of the grid
+    splits = sources.load("mnist-small")
+    assert (len(splits.train), len(splits.test)) == (2000, 500)
+
+
+def test_the_small_version_speaks_of_a_round_it_reaches():
+    claim = load(PAPERS["lamb-fmnist-cnn-noniid-e1"]).claim[0]
+    assert (claim.at, reproduce.in_reach(claim, 20).at, reproduce.in_reach(claim, 50).at) == (50, "last", 50)
+
+
+def test_list_and_wrong_names(here, capsys):
+    assert call("--list") == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in PAPERS)
+    assert call("lada-table7-cifar1") == 2
+    assert "did you mean 'lada-table7-cifar10'" in capsys.readouterr().err
+    assert call() == 2
+    assert "--list" in capsys.readouterr().err
+    assert call("nothing.toml") == 2
+    assert "cannot read" in capsys.readouterr().err

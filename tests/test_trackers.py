@@ -1,0 +1,185 @@
+"""TensorBoard, MLflow and CSV hold every round once, however the run came about."""
+
+import builtins
+import csv
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from lamina import cli
+from lamina.experiment import run as running
+from lamina.experiment import trackers
+from lamina.experiment.config import load
+from lamina.experiment.records import read_record
+from lamina.experiment.trackers import Trackers
+
+TOML = """
+[data]
+clients = 6
+[model]
+hidden = 4
+[algorithm]
+name = "fedavg"
+[train]
+rounds = 5
+lr = 0.02
+batch_size = 128
+[run]
+checkpoint_every = 2
+evaluate_every = 2
+"""
+RUN = Path("runs/small-fedavg-seed0")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("small.toml").write_text(TOML)
+    return tmp_path
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return ended.value.code or 0
+
+
+def die_in_round(number, tracker):
+    """Train as `lamina run --<tracker>` does, up to a kill after a round's metrics and before its checkpoint."""
+    experiment = load("small.toml")
+    simulation = running.build(experiment)
+    folder = running.open_folder(RUN, running.resolved(experiment, simulation))
+
+    def die(_, row):
+        if row["round"] == number:
+            raise RuntimeError("killed")
+
+    running.go_on([simulation], [folder])
+    with pytest.raises(RuntimeError, match="killed"), Trackers([tracker], RUN) as tracked:
+        running.train([simulation], [folder], experiment, on_round=die, trackers=[tracked])
+    folder.close()
+
+
+def events(tag):
+    """(round, value) of all that is in the event files, in the order it was written."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    found = []
+    for file in sorted((RUN / "tensorboard").iterdir()):
+        for event in loader.EventFileLoader(str(file)).Load():
+            found += [(event.step, value.tensor.float_val[0]) for value in event.summary.value if value.tag == tag]
+    return found
+
+
+def test_tensorboard_holds_every_round(here):
+    pytest.importorskip("tensorboard")
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0
+    history = read_record(RUN).history
+    assert events("train_loss") == [(row["round"], pytest.approx(row["train_loss"])) for row in history]
+    assert [step for step, _ in events("accuracy")] == [2, 4, 5]  # only where it was evaluated
+
+
+def test_tensorboard_holds_no_round_twice_after_a_kill(here):
+    pytest.importorskip("tensorboard")
+    die_in_round(3, "tensorboard")
+    assert [step for step, _ in events("round")] == [1, 2, 3]
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0  # goes on after round 2
+    assert [step for step, _ in events("round")] == [1, 2, 3, 4, 5]
+
+
+def test_tensorboard_asked_for_later_holds_the_earlier_rounds_too(here):
+    pytest.importorskip("tensorboard")
+    assert call("run", "small.toml", "-q") == 0
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0  # complete
+    assert [step for step, _ in events("round")] == [1, 2, 3, 4, 5]
+    assert call("run", "small.toml", "-q", "--set", "train.rounds=6") == 0  # its files are not foreign to the folder
+    assert call("run", "small.toml", "-q", "--tensorboard", "--set", "train.rounds=6") == 0
+    assert [step for step, _ in events("round")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_overwrite_removes_what_the_old_run_wrote(here):
+    pytest.importorskip("tensorboard")
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0
+    assert call("run", "small.toml", "-q", "--overwrite") == 0
+    assert not (RUN / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "mlflow"])
+def test_a_missing_package_is_one_line_before_any_work(here, package, monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name in ("mlflow", "torch.utils.tensorboard"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert call("run", "small.toml", f"--{package}") == 2
+    said = capsys.readouterr().err
+    assert said == f"error: --{package} needs {package}: pip install 'lamina[{package}]'\n"
+    assert not Path("runs").exists()
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(here, monkeypatch, caplog):
+    class Broken:
+        def __init__(self, folder):
+            pass
+
+        def write(self, history):
+            raise OSError("the disk is full")
+
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Broken)
+    with caplog.at_level(logging.WARNING):
+        assert call("run", "small.toml", "-q", "--tensorboard") == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "tensorboard gets no more rounds, the run goes on: the disk is full"
+    ]
+    assert read_record(RUN).complete
+
+
+def test_mlflow_holds_every_round_once(here, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here}/store.db")
+    die_in_round(3, "mlflow")
+    client = mlflow.MlflowClient()
+    number = json.loads((RUN / "mlflow.json").read_text())["run"]
+    assert client.get_run(number).info.status == "KILLED"
+    assert call("run", "small.toml", "-q", "--mlflow") == 0
+    found = client.get_run(number)
+    assert (found.info.status, found.info.run_name) == ("FINISHED", RUN.name)
+    assert found.data.params["algorithm.name"] == "fedavg"
+    history = read_record(RUN).history
+    written = [(m.step, m.value) for m in client.get_metric_history(number, "train_loss")]
+    assert written == [(row["round"], row["train_loss"]) for row in history]
+    assert call("run", "small.toml", "-q", "--mlflow") == 0  # complete: nothing to add
+    assert len(client.get_metric_history(number, "train_loss")) == 5
+
+
+def test_export_is_one_table_of_all_runs(here, capsys):
+    assert call("run", "small.toml", "-q") == 0
+    assert call("run", "small.toml", "-q", "--out", "runs/b", "--set", "train.batch_size=64") == 0
+    assert call("export", "runs") == 0
+    printed = capsys.readouterr().out
+    rows = list(csv.DictReader(io.StringIO(printed)))
+    assert [(row["run"], row["round"], row["train.batch_size"]) for row in rows] == [
+        (run, str(number), size) for run, size in (("runs/b", "64"), (str(RUN), "128")) for number in range(1, 6)
+    ]
+    assert list(rows[0])[:8] == [
+        "run", "data", "model", "algorithm", "learning_rate", "seed", "train.batch_size", "round"
+    ]  # fmt: skip
+    assert rows[0]["accuracy"] == ""
+    assert float(rows[1]["accuracy"]) == read_record("runs/b").history[1]["accuracy"]
+    assert call("export", "runs", "--out", "all.csv") == 0
+    assert Path("all.csv").read_text() == printed
+
+
+def test_export_says_what_is_wrong(here, capsys):
+    assert call("export", "nowhere") == 2
+    assert capsys.readouterr().err == "error: no folder 'nowhere'\n"
+    assert call("run", "small.toml", "-q") == 0
+    assert call("export", "runs", "--out", "no/such/folder.csv") == 2
+    assert "cannot write 'no/such/folder.csv'" in capsys.readouterr().err

@@ -1,0 +1,267 @@
+"""Tuning: grids as populations of ordinary runs, Optuna's trials, and what is chosen on which data."""
+
+import csv
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from lamina import BadInput
+from lamina.errors import MissingExtra
+from lamina.experiment import compare as comparing
+from lamina.experiment import tune as tuning
+from lamina.experiment.config import load, parse
+from lamina.experiment.folder import RunFolder
+from test_resume import HELD_UP, Killed, call, rows, start
+
+TOML = """
+[data]
+clients = 6
+partition = { name = "classes", k = 2 }
+
+[model]
+name = "mlp"
+hidden = 6
+
+[algorithm]
+name = "fedavg"
+
+[train]
+rounds = 3
+batch_size = 64
+"""
+GRID = """
+[tune.grid]
+"train.lr" = [0.05, 0.2, 1e-6]
+algorithm.decay = [0.0, 0.01]
+"""
+TPE = """
+[tune]
+sampler = "tpe"
+trials = 6
+pruner = "median"
+[tune.space]
+"train.lr" = { low = 0.001, high = 1.0, log = true }
+"train.local_steps" = { low = 1, high = 3 }
+"algorithm.decay" = { choices = [0.0, 0.01] }
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("grid.toml").write_text(TOML + GRID)
+    Path("tpe.toml").write_text(TOML + TPE)
+    return tmp_path
+
+
+def tune(file, *more, out):
+    settings = (word for setting in more for word in ("--set", setting))
+    return ["tune", str(Path(file).resolve()), "--out", str(Path(out).resolve()), "--quiet", *settings]
+
+
+def table(folder):
+    with Path(folder, "trials.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+SMALL = [1e-3, 3e-3, 5e-3, 1e-2, 3e-2, 5e-2, 0.1, 0.3, 0.5]  # SPEC §4, P2
+AMS = [1e-4, 3e-4, 5e-4, 1e-3, 3e-3, 5e-3, 1e-2, 3e-2, 5e-2, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("fedavg", {"train.lr": SMALL}),
+        ("fedlamb", {"train.lr": SMALL, "algorithm.decay": [0, 0.01, 0.1]}),
+        ("mimelamb", {"train.lr": SMALL, "algorithm.decay": [0, 0.01, 0.1]}),
+        ("fedams", {"train.lr": AMS}),
+        ("mime", {"train.lr": AMS}),
+        ("fedadam", {"train.lr": [1e-4, 3e-4, 5e-4, *SMALL], "algorithm.server_lr": AMS}),
+    ],
+)
+def test_the_lamb_papers_grid(name, expected):
+    experiment = parse({"algorithm": name, "tune": {"grid": "lamb-paper"}})
+    grid = tuning.find_grid(experiment)
+    assert grid == expected
+    for key, values in grid.items():
+        for value in values:
+            tuning.with_settings(experiment, {key: value})  # the algorithm takes them
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"grid": "lamb-papr"}, "did you mean 'lamb-paper'"),
+        ({"grid": "lada-alpha"}, "no values for fedlamb"),
+        ({}, "nothing to try"),
+        ({"grid": {"train": {"lr": 0.1}}}, "'train.lr' must be a list"),
+        ({"grid": {"train.lrr": [0.1]}}, "no key 'lrr'; did you mean 'lr'"),
+        ({"grid": {"algorithm.decai": [0.1]}}, "no key 'decai'; did you mean 'decay'"),
+        ({"grid": {"model.hiden": [4]}}, "no key 'hiden'; did you mean 'hidden'"),
+        ({"grid": {"train.lr": [-1.0]}}, "greater than 0"),
+        ({"grid": {"train.seed": [1, 2]}}, "'train.seed' cannot be tuned"),
+        ({"grid": {"lr": [0.1]}}, "write section.key"),
+        ({"sampler": "tpe"}, "[tune.space]"),
+        ({"sampler": "tpe", "space": {"train.lr": {"low": 0.0, "high": 1.0, "log": True}}}, "no logarithm"),
+        ({"sampler": "tpe", "space": {"train.lr": {"low": 1.0, "high": 0.1}}}, "low the smaller one"),
+        ({"sampler": "tpe", "space": {"train.lr": {"choices": [0.1], "low": 1.0}}}, "choices alone"),
+        ({"sampler": "tpe", "space": {"train.lr": 0.1}}, "must be a table"),
+    ],
+)
+def test_what_cannot_be_tried_is_said_in_a_line(given, said, tmp_path):
+    with pytest.raises(BadInput) as caught:
+        tuning.Tuning(parse({"tune": given}), tmp_path / "t")
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_grid_is_a_population_of_ordinary_runs(here, monkeypatch, capsys):
+    grouped = []
+    monkeypatch.setattr(
+        comparing, "stackable", lambda runs, old=comparing.stackable: grouped.append(old(runs)) or grouped[-1]
+    )
+    assert call(*tune("grid.toml", "tune.seeds=2", out="t")) == 0
+    assert [len(group) for group in grouped[0]] == [6, 6]  # every seed holds out samples of its own
+    assert capsys.readouterr().err == ""  # quiet
+    place = "t/lr0.05-decay0.01/seed1"
+    single = ("train.lr=0.05", "algorithm.decay=0.01", "train.seed=1", "data.validation=0.2")
+    assert call("run", "grid.toml", "--out", "r", "-q", *(w for s in single for w in ("--set", s))) == 0
+    assert rows("r") == [pytest.approx(row, rel=1e-4) for row in rows(place)]
+    a, b = (json.loads(Path(folder, "config.json").read_text()) for folder in ("r", place))
+    assert a == b
+    assert call("run", "grid.toml", "--out", place, "-q", *(w for s in single for w in ("--set", s))) == 0  # complete
+
+
+def test_protocols_that_differ_are_not_stacked(here):
+    assert call(*tune("grid.toml", 'tune.grid={"train.local_steps" = [1, 2], "model.hidden" = [4, 6]}', out="t")) == 0
+    assert [row["trial"] for row in table("t")] == [f"local_steps{k}-hidden{h}" for k in (1, 2) for h in (4, 6)]
+    for row in table("t"):
+        config = json.loads(Path("t", row["trial"], "seed0", "config.json").read_text())
+        assert str(config["train"]["local_steps"]) == row["train.local_steps"]
+        steps = {line["steps"] for line in rows(Path("t", row["trial"], "seed0"))}
+        assert steps == {3 * config["train"]["local_steps"]}
+
+
+def test_results_and_the_edge(here, capsys):
+    assert call(*[word for word in tune("grid.toml", "train.rounds=6", out="t") if word != "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert "best validation accuracy, %" in said.out
+    assert "chosen on 20% of the training data, held out" in said.out
+    chosen = [row for row in table("t") if row["remark"] == "chosen"]
+    assert len(table("t")) == 6
+    assert len(chosen) == 1
+    assert float(chosen[0]["best_validation_accuracy"]) == max(
+        float(row["best_validation_accuracy"]) for row in table("t")
+    )
+    assert chosen[0]["train.lr"] == "0.2"
+    assert "the best train.lr = 0.2 lies on the edge of the grid: try larger values" in said.err
+    assert "decay = 0 lies" not in said.err  # nothing lies below 0
+    best = tomllib.loads(Path("t/best.toml").read_text())
+    assert best["train"] == {"rounds": 6, "batch_size": 64, "lr": 0.2}
+    assert "validation" not in best["data"]
+    assert "validation" in Path("t/best.toml").read_text()
+    assert Path("t/learning-rates.png").stat().st_size > 5_000
+    assert call("run", "t/best.toml", "--out", "r", "-q") == 0
+    assert call(*tune("grid.toml", 'tune.grid={"train.lr" = [0.05, 0.2, 1e9]}', out="u")) == 0
+    assert table("u")[2]["remark"] in ("diverged", "")
+    assert "edge" not in capsys.readouterr().err
+
+
+def test_a_diverged_trial_is_marked_and_never_chosen(here, capsys):
+    arguments = tune("grid.toml", 'tune.grid={"train.lr" = [0.1, 1e30]}', out="t")
+    assert call(*[word for word in arguments if word != "--quiet"]) == 0
+    assert [row["remark"] for row in table("t")] == ["chosen", "diverged"]
+    assert "diverged" in capsys.readouterr().out
+
+
+def test_chosen_on_the_test_data(here, capsys):
+    arguments = tune("grid.toml", "tune.select=test", 'tune.grid={"train.lr" = [0.05, 0.1]}', out="t")
+    assert call(*[word for word in arguments if word != "--quiet"]) == 0
+    assert "chosen on the test data, as the papers do" in capsys.readouterr().out
+    assert "best_test_accuracy" in table("t")[0]
+    assert "best test accuracy" in Path("t/best.toml").read_text()
+    assert json.loads(Path("t/lr0.1/seed0/config.json").read_text())["data"]["validation"] is None
+    assert call(*tune("grid.toml", 'tune.grid={"train.lr" = [0.05, 0.1]}', out="t")) == 2  # other data, other runs
+    assert "data.validation" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["grid.toml", "tpe.toml"])
+def test_going_on_after_a_kill(here, monkeypatch, file):
+    assert call(*tune(file, out="a")) == 0
+    old, left = RunFolder.checkpoint, [4]
+
+    def dying(folder, simulation):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        old(folder, simulation)
+
+    monkeypatch.setattr(RunFolder, "checkpoint", dying)
+    with pytest.raises(Killed):
+        call(*tune(file, out="b"))
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    assert call(*tune(file, out="b")) == 0
+    assert table("a") == table("b")
+    assert Path("a/best.toml").read_text() == Path("b/best.toml").read_text()
+    before = Path("b/trials.csv").stat().st_mtime_ns, Path("b", table("b")[0]["trial"], "seed0/log.txt").read_text()
+    assert call(*tune(file, out="b")) == 0  # nothing is left to do
+    assert Path("b", table("b")[0]["trial"], "seed0/log.txt").read_text() == before[1]
+
+
+def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
+    optuna = pytest.importorskip("optuna")
+    assert call(*tune("tpe.toml", "train.rounds=4", "tune.trials=3", out="t")) == 0
+    first = table("t")
+    assert sorted(row["remark"] for row in first) == ["", "", "chosen"]
+    assert all(0.001 <= float(row["train.lr"]) <= 1 and row["train.local_steps"] in "123" for row in first)
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna.pruners, "MedianPruner", lambda: optuna.pruners.ThresholdPruner(lower=2.0))  # everything
+        assert call(*tune("tpe.toml", "train.rounds=4", "tune.trials=5", out="t")) == 0
+    assert table("t")[:3] == first
+    assert [row["remark"] for row in table("t")[3:]] == ["pruned", "pruned"]
+    assert len(rows(Path("t", table("t")[3]["trial"], "seed0"))) == 1
+    capsys.readouterr()
+    assert call(*tune("tpe.toml", "train.rounds=5", out="t")) == 2
+    assert "holds another tuning: train.rounds = 4 (now 5)" in capsys.readouterr().err
+    assert call(*tune("tpe.toml", "train.rounds=5", "tune.trials=1", out="t"), "--overwrite") == 0
+    assert len(table("t")) == 1
+
+
+def test_hyperband_with_seeds(here):
+    assert call(*tune("tpe.toml", "tune.pruner=hyperband", "tune.trials=2", "tune.seeds=2", out="t")) == 0
+    assert {row["seeds"] for row in table("t")} <= {"1", "2"}
+
+
+def test_two_workers_share_a_study(here):
+    arguments = tune("tpe.toml", "tune.pruner=none", "tune.trials=5", out="t")
+    workers = [start(arguments), start(arguments)]
+    for worker in workers:
+        worker.join(HELD_UP)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert [row["trial"] for row in table("t")] == [f"trial{number:03d}" for number in range(5)]
+    assert all(row["remark"] in ("", "chosen") for row in table("t"))
+
+
+def test_without_optuna(here, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MissingExtra, match=r"needs optuna: pip install 'lamina\[tune\]'"):
+        tuning.Tuning(load("tpe.toml"), here / "t")
+    assert not (here / "t").exists()
+
+
+def test_a_folder_of_something_else_is_refused(here, capsys):
+    Path("t").mkdir()
+    Path("t/letter.txt").write_text("dear")
+    assert call(*tune("grid.toml", out="t")) == 2
+    assert "other files than a tuning's" in capsys.readouterr().err
+
+
+def test_toml_is_read_back():
+    tree = {"a": {"x": 1e-05, "y": [1, "two", True], "z": None, "b.c": {"k": 'q"uote', "n": float("inf")}}}
+    del tree["a"]["z"]
+    assert tomllib.loads(tuning.as_toml(tree)) == tree

@@ -1,0 +1,154 @@
+"""`lamina watch` tells from the folder alone how runs stand."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lamina import cli
+from lamina.cli import watch
+from lamina.experiment.folder import Lock
+
+CONFIG = {
+    "lamina": "0",
+    "format": 1,
+    "data": {"name": "digits"},
+    "algorithm": {"name": "fedavg"},
+    "train": {"rounds": 10, "lr": 0.1, "seed": 0},
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(watch, "EVERY", 0)
+    return tmp_path
+
+
+def make_run(folder, rounds, diverged=None):
+    """A run's folder as lamina leaves it after some of its ten rounds, of half a second each."""
+    folder = Path(folder)
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "metrics.jsonl").write_text("".join(map(line, range(1, rounds + 1))))
+    if rounds > 1:
+        (folder / "checkpoints" / f"round-{rounds - 1:06}.json").write_text("{}")
+    if diverged:
+        (folder / "diverged.json").write_text(json.dumps({"message": diverged}))
+    return folder
+
+
+def line(number):
+    row = {"round": number, "accuracy": number / 10, "loss": 1 / number, "train_loss": None, "seconds": 0.4}
+    return json.dumps({**row, "evaluation_seconds": 0.1}) + "\n"
+
+
+def call(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return ended.value.code or 0
+
+
+def frame(capsys, folder):
+    assert call("watch", str(folder), "--once") == 0
+    return capsys.readouterr().out
+
+
+def test_a_running_run(capsys):
+    run = make_run("run", 4)
+    lock = Lock(run)
+    shown = frame(capsys, run)
+    lock.release()
+    for part in ("run: fedavg lr 0.1 seed 0, running", "4/10", "0.4, best 0.4", "0.25, best 0.25", "2 rounds/s",
+                 "0:00:03", "round 3"):  # fmt: skip
+        assert part in shown
+    assert "training loss" not in shown  # nothing finite to draw
+
+
+def test_runs_that_do_not_go_on(capsys):
+    assert "complete" in frame(capsys, make_run("complete", 10))
+    stopped = frame(capsys, make_run("stopped", 4))
+    assert "stopped" in stopped
+    assert "the same command again goes on" in stopped
+    assert "time left" not in stopped
+    diverged = frame(capsys, make_run("diverged", 4, "round 5: the loss is [NaN]"))
+    assert "diverged" in diverged
+    assert "round 5: the loss is [NaN]" in diverged
+
+
+def test_a_folder_of_runs(capsys):
+    make_run("runs/a", 10)
+    lock = Lock(make_run("runs/b/seed0", 5))
+    make_run("runs/c", 0)
+    shown = frame(capsys, "runs").splitlines()
+    lock.release()
+    assert [row.split()[:3] for row in shown[1:4]] == [
+        ["b/seed0", "running", "5/10"], ["a", "complete", "10/10"], ["c", "stopped", "0/10"]
+    ]  # fmt: skip
+    assert shown[4] == "3 runs: 1 running, 1 complete, 1 stopped"
+
+
+def test_it_ends_with_the_run(capsys, monkeypatch):
+    run = make_run("run", 8)
+    lock = Lock(run)
+    looks = []
+
+    def a_round_later(_):
+        looks.append(len(looks))
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(line(9 + len(looks) - 1) if len(looks) <= 2 else "")
+        if len(looks) == 3:
+            lock.release()
+
+    monkeypatch.setattr(time, "sleep", a_round_later)
+    assert call("watch", "run") == 0
+    assert len(looks) == 3
+    assert "complete" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_it(monkeypatch):
+    lock = Lock(make_run("run", 3))
+
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    assert call("watch", "run") == 0
+    lock.release()
+
+
+def test_a_run_before_its_first_round(capsys):
+    lock = Lock(Path("run"))
+    assert frame(capsys, "run") == "run: waiting for the first round\n"
+    lock.release()
+    assert call("watch", "run", "--once") == 2
+    assert "no run in 'run'" in capsys.readouterr().err
+
+
+def test_no_folder(capsys):
+    assert call("watch", "nowhere") == 2
+    assert capsys.readouterr().err == "error: no folder 'nowhere'\n"
+
+
+def test_looking_does_not_keep_a_run_from_starting():
+    run = make_run("run", 3)
+    assert not watch.is_locked(run)
+    Lock(run).release()
+
+
+def test_the_speed_seen_counts_more_than_the_recorded_one(monkeypatch):
+    """Runs side by side record their share of the time only."""
+    run = make_run("run", 4)
+    lock = Lock(run)
+    clock = iter([100.0, 104.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    view = watch.View(run)
+    view.frame()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(line(5))
+    view.frame()
+    lock.release()
+    assert view._speed(view._records[0]) == 1 / 4
