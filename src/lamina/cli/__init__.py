@@ -1,4 +1,4 @@
-"""The command line: ``lamina run``, ``lamina compare``, ``lamina list``, ``lamina show``.
+"""The command line, ``lamina``: a module for every command or group of them; `lamina --help` lists them.
 
 Exit codes: 0 done, 1 a bug, 2 bad input, 3 training diverged, 130 interrupted.
 """
