@@ -68,6 +68,7 @@ def examine() -> tuple[dict[str, dict[str, Any]], list[str]]:
 def packages(advice: list[str]) -> dict[str, Any]:
     """lamina and what it cannot do without."""
     found = {"lamina": __version__, "python": platform.python_version()} | {name: version(name) for name in NEEDED}
+    found["torch"] = torch.__version__  # tells the build, cpu or cuda, too
     missing = [name for name, installed in found.items() if installed is None]
     if missing:
         advice.append(f"{', '.join(missing)} not installed: pip install lamina again")
