@@ -11,7 +11,6 @@ import contextlib
 import csv
 import io
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,25 +42,6 @@ class Entry:
     seeds: list[int] = field(default_factory=list)
     histories: list[History] = field(default_factory=list)  # one per seed
     diverged: list[str] = field(default_factory=list)  # one line for every run that did
-
-    def values(self, of: Callable[[History], float]) -> list[float]:
-        """A number per history, NaN left out: a seed that diverged in its first round has none."""
-        numbers = [of(history) for history in self.histories if len(history)]
-        return [number for number in numbers if not math.isnan(number)]
-
-    def rounds_to(self, target: float) -> float:
-        """Mean rounds to the target over seeds; infinite if a seed never gets there, NaN without any round."""
-        if not any(self.histories):
-            return math.nan
-        rounds = [history.rounds_to(target) for history in self.histories]
-        return math.inf if None in rounds else statistics.fmean(r for r in rounds if r is not None)
-
-    def bytes_to(self, target: float) -> float:
-        """Mean bytes (both directions) until the target is reached; infinite or NaN as `rounds_to`."""
-        if not math.isfinite(self.rounds_to(target)):
-            return self.rounds_to(target)
-        reached = [history[: history.rounds_to(target)] for history in self.histories]
-        return statistics.fmean(history.total("bytes_down") + history.total("bytes_up") for history in reached)
 
 
 @dataclass(frozen=True)

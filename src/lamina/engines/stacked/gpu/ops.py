@@ -117,7 +117,9 @@ def _pair(values: Any) -> tuple[int, int]:
 
 def _suits_hopper(x: Tensor, weight: Tensor, stride: list[int]) -> bool:
     _, out, inp, _, _ = weight.shape
-    if hopper is None or not x.is_cuda or x.dtype != torch.bfloat16 or list(stride) != [1, 1] or out % 8 or inp % 8:
+    if hopper is None or not x.is_cuda or x.dtype != torch.bfloat16 or list(stride) != [1, 1]:
+        return False
+    if out % hopper.ALIGNED or inp % hopper.ALIGNED:
         return False
     return _hopper_works(x.device.index or 0)
 
