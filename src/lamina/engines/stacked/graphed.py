@@ -8,6 +8,7 @@ and replays the step K times. The step number is a tensor on the device, so noth
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lamina.algorithms.contract import options
 from lamina.engines.stacked.steps import Steps, split
 from lamina.objective import Buffers
 
-WARM_UP_STEPS = 3  # torch asks for a few runs on a side stream before a capture
+WARM_UP_RUNS = 3  # torch asks for a few runs on a side stream before a capture
 
 
 class GraphedSteps:
@@ -71,7 +72,7 @@ class GraphedSteps:
                 for part, dtype in zip(self._local_parts, wanted, strict=True)
             ]
         own = self._steps
-        compute, write = own.apply, _write_parts
+        compute, write, self._round = own.apply, _write_parts, _round_parts
         if compiled:
             from torch import _dynamo  # here, because it takes seconds
 
@@ -79,13 +80,16 @@ class GraphedSteps:
             _dynamo.config.recompile_limit = max(64, _dynamo.config.recompile_limit)
             own.mean_losses = torch.compile(own.mean_losses, dynamic=False)  # type: ignore[method-assign]
             write = torch.compile(_write_parts, dynamic=False)
+            self._round = torch.compile(_round_parts, dynamic=False)
 
         def apply(local: list[Any], *arguments: Any) -> list[Any]:
             write(compute, self._rounded, local, *arguments)
             return local
 
         own.apply = apply  # type: ignore[method-assign,assignment]
-        self._replay = self._capture().replay if local.y.is_cuda else self._one_step
+        self._first, self._next = self._start, self._one_step
+        if local.y.is_cuda:
+            self._first, self._next = _captured(self._start), _captured(self._one_step, before=self._start)
 
     def run(
         self,
@@ -120,31 +124,19 @@ class GraphedSteps:
             self._lr[:rows].copy_(lr)
         else:
             self._lr.fill_(lr)
-        self._losses.zero_()
-        self._k.zero_()
-        for part, rounded in zip(self._local_parts, self._rounded, strict=True):
-            if rounded is not None:
-                rounded.copy_(part.y)
+        self._first()
         for _ in range(steps):
-            self._replay()
+            self._next()
         for name, buffer in buffers.items():
             buffer.copy_(self._buffers[name][:rows])
         made = type(local)(*(None if value is None else value[:rows] for value in self._local))
         return made, self._losses[:rows]
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP_STEPS):
-                self._k.zero_()
-                self._one_step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
+    def _start(self) -> None:
+        """What precedes the first step, once the inputs are in."""
+        self._losses.zero_()
         self._k.zero_()
-        with torch.cuda.graph(graph):
-            self._one_step()
-        return graph
+        self._round(self._rounded, [part.y for part in self._local_parts])
 
     def _one_step(self) -> None:
         index = self._samples.index_select(1, self._k).squeeze(1)
@@ -153,6 +145,28 @@ class GraphedSteps:
         _, losses = self._steps.step(self._local_parts, self._down_parts, self._buffers, index, filled, keys, self._lr)
         self._losses += losses
         self._k += 1
+
+
+def _captured(work: Callable[[], None], before: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """The same work as a CUDA graph; `before` each of the runs that come first, not part of it."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UP_RUNS):
+            before()
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    before()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
+
+
+def _round_parts(rounded: list[Tensor | None], parts: list[Tensor]) -> None:
+    for copy, part in zip(rounded, parts, strict=True):
+        if copy is not None:
+            copy.copy_(part)
 
 
 def _write_parts(compute: Any, rounded: list[Tensor | None], local: list[Any], *arguments: Any) -> None:
