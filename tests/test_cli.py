@@ -14,7 +14,8 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file
 
-from lamina import BadInput, History, Simulation, __version__, algorithms, cli
+from helpers import call
+from lamina import BadInput, History, Simulation, __version__, algorithms
 from lamina.algorithms import contract
 from lamina.experiment import compare as comparing
 from lamina.experiment import run as running
@@ -50,18 +51,9 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def here(folder, monkeypatch):
-    """A folder to work in, with torch's threads and the import path as they were afterwards."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def here(folder, empty_folder):
+    """The same folder, as the one to work in."""
     return folder
-
-
-def call(*arguments):
-    """The exit code of a command run in this process: a process of its own costs three seconds."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return ended.value.code or 0
 
 
 def lamina(folder, *arguments):
@@ -105,7 +97,7 @@ def test_a_diverging_run_exits_3_and_keeps_its_rounds(folder):
 def test_compare_prints_the_table_and_saves_the_picture(folder):
     """Off a terminal, a plain line for every run goes to stderr, the table to stdout."""
     done = lamina(folder, "compare", "small.toml", "--algorithms", "fedavg, fedlada", "--seeds", "2",
-                  "--set", "compare.lr.fedavg=[0.01, 0.1]", "--set", "train.lr=0.05")  # fmt: skip
+                  "--set", "compare.grid.fedavg.lr=[0.01, 0.1]", "--set", "train.lr=0.05")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "fedavg" in done.stdout
     assert "fedlada" in done.stdout
@@ -314,9 +306,9 @@ def test_a_second_ctrl_c_stops_at_once(here, capsys, monkeypatch):
 
 
 def test_compare_ignores_settings_for_others_but_not_misspelt_ones(here, capsys):
-    others = ("--set", "compare.lr.fedams=[0.1, 0.2]", "--set", "compare.options.scaffold.server_lr=0.5")
+    others = ("--set", "compare.grid.fedams.lr=[0.1, 0.2]", "--set", "compare.options.scaffold.server_lr=0.5")
     assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "c", "-q", *others) == 0
-    assert call("compare", "small.toml", "--algorithms", "fedavg", "--set", "compare.lr.fedavgg=[0.1]") == 2
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--set", "compare.grid.fedavgg.lr=[0.1]") == 2
     assert "did you mean 'fedavg'?" in capsys.readouterr().err
 
 
@@ -354,7 +346,7 @@ def entry(*accuracies):
                  for i, a in enumerate(curve, 1)])
         for seed, curve in enumerate(accuracies)
     ]  # fmt: skip
-    return comparing.Entry("x", "X", 0.1, {}, list(range(len(rows))), rows)
+    return comparing.Entry("x", "X", {"lr": 0.1}, [], list(range(len(rows))), rows)
 
 
 def test_a_diverged_seed_does_not_shorten_the_picture(tmp_path):
@@ -435,7 +427,7 @@ def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, monkeypat
         ("train.schedule.nam=cosine", "did you mean 'name'?"),
         ("train=3", "train = 3: must be a table"),
         ("train.schedule=3", "train.schedule = 3: must be a table"),
-        ("compare.lr=3", "compare.lr = 3: must be a table"),
+        ("compare.grid=3", "compare.grid = 3: must be a table"),
         ("compare.options.fedlamb.name=foo", "[compare.options.fedlamb] has no key 'name'"),
         ("compare.options.fedlamb.preset=3", "compare.options.fedlamb.preset = 3"),
     ],

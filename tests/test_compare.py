@@ -9,14 +9,13 @@ import random
 import re
 import shutil
 import signal
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.live import Live
 
+from helpers import assert_same, call, finish, kill, rows, sets, start
 from lamina import BadInput, Simulation
 from lamina.cli import compare as compare_command
 from lamina.experiment import compare as comparing
@@ -24,7 +23,6 @@ from lamina.experiment import folder as folders
 from lamina.experiment.checkpoint import Checkpoints
 from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
-from test_resume import HELD_UP, assert_same, call, finish, rows, start
 
 TOML = """
 [data]
@@ -45,8 +43,8 @@ algorithms = ["fedavg", "scaffold"]
 seeds = 2
 target = 0.3
 
-[compare.lr]
-fedavg = [0.05, 0.2]
+[compare.grid]
+fedavg.lr = [0.05, 0.2]
 """
 RUNS = (
     "tuning/fedavg/lr0.05",
@@ -59,16 +57,13 @@ RUNS = (
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def here(empty_folder):
     Path("small.toml").write_text(TOML)
-    return tmp_path
+    return empty_folder
 
 
 def command(out, *more):
-    settings = (word for setting in more for word in ("--set", setting))
-    return ["compare", str(Path("small.toml").resolve()), "--out", str(Path(out).resolve()), "--quiet", *settings]
+    return ["compare", str(Path("small.toml").resolve()), "--out", str(Path(out).resolve()), "--quiet", *sets(*more)]
 
 
 def assert_same_comparison(a, b, runs=RUNS):
@@ -98,7 +93,7 @@ def test_a_comparison_is_a_folder_of_ordinary_runs(here):
     assert chosen.lr == max(scores, key=scores.get)
     # any of them can be gone on with as a run of its own: here it is complete
     settings = ("algorithm.name=fedavg", "train.seed=1", f"train.lr={chosen.lr}")
-    run = ["run", "small.toml", "--out", "c/fedavg/seed1", *(w for s in settings for w in ("--set", s))]
+    run = ["run", "small.toml", "--out", "c/fedavg/seed1", *sets(*settings)]
     assert call(*run) == 0
     assert len(rows("c/fedavg/seed1")) == 12
     tuning = ["run", "small.toml", "--out", "again", "-q", "--set", "algorithm.name=fedavg", "--set", "train.lr=0.2",
@@ -133,34 +128,18 @@ def test_runs_of_the_loop_engine_are_compared_too(here):
 def test_killed_and_started_again_it_ends_the_same(here):
     longer = "train.rounds=40"
     assert finish(command("a", longer)) == 0
-    moments, kills = random.Random(0), 0
-    while kills < 6:
-        process = start(command("b", longer))
-        before = count(here / "b")
-        deadline = time.monotonic() + HELD_UP
-        while process.is_alive() and count(here / "b") < before + 20 and time.monotonic() < deadline:
-            time.sleep(0.002)
-        time.sleep(moments.uniform(0, 0.05))
-        process.kill()
-        process.join(HELD_UP)
-        assert process.exitcode == -signal.SIGKILL, "the comparison ended before it was killed: give it more rounds"
-        kills += 1
+    moments = random.Random(0)
+    for _ in range(6):
+        killed = kill(start(command("b", longer)), here / "b", rounds=20, delay=moments.uniform(0, 0.05))
+        assert killed, "the comparison ended before it was killed: give it more rounds"
     assert finish(command("b", longer)) == 0
     assert_same_comparison("a", "b")
-
-
-def count(path):
-    """Rounds in all metrics of a comparison."""
-    total = 0
-    for file in path.rglob("metrics.jsonl"):
-        total += file.read_bytes().count(b"\n")
-    return total
 
 
 @pytest.mark.parametrize("behind", ["seed0", "seed1"])
 def test_members_one_round_apart_go_on_from_the_round_they_share(here, behind, capsys):
     """A kill between two members' checkpoints of the seventh round."""
-    untuned = "compare.lr.fedavg=[0.05]"  # with more rounds another rate may be the best
+    untuned = "compare.grid.fedavg.lr=[0.05]"  # with more rounds another rate may be the best
     assert call(*command("whole", untuned)) == 0
     assert call(*command("c", untuned, "train.rounds=7")) == 0
     place = here / "c" / "scaffold" / behind
@@ -257,7 +236,7 @@ def test_ctrl_c_shows_the_finished_runs_and_says_how_to_go_on(here, capsys, monk
 
 def test_a_member_that_diverges_leaves_the_others_alone(here):
     """After a kill, too: who has diverged is not run again, and the others end as they would have."""
-    wild = "compare.lr.fedavg=[0.05, 1e30]"
+    wild = "compare.grid.fedavg.lr=[0.05, 1e30]"
     assert call(*command("a", wild)) == 0
     record = read_record("a/tuning/fedavg/lr1e+30")
     assert record.ended
@@ -269,6 +248,67 @@ def test_a_member_that_diverges_leaves_the_others_alone(here):
     assert call(*command("b", wild, "train.rounds=5")) == 0
     assert call(*command("b", wild)) == 0
     assert_same("a/tuning/fedavg/lr0.05", "b/tuning/fedavg/lr0.05")
+
+
+GRID = ("compare.algorithms=['fedlamb']", "compare.seeds=1", "train.rounds=4", "compare.grid.fedlamb.lr=[0.01, 0.1]",
+        "compare.grid.fedlamb.decay=[0.0, 0.01, 0.0]")  # fmt: skip
+
+
+def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsys):
+    grouped = []
+    monkeypatch.setattr(
+        comparing, "stackable", lambda runs, old=comparing.stackable: grouped.append(old(runs)) or grouped[-1]
+    )
+    assert call(*[word for word in command("c", *GRID) if word != "--quiet"]) == 0
+    assert [[len(group) for group in groups] for groups in grouped] == [[4], [1]]
+    said = capsys.readouterr()
+    records = {record.folder.name: record for record in find_records(["c/tuning"])}
+    assert set(records) == {f"lr{lr}-decay{decay}" for lr in (0.01, 0.1) for decay in (0.0, 0.01)}
+    scores = {name: record.history.best() for name, record in records.items()}
+    best = records[max(scores, key=scores.get)].config
+    final = read_record("c/fedlamb/seed0").config
+    assert (final["train"]["lr"], final["algorithm"]["decay"]) == (best["train"]["lr"], best["algorithm"]["decay"])
+    kept = json.loads(Path("c/config.json").read_text())["algorithms"]["fedlamb"]
+    assert (kept["lr"], kept["decay"]) == (final["train"]["lr"], final["algorithm"]["decay"])
+    with Path("c/tuning.csv").open() as file:
+        tried = list(csv.DictReader(file))
+    assert list(tried[0]) == ["algorithm", "learning_rate", "decay", "best_validation_accuracy", "chosen"]
+    names = [f"lr{row['learning_rate']}-decay{row['decay']}" for row in tried]
+    assert dict(zip(names, (float(row["best_validation_accuracy"]) for row in tried), strict=True)) == scores
+    assert [row["decay"] for row in tried if row["chosen"] == "True"] == [str(final["algorithm"]["decay"])]
+    assert "note: settings were chosen on 20% of the training data, held out" in said.out
+    assert f"fedlamb: lr {final['train']['lr']:g}, decay {final['algorithm']['decay']:g} was chosen" in said.out
+    assert "the best decay 0 lies" not in said.out  # nothing lies below 0
+    assert "tuning fedlamb, lr 0.01, decay 0.01, seed 0: best validation accuracy" in said.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("compare.grid.fedlamb.decai=[0.1]", "no key 'decai'; did you mean 'decay'"),
+        ("compare.grid.fedlamb.decay=[-1.0, 0.0]", "decay = -1.0"),
+        ("compare.grid.fedlamb.decay=0.1", "compare.grid.fedlamb.decay = 0.1: must be a list"),
+        ("compare.grid.fedlamb.lr=[]", "compare.grid.fedlamb.lr = []: must not be empty"),
+        ("compare.grid.fedlamb.name=['fedavg']", "[compare.grid.fedlamb] has no key 'name'"),
+        ("compare.lr.fedlamb=[0.1]", "[compare] has no key 'lr'"),
+    ],
+)
+def test_what_cannot_be_tried_is_said_before_anything_runs(here, capsys, setting, said):
+    assert call(*command("c", "compare.algorithms=['fedlamb']", setting)) == 2
+    line = capsys.readouterr().err
+    assert said in line
+    assert line.count("\n") == 1
+    assert not (here / "c").exists()
+
+
+def test_more_runs_than_may_be_open_at_once(here, monkeypatch):
+    assert call(*command("a", *GRID)) == 0
+    monkeypatch.setattr(comparing, "MOST_AT_ONCE", 3)
+    ended = []
+    monkeypatch.setattr(comparing.Watcher, "run_ended", lambda self, job, record: ended.append(job.folder))
+    assert call(*command("b", *GRID)) == 0
+    assert len(ended) == len(set(ended)) == 5
+    assert Path("a/tuning.csv").read_text() == Path("b/tuning.csv").read_text()
 
 
 def test_a_record_of_a_run_that_is_still_going(here):
@@ -286,8 +326,8 @@ def test_a_record_of_a_run_that_is_still_going(here):
 def test_a_comparison_writes_nothing_before_it_runs(here):
     experiment = load("small.toml", ["compare.algorithms=['fedlamb']"])
     comparison = comparing.Comparison(experiment, here / "c")
-    assert comparison.rates("fedlamb") == []
-    assert comparison.rates("fedavg") == [0.05, 0.2]
+    assert [point["lr"] for point in comparing.points_of(experiment, "fedavg")] == [0.05, 0.2]
+    assert comparison.entries == []
     assert not (here / "c").exists()  # nothing is written before it runs
 
 

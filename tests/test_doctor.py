@@ -1,7 +1,6 @@
 """`lamina doctor` says what is there and what to do about the rest."""
 
 import json
-import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,24 +8,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lamina import BadInput, __version__, cli
+from helpers import call
+from lamina import BadInput, __version__
 from lamina.cli import doctor
 from lamina.data import cifar, idx, tinyimagenet
 from lamina.data.sources import SOURCES
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def here(empty_folder, monkeypatch):
     monkeypatch.delenv("LAMINA_DATA", raising=False)
-    return tmp_path
-
-
-def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return ended.value.code or 0
+    return empty_folder
 
 
 def examined(capsys):

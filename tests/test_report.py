@@ -11,13 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina import BadInput, History, cli
+from helpers import call
+from lamina import BadInput, History
 from lamina.data import sources
 from lamina.errors import MissingExtra
 from lamina.experiment.records import find_records
 from lamina.report import build, export, figures, page, tables
 from lamina.report.curves import differing, group, without_repeats
-from lamina.report.rates import responses
+from lamina.report.rates import rates_table, responses
 
 ROOT = Path(__file__).parent.parent
 EVIL = '<b><img src=x onerror="window.hacked=1"></b>'
@@ -210,6 +211,26 @@ def test_the_response_to_the_learning_rate(tmp_path):
     assert "the best learning rate 1 lies on the edge of those tried; try larger ones" in " ".join(made.notes)
 
 
+def test_a_rate_stands_for_the_best_of_the_other_settings(tmp_path):
+    """Decay 0.01 is better at the low rate and diverges at the high one."""
+    grid = {"grid": {"fedlamb": {"lr": [0.1, 1.0], "decay": [0.0, 0.01]}, "fedavg": {"lr": [0.1, 1.0]}}}
+    best = {(0.1, 0.0): 0.5, (0.1, 0.01): 0.8, (1.0, 0.0): 0.6, (1.0, 0.01): 0.99}
+    for (lr, decay), value in best.items():
+        write_run(
+            tmp_path / "tuning" / "fedlamb" / f"lr{lr}-decay{decay}", [0.1, value], lr=lr, algorithm="fedlamb",
+            options={"decay": decay}, compare=grid, diverged="x" if value == 0.99 else None,
+        )  # fmt: skip
+        if not decay:
+            write_run(tmp_path / "tuning" / "fedavg" / f"lr{lr}", [0.3, 0.4], lr=lr, compare=grid)
+    found = {response.label: response for response in build.build([tmp_path]).responses}
+    assert set(found) == {"Fed-LAMB", "FedAvg (Fed-SGD)"}
+    tried = [(one.lr, one.best, one.failed, one.others) for one in found["Fed-LAMB"].tried]
+    assert tried == [(0.1, [0.8], "", "decay 0.01"), (1.0, [0.6], "", "decay 0")]
+    table = rates_table(list(found.values()))
+    assert table.head == ["curve", "lr", "with", "best accuracy, %", "on", ""]
+    assert [row[2] for row in table.rows if row[0] == "FedAvg (Fed-SGD)"] == ["–", "–"]
+
+
 def test_without_several_rates_there_is_no_response(two):
     assert responses(find_records([two])) == []
 
@@ -267,12 +288,6 @@ def test_a_partition_that_cannot_be_dealt_is_left_out_with_a_word(tmp_path):
 
 
 # --- files -------------------------------------------------------------------------------------------------------
-
-
-def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main([str(argument) for argument in arguments])
-    return ended.value.code or 0
 
 
 def test_a_real_run_and_its_report(tmp_path, monkeypatch, capsys):
@@ -405,6 +420,13 @@ def test_long_runs_are_thinned_for_drawing_only(tmp_path):
     assert len(curve["rounds"]) <= 500
     assert all(value is not None for value in curve["columns"]["accuracy"][0])  # only rounds that were evaluated
     assert len(curve["steps"][0]) == 400  # every record, for the table
+
+
+def test_plotlys_one_big_function_is_parsed_at_once():
+    script = page.plotly_js()
+    assert ': this, (() => {\n"use strict";' in script  # else a new plotly is wrapped otherwise, and opens slower
+    assert script.endswith("\n})));")
+    assert page.parsed_at_once("var other = 1;") == "var other = 1;"
 
 
 @pytest.fixture(scope="module")

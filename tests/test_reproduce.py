@@ -7,13 +7,15 @@ import struct
 import numpy as np
 import pytest
 
-from lamina import BadInput, History, cli
+import helpers
+from lamina import BadInput, History
 from lamina.cli import reproduce
 from lamina.data import idx, sources
 from lamina.experiment import claims
-from lamina.experiment.compare import Entry, with_algorithm
+from lamina.experiment.compare import Entry, points_of, with_algorithm
 from lamina.experiment.config import load, parse
 from lamina.experiment.run import build_algorithm, build_partition, build_schedule
+from lamina.experiment.tune import GRIDS
 
 PAPERS = reproduce.papers()
 
@@ -26,7 +28,7 @@ def entry(name, *accuracies, diverged=(), **columns):
         )
         for seed in accuracies
     ]
-    return Entry(name, name, 0.1, {}, list(range(len(histories))), histories, list(diverged))
+    return Entry(name, name, {"lr": 0.1}, [], list(range(len(histories))), histories, list(diverged))
 
 
 def verdict(entries, **claim):
@@ -153,12 +155,21 @@ def test_every_paper_can_be_run(name):
         for own in plan.values():
             build_partition(own), build_schedule(own)
             for algorithm in own.compare.algorithms:
-                build_algorithm(with_algorithm(own, algorithm))
-                assert own.compare.lr[algorithm]  # every rate is the paper's, none a default
+                assert own.compare.grid[algorithm].lr  # every rate is the paper's, none a default
+                for settings in points_of(own, algorithm):
+                    build_algorithm(with_algorithm(own, algorithm, settings))
     for claim in load(PAPERS[name]).claim:
         ours = set(claims.labels(claim))
         assert claims.variants(load(PAPERS[name])).keys() >= claim.variants.keys()
         assert not claim.paper or ours <= claim.paper.keys()  # where a paper has numbers, it has all
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if name.startswith("lamb")])
+def test_the_lamb_papers_grids_are_whole(name):
+    """Rates, lambda and Adp-Fed's server rate: what `lamina tune --grid lamb-paper` tries."""
+    for algorithm, tried in load(PAPERS[name]).compare.grid.items():
+        expected = {key.partition(".")[2]: values for key, values in GRIDS["lamb-paper"][algorithm].items()}
+        assert tried.values() == expected
 
 
 def test_the_papers_own_numbers_support_their_claims():
@@ -194,9 +205,9 @@ rounds = 3
 algorithms = ["fedavg", "fedlamb"]
 seeds = 1
 
-[compare.lr]
-fedavg = [0.1]
-fedlamb = [0.03]
+[compare.grid]
+fedavg.lr = [0.1]
+fedlamb.lr = [0.03]
 
 [[claim]]
 text = "FedAvg learns at all [in brackets]"
@@ -212,16 +223,13 @@ still = ["train.rounds=1"]
 
 
 def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["reproduce", *arguments])
-    return ended.value.code or 0
+    return helpers.call("reproduce", *arguments)
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def here(empty_folder, monkeypatch):
     monkeypatch.setattr(sources, "SOURCES", dict(sources.SOURCES))  # the small version enters one
-    return tmp_path
+    return empty_folder
 
 
 def test_reproduce_runs_the_variants_and_gives_a_verdict(here, capsys):

@@ -2,14 +2,11 @@
 
 import errno
 import json
-import multiprocessing
 import os
 import random
-import resource
 import shutil
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import lamina
-from lamina import BadInput, cli
+from helpers import HELD_UP, Killed, assert_same, call, finish, rows, sets, start, without_times
+from lamina import BadInput
 from lamina.algorithms.contract import Model
 from lamina.engines.state import State
 from lamina.experiment import checkpoint, files, folder
@@ -45,69 +43,18 @@ participation = 0.4
 batch_size = 64
 lr = 0.02
 """
-HELD_UP = 60  # seconds; nothing here takes so long
-
-# children are forked from a server that has imported torch once
-processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["lamina.cli", "sklearn.datasets", "test_resume"])
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def here(empty_folder):
     Path("small.toml").write_text(TOML)
-    return tmp_path
-
-
-def call(*arguments):
-    """The exit code of a command run in this process."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return ended.value.code or 0
+    return empty_folder
 
 
 def command(out, *more, rounds=40, algorithm="scaffold", engine="stacked"):
     settings = (f"train.rounds={rounds}", f"algorithm.name={algorithm}", f"run.engine={engine}", *more)
     return ["run", str(Path("small.toml").resolve()), "--out", str(Path(out).resolve()), "--quiet",
-            *(word for setting in settings for word in ("--set", setting))]  # fmt: skip
-
-
-def child(arguments, environment=(), largest_file=None, errors=None):
-    """A command in a process of its own."""
-    os.environ.update(environment)
-    if errors is not None:
-        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
-    if largest_file is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    cli.main(arguments)
-
-
-def start(arguments, **more):
-    process = processes.Process(target=child, args=(arguments,), kwargs=more, daemon=True)  # it ends with the tests
-    process.start()
-    return process
-
-
-def finish(arguments, **more):
-    process = start(arguments, **more)
-    process.join(HELD_UP)
-    return process.exitcode
-
-
-def rows(path):
-    """The metrics of a run but for the times."""
-    return without_times(json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines())
-
-
-def without_times(history):
-    return [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
-
-
-def assert_same(a, b):
-    assert rows(a) == rows(b)
-    for name in ("model.safetensors", "best.safetensors"):
-        assert (Path(a) / name).read_bytes() == (Path(b) / name).read_bytes(), name
+            *sets(*settings)]  # fmt: skip
 
 
 def wait_for_a_round(path, process):
@@ -143,10 +90,6 @@ def test_killed_at_random_moments(here, algorithm, engine):
 
 def rows_so_far(path):
     return read_metrics(path / "metrics.jsonl")[0]
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL in this process: nothing catches it."""
 
 
 def test_killed_at_every_write(here, monkeypatch):
@@ -489,6 +432,19 @@ def test_only_the_last_two_checkpoints_are_kept_and_all_they_need(tmp_path):
         state, _ = Checkpoints(tmp_path).load(number, state_of(0, {}), Client(None))
         assert {i: float(record.c) for i, record in state.clients.items()} == {i: i for i in range(1, number + 1)}
     assert (tmp_path / "thesis.txt").exists()
+
+
+def test_clients_records_may_lie_elsewhere_than_the_model(tmp_path):
+    """ "meta" stands for a GPU that all of them would not fit."""
+    store, client = Checkpoints(tmp_path), Client(torch.zeros(50))
+    store.save(state_of(1, {3: Client(torch.arange(50.0))}))
+    like = state_of(0, {})
+    like.server = Model(like.server.x.to("meta"))
+    state, _ = store.load(1, like, client, torch.device("cpu"))
+    assert state.server.x.is_meta
+    assert torch.equal(state.clients[3].c, torch.arange(50.0))
+    with_the_model, _ = store.load(1, like, client)
+    assert with_the_model.clients[3].c.is_meta
 
 
 def test_a_failed_save_loses_nothing(tmp_path, monkeypatch):

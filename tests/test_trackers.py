@@ -5,12 +5,11 @@ import csv
 import io
 import json
 import logging
-import sys
 from pathlib import Path
 
 import pytest
 
-from lamina import cli
+from helpers import call, sets
 from lamina.experiment import run as running
 from lamina.experiment import trackers
 from lamina.experiment.config import load
@@ -36,17 +35,9 @@ RUN = Path("runs/small-fedavg-seed0")
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def here(empty_folder):
     Path("small.toml").write_text(TOML)
-    return tmp_path
-
-
-def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return ended.value.code or 0
+    return empty_folder
 
 
 def die_in_round(number, tracker):
@@ -65,11 +56,11 @@ def die_in_round(number, tracker):
     folder.close()
 
 
-def events(tag):
+def events(tag, run=RUN):
     """(round, value) of all that is in the event files, in the order it was written."""
     loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
     found = []
-    for file in sorted((RUN / "tensorboard").iterdir()):
+    for file in sorted((run / "tensorboard").iterdir()):
         for event in loader.EventFileLoader(str(file)).Load():
             found += [(event.step, value.tensor.float_val[0]) for value in event.summary.value if value.tag == tag]
     return found
@@ -118,15 +109,16 @@ def test_a_missing_package_is_one_line_before_any_work(here, package, monkeypatc
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert call("run", "small.toml", f"--{package}") == 2
-    said = capsys.readouterr().err
-    assert said == f"error: --{package} needs {package}: pip install 'lamina[{package}]'\n"
+    for command in ("run", "compare"):
+        assert call(command, "small.toml", f"--{package}") == 2
+        said = capsys.readouterr().err
+        assert said == f"error: --{package} needs {package}: pip install 'lamina[{package}]'\n"
     assert not Path("runs").exists()
 
 
 def test_a_tracker_that_fails_does_not_end_the_run(here, monkeypatch, caplog):
     class Broken:
-        def __init__(self, folder):
+        def __init__(self, folder, name):
             pass
 
         def write(self, history):
@@ -157,6 +149,34 @@ def test_mlflow_holds_every_round_once(here, monkeypatch):
     assert written == [(row["round"], row["train_loss"]) for row in history]
     assert call("run", "small.toml", "-q", "--mlflow") == 0  # complete: nothing to add
     assert len(client.get_metric_history(number, "train_loss")) == 5
+
+
+COMPARE = ["compare", "small.toml", "-q", "--out", "c", "--algorithms", "fedavg", "--seeds", "2",
+           *sets("compare.grid.fedavg.lr=[0.01, 0.02]", "train.rounds=2")]  # fmt: skip
+
+
+def test_every_run_of_a_comparison_has_its_own_events(here, monkeypatch):
+    pytest.importorskip("tensorboard")
+    assert call(*COMPARE) == 0
+    assert not Path("c/fedavg/seed0/tensorboard").exists()
+    assert call(*COMPARE, "--tensorboard") == 0  # complete: what is there is copied
+    assert call(*COMPARE, "--overwrite", "--tensorboard") == 0
+    for run in ("fedavg/seed0", "fedavg/seed1", "tuning/fedavg/lr0.01", "tuning/fedavg/lr0.02"):
+        written = [(row["round"], pytest.approx(row["train_loss"])) for row in read_record(Path("c", run)).history]
+        assert events("train_loss", Path("c", run)) == written
+
+
+def test_every_run_of_a_comparison_is_one_of_mlflows(here, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here}/store.db")
+    assert call(*COMPARE, "--mlflow") == 0
+    client = mlflow.MlflowClient()
+    found = client.search_runs([client.get_experiment_by_name("lamina").experiment_id])
+    assert {run.info.run_name: run.info.status for run in found} == {
+        f"c/{name}": "FINISHED"
+        for name in ("fedavg/seed0", "fedavg/seed1", "tuning/fedavg/lr0.01", "tuning/fedavg/lr0.02")
+    }
+    assert {run.data.metrics["round"] for run in found} == {2.0}
 
 
 def test_export_is_one_table_of_all_runs(here, capsys):

@@ -1,20 +1,25 @@
 """Tuning: grids as populations of ordinary runs, Optuna's trials, and what is chosen on which data."""
 
+import contextlib
 import csv
 import json
+import random
+import sqlite3
 import sys
+import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
+from helpers import HELD_UP, Killed, call, finish, kill, rows, sets, start
 from lamina import BadInput
 from lamina.errors import MissingExtra
 from lamina.experiment import compare as comparing
+from lamina.experiment import study
 from lamina.experiment import tune as tuning
-from lamina.experiment.config import load, parse
+from lamina.experiment.config import as_toml, load, parse
 from lamina.experiment.folder import RunFolder
-from test_resume import HELD_UP, Killed, call, rows, start
 
 TOML = """
 [data]
@@ -50,17 +55,14 @@ pruner = "median"
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def here(empty_folder):
     Path("grid.toml").write_text(TOML + GRID)
     Path("tpe.toml").write_text(TOML + TPE)
-    return tmp_path
+    return empty_folder
 
 
 def tune(file, *more, out):
-    settings = (word for setting in more for word in ("--set", setting))
-    return ["tune", str(Path(file).resolve()), "--out", str(Path(out).resolve()), "--quiet", *settings]
+    return ["tune", str(Path(file).resolve()), "--out", str(Path(out).resolve()), "--quiet", *sets(*more)]
 
 
 def table(folder):
@@ -129,11 +131,11 @@ def test_a_grid_is_a_population_of_ordinary_runs(here, monkeypatch, capsys):
     assert capsys.readouterr().err == ""  # quiet
     place = "t/lr0.05-decay0.01/seed1"
     single = ("train.lr=0.05", "algorithm.decay=0.01", "train.seed=1", "data.validation=0.2")
-    assert call("run", "grid.toml", "--out", "r", "-q", *(w for s in single for w in ("--set", s))) == 0
+    assert call("run", "grid.toml", "--out", "r", "-q", *sets(*single)) == 0
     assert rows("r") == [pytest.approx(row, rel=1e-4) for row in rows(place)]
     a, b = (json.loads(Path(folder, "config.json").read_text()) for folder in ("r", place))
     assert a == b
-    assert call("run", "grid.toml", "--out", place, "-q", *(w for s in single for w in ("--set", s))) == 0  # complete
+    assert call("run", "grid.toml", "--out", place, "-q", *sets(*single)) == 0  # complete
 
 
 def test_protocols_that_differ_are_not_stacked(here):
@@ -213,6 +215,135 @@ def test_going_on_after_a_kill(here, monkeypatch, file):
     assert Path("b", table("b")[0]["trial"], "seed0/log.txt").read_text() == before[1]
 
 
+def test_a_grid_killed_at_random_moments_ends_the_same(here):
+    longer = "train.rounds=12"
+    assert finish(tune("grid.toml", longer, out="a")) == 0
+    moments = random.Random(0)
+    for _ in range(3):
+        killed = kill(start(tune("grid.toml", longer, out="b")), "b", rounds=12, delay=moments.uniform(0, 0.05))
+        assert killed, "the tuning ended before it was killed: give it more rounds"
+    assert finish(tune("grid.toml", longer, out="b")) == 0
+    assert table("a") == table("b")
+    assert Path("a/best.toml").read_text() == Path("b/best.toml").read_text()
+
+
+LONGER = ("train.rounds=6", "tune.trials=6", "tune.pruner=none")
+
+
+def trials_in(folder):
+    """What Optuna itself says of a study: number, state, values."""
+    optuna = pytest.importorskip("optuna")
+    found = optuna.load_study(study_name="tune", storage=f"sqlite:///{Path(folder, 'study.db').absolute()}")
+    return [(trial.number, trial.state.name, trial.values) for trial in found.get_trials()]
+
+
+def test_a_study_killed_at_random_moments_loses_no_trial(here):
+    moments, finished = random.Random(0), set()
+    for _ in range(4):
+        process = start(tune("tpe.toml", *LONGER, out="t"))
+        killed = kill(process, "t", rounds=moments.randint(1, 6), delay=moments.uniform(0, 0.03))
+        assert killed, "the study ended before it was killed: give it more trials"
+        known = trials_in("t")
+        assert sum(state == "RUNNING" for _, state, _ in known) <= 1
+        assert finished <= {repr(trial) for trial in known}
+        finished = {repr(trial) for trial in known if trial[1] == "COMPLETE"}
+    assert finish(tune("tpe.toml", *LONGER, out="t")) == 0
+    known = trials_in("t")
+    assert [(number, state) for number, state, _ in known] == [(number, "COMPLETE") for number in range(6)]
+    assert finished <= {repr(trial) for trial in known}
+    assert [float(row["best_validation_accuracy"]) for row in table("t")] == [score for _, _, (score,) in known]
+    assert {len(rows(Path("t", row["trial"], "seed0"))) for row in table("t")} == {6}
+
+
+def test_a_study_killed_before_its_first_round(here):
+    """While its tables are made, between the study and its first trial, and so on."""
+    few = ("train.rounds=1", "tune.trials=2")
+    for number in range(5):
+        process = start(tune("tpe.toml", *few, out="t"))
+        deadline = time.monotonic() + HELD_UP
+        while not Path("t/study.db").exists() and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.04 * number)
+        process.kill()
+        process.join(HELD_UP)
+    assert finish(tune("tpe.toml", *few, out="t")) == 0
+    assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
+
+
+def test_a_worker_goes_on_with_the_trial_of_one_that_was_killed(here):
+    workers = [start(tune("tpe.toml", *LONGER, out="t")) for _ in range(2)]
+    assert kill(workers[0], "t", rounds=8, delay=0)
+    workers[1].join(HELD_UP)
+    assert workers[1].exitcode == 0
+    assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 6
+    assert all(row["remark"] in ("", "chosen") for row in table("t"))
+
+
+def not_a_database(folder):
+    (folder / "study.db").write_text("dear diary, " * 500)
+
+
+def of_another_optuna(folder):
+    with contextlib.closing(sqlite3.connect(folder / "study.db")) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = 'v9.9.9.a'")
+
+
+def without_a_column(folder):
+    with contextlib.closing(sqlite3.connect(folder / "study.db")) as database, database:
+        database.execute("ALTER TABLE trials RENAME COLUMN number TO numero")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (not_a_database, "file is not a database; choose another folder with --out, or start anew with --overwrite"),
+        (of_another_optuna, "is no longer compatible with the table schema"),
+        (without_a_column, "no such column: trials.number; choose another folder with --out, or start anew"),
+    ],
+)
+def test_a_study_that_cannot_be_read_is_one_line(here, capsys, damage, said):
+    few = ("tune.trials=1", "train.rounds=1")
+    assert call(*tune("tpe.toml", *few, out="t")) == 0
+    damage(here / "t")
+    assert call(*tune("tpe.toml", *few, out="t")) == 2
+    line = capsys.readouterr().err
+    assert said in line
+    assert line.startswith(f"error: cannot use the study '{here}/t/study.db': ")
+    assert line.count("\n") == 1
+    assert call(*tune("tpe.toml", *few, out="t"), "--overwrite") == 0
+    assert table("t")[0]["remark"] == "chosen"
+
+
+def test_a_study_that_is_locked_or_read_only_is_one_line_and_goes_on_later(here, capsys, monkeypatch):
+    two = ("train.rounds=1", "tune.trials=2")
+    assert call(*tune("tpe.toml", "train.rounds=1", "tune.trials=1", out="t")) == 0
+    with monkeypatch.context() as patch, contextlib.closing(sqlite3.connect("t/study.db")) as other:
+        patch.setattr(study, "WAIT", 0.05)
+        other.execute("BEGIN IMMEDIATE")
+        assert call(*tune("tpe.toml", *two, out="t")) == 2
+    said = capsys.readouterr().err
+    assert "study.db': database is locked; what is finished is kept: the same command goes on" in said
+    with monkeypatch.context() as patch:
+        patch.setattr(study.Study, "_url", f"sqlite:///file:{here}/t/study.db?mode=ro&uri=true")
+        assert call(*tune("tpe.toml", *two, out="t")) == 2
+    said = capsys.readouterr().err
+    assert "study.db': attempt to write a readonly database; what is finished is kept" in said
+    assert said.count("\n") == 1
+    assert call(*tune("tpe.toml", *two, out="t")) == 0
+    assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
+
+
+def test_a_study_that_may_not_grow_is_one_line_and_goes_on_later(here):
+    few = ("train.rounds=2", "tune.trials=2")
+    assert finish(tune("tpe.toml", *few, out="t"), largest_file=60_000, errors="said.txt") == 2  # as on a full disk
+    said = Path("said.txt").read_text()
+    assert "study.db': " in said
+    assert "what is finished is kept" in said
+    assert said.count("\n") == 1
+    assert finish(tune("tpe.toml", *few, out="t")) == 0
+    assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
+
+
 def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
     optuna = pytest.importorskip("optuna")
     assert call(*tune("tpe.toml", "train.rounds=4", "tune.trials=3", out="t")) == 0
@@ -264,4 +395,4 @@ def test_a_folder_of_something_else_is_refused(here, capsys):
 def test_toml_is_read_back():
     tree = {"a": {"x": 1e-05, "y": [1, "two", True], "z": None, "b.c": {"k": 'q"uote', "n": float("inf")}}}
     del tree["a"]["z"]
-    assert tomllib.loads(tuning.as_toml(tree)) == tree
+    assert tomllib.loads(as_toml(tree)) == tree

@@ -1,13 +1,12 @@
 """`lamina watch` tells from the folder alone how runs stand."""
 
 import json
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from lamina import cli
+from helpers import call
 from lamina.cli import watch
 from lamina.experiment.folder import Lock
 
@@ -21,11 +20,9 @@ CONFIG = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def here(empty_folder, monkeypatch):
     monkeypatch.setattr(watch, "EVERY", 0)
-    return tmp_path
+    return empty_folder
 
 
 def make_run(folder, rounds, diverged=None):
@@ -44,12 +41,6 @@ def make_run(folder, rounds, diverged=None):
 def line(number):
     row = {"round": number, "accuracy": number / 10, "loss": 1 / number, "train_loss": None, "seconds": 0.4}
     return json.dumps({**row, "evaluation_seconds": 0.1}) + "\n"
-
-
-def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return ended.value.code or 0
 
 
 def frame(capsys, folder):

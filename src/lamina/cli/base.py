@@ -29,6 +29,8 @@ err = Console(stderr=True)
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what the folder holds of an earlier run")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")]
+MLflow = Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but errors")]
 
 
@@ -40,6 +42,11 @@ def say(what: str, text: object) -> None:
 def tell(line: str) -> None:
     """Print a line as it is: no markup, no colours, no folding."""
     out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
+    """The names of the trackers that were asked for."""
+    return [name for name, asked in (("tensorboard", tensorboard), ("mlflow", mlflow)) if asked]
 
 
 class Interrupted(Exception):

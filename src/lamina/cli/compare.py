@@ -14,7 +14,22 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from lamina.cli.base import File, Interrupted, Overwrite, Quiet, Set, Stop, app, err, interruptible, out, tell
+from lamina.cli.base import (
+    File,
+    Interrupted,
+    MLflow,
+    Overwrite,
+    Quiet,
+    Set,
+    Stop,
+    TensorBoard,
+    app,
+    err,
+    interruptible,
+    out,
+    tell,
+    wanted_trackers,
+)
 from lamina.cli.run import TO_GO_ON
 from lamina.experiment import compare as comparing
 from lamina.experiment.config import Experiment, load
@@ -33,6 +48,8 @@ def compare(
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, picture and tables")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
+    tensorboard: TensorBoard = False,
+    mlflow: MLflow = False,
 ) -> None:
     """Compare algorithms on the same clients and batches; prints the table and saves the picture.
 
@@ -47,7 +64,10 @@ def compare(
     path = out_folder or Path("runs") / f"{file.stem}-compare"
     stop = Stop()
     watcher = comparing.Watcher() if quiet else LiveTable(experiment) if err.is_terminal else Lines(experiment)
-    comparison = comparing.Comparison(experiment, path, overwrite=overwrite, watcher=watcher, stop=stop)
+    trackers = wanted_trackers(tensorboard, mlflow)
+    comparison = comparing.Comparison(
+        experiment, path, overwrite=overwrite, watcher=watcher, stop=stop, trackers=trackers
+    )
     with stop, watcher if isinstance(watcher, LiveTable) else contextlib.nullcontext():
         finished = comparison.run()
     if comparison.entries:

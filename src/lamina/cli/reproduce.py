@@ -22,7 +22,7 @@ from lamina.data.dataset import Dataset, Splits
 from lamina.errors import BadInput, unknown
 from lamina.experiment import claims, compare
 from lamina.experiment.claims import AS_GIVEN, Finding
-from lamina.experiment.config import Claim, Experiment, load
+from lamina.experiment.config import Claim, Experiment, Tried, load
 from lamina.experiment.files import cannot_write, write_json
 from lamina.experiment.run import build_algorithm, build_partition, build_schedule
 
@@ -109,7 +109,8 @@ def plan(file: Path, overrides: list[str], scale: Scale = "full") -> dict[str, E
         own = small(own) if scale == "small" else own
         build_partition(own), build_schedule(own)
         for name in names:
-            build_algorithm(compare.with_algorithm(own, name))
+            for settings in compare.points_of(own, name):
+                build_algorithm(compare.with_algorithm(own, name, settings))
         made[variant] = own
     return made
 
@@ -139,7 +140,7 @@ def run(
 
 
 def small(experiment: Experiment) -> Experiment:
-    """The same with a part of the data, few rounds, one seed, one rate each, and no ResNet: to see that it runs."""
+    """The same with a part of the data, few rounds, one seed, no choice, and no ResNet: to see that it runs."""
     data, train, spec = experiment.data, experiment.train, experiment.compare
     rounds = min(train.rounds, SMALL_ROUNDS)
     model = experiment.model
@@ -152,10 +153,15 @@ def small(experiment: Experiment) -> Experiment:
             "train": train.model_copy(update={"rounds": rounds}),
             "run": experiment.run.model_copy(update={"checkpoint_every": rounds}),
             "compare": spec.model_copy(
-                update={"seeds": 1, "lr": {name: rates[len(rates) // 2 :][:1] for name, rates in spec.lr.items()}}
+                update={"seeds": 1, "grid": {name: middle(tried) for name, tried in spec.grid.items()}}
             ),
         }
     )
+
+
+def middle(tried: Tried) -> Tried:
+    """One value of each list."""
+    return Tried.model_validate({name: values[len(values) // 2 :][:1] for name, values in tried.values().items()})
 
 
 def small_source(name: str) -> str:

@@ -7,7 +7,21 @@ from typing import Annotated
 
 import typer
 
-from lamina.cli.base import File, Interrupted, Overwrite, Quiet, Set, Stop, app, interruptible, progress_bar, tell
+from lamina.cli.base import (
+    File,
+    Interrupted,
+    MLflow,
+    Overwrite,
+    Quiet,
+    Set,
+    Stop,
+    TensorBoard,
+    app,
+    interruptible,
+    progress_bar,
+    tell,
+    wanted_trackers,
+)
 from lamina.experiment import run as running
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
@@ -25,16 +39,15 @@ def run(
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for the records")] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")] = False,
-    mlflow: Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")] = False,
+    tensorboard: TensorBoard = False,
+    mlflow: MLflow = False,
 ) -> None:
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
     experiment = load(file, overrides or [])
     path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
     experiment, ranks = running.join_ranks(experiment)
     quiet = quiet or ranks.rank > 0
-    wanted = [name for name, asked in (("tensorboard", tensorboard), ("mlflow", mlflow)) if asked and ranks.rank == 0]
-    trackers = Trackers(wanted, path)
+    trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
     with LogLines() as lines:
         simulation = running.build(experiment)  # first: a wrong name matters more than a folder in the way
         config = running.resolved(experiment, simulation)

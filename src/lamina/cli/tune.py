@@ -31,6 +31,7 @@ from lamina.experiment import tune as tuning
 from lamina.experiment.config import load
 from lamina.experiment.files import cannot_write, write_file
 from lamina.experiment.records import Record
+from lamina.experiment.settings import short_names, shown, written
 
 RATE = "train.lr"
 
@@ -103,7 +104,7 @@ def show(made: tuning.Tuning, finished: bool) -> None:
     if best is None:
         tell("no trial ran to its end: nothing is chosen")
     else:
-        tell(f"best: {tuning.written(best.settings)}; {made.score_name} {best.score:.4f}")
+        tell(f"best: {written(best.settings)}; {made.score_name} {best.score:.4f}")
         ties = sum(trial.score == best.score for trial in made.trials) - 1
         if ties:
             tell(f"note: {ties} more with the same score; the first is taken")
@@ -113,18 +114,18 @@ def show(made: tuning.Tuning, finished: bool) -> None:
 
 def table(made: tuning.Tuning) -> Table:
     """Every trial's values, best and last score, and how it ended."""
-    shown = Table(box=None, pad_edge=False)
+    made_table = Table(box=None, pad_edge=False)
     unit = ", %" if made.metric == "accuracy" else ""
-    for heading in tuning.short_names(made.keys):
-        shown.add_column(heading, justify="right", overflow="fold")
+    for heading in short_names(made.keys):
+        made_table.add_column(heading, justify="right", overflow="fold")
     for heading in (f"{made.score_name}{unit}", f"last{unit}"):
-        shown.add_column(heading, justify="right")
-    shown.add_column("")
+        made_table.add_column(heading, justify="right")
+    made_table.add_column("")
     for trial in made.trials:
-        values = [tuning.shown(trial.settings[key]) if key in trial.settings else "" for key in made.keys]
+        values = [shown(trial.settings[key]) if key in trial.settings else "" for key in made.keys]
         scores = [_mean(numbers, made.metric) for numbers in (trial.best, trial.last)]
-        shown.add_row(*values, *scores, "best" if trial is made.best else trial.remark)
-    return shown
+        made_table.add_row(*values, *scores, "best" if trial is made.best else trial.remark)
+    return made_table
 
 
 def _mean(numbers: list[float], metric: str) -> str:
@@ -147,7 +148,7 @@ def save_picture(made: tuning.Tuning) -> None:
             # what Optuna tries differs in everything: one line through all of it
             same = {key: trial.settings[key] for key in others} if made.grid else {}
             tried = rates.Tried(trial.settings[RATE], trial.best or [math.nan], trial.remark)
-            by_others.setdefault(tuning.written(same) or made.experiment.algorithm.name, []).append(tried)
+            by_others.setdefault(written(same) or made.experiment.algorithm.name, []).append(tried)
     found = [
         rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr))
         for label, tried in by_others.items()

@@ -123,14 +123,16 @@ class Checkpoints:
         write_file(self.folder / name, data)
         return name, sha256
 
-    def load(self, number: int, like: State, client: Any) -> tuple[State, list[Any]]:
+    def load(self, number: int, like: State, client: Any, home: torch.device | None = None) -> tuple[State, list[Any]]:
         """The state after a round, and the history saved with it; raises `Damaged`.
 
         Args:
             number: the round.
             like: the state before round 1 of the same experiment.
             client: a client's first record.
+            home: where clients' records are put; None: with the model.
         """
+        home = home or like.server.x.device
         content = self._read_manifest(number)
         stored = self._read(content["state"]["file"], content["state"]["sha256"])
         segments, records = {}, {}
@@ -141,7 +143,7 @@ class Checkpoints:
                 segments[name] = Segment(entry["sha256"], entry["written"], frozenset(entry["clients"]))
                 for i in entry["clients"]:
                     fields = [f"{i}/{field}" for field in client._fields]
-                    values = [_own(tensors.get(field), like.server.x.device) for field in fields]
+                    values = [_own(tensors.get(field), home) for field in fields]
                     if all(value is None for value in values):
                         raise Damaged(f"{self.folder / name} has no record of client {i}")
                     records[i] = type(client)(*values)
@@ -187,6 +189,7 @@ def load_newest(
     starts: Sequence[tuple[State, Any]],
     rounds: Iterable[int],
     everywhere: Callable[[bool], bool] = bool,
+    home: torch.device | None = None,
 ) -> list[tuple[State, list[Any]]] | None:
     """Load the newest of the given rounds whose checkpoint is sound in every store; a damaged one is named.
 
@@ -195,10 +198,11 @@ def load_newest(
         starts: every run's state before round 1 and a client's first record.
         rounds: what to try.
         everywhere: whether something is true in all processes that run together.
+        home: where clients' records are put; None: with the model.
     """
     for number in sorted(set(rounds), reverse=True):
         try:
-            loaded = [store.load(number, *start) for store, start in zip(stores, starts, strict=True)]
+            loaded = [store.load(number, *start, home) for store, start in zip(stores, starts, strict=True)]
         except Damaged as error:
             loaded = []
             log.warning("the checkpoint of round %d is damaged and not used: %s", number, error)

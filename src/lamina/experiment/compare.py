@@ -1,8 +1,8 @@
 """Compare algorithms fairly: the same initial weights, clients and batches, and every method tuned the same way.
 
-If the file gives learning rates to try, each is run once on the first seed and the one with the best accuracy on
-held-out *training* data is kept; the test data are looked at only in the final runs, one per seed. (The papers choose
-on the test data: ``compare.select = "test"``.)
+If the file gives values to try (``[compare.grid]``: rates, and the methods' own options), each combination is run once
+on the first seed and the one with the best accuracy on held-out *training* data is kept; the test data are looked at
+only in the final runs, one per seed. (The papers choose on the test data: ``compare.select = "test"``.)
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ from lamina.experiment.files import PARTIAL, cannot_write, check_writable, write
 from lamina.experiment.folder import FORMAT, Lock, LogLines, RunFolder, is_ours, refuse_format
 from lamina.experiment.records import Record, read_json, read_record
 from lamina.experiment.run import build, build_algorithm, go_on, load_data, resolved, train
+from lamina.experiment.settings import Settings, at_ends, bounds_of, folder_name, points, way_beyond, written
+from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row
 from lamina.population import mismatch
 from lamina.simulation import Simulation
+
+MOST_AT_ONCE = 64  # runs that are open together: each holds a few files and its model
 
 
 @dataclass
@@ -37,11 +41,16 @@ class Entry:
 
     name: str
     title: str
-    lr: float
-    tuning: dict[float, float]  # rate -> best validation accuracy (NaN: diverged)
+    settings: Settings  # "lr", and the options that were chosen
+    tuning: list[tuple[Settings, float]]  # what was tried, and its best validation accuracy (NaN: diverged)
     seeds: list[int] = field(default_factory=list)
     histories: list[History] = field(default_factory=list)  # one per seed
     diverged: list[str] = field(default_factory=list)  # one line for every run that did
+
+    @property
+    def lr(self) -> float:
+        """Its learning rate."""
+        return float(self.settings["lr"])
 
 
 @dataclass(frozen=True)
@@ -49,18 +58,23 @@ class Job:
     """One run of a comparison."""
 
     algorithm: str
-    lr: float
+    settings: Settings = field(hash=False)  # "lr", and options of the algorithm
     seed: int
-    tuning: bool  # it only helps to choose the rate
+    tuning: bool  # it only helps to choose the settings
 
     def __str__(self) -> str:
-        return f"{self.algorithm}, lr {self.lr:g}, seed {self.seed}"
+        return f"{self.algorithm}, {written(self.settings)}, seed {self.seed}"
+
+    @property
+    def lr(self) -> float:
+        """Its learning rate."""
+        return float(self.settings["lr"])
 
     @property
     def folder(self) -> Path:
         """Its folder inside the comparison's."""
         name = self.algorithm.replace(":", ".")
-        return Path("tuning", name, f"lr{self.lr!r}") if self.tuning else Path(name, f"seed{self.seed}")
+        return Path("tuning", name, folder_name(self.settings)) if self.tuning else Path(name, f"seed{self.seed}")
 
 
 class Watcher:
@@ -76,8 +90,8 @@ class Watcher:
 class Comparison:
     """The comparison of an experiment file in a folder: checked when made, then `run`; `entries` fills as runs finish.
 
-    Every run has a folder of its own, ``<algorithm>/seed<n>`` or ``tuning/<algorithm>/lr<rate>``, so that a comparison
-    started again skips what is complete and goes on with what is not.
+    Every run has a folder of its own, ``<algorithm>/seed<n>`` or ``tuning/<algorithm>/lr<rate>…``, so that a
+    comparison started again skips what is complete and goes on with what is not.
     """
 
     def __init__(
@@ -88,25 +102,28 @@ class Comparison:
         overwrite: bool = False,
         watcher: Watcher = Watcher(),  # noqa: B008 (it has no state)
         stop: Callable[[], bool] = lambda: False,
+        trackers: Sequence[str] = (),
     ) -> None:
         check_folder(folder, "algorithms", "a comparison's", overwrite=overwrite)  # before the data are read
+        Trackers(trackers, folder)  # so that a missing package is named at once
         self.experiment, self.folder = experiment, folder
-        self._overwrite, self._watcher, self._stop = overwrite, watcher, stop
+        self._overwrite, self._watcher, self._stop, self._trackers = overwrite, watcher, stop, trackers
         self.entries: list[Entry] = []
         spec = experiment.compare
         if not spec.algorithms:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
         if experiment.data.validation is not None:
             raise BadInput("data.validation is for single runs: a comparison holds out compare.validation by itself")
-        for name in {**spec.lr, **spec.options}:
+        for name in {**spec.grid, **spec.options}:
             if ":" not in name:  # settings for a method left out this time are fine, a misspelt name is not
                 algorithms.find(name)
         # All is made once before anything runs, so that a wrong name or option costs no time.
-        self._own = {name: with_algorithm(experiment, name) for name in spec.algorithms}
-        for own in self._own.values():
-            build_algorithm(own)
+        self._choices = {name: points_of(experiment, name) for name in spec.algorithms}
+        for name, choice in self._choices.items():
+            for settings in choice:
+                build_algorithm(with_algorithm(experiment, name, settings))
         self._splits = load_data(experiment)
-        first = next(iter(self._own.values()))
+        first = with_algorithm(experiment, spec.algorithms[0])
         simulation = build(first, self._splits)
         self.clients = simulation.plan.clients.count
         self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
@@ -114,36 +131,30 @@ class Comparison:
         self._config["train"]["lr"] = experiment.train.lr
         self._config["algorithms"] = {}
 
-    def rates(self, name: str) -> list[float]:
-        """The rates to choose from for a method; one alone is no choice."""
-        rates = self.experiment.compare.lr.get(name, [])
-        return list(dict.fromkeys(rates)) if len(set(rates)) > 1 else []
-
     def run(self) -> bool:
         """Run what is left of it; whether it was finished, not stopped."""
         lock = Lock(self.folder)
         try:
             if not is_ours(self.folder):  # an earlier comparison's tables stay until its runs are known to be the same
                 self._save()
-            return all(self._run_algorithm(name) for name in self._own)
+            return all(self._run_algorithm(name) for name in self._choices)
         finally:
             lock.release()
 
     def _run_algorithm(self, name: str) -> bool:
-        """Choose a rate if there is a choice, then run every seed; whether it was finished."""
-        own, first_seed = self._own[name], self.experiment.train.seed
-        rates = self.rates(name)
-        tried = [Job(name, rate, first_seed, True) for rate in rates]
-        if not self._run_jobs(tried):
-            return False
-        tuning = {job.lr: _score(read_record(self.folder / job.folder)) for job in tried}
-        given = own.compare.lr.get(name, [])
-        lr = given[0] if given else own.train.lr or algorithms.find(name).card.lr
-        if tuning:
-            lr = max(tuning, key=lambda rate: -math.inf if math.isnan(tuning[rate]) else tuning[rate])
-        jobs = [Job(name, lr, seed, False) for seed in range(first_seed, first_seed + own.compare.seeds)]
+        """Choose the settings if there is a choice, then run every seed; whether it was finished."""
+        choice, first_seed = self._choices[name], self.experiment.train.seed
+        settings, tuning = choice[0], []
+        if len(choice) > 1:
+            tried = [Job(name, one, first_seed, True) for one in choice]
+            if not self._run_jobs(tried):
+                return False
+            tuning = [(job.settings, _score(read_record(self.folder / job.folder))) for job in tried]
+            settings, _ = max(tuning, key=lambda one: -math.inf if math.isnan(one[1]) else one[1])
+        seeds = range(first_seed, first_seed + self.experiment.compare.seeds)
+        jobs = [Job(name, settings, seed, False) for seed in seeds]
         finished = self._run_jobs(jobs)
-        entry = Entry(name, algorithms.find(name).card.title, lr, tuning)
+        entry = Entry(name, algorithms.find(name).card.title, settings, tuning)
         for job in jobs:
             place = self.folder / job.folder
             record = read_record(place) if (place / "metrics.jsonl").exists() else None
@@ -151,7 +162,7 @@ class Comparison:
                 entry.seeds.append(job.seed)
                 entry.histories.append(record.history)
                 entry.diverged += [f"{job}: {record.diverged}"] if record.diverged else []
-                self._config["algorithms"][name] = {"lr": lr, **record.config["algorithm"]}
+                self._config["algorithms"][name] = {"lr": entry.lr, **record.config["algorithm"]}
         if entry.seeds:
             self.entries.append(entry)
         self._save()
@@ -159,51 +170,51 @@ class Comparison:
 
     def _run_jobs(self, jobs: list[Job]) -> bool:
         """Run what is left of some runs of one algorithm, side by side where they can be stacked."""
-        if not jobs:
-            return True
         experiments = [self._experiment(job) for job in jobs]
         splits = self._splits
-        if experiments[0].data.validation is not None:  # the same samples for every rate
+        if experiments[0].data.validation is not None:  # the same samples for all that is tried
             splits = Splits(*splits.train.holdout(experiments[0].data.validation, experiments[0].train.seed))
         return run_side_by_side(
             [
-                Planned(experiment, splits, self.folder / job.folder)
+                Planned(experiment, splits, self.folder / job.folder, f"{self.folder.name}/{job.folder.as_posix()}")
                 for job, experiment in zip(jobs, experiments, strict=True)
             ],
             overwrite=self._overwrite,
             stop=self._stop,
             on_round=lambda i, row: self._watcher.round_finished(jobs[i], row),
             on_end=lambda i, record: self._watcher.run_ended(jobs[i], record),
+            trackers=self._trackers,
         )
 
     def _experiment(self, job: Job) -> Experiment:
         """One run as an experiment of its own."""
-        own = self._own[job.algorithm]
-        train = own.train.model_copy(update={"lr": job.lr, "seed": job.seed})
+        own = with_algorithm(self.experiment, job.algorithm, job.settings)
+        train = own.train.model_copy(update={"seed": job.seed})
         held_out = own.compare.validation if job.tuning and own.compare.select == "validation" else None
         return own.model_copy(update={"train": train, "data": own.data.model_copy(update={"validation": held_out})})
 
     def notes(self) -> list[str]:
-        """What a reader should know: how rates were chosen, runs that diverged, a best rate on the edge."""
+        """What a reader should know: how settings were chosen, runs that diverged, a best value on the edge."""
         lines = []
         spec, given = self.experiment.compare, self.experiment.train.lr
-        if any(self.rates(name) for name in self._own):
-            on = (
-                f"{spec.validation:.0%} of the training data, held out"
-                if spec.select == "validation"
-                else "the test data"
-            )
-            lines.append(f"rates were chosen on {on}")
-        untuned = [name for name in self._own if not spec.lr.get(name)]
+        if any(len(choice) > 1 for choice in self._choices.values()):
+            held_out = f"{spec.validation:.0%} of the training data, held out"
+            on = held_out if spec.select == "validation" else "the test data"
+            what = "rates" if all(choice[0].keys() == {"lr"} for choice in self._choices.values()) else "settings"
+            lines.append(f"{what} were chosen on {on}")
+        untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:
-            lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.lr]")
+            lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")
         for entry in self.entries:
             lines += entry.diverged
-            tried = sorted(entry.tuning)
-            if len(tried) > 1 and entry.lr in (tried[0], tried[-1]):
-                lines.append(
-                    f"{entry.name}: the best rate {entry.lr:g} lies on the edge of those tried; try a wider range"
-                )
+            if len(entry.settings) > 1 and entry.tuning:
+                lines.append(f"{entry.name}: {written(entry.settings)} was chosen")
+            for key, value in entry.settings.items():
+                ends = at_ends(value, [settings[key] for settings, _ in entry.tuning] or [value])
+                way = way_beyond(value, ends, (None, None) if key == "lr" else bounds_of(entry.name, key))
+                if way:
+                    what = f"{entry.name}: the best {key} {value:g} lies on the edge of those tried"
+                    lines.append(f"{what}; try {way} values")
         return lines
 
     def _save(self) -> None:
@@ -218,14 +229,21 @@ class Comparison:
         ]
         score = f"best_{self.experiment.compare.select}_accuracy"
         tried = [
-            {"algorithm": entry.name, "learning_rate": rate, score: best, "chosen": rate == entry.lr}
+            {
+                "algorithm": entry.name,
+                "learning_rate": settings["lr"],
+                **{key: value for key, value in settings.items() if key != "lr"},
+                score: best,
+                "chosen": settings == entry.settings,
+            }
             for entry in self.entries
-            for rate, best in entry.tuning.items()
+            for settings, best in entry.tuning
         ]
+        options = dict.fromkeys(key for choice in self._choices.values() for key in choice[0] if key != "lr")
         try:
             write_json(self.folder / "config.json", self._config)
             write_csv(self.folder / "rounds.csv", ["algorithm", "learning_rate", "seed", *columns], rounds)
-            write_csv(self.folder / "tuning.csv", ["algorithm", "learning_rate", score, "chosen"], tried)
+            write_csv(self.folder / "tuning.csv", ["algorithm", "learning_rate", *options, score, "chosen"], tried)
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
@@ -240,6 +258,7 @@ class Planned:
     experiment: Experiment
     splits: Splits
     folder: Path
+    name: str = ""  # for trackers; else the folder's
 
 
 @dataclass(frozen=True)
@@ -250,6 +269,7 @@ class Started:
     experiment: Experiment
     simulation: Simulation
     folder: RunFolder
+    trackers: Trackers
 
 
 def run_side_by_side(
@@ -259,25 +279,32 @@ def run_side_by_side(
     stop: Callable[[], bool],
     on_round: Callable[[int, Row], None],
     on_end: Callable[[int, Record], None],
+    trackers: Sequence[str] = (),
 ) -> bool:
     """Run what is left of some runs, as populations where they can be stacked; whether they were finished.
 
     Both callbacks get the number of the run in the list; `on_end` is called for those that had ended before, too.
     """
-    with LogLines() as lines, contextlib.ExitStack() as opened:
-        left: list[Started] = []
-        for number, run in enumerate(runs):
-            simulation = build(run.experiment, run.splits)
-            config = resolved(run.experiment, simulation)
-            folder = RunFolder(run.folder, config, overwrite=overwrite, lines=lines)
-            opened.callback(folder.close)
-            if overwrite:
-                folder.begin()
-            if folder.complete or folder.diverged is not None:
-                on_end(number, read_record(run.folder))
-            else:
-                left.append(Started(number, run.experiment, simulation, folder))
-        return all(_train(group, stop, on_round, on_end) for group in stackable(left))
+    for first in range(0, len(runs), MOST_AT_ONCE):
+        with LogLines() as lines, contextlib.ExitStack() as opened:
+            left: list[Started] = []
+            for number, run in enumerate(runs[first : first + MOST_AT_ONCE], first):
+                simulation = build(run.experiment, run.splits)
+                config = resolved(run.experiment, simulation)
+                folder = RunFolder(run.folder, config, overwrite=overwrite, lines=lines)
+                opened.callback(folder.close)
+                tracked = opened.enter_context(Trackers(trackers, run.folder, run.name))
+                if overwrite:
+                    folder.begin()
+                if folder.complete or folder.diverged is not None:
+                    if len(folder.history):
+                        tracked.write(folder.history)  # asked for only now, or killed before the last round was written
+                    on_end(number, read_record(run.folder))
+                else:
+                    left.append(Started(number, run.experiment, simulation, folder, tracked))
+            if not all(_train(group, stop, on_round, on_end) for group in stackable(left)):
+                return False
+    return True
 
 
 def _train(
@@ -293,7 +320,9 @@ def _train(
     def finished(i: int, row: Row) -> None:
         on_round(group[i].number, row)
 
-    if train(simulations, folders, group[0].experiment, stop=stop, on_round=finished).stopped:
+    trackers = [run.trackers for run in group]
+    ended = train(simulations, folders, group[0].experiment, stop=stop, on_round=finished, trackers=trackers)
+    if ended.stopped:
         return False
     for run in group:
         on_end(run.number, read_record(run.folder.path))
@@ -325,7 +354,7 @@ def _protocol(experiment: Experiment) -> dict[str, Any]:
 
 
 def _score(record: Record) -> float:
-    """What a rate is chosen by."""
+    """What settings are chosen by."""
     return math.nan if record.diverged else record.history.best("accuracy")
 
 
@@ -338,16 +367,34 @@ def write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> Non
     write_file(path, text.getvalue().encode())
 
 
-def with_algorithm(experiment: Experiment, name: str) -> Experiment:
-    """The experiment with one algorithm of its comparison: [algorithm] if it is about that one, then its options."""
+def points_of(experiment: Experiment, name: str) -> list[Settings]:
+    """What is tried for an algorithm: a rate, and options if its grid has any; one alone is no choice."""
+    spec, rate = experiment.compare, experiment.train.lr or algorithms.find(name).card.lr
+    return points({"lr": [rate], **(spec.grid[name].values() if name in spec.grid else {})})
+
+
+def with_algorithm(experiment: Experiment, name: str, settings: Settings | None = None) -> Experiment:
+    """The experiment with one algorithm of its comparison, and settings of its grid.
+
+    Options are those of [algorithm] if it is about that one, then of [compare.options], then the settings'.
+    """
     section = experiment.algorithm
     options = {"preset": section.preset, **section.options()} if section.name == name else {}
     own = experiment.compare.options.get(name, {})
-    if "name" in own:
-        raise BadInput(f"[compare.options.{name}] has no key 'name': the table's own name says which algorithm it is")
-    if not isinstance(own.get("preset", ""), str):
-        raise BadInput(f"compare.options.{name}.preset = {own['preset']!r}: must be the name of a preset")
-    return experiment.model_copy(update={"algorithm": AlgorithmSection(name=name, **{**options, **own})})
+    tried = dict(settings or {})
+    lr = tried.pop("lr", experiment.train.lr)
+    for key, given in (("options", own), ("grid", tried)):
+        if "name" in given:
+            raise BadInput(f"[compare.{key}.{name}] has no key 'name': the table's own name says which algorithm it is")
+    preset = {**own, **tried}.get("preset", "")
+    if not isinstance(preset, str):
+        raise BadInput(f"compare.options.{name}.preset = {preset!r}: must be the name of a preset")
+    return experiment.model_copy(
+        update={
+            "algorithm": AlgorithmSection(name=name, **{**options, **own, **tried}),
+            "train": experiment.train.model_copy(update={"lr": lr}),
+        }
+    )
 
 
 def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False) -> None:

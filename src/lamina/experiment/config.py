@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,6 +16,8 @@ from lamina.errors import BadInput, nearest
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+Item = TypeVar("Item")
+NotEmpty = Annotated[list[Item], Field(min_length=1)]
 
 
 class _Section(BaseModel):
@@ -101,15 +105,27 @@ class Run(_Section):
     out: str | None = None  # None: runs/<file>-<algorithm>-seed<seed>
 
 
+class Tried(BaseModel):
+    """What a comparison tries for one algorithm: rates, and values of its own options."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, strict=True)
+    __pydantic_extra__: dict[str, NotEmpty[Any]]
+    lr: NotEmpty[Positive] | None = None  # None: the one rate of all runs
+
+    def values(self) -> dict[str, list[Any]]:
+        """What is given, the rates first."""
+        return {name: values for name, values in self.model_dump().items() if values is not None}
+
+
 class Compare(_Section):
     """Several algorithms on the same clients, batches and initial weights."""
 
     algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
     seeds: AtLeastOne = 3
     target: Annotated[float, Field(gt=0, le=1)] = 0.9
-    lr: dict[str, list[Positive]] = {}  # rates to try for each; the best is kept
-    select: Literal["validation", "test"] = "validation"  # what the rate is chosen on; the papers take the test data
-    validation: Fraction = 0.2  # of the training data, held out to choose the rate
+    grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
+    select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
+    validation: Fraction = 0.2  # of the training data, held out to choose on
     options: dict[str, dict[str, Any]] = {}  # further options for each
 
 
@@ -255,7 +271,8 @@ def _one_line(error: ValidationError) -> str:
         text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"
     else:
         given = f" = {first['input']!r}" if not isinstance(first["input"], dict) else ""
-        said = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list"}
+        said = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list",
+                "too_short": "must not be empty"}  # fmt: skip
         problem = said.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
         text = f"{dotted}{given}: {problem}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
@@ -267,3 +284,35 @@ def _keys_at(place: Sequence[str]) -> list[str]:
         # a number is a place in a list of sections
         model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
     return list(model.model_fields)
+
+
+def as_toml(tree: Mapping[str, Any], prefix: str = "") -> str:
+    """Nested tables as TOML, which Python reads but does not write; what is None is left out.
+
+    >>> print(as_toml({"train": {"lr": 0.1, "schedule": {"name": "cosine"}}}), end="")
+    <BLANKLINE>
+    [train]
+    lr = 0.1
+    <BLANKLINE>
+    [train.schedule]
+    name = "cosine"
+    """
+    tables = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
+    values = {key: value for key, value in tree.items() if value is not None and key not in tables}
+    text = f"\n[{prefix}]\n" if values and prefix else ""
+    text += "".join(f"{_toml_key(key)} = {_toml_value(value)}\n" for key, value in values.items())
+    for key, inner in tables.items():
+        text += as_toml(inner, f"{prefix}.{_toml_key(key)}" if prefix else _toml_key(key))
+    return text
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(inner) for inner in value) + "]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)

@@ -10,6 +10,7 @@
 - ``diverged.json``: how the training diverged, if it did
 - ``lock``: held by the process that writes here
 - ``tensorboard/``, ``mlflow.json``: see trackers.py
+- ``federation.jsonl``: who took part in a round of a real federation, see lamina.flower
 """
 
 from __future__ import annotations
@@ -23,33 +24,38 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO, Protocol, TextIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import lamina
+from lamina.engines.state import State
 from lamina.errors import BadInput, Diverged
 from lamina.experiment.checkpoint import Checkpoints, pack, read_facts
 from lamina.experiment.files import PARTIAL, as_json, cannot_write, check_writable, sync_folder, write_file, write_json
 from lamina.experiment.records import read_json, read_metrics
 from lamina.history import History, Row
-from lamina.objective import Buffers
+from lamina.objective import Buffers, Objective
 from lamina.simulation import Simulation
 
 FORMAT = 1  # of the folder; older ones are refused
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
-    "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json",
+    "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
 }  # fmt: skip
 # what does not change the result, and so does not tell one run from another
 NO_PART_OF_IDENTITY = {"lamina", "format", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
 MOST_NAMED = 5  # keys that differ, in one line
 log = logging.getLogger(__name__)
+
+
+class Locked(BadInput):
+    """Another process writes to the folder."""
 
 
 class Lock:
@@ -72,7 +78,7 @@ class Lock:
         except BlockingIOError as error:
             owner = self.path.read_text(encoding="utf-8").strip() or "unknown"
             self._file.close()
-            raise BadInput(
+            raise Locked(
                 f"process {owner} is writing to the folder '{folder}': wait until it ends, or choose another with --out"
             ) from error
         except OSError as error:
@@ -83,6 +89,15 @@ class Lock:
         if delete:
             self.path.unlink(missing_ok=True)
         self._file.close()
+
+
+@contextlib.contextmanager
+def turn(folder: Path) -> Iterator[None]:
+    """One process at a time: wait until it is our turn to look at a folder that several share, and to write to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # freed when the file is closed, or its process killed
+        yield
 
 
 class LogLines(logging.Handler):
@@ -123,6 +138,13 @@ class LogLines(logging.Handler):
             self._files.append(path.open("a", encoding="utf-8"))
             self._files[-1].write("".join(self._lines))
             self._files[-1].flush()
+
+
+class Trained(Protocol):
+    """What a folder keeps the model of: a simulation, or the server of a real federation."""
+
+    state: State
+    objective: Objective
 
 
 class RunFolder:
@@ -248,7 +270,7 @@ class RunFolder:
         for path in self.path.glob(f"*{PARTIAL}"):
             path.unlink(missing_ok=True)
 
-    def record(self, row: Row, simulation: Simulation) -> None:
+    def record(self, row: Row, simulation: Trained) -> None:
         """Append a finished round; the first makes the folder."""
         self.begin()
         assert self._metrics is not None
@@ -263,21 +285,21 @@ class RunFolder:
             self._best = row["accuracy"]
             self._best_model = int(row["round"]), simulation.state.server.x, simulation.state.buffers
 
-    def checkpoint(self, simulation: Simulation) -> None:
-        """Save the state after the last recorded round, with the best model so far if it is a new one."""
+    def checkpoint(self, simulation: Trained, facts: Iterable[Any] = ()) -> None:
+        """Save the state after the last recorded round and facts about it, with the best model so far if it is new."""
         assert self._metrics is not None
         try:
             os.fsync(self._metrics.fileno())
             if self._best_model is not None:
                 self._save_model("best.safetensors", simulation, *self._best_model)
                 self._best_model = None
-            self.checkpoints.save(simulation.state)
+            self.checkpoints.save(simulation.state, facts)
         except OSError as error:
             raise self._full(error) from error
         except BadInput as error:
             raise BadInput(f"{error}{self._kept()}") from error
 
-    def finish(self, simulation: Simulation) -> None:
+    def finish(self, simulation: Trained) -> None:
         """Write the trained model: the run is complete."""
         state = simulation.state
         try:
@@ -299,7 +321,7 @@ class RunFolder:
             raise self._full(problem) from problem
         log.info("%s: diverged: %s", self.path, error)
 
-    def _save_model(self, name: str, simulation: Simulation, number: int, x: Tensor, buffers: Buffers) -> None:
+    def _save_model(self, name: str, simulation: Trained, number: int, x: Tensor, buffers: Buffers) -> None:
         weights = simulation.objective.module_at(x, buffers).state_dict()
         write_file(self.path / name, pack(weights, round=str(number)))
 

@@ -258,7 +258,9 @@ def go_on(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankF
         torch.distributed.all_gather_object(everyones, rounds)
         rounds = set.intersection(*everyones)
     stores, starts = [folder.checkpoints for folder in folders], [simulation.start() for simulation in simulations]
-    states = load_newest(stores, starts, rounds, everywhere)
+    # the records of all clients might not fit a GPU: the stacked engine takes those it needs, and says where they stay
+    home = torch.device("cpu") if isinstance(simulations[0].engine, Stacked) else None
+    states = load_newest(stores, starts, rounds, everywhere, home)
     for i, (simulation, folder) in enumerate(zip(simulations, folders, strict=True)):
         if states is not None:
             simulation.state, _ = states[i]

@@ -38,7 +38,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """Event files in the run's folder: ``tensorboard --logdir runs`` shows all runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:  # the folder tells them apart here
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -72,12 +72,12 @@ class MLflow:
     Its number is kept in the run's folder. MLflow cannot forget a round, so what it has is not written again.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         try:
             import mlflow
         except ImportError as error:
             raise missing_extra("mlflow", "mlflow", "--mlflow") from error
-        self._mlflow, self._folder = mlflow, folder
+        self._mlflow, self._folder, self._name = mlflow, folder, name
         self._client: Any = None
         self._run = ""
         self._written = 0
@@ -104,7 +104,7 @@ class MLflow:
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "lamina")
         known = self._client.get_experiment_by_name(experiment)
         number = known.experiment_id if known else self._client.create_experiment(experiment)
-        self._run = self._client.create_run(number, run_name=self._folder.name).info.run_id
+        self._run = self._client.create_run(number, run_name=self._name).info.run_id
         for name, value in settings(read_json(self._folder / "config.json")).items():
             self._client.log_param(self._run, name, value)
         write_json(note, {"run": self._run})
@@ -115,15 +115,15 @@ class MLflow:
         self._client.set_terminated(self._run, status)
 
 
-TRACKERS: dict[str, Callable[[Path], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 
 class Trackers:
     """The trackers somebody asked for. One that fails is given up with a warning: it is no reason to end a run."""
 
-    def __init__(self, names: Iterable[str], folder: Path) -> None:
+    def __init__(self, names: Iterable[str], folder: Path, run: str = "") -> None:
         self._folder = folder
-        self._trackers = {name: TRACKERS[name](folder) for name in names}
+        self._trackers = {name: TRACKERS[name](folder, run or folder.name) for name in names}
         self._used = False
 
     def __enter__(self) -> Trackers:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from lamina.errors import BadInput
 from lamina.experiment.compare import Entry
+from lamina.experiment.settings import written
 from lamina.report.figures import LEGEND_INSIDE_UP_TO, METRICS, STYLE, draw
 from lamina.report.tables import NEVER, NONE, cost_to_target, fixed, mean_and_spread, sent, values
 
@@ -68,7 +69,7 @@ def picture(entries: list[Entry], path: str | Path | BinaryIO, title: str) -> Fi
         figure = Figure(figsize=(13 if long_legend else 10, 4.2), layout="constrained")
         against_rounds, against_bytes = figure.subplots(1, 2, sharey=True)
         for index, entry in enumerate(entries):
-            label = f"{entry.title}, lr {entry.lr:g}"
+            label = f"{entry.title}, {written(entry.settings)}"
             draw(against_rounds, entry.histories, ACCURACY, "round", label, index, 1)
             draw(against_bytes, entry.histories, ACCURACY, "bytes", label, index, MEGA)
         for axes, name in ((against_rounds, "round"), (against_bytes, "megabytes sent, both directions")):

@@ -30,19 +30,22 @@ class Curve:
         return [run.history for run in self.runs]
 
 
-def group(runs: Iterable[Record], also_ignored: Iterable[str] = ()) -> list[Curve]:
+def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]] = lambda run: ()) -> list[Curve]:
     """The curves the runs make.
 
     Args:
         runs: In any order.
-        also_ignored: Keys (``"train.lr"``) that make no curve of their own, beside the seed and where it ran.
+        also_ignored: A run's keys (``"train.lr"``) that make no curve of their own, beside the seed and where it ran.
     """
-    ignored = {SEED, *also_ignored}
+
+    def ignored(run: Record) -> set[str]:
+        return {SEED, *also_ignored(run)}
+
     members: dict[str, list[Record]] = {}
     for run in runs:
-        members.setdefault(_key(run, ignored), []).append(run)
+        members.setdefault(_key(run, ignored(run)), []).append(run)
     ordered = sorted(members.values(), key=lambda same: _place_in_comparison(same[0]))
-    labels = _labels([_identity(same[0], ignored) for same in ordered])
+    labels = _labels([_identity(same[0], ignored(same[0])) for same in ordered])
     return [
         Curve(label, same[0].algorithm, sorted(same, key=lambda run: run.seed))
         for label, same in zip(labels, ordered, strict=True)

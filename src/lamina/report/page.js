@@ -13,27 +13,20 @@ const byTouch = matchMedia("(pointer: coarse)").matches;
 
 // --- colours -------------------------------------------------------------------------------------------------------
 
-/** A colour of the style sheet as "rgb(…)": as on the screen now, or as on paper, for exports. */
-function colour(name, place = document.body) {
-  const probe = document.createElement("i");
-  probe.style.color = `var(--${name})`;
-  place.append(probe);
-  const found = getComputedStyle(probe).color;
-  probe.remove();
+/** Colours of the style sheet as "rgb(…)": as on the screen now, or as on paper, for exports. */
+function coloursOf(names, place) {
+  const probes = names.map((name) => Object.assign(document.createElement("i"), { style: `color: var(--${name})` }));
+  place.append(...probes); // all at once: the browser works out styles when the first one is read
+  const found = probes.map((probe) => getComputedStyle(probe).color);
+  probes.forEach((probe) => probe.remove());
   return found;
 }
 
 function palette(onPaper) {
   const place = onPaper ? $("on-paper") : document.body;
-  const take = (name) => colour(name, place);
-  return {
-    paper: onPaper ? "#fff" : take("paper"),
-    ink: take("ink"),
-    soft: take("soft"),
-    line: take("line"),
-    accent: take("accent"),
-    curves: Array.from({ length: COLOURS }, (_, i) => take(`curve-${i}`)),
-  };
+  const curves = Array.from({ length: COLOURS }, (_, i) => `curve-${i}`);
+  const [paper, ink, soft, line, accent, ...rest] = coloursOf(["paper", "ink", "soft", "line", "accent", ...curves], place);
+  return { paper: onPaper ? "#fff" : paper, ink, soft, line, accent, curves: rest };
 }
 
 const faint = (rgb, alpha) => rgb.replace(/rgb\((.*)\)/, `rgba($1, ${alpha})`);
@@ -330,27 +323,28 @@ function ratesFigure(onPaper) {
       .map((tried) => ({ ...tried, y: mean(tried.best) }));
     const label = forPlotly(response.label);
     const trace = (kept, more) => ({
-      x: kept.map((p) => p.lr), y: kept.map((p) => p.y), legendgroup: String(index), name: label, ...more,
+      x: kept.map((p) => p.lr), y: kept.map((p) => p.y), customdata: kept.map(said), hovertemplate: hover,
+      legendgroup: String(index), name: label, ...more,
     });
     const finished = points.filter((p) => !p.failed);
     const best = finished.filter((p) => p.lr === response.chosen);
-    const hover = (what) => `%{fullData.name}<br>rate %{x}: <b>%{y:.2f}</b> %${what}<extra></extra>`;
+    const hover = "%{fullData.name}<br>rate %{x}%{customdata}: <b>%{y:.2f}</b> %<extra></extra>";
+    const said = (p) => forPlotly([p.others, p.failed].filter(Boolean).map((text) => `, ${text}`).join(""));
     return [
       trace(finished, {
-        mode: "lines+markers", line, marker: { size: 6 }, hovertemplate: hover(""),
+        mode: "lines+markers", line, marker: { size: 6 },
         error_y: {
           type: "data", symmetric: false, thickness: 1, width: 0,
           array: finished.map((p) => Math.max(...p.best) - p.y), arrayminus: finished.map((p) => p.y - Math.min(...p.best)),
         },
       }),
       trace(points.filter((p) => p.failed), {
-        customdata: points.filter((p) => p.failed).map((p) => p.failed),
         mode: "markers", marker: { symbol: "x-thin", size: 9, line: { width: 2, color: line.color } },
-        hovertemplate: hover(", %{customdata}"), showlegend: false,
+        showlegend: false,
       }),
       trace(best, {
         mode: "markers", marker: { symbol: "circle-open", size: 15, color: line.color, line: { width: 1.5 } },
-        hoverinfo: "skip", showlegend: false,
+        hoverinfo: "skip", hovertemplate: "", showlegend: false,
       }),
     ];
   });

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.experiment.records import Record
+from lamina.experiment.settings import written
 from lamina.report.curves import RATE, group
-from lamina.report.tables import Table, fixed, mean_and_spread
+from lamina.report.tables import NONE, Table, fixed, mean_and_spread
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,7 @@ class Tried:
     lr: float
     best: list[float]  # per seed; NaN where no round was evaluated
     failed: str  # "diverged" or "not finished" if some seed did not run to its end, else empty
+    others: str = ""  # the other settings that were chosen at this rate, in words
 
     @property
     def mean(self) -> float:
@@ -52,21 +54,44 @@ class Response:
 
 
 def responses(runs: Sequence[Record]) -> list[Response]:
-    """One response for every configuration that was run with several rates."""
+    """One response for every configuration that was run with several rates.
+
+    Where a comparison tried other settings too, a rate stands for the best of its runs.
+    """
     found = []
     for tuning in (True, False):
-        for family in group([run for run in runs if run.tuning is tuning], also_ignored=[RATE]):
+        for family in group([run for run in runs if run.tuning is tuning], also_ignored=tried_keys):
             by_rate: dict[float, list[Record]] = {}
             for run in family.runs:
                 by_rate.setdefault(run.lr, []).append(run)
             if len(by_rate) > 1:
-                tried = [
-                    Tried(lr, [run.history.best() for run in same], _failed(same))
-                    for lr, same in sorted(by_rate.items())
-                ]
+                tried = [_best(lr, same) for lr, same in sorted(by_rate.items())]
                 on = "validation" if family.runs[0].on_validation_data else "test"
                 found.append(Response(family.label, on, tried))
     return found
+
+
+def tried_keys(run: Record) -> list[str]:
+    """The keys whose values are tried: the rate, and in a comparison's tuning run options of the algorithm."""
+    return [RATE, *(f"algorithm.{name}" for name in tried_options(run))]
+
+
+def tried_options(run: Record) -> list[str]:
+    """The options that a comparison's grid has for the run's algorithm; of another run none is known."""
+    grid = run.config.get("compare", {}).get("grid", {}).get(run.algorithm, {}) if run.tuning else {}
+    return [name for name in grid if name != "lr"]
+
+
+def _best(lr: float, runs: Sequence[Record]) -> Tried:
+    """A rate with the other settings that were best with it."""
+    by_others: dict[str, list[Record]] = {}
+    for run in runs:
+        options = {name: run.config["algorithm"].get(name) for name in tried_options(run)}
+        by_others.setdefault(written(options), []).append(run)
+    tried = [
+        Tried(lr, [run.history.best() for run in same], _failed(same), others) for others, same in by_others.items()
+    ]
+    return max(tried, key=lambda one: (not one.failed, -math.inf if math.isnan(one.mean) else one.mean))
 
 
 def _failed(runs: Sequence[Record]) -> str:
@@ -82,5 +107,9 @@ def rates_table(found: Sequence[Response]) -> Table:
         for tried in response.tried:
             best = [100 * value for value in tried.best if not math.isnan(value)]
             remark = tried.failed or ("best" if tried.lr == response.chosen else "")
-            rows.append([response.label, f"{tried.lr:g}", mean_and_spread(best, fixed), response.on, remark])
-    return Table("learning-rates", "Learning rates", ["curve", "lr", "best accuracy, %", "on", ""], rows)
+            accuracy = mean_and_spread(best, fixed)
+            rows.append([response.label, f"{tried.lr:g}", tried.others or NONE, accuracy, response.on, remark])
+    head = ["curve", "lr", "with", "best accuracy, %", "on", ""]
+    if all(not tried.others for response in found for tried in response.tried):
+        head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
+    return Table("learning-rates", "Learning rates", head, rows)

@@ -1,0 +1,86 @@
+"""Settings: names of what is tried and the values they are given; how they are combined, written and judged."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lamina import algorithms
+from lamina.errors import is_number
+
+Settings = dict[str, Any]  # names, or dotted keys of an experiment, to values
+Grid = dict[str, list[Any]]
+
+
+def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
+    """All combinations of a grid's values, each once.
+
+    >>> points({"lr": [0.1, 0.3, 0.1], "decay": [0.0]})
+    [{'lr': 0.1, 'decay': 0.0}, {'lr': 0.3, 'decay': 0.0}]
+    """
+    once = [[value for i, value in enumerate(values) if value not in values[:i]] for values in grid.values()]
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*once)]
+
+
+def short_names(keys: Sequence[str]) -> list[str]:
+    """Keys without their sections, where that leaves them apart.
+
+    >>> short_names(["train.lr", "algorithm.decay"]), short_names(["model.name", "algorithm.name"])
+    (['lr', 'decay'], ['model.name', 'algorithm.name'])
+    """
+    ends = [key.rpartition(".")[2] for key in keys]
+    return [end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True)]
+
+
+def written(settings: Settings) -> str:
+    """Settings in a line, for people.
+
+    >>> written({"train.lr": 0.1, "algorithm.decay": 0.0})
+    'lr 0.1, decay 0'
+    """
+    names = short_names(list(settings))
+    return ", ".join(f"{name} {shown(value)}" for name, value in zip(names, settings.values(), strict=True))
+
+
+def shown(value: Any) -> str:
+    """A value, for people."""
+    return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+
+
+def folder_name(settings: Settings) -> str:
+    """A folder's name that tells a grid's points apart.
+
+    >>> folder_name({"train.lr": 0.1, "algorithm.decay": 0.0})
+    'lr0.1-decay0.0'
+    """
+    parts = [
+        f"{name}{value!r}" if is_number(value) else f"{name}-{shown(value)}"
+        for name, value in zip(short_names(list(settings)), settings.values(), strict=True)
+    ]
+    return re.sub(r"[^\w.+-]+", "_", "-".join(parts))
+
+
+def at_ends(value: Any, tried: Sequence[Any]) -> tuple[bool, bool]:
+    """Whether a value is the smallest and whether it is the largest of the numbers tried.
+
+    >>> at_ends(0.1, [0.1, 0.3]), at_ends(0.1, [0.1]), at_ends("tensor", ["tensor", "module"])
+    ((True, False), (False, False), (False, False))
+    """
+    if not all(is_number(other) for other in tried) or min(tried) == max(tried):
+        return False, False
+    return value == min(tried), value == max(tried)
+
+
+def way_beyond(value: Any, ends: tuple[bool, bool], bounds: tuple[float | None, float | None]) -> str:
+    """Which values to try beyond one at an end, "smaller" or "larger"; empty if it is at none, or may go no further."""
+    low, high = ends[0] and value != bounds[0], ends[1] and value != bounds[1]
+    return "" if low == high else "smaller" if low else "larger"
+
+
+def bounds_of(algorithm: str, option: str) -> tuple[float | None, float | None]:
+    """The ends of what an algorithm's option may be."""
+    known = algorithms.options(algorithms.find(algorithm))
+    return (known[option].metadata.get("low"), known[option].metadata.get("high")) if option in known else (None, None)

@@ -1,0 +1,255 @@
+"""Optuna's half of tuning: what it may choose from, and a study whose trials any number of processes share.
+
+The study lies in SQLite beside the runs. A process holds the lock of the trial it runs, so that one whose process was
+killed can be told from one that is running, and is claimed by the next process that looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import shutil
+import sqlite3
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from lamina import rng
+from lamina.errors import BadInput, is_number, is_whole, missing_extra
+from lamina.experiment.folder import Lock, Locked
+from lamina.experiment.settings import Settings, at_ends
+
+FILE = "study.db"
+NEAR = 0.05  # of a range: so close to its end is on the edge
+WAIT = 60  # seconds for another process to finish writing to the study
+START_ANEW = "choose another folder with --out, or start anew with --overwrite"
+GO_ON = "what is finished is kept: the same command goes on"
+
+
+# --- what it may choose from -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Range:
+    """What Optuna may choose a value from: numbers between two ends, or a list."""
+
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Any, ...]:
+        """Values to check before anything runs."""
+        return self.choices or (self.low, self.high)
+
+    @property
+    def described(self) -> list[Any]:
+        """What tells it from another one."""
+        return list(self.choices) or [self.low, self.high, "log" if self.log else "linear"]
+
+    def suggest(self, trial: Any, key: str) -> Any:
+        """Optuna's choice."""
+        if self.choices:
+            return trial.suggest_categorical(key, self.choices)
+        if is_whole(self.low) and is_whole(self.high):
+            return trial.suggest_int(key, self.low, self.high, log=self.log)
+        return trial.suggest_float(key, self.low, self.high, log=self.log)
+
+    def ends(self, value: Any) -> tuple[bool, bool]:
+        """Whether a value is at the lower and at the upper end, or near it."""
+        if self.choices:
+            return at_ends(value, self.choices)
+        low, high, place = (math.log(x) if self.log else x for x in (self.low, self.high, value))
+        share = (place - low) / (high - low)
+        return share <= NEAR, share >= 1 - NEAR
+
+
+def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
+    """The ranges of ``[tune.space]``, given by dotted keys."""
+    found = {}
+    for key, given in space.items():
+        where = f"tune.space: '{key}'"
+        if not isinstance(given, Mapping) or not given:
+            raise BadInput(f"{where} must be a table: {{ low = 0.001, high = 1.0, log = true }} or {{ choices = […] }}")
+        if set(given) == {"choices"}:
+            choices = given["choices"]
+            if not isinstance(choices, list) or not choices or not all(_is_plain(value) for value in choices):
+                raise BadInput(f"{where}: choices must be a list of numbers, words, or true and false")
+            found[key] = Range(choices=tuple(choices))
+            continue
+        if not {"low", "high"} <= set(given) <= {"low", "high", "log"}:
+            raise BadInput(
+                f"{where} has the keys {', '.join(given)}: it needs low and high (and log), or choices alone"
+            )
+        low, high, log = given["low"], given["high"], given.get("log", False)
+        if not (is_number(low) and is_number(high) and low < high and isinstance(log, bool)):
+            raise BadInput(f"{where}: low and high must be numbers, low the smaller one, and log true or false")
+        if log and low <= 0:
+            raise BadInput(f"{where}: low = {low} has no logarithm: it must be above 0, or log = false")
+        found[key] = Range(low, high, log)
+    if not found:
+        raise BadInput("nothing to try: tune.sampler = 'tpe' chooses from the ranges in [tune.space]")
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float)
+
+
+# --- the study ---------------------------------------------------------------------------------------------------
+
+
+class Proposed(NamedTuple):
+    """A trial as the study knows it."""
+
+    name: str  # of its folder
+    settings: Settings
+    pruned: bool
+
+
+class Study:
+    """The study in a tuning's folder. What goes wrong with its file is said in a line."""
+
+    def __init__(self, folder: Path, space: Mapping[str, Range], *, pruner: str, rounds: int, seed: int) -> None:
+        self._optuna = _import_optuna()
+        self._folder, self._space, self._seed = folder, space, seed
+        self._pruner, self._rounds = pruner, rounds
+        self._study: Any = None
+
+    @property
+    def _url(self) -> str:
+        return f"sqlite:///{(self._folder / FILE).absolute()}"
+
+    def open(self, *, maximise: bool) -> None:
+        """Open the study, or make it; in one's turn."""
+        with self._in_a_line():
+            try:
+                storage = self._optuna.storages.RDBStorage(self._url, engine_kwargs={"connect_args": {"timeout": WAIT}})
+            except RuntimeError as error:  # Optuna's own words for the tables of another version
+                what = str(error).replace("$STORAGE_URL", self._url)
+                raise BadInput(f"cannot use the study '{self._folder / FILE}': {what} Or {START_ANEW}") from error
+            self._study = self._optuna.create_study(
+                storage=storage,
+                study_name="tune",  # Hyperband's brackets depend on it
+                load_if_exists=True,
+                direction="maximize" if maximise else "minimize",
+                pruner=self._make_pruner(),
+            )
+
+    def remove(self) -> None:
+        """Delete the study and its trials' folders."""
+        for path in self._folder.glob(f"{FILE}*"):  # a journal of a killed process would be played back into a new file
+            path.unlink()
+        for path in self._folder.glob("trial[0-9]*"):
+            shutil.rmtree(path)
+
+    def claim(self, most: int) -> Claimed | None:
+        """A trial that a killed process left, or else a new one, locked; None if there are `most`. In one's turn."""
+        trials = self._trials()
+        with self._in_a_line():
+            for left in trials:
+                if left.state == self._optuna.trial.TrialState.RUNNING:
+                    with contextlib.suppress(Locked):  # it is running
+                        lock = Lock(self._folder / trial_name(left.number))
+                        self._study.sampler = self._sampler(left.number)
+                        return Claimed(self, self._optuna.trial.Trial(self._study, left._trial_id), lock)
+            if len(trials) >= most:
+                return None
+            self._study.sampler = self._sampler(len(trials))
+            trial = self._study.ask()
+        place = self._folder / trial_name(trial.number)
+        if place.exists():  # of a study that was deleted
+            shutil.rmtree(place)
+        return Claimed(self, trial, Lock(place))
+
+    def proposed(self) -> list[Proposed]:
+        """All trials, in the order of their numbers."""
+        pruned = self._optuna.trial.TrialState.PRUNED
+        return [Proposed(trial_name(t.number), dict(t.params), t.state == pruned) for t in self._trials()]
+
+    def _trials(self) -> list[Any]:
+        with self._in_a_line():
+            return list(self._study.get_trials(deepcopy=False))
+
+    def _sampler(self, number: int) -> Any:
+        """A sampler whose draws depend on the trial's number alone, whichever process makes it and when."""
+        seed = rng.torch_seed(self._seed, "tune", number) % 2**32
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
+            # processes keep away from what others are trying at the moment
+            return self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
+
+    def _make_pruner(self) -> Any:
+        pruners = self._optuna.pruners
+        if self._pruner == "median":
+            return pruners.MedianPruner()
+        if self._pruner == "hyperband":
+            return pruners.HyperbandPruner(max_resource=self._rounds)
+        return pruners.NopPruner()
+
+    @contextlib.contextmanager
+    def _in_a_line(self) -> Iterator[None]:
+        """Turn what SQLite says, three exceptions deep, into one line."""
+        from sqlalchemy.exc import SQLAlchemyError  # comes with Optuna
+
+        try:
+            yield
+        except (SQLAlchemyError, self._optuna.exceptions.StorageInternalError) as error:
+            inner = error if isinstance(error, SQLAlchemyError) else error.__cause__
+            said = getattr(inner, "orig", None) or inner or error
+            # a full disk, a lock, a read-only file pass; a file that is no database, or lacks a table, does not
+            passes = isinstance(said, sqlite3.OperationalError) and "no such" not in str(said)
+            what = f"cannot use the study '{self._folder / FILE}': {str(said).splitlines()[0]}"
+            raise BadInput(f"{what}; {GO_ON if passes else START_ANEW}") from error
+
+
+class Claimed:
+    """A trial that this process runs, until it is released."""
+
+    def __init__(self, study: Study, trial: Any, lock: Lock) -> None:
+        self._study, self._trial, self._lock = study, trial, lock
+        self.name = trial_name(trial.number)
+        try:
+            with study._in_a_line():
+                self.settings = {key: own.suggest(trial, key) for key, own in study._space.items()}
+            self._reported = set(study._trials()[trial.number].intermediate_values)
+        except BaseException:
+            lock.release()
+            raise
+
+    def report(self, number: int, value: float) -> bool:
+        """Tell the value of a round; whether the pruner would stop here."""
+        with self._study._in_a_line():
+            if number not in self._reported:  # else a round that is run again after a kill
+                self._trial.report(value, number)
+            return bool(self._trial.should_prune())
+
+    def end(self, how: float | Literal["pruned", "failed"]) -> None:
+        """Tell the score, or that there is none."""
+        state = self._study._optuna.trial.TrialState
+        with self._study._in_a_line():
+            if isinstance(how, str):
+                self._study._study.tell(self._trial.number, state=state.PRUNED if how == "pruned" else state.FAIL)
+            else:
+                self._study._study.tell(self._trial.number, how)
+
+    def release(self) -> None:
+        """Let go of it; if it has not ended, the next process that looks goes on with it."""
+        self._lock.release()
+
+
+def trial_name(number: int) -> str:
+    """The folder of a trial."""
+    return f"trial{number:03d}"
+
+
+def _import_optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise missing_extra("optuna", "tune", "tune.sampler = 'tpe'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

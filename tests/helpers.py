@@ -1,0 +1,91 @@
+"""What several tests of the commands share: calling them, killing them, and looking at what they leave behind."""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from lamina import cli
+
+HELD_UP = 60  # seconds; nothing here takes so long
+
+# children are forked from a server that has imported torch once
+processes = multiprocessing.get_context("forkserver")
+processes.set_forkserver_preload(["lamina.cli", "sklearn.datasets", "helpers"])
+
+
+class Killed(BaseException):
+    """Stands for a kill at a place of the test's choice: nothing in lamina catches it."""
+
+
+def call(*arguments):
+    """The exit code of a command run in this process: a process of its own costs three seconds."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(list(arguments))
+    return ended.value.code or 0
+
+
+def sets(*settings):
+    """Settings as words of a command line."""
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def child(arguments, environment=(), largest_file=None, errors=None):
+    """A command in a process of its own."""
+    os.environ.update(environment)
+    if errors is not None:
+        os.dup2(os.open(errors, os.O_CREAT | os.O_WRONLY), 2)
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    cli.main(arguments)
+
+
+def start(arguments, **more):
+    """Start a command in a process of its own."""
+    process = processes.Process(target=child, args=(arguments,), kwargs=more, daemon=True)  # it ends with the tests
+    process.start()
+    return process
+
+
+def finish(arguments, **more):
+    """The exit code of a command in a process of its own."""
+    process = start(arguments, **more)
+    process.join(HELD_UP)
+    return process.exitcode
+
+
+def kill(process, folder, rounds, delay):
+    """Kill a process some seconds after there are so many rounds more in a folder; whether it had not ended before."""
+    before, deadline = count(folder), time.monotonic() + HELD_UP
+    while process.is_alive() and count(folder) < before + rounds and time.monotonic() < deadline:
+        time.sleep(0.002)
+    time.sleep(delay)
+    process.kill()
+    process.join(HELD_UP)
+    return process.exitcode == -signal.SIGKILL
+
+
+def count(path):
+    """Rounds in all metrics below a folder."""
+    return sum(file.read_bytes().count(b"\n") for file in Path(path).rglob("metrics.jsonl"))
+
+
+def rows(path):
+    """The metrics of a run but for the times."""
+    return without_times(json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines())
+
+
+def without_times(history):
+    return [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
+
+
+def assert_same(a, b):
+    """Two runs ended the same, bit for bit."""
+    assert rows(a) == rows(b)
+    for name in ("model.safetensors", "best.safetensors"):
+        assert (Path(a) / name).read_bytes() == (Path(b) / name).read_bytes(), name
