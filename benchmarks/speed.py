@@ -63,10 +63,14 @@ class Row:
             return f"{self.workload:9} {self.contender:24} {self.problem}"
         ratio, speed_up = ("", "") if self.plain is None else (self.seconds / self.plain, self.plain / self.seconds)
         parameters, samples = f"{self.result['parameters']:,}", f"{self.result['samples']:,.0f}"
-        cells = [f"{self.seconds:.3f}", _digits(ratio, 2), _digits(speed_up, 2), f"{self.start:.1f}"]
+        cells = [_seconds(self.seconds), _digits(ratio, 2), _digits(speed_up, 2), f"{self.start:.1f}"]
         accuracy = f"{100 * self.result['accuracy']:.0f} %"
         line = COLUMNS.format(self.workload, self.contender, parameters, samples, *cells, accuracy)
         return f"{line}  {self.problem}".rstrip()
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}" if value >= 0.1 else f"{value:.5f}"
 
 
 def _digits(value: float | str, digits: int) -> str:
@@ -121,7 +125,7 @@ def run(contender: Contender, workload: str, data: Path, a: argparse.Namespace) 
         print("failed", file=sys.stderr)
         return row
     take(row, json.loads(results[-1]), contender, a)
-    print(f"{row.seconds:.3f} s", file=sys.stderr)
+    print(f"{_seconds(row.seconds)} s", file=sys.stderr)
     return row
 
 
@@ -200,7 +204,7 @@ def one_workload(workload: str, data: Path, a: argparse.Namespace) -> list[Row]:
     first = next((row for row in plain_runs if row.seconds is not None), plain_runs[0])
     if timed:
         first.seconds = first.plain = statistics.median(timed)
-        first.note = f"median of {len(timed)} runs, {min(timed):.3f} to {max(timed):.3f} s"
+        first.note = f"median of {len(timed)} runs, {_seconds(min(timed))} to {_seconds(max(timed))} s"
         first.result["seconds_of_runs"] = timed
     if w.members > 1:
         first.contender = f"plain loop, 1 x {w.members}"
