@@ -1,5 +1,6 @@
 # make demo    compare five optimisers on handwritten digits
 # make test    lint, types, every test
+# make test-federation  a real SuperLink and SuperNodes as processes: minutes, because Flower waits
 # make papers  only the checks of every algorithm against its paper, one line each
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,6 +21,10 @@ test: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --cov=lamina --cov-report=term:skip-covered
 	$(BIN)/coverage report --include='*/lamina/algorithms/*' --fail-under=100
+
+.PHONY: test-federation
+test-federation: $(VENV)/.installed
+	$(BIN)/pytest -vv -s --durations=0 tests/federation
 
 papers: $(VENV)/.installed
 	$(BIN)/pytest -v tests/test_papers.py

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
 Indices = NDArray[np.int64]
 
 MOST_REDRAWS = 10_000  # of an empty Bernoulli cohort
+LARGEST_LR = 1e38  # float32 holds no larger ones
 
 
 class Clients:
@@ -43,6 +45,15 @@ class Clients:
         self = cls.__new__(cls)
         self.parts, self.count = [], count
         self.moving = (partition, labels, seed, samples)
+        return self
+
+    @classmethod
+    def elsewhere(cls, count: int) -> Clients:
+        """Clients whose samples lie on machines of their own: here only their number is known."""
+        if not is_whole(count) or count < 1:
+            raise BadInput(f"clients = {count!r} is not a whole number >= 1")
+        self = cls.__new__(cls)
+        self.parts, self.count, self.moving = [], int(count), None
         return self
 
     def samples(self, round: int, cohort: Indices) -> list[Indices]:
@@ -193,12 +204,12 @@ class Round:
     filled: Indices  # [C, K] how many of the B are real; 0: the client has no such step
     streams: Indices  # [C] random streams of the clients in this round, for augmentation and dropout
 
-    @property
+    @functools.cached_property
     def steps(self) -> Indices:
         """K_i, [C]."""
         return np.asarray((self.filled > 0).sum(axis=1), dtype=np.int64)
 
-    @property
+    @functools.cached_property
     def examples(self) -> Indices:
         """n_i, [C]."""
         return np.array([len(s) for s in self.samples], dtype=np.int64)
@@ -246,8 +257,8 @@ class Plan:
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < 1):
                 raise BadInput(f"{name} = {value} is not a whole number >= 1")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise BadInput(f"lr = {self.lr} is not a positive number")
+        if not 0 < self.lr <= LARGEST_LR:
+            raise BadInput(f"lr = {self.lr} is not a positive number" + (" below 1e38" if self.lr > 0 else ""))
 
     def cohort(self, round: int) -> Indices:
         """The active clients: exactly max(1, round(C N)) of them, or an independent coin for each."""
@@ -262,17 +273,33 @@ class Plan:
                 return np.flatnonzero(active).astype(np.int64)
         raise BadInput(f"participation = {self.participation:g} of {n} clients draws nobody: raise it")
 
-    def round(self, number: int) -> Round:
-        """The plan of round `number` (from 1)."""
-        cohort = self.cohort(number)
-        samples = self.clients.samples(number, cohort)
-        sizes = np.array([len(s) for s in samples], dtype=np.int64)
+    def rate(self, number: int) -> float:
+        """The learning rate of a round."""
         lr = self.lr * self.schedule.factor(number)
         if not (math.isfinite(lr) and lr > 0):
             raise BadInput(f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0")
+        return lr
+
+    def steps(self, sizes: Indices) -> Indices:
+        """K_i of clients with so many samples."""
+        per_epoch = -(-sizes // self.batch_size)  # the last short batch is kept
+        return per_epoch * self.epochs if self.local_steps is None else np.full_like(sizes, self.local_steps)
+
+    def round(self, number: int) -> Round:
+        """The plan of round `number` (from 1)."""
+        cohort = self.cohort(number)
+        return self.round_of(number, cohort, self.clients.samples(number, cohort))
+
+    def round_of(self, number: int, cohort: Indices, samples: list[Indices]) -> Round:
+        """The plan of a round for these clients and their samples.
+
+        What a client does depends on its own number and samples alone: a client that knows only itself gets the same
+        batches as in a plan of the whole cohort.
+        """
+        sizes = np.array([len(s) for s in samples], dtype=np.int64)
+        lr = self.rate(number)
         width = min(self.batch_size, int(sizes.max()))  # a huge batch size means the whole client, not huge arrays
-        per_epoch = -(-sizes // self.batch_size)  # steps of an epoch, the last short batch kept
-        steps = per_epoch * self.epochs if self.local_steps is None else np.full_like(sizes, self.local_steps)
+        per_epoch, steps = -(-sizes // self.batch_size), self.steps(sizes)
         passes = int((-(-steps // per_epoch)).max())
 
         # [C, passes, n]: every client's samples in a fresh order for every pass

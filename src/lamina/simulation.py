@@ -29,7 +29,7 @@ from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, Diverged, is_number, is_whole, unknown
 from lamina.history import History, Row
-from lamina.objective import Loss, Objective
+from lamina.objective import Buffers, Loss, Objective
 from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
 
 if TYPE_CHECKING:
@@ -216,7 +216,8 @@ class Simulation:
         from lamina.experiment.checkpoint import Checkpoints, load_newest
 
         checkpoints = Checkpoints(Path(folder))
-        loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds())
+        home = torch.device("cpu") if isinstance(self.engine, Stacked) else None  # it takes the records it needs
+        loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds(), home=home)
         if loaded is None:
             raise BadInput(f"no checkpoint of this simulation in '{folder}'")
         ((self.state, rows),) = loaded
@@ -230,7 +231,7 @@ class Simulation:
 
     def record(self, plan: Round, report: RoundReport, seconds: float, *, evaluate: bool = False) -> Row:
         """Add the row of a round that has just finished, evaluated if it is its turn or asked for."""
-        row = self._row(plan, report, seconds)
+        row = round_row(self.algorithm, self.objective.start, plan, report, seconds)
         if evaluate or self.state.round % self.evaluate_every == 0:
             started = time.perf_counter()
             row |= self.evaluate()
@@ -240,14 +241,7 @@ class Simulation:
 
     def refuse_nonfinite(self, row: Row) -> None:
         """Stop a run whose weights are still finite but whose test loss is not; its row is kept."""
-        if not math.isfinite(row.get("loss", 0.0)):
-            raise Diverged(
-                f"round {row['round']}: the test loss of the new model is {row['loss']}; "
-                f"lower the learning rate (now {row['lr']:g}) or clip the gradients. All rounds are kept",
-                round=int(row["round"]),
-                client=None,
-                layer="loss",
-            )
+        refuse_nonfinite(row)
 
     @property
     def model(self) -> nn.Module:
@@ -258,17 +252,14 @@ class Simulation:
         """Accuracy and loss of the current model on the test data, and on the clients' own data if asked for."""
         metrics: dict[str, float] = {}
         if self.test_data is not None:
-            losses, correct = self._predict(self.test_data)
-            metrics["loss"] = float(losses.double().mean())
-            if correct is not None:
-                metrics["accuracy"] = float(correct.double().mean())
+            metrics |= evaluate(self.objective, self.state.server.x, self.state.buffers, self.test_data)
         if self.client_metrics:
             metrics |= self._client_metrics()
         return metrics
 
     def _client_metrics(self) -> dict[str, float]:
         """The model's accuracy on every client's own training data: how evenly it serves them."""
-        _, correct = self._predict(self.train_data)
+        _, correct = predict(self.objective, self.state.server.x, self.state.buffers, self.train_data)
         assert correct is not None  # checked when the simulation was made
         hits = correct.cpu().numpy()
         accuracies = np.sort([hits[part].mean() for part in self.plan.clients.parts])
@@ -278,42 +269,6 @@ class Simulation:
             "client_accuracy_worst10": float(accuracies[:worst].mean()),
             "client_accuracy_std": float(accuracies.std()),
         }
-
-    def _predict(self, data: Dataset) -> tuple[Tensor, Tensor | None]:
-        """Per-sample losses and, for class labels, whether each prediction is right (as 0 or 1)."""
-        losses, correct = [], []
-        with torch.no_grad():
-            for start in range(0, len(data), EVALUATION_BATCH):
-                part = slice(start, start + EVALUATION_BATCH)
-                inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
-                outputs = self.objective.outputs(self.state.server.x, self.state.buffers, inputs, train=False)
-                targets = data.y[part]
-                losses.append(self.objective.loss(outputs, targets))
-                if data.classes is not None:
-                    hits = (outputs.argmax(1) == targets).float()
-                    correct.append(hits.flatten(1).mean(1) if hits.dim() > 1 else hits)
-        return torch.cat(losses), torch.cat(correct) if correct else None
-
-    def _row(self, plan: Round, report: RoundReport, seconds: float) -> dict[str, float | int]:
-        models = self.algorithm.card.paper_cost
-        row: dict[str, float | int] = {
-            "round": plan.number,
-            "lr": plan.lr,
-            "clients": len(plan.cohort),
-            "steps": int(plan.steps.sum()),
-            "train_loss": report.train_loss,
-            "consistency": report.consistency,
-            "update_norm": report.update_norm,
-            "bytes_down": report.bytes_down,
-            "bytes_up": report.bytes_up,
-            "seconds": seconds,
-        }
-        if models is not None:  # the papers' own counting, beside what really travels
-            row["paper_bytes"] = models * self.objective.start.numel() * self.objective.start.element_size()
-            row["paper_bytes"] *= len(plan.cohort)
-            if plan.number % getattr(self.algorithm, "sync_every", 1):  # lazy: one tensor less between two syncs
-                row["paper_bytes"] = row["paper_bytes"] * (models - 1) // models
-        return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
 
     def _check_fit(self, loss: str | Loss) -> None:
         """Run one sample through the model: a model that does not fit the data is said here, not in round 1."""
@@ -359,6 +314,67 @@ class Simulation:
             buffers = {n: b.clone() for n, b in self.objective.buffers.items()}
             with torch.no_grad():
                 self.objective.outputs(self.objective.start, buffers, one, train=True)  # refuses one sample, or copes
+
+
+def evaluate(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> dict[str, float]:
+    """The mean loss of a model on data and, for class labels, its accuracy."""
+    losses, correct = predict(objective, x, buffers, data)
+    metrics = {"loss": float(losses.double().mean())}
+    if correct is not None:
+        metrics["accuracy"] = float(correct.double().mean())
+    return metrics
+
+
+def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> tuple[Tensor, Tensor | None]:
+    """Per-sample losses and, for class labels, whether each prediction is right (as 0 or 1)."""
+    losses, correct = [], []
+    with torch.no_grad():
+        for start in range(0, len(data), EVALUATION_BATCH):
+            part = slice(start, start + EVALUATION_BATCH)
+            inputs = prepare(data.x[part], data.mean, data.std, objective.dtype)
+            outputs = objective.outputs(x, buffers, inputs, train=False)
+            targets = data.y[part]
+            losses.append(objective.loss(outputs, targets))
+            if data.classes is not None:
+                hits = (outputs.argmax(1) == targets).float()
+                correct.append(hits.flatten(1).mean(1) if hits.dim() > 1 else hits)
+    return torch.cat(losses), torch.cat(correct) if correct else None
+
+
+def round_row(
+    algorithm: Algorithm, x: Tensor, plan: Round, report: RoundReport, seconds: float
+) -> dict[str, float | int]:
+    """The metrics of a round, but for its evaluation."""
+    models = algorithm.card.paper_cost
+    row: dict[str, float | int] = {
+        "round": plan.number,
+        "lr": plan.lr,
+        "clients": len(plan.cohort),
+        "steps": int(plan.steps.sum()),
+        "train_loss": report.train_loss,
+        "consistency": report.consistency,
+        "update_norm": report.update_norm,
+        "bytes_down": report.bytes_down,
+        "bytes_up": report.bytes_up,
+        "seconds": seconds,
+    }
+    if models is not None:  # the papers' own counting, beside what really travels
+        row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
+        if plan.number % getattr(algorithm, "sync_every", 1):  # lazy: one tensor less between two syncs
+            row["paper_bytes"] = row["paper_bytes"] * (models - 1) // models
+    return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
+
+
+def refuse_nonfinite(row: Row) -> None:
+    """Raise `Diverged` for a round whose weights are finite but whose test loss is not."""
+    if not math.isfinite(row.get("loss", 0.0)):
+        raise Diverged(
+            f"round {row['round']}: the test loss of the new model is {row['loss']}; "
+            f"lower the learning rate (now {row['lr']:g}) or clip the gradients. All rounds are kept",
+            round=int(row["round"]),
+            client=None,
+            layer="loss",
+        )
 
 
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
 from lamina import __version__
@@ -18,6 +19,7 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     compare,
     doctor,
     export,
+    flower,
     listing,
     report,
     reproduce,
@@ -46,7 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
     warnings = WarningLines()
     logging.getLogger("lamina").addHandler(warnings)
     try:
-        app(arguments)
+        sys.exit(app(arguments, prog_name="lamina", standalone_mode=False))
+    except click.UsageError as error:
+        say_usage(error)
+        sys.exit(EXIT_BAD_INPUT)
+    except click.Abort:
+        sys.exit(EXIT_INTERRUPTED)
     except Diverged as error:
         say("diverged", error)
         sys.exit(EXIT_DIVERGED)
@@ -59,6 +66,15 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(EXIT_INTERRUPTED)
     finally:
         logging.getLogger("lamina").removeHandler(warnings)
+
+
+def say_usage(error: click.UsageError) -> None:
+    """Say in one line what is wrong with a command; help that was shown instead, as without a command, is enough."""
+    problem, *hints = " ".join(error.format_message().split()).split(" Did you mean ")
+    if problem:
+        command = error.ctx.command_path if error.ctx else "lamina"
+        nearest = f"; did you mean {hints[0]}" if hints else ""  # click and typer both may give one
+        say("error", f"{problem[0].lower()}{problem[1:].rstrip('.')}{nearest}; see {command} --help")
 
 
 def print_version(wanted: bool) -> None:

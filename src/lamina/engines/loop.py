@@ -45,8 +45,8 @@ class Loop:
 
         full_gradients: list[Tensor | None] = [None] * len(plan.cohort)
         if needs.full_gradient or needs.control_variate:  # Mime: grad F_i(x) over all local data
-            full_gradients = [self._full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
-        mean_gradient = _weighted_sum(full_gradients, weights) if needs.control_variate else None
+            full_gradients = [self.full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
+        mean_gradient = weighted_sum(full_gradients, weights) if needs.control_variate else None
 
         info = Info(plan.number, plan.lr, participation=plan.participation, full_gradient=mean_gradient)
         down = algorithm.broadcast(state.server, info)
@@ -57,7 +57,7 @@ class Loop:
             client = clients[client_id] if client_id in clients else algorithm.client_init(x)
             buffers = {n: b.clone() for n, b in state.buffers.items()}
 
-            local, losses = self._train(down, client, buffers, info, plan, c)
+            local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
 
             if not _all_finite(losses, *up, *clients[client_id]):
@@ -73,7 +73,7 @@ class Loop:
 
         return close_round(algorithm, layers, state, plan, down, sums, clients)
 
-    def _train(
+    def train_client(
         self,
         down: Any,
         client: Any,
@@ -115,7 +115,7 @@ class Loop:
             x = self.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
         return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
 
-    def _full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
+    def full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
         """The gradient over all of a client's data: evaluation mode, so no dropout and fixed BatchNorm statistics."""
         data, total = self.data, torch.zeros_like(x)
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
@@ -162,7 +162,7 @@ class Loop:
             where = after.y if _all_finite(grad) else grad
             raise diverged(layers, where, plan.number, plan.lr, client_id, step)
 
-        self._train(down, client, {n: b.clone() for n, b in buffers.items()}, info, plan, c, watch)
+        self.train_client(down, client, {n: b.clone() for n, b in buffers.items()}, info, plan, c, watch)
         for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
@@ -177,7 +177,8 @@ def seed_dropout(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def _weighted_sum(vectors: list[Any], weights: list[float]) -> Tensor:
+def weighted_sum(vectors: list[Any], weights: list[float]) -> Tensor:
+    """The sum of vectors, each times its weight, in this order."""
     total = torch.zeros_like(vectors[0])
     for vector, weight in zip(vectors, weights, strict=True):
         total = total + weight * vector

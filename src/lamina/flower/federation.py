@@ -1,0 +1,313 @@
+"""`Federation`: one object describes a federation, and the server's and the nodes' apps are made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from flwr.app import Context
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from torch import nn
+
+from lamina import algorithms
+from lamina.algorithms.contract import Algorithm, options
+from lamina.data.dataset import Dataset, Splits
+from lamina.data.feed import Augment
+from lamina.data.partitions import Partition
+from lamina.errors import BadInput, is_number, is_whole, unknown
+from lamina.experiment import run as running
+from lamina.experiment.config import Experiment
+from lamina.experiment.folder import LogLines, RunFolder
+from lamina.flower.checks import Limits
+from lamina.flower.node import Node, client_number
+from lamina.flower.server import Server
+from lamina.objective import LOSSES, Loss
+from lamina.plan import Clients, Plan, Schedule, make_schedule
+from lamina.simulation import choose_device, deal
+
+log = logging.getLogger(__name__)
+
+
+class Federation:
+    """A federation: what is trained, on whose data, by which rules.
+
+    The same object is made on the server and on every node; each side calls only what it needs. Nothing is loaded
+    when it is made.
+
+    Args:
+        algorithm: an algorithm, or the name of one.
+        model: makes the module. The server's initial weights are sent to the nodes; weights that are not trained must
+            be the same on both sides.
+        data: what a node holds, from its Flower context: a `Dataset`, a pair of arrays, or a `datasets.Dataset`. Only
+            called on nodes.
+        clients: how many clients there are; they are numbered from 0.
+        rounds: how many rounds the run has.
+        out: the run's folder, on the server; else ``out`` in Flower's run configuration, else ``runs/flower``.
+        test: makes test data, on the server.
+        node_test: what a node evaluates on; its training data unless given.
+        participation, sampling, batch_size, epochs, local_steps, lr, schedule, clip, weighting, loss, augmentation,
+            seed, device, evaluate_every: as in `lamina.Simulation`.
+        evaluate_on: where the model is evaluated: "central" (the server's test data), "nodes", or "both".
+        nodes: Flower's node ids and the client each is, or a JSON file with such a table; else ``nodes`` in Flower's
+            run configuration. With it nobody else takes part; without it the first node that says it is client i
+            (``partition-id`` in its node configuration) is client i.
+        quorum: how many of a round's clients must answer: a fraction, or a number.
+        deadline: seconds a round may take.
+        attempts: how often a round that misses the quorum is tried before the run stops.
+        poll: seconds between two looks for replies.
+        limits: what an update may be.
+        state_dir: where a node keeps its clients' state; ``state-dir`` in its node configuration goes first; else
+            ``lamina`` in the user's state folder.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm | str,
+        model: Callable[[], nn.Module],
+        data: Callable[[Context], Any],
+        *,
+        clients: int,
+        rounds: int = 50,
+        out: str | Path | None = None,
+        test: Callable[[], Any] | None = None,
+        node_test: Callable[[Context], Any] | None = None,
+        participation: float = 1.0,
+        sampling: Literal["exact", "bernoulli"] = "exact",
+        batch_size: int = 32,
+        epochs: int = 1,
+        local_steps: int | None = None,
+        lr: float | None = None,
+        schedule: Schedule | str = "constant",
+        clip: float | None = None,
+        weighting: Literal["clients", "examples"] = "clients",
+        loss: str | Loss = "cross_entropy",
+        augmentation: Augment | None = None,
+        seed: int = 0,
+        device: str | torch.device = "auto",
+        evaluate_every: int = 1,
+        evaluate_on: Literal["central", "nodes", "both"] = "central",
+        nodes: Mapping[int, int] | str | Path | None = None,
+        quorum: float | int = 0.5,
+        deadline: float = 600.0,
+        attempts: int = 3,
+        poll: float = 0.2,
+        limits: Limits | None = None,
+        state_dir: str | Path | None = None,
+    ) -> None:
+        for name, made in (("model", model), ("data", data), ("test", test), ("node_test", node_test)):
+            if isinstance(made, nn.Module) or (made is not None and not callable(made)):
+                raise BadInput(f"{name} is a {type(made).__name__}: give a function that makes it, such as lambda: …")
+        if isinstance(loss, str) and loss not in LOSSES:
+            raise unknown("loss", loss, LOSSES)
+        if weighting not in ("clients", "examples"):
+            raise unknown("weighting", weighting, ("clients", "examples"))
+        if evaluate_on not in ("central", "nodes", "both"):
+            raise unknown("evaluate_on", evaluate_on, ("central", "nodes", "both"))
+        for name, whole in (("rounds", rounds), ("attempts", attempts), ("evaluate_every", evaluate_every)):
+            if not is_whole(whole) or whole < 1:
+                raise BadInput(f"{name} = {whole!r} is not a whole number >= 1")
+        for name, number in (("deadline", deadline), ("poll", poll), ("clip", clip), ("quorum", quorum)):
+            if number is not None and not (is_number(number) and math.isfinite(number) and number > 0):
+                raise BadInput(f"{name} = {number!r} is not a number > 0")
+        if not is_whole(quorum) and quorum > 1:
+            raise BadInput(f"quorum = {quorum!r} is neither a fraction up to 1 nor a whole number of clients")
+        self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+        self.make_model, self.data, self.test, self.node_test = model, data, test, node_test
+        self.rounds, self.out, self.nodes, self.state_dir = rounds, out, nodes, state_dir
+        self.clip, self.loss, self.augmentation, self.device = clip, loss, augmentation, device
+        self.by_examples = weighting == "examples"
+        self.evaluate_every, self.evaluate_on = evaluate_every, evaluate_on
+        self.quorum, self.deadline, self.attempts, self.poll = quorum, deadline, attempts, poll
+        self.limits = limits or Limits()
+        self.plan = Plan(
+            Clients.elsewhere(clients),
+            lr=self.algorithm.card.lr if lr is None else lr,
+            schedule=make_schedule(schedule) if isinstance(schedule, str) else schedule,
+            participation=participation,
+            sampling=sampling,
+            batch_size=batch_size,
+            epochs=epochs,
+            local_steps=local_steps,
+            seed=seed,
+        )
+        self._resolved: Callable[[], dict[str, Any]] | None = None  # of an experiment file
+
+    @classmethod
+    def from_experiment(cls, experiment: Experiment, **more: Any) -> Federation:
+        """The federation of an experiment file: client i holds what the simulation deals to client i.
+
+        Every machine needs the data set, and uses only its part. So a federation can be compared with its simulation.
+
+        Args:
+            experiment: the experiment.
+            **more: what a file does not say: out, nodes, quorum, deadline, attempts, poll, limits, state_dir, ...
+        """
+        data, train, run = experiment.data, experiment.train, experiment.run
+        algorithm, schedule = running.build_algorithm(experiment), running.build_schedule(experiment)
+        partition = running.build_partition(experiment)
+        if data.partition.name == "reallocate":
+            raise BadInput(
+                "partition 'reallocate' gives clients other data in every round, and a node keeps its own: "
+                "choose another partition, such as 'dirichlet'"
+            )
+        if run.trust_ratios or run.client_metrics:
+            log.warning("trust_ratios and client_metrics are not measured in a federation; see evaluate_on")
+        if run.precision != "fp32":
+            log.warning(
+                "precision = '%s' is for simulations: nodes compute in the model's own precision", run.precision
+            )
+
+        dealt = _Dealt(experiment, partition)
+        given: dict[str, Any] = {
+            "rounds": train.rounds,
+            "out": run.out,
+            "test": dealt.test,
+            "participation": train.participation,
+            "sampling": train.sampling,
+            "batch_size": train.batch_size,
+            "epochs": train.epochs,
+            "local_steps": train.local_steps,
+            "lr": train.lr,
+            "schedule": schedule,
+            "clip": train.clip,
+            "weighting": train.weighting,
+            "loss": train.loss,
+            "augmentation": Augment(data.augment_pad, data.augment_flip) if data.augment else None,
+            "seed": train.seed,
+            "device": run.device,
+            "evaluate_every": run.evaluate_every,
+        }
+        clients = running.count_clients(experiment) or dealt.clients.count
+        made = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
+        made._resolved = dealt.config
+        return made
+
+    def needed(self, cohort: int) -> int:
+        """How many of a cohort must answer."""
+        wanted = int(self.quorum) if is_whole(self.quorum) else math.ceil(self.quorum * cohort)
+        return max(1, min(cohort, wanted))
+
+    def config(self) -> dict[str, Any]:
+        """The run's configuration, as its folder keeps it."""
+        plan = self.plan
+        named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
+        schedule = {"name": type(plan.schedule).__name__.lower()}
+        if dataclasses.is_dataclass(plan.schedule):
+            schedule |= {f.name: getattr(plan.schedule, f.name) for f in dataclasses.fields(plan.schedule)}
+        own = {
+            "data": {"name": "the nodes' own", "clients": plan.clients.count, "partition": {"name": "own"}},
+            "model": {"name": getattr(self.make_model, "__qualname__", type(self.make_model).__name__)},
+            "algorithm": {"name": self.algorithm.card.name, "preset": None, **named},
+            "train": {
+                "rounds": self.rounds,
+                "participation": plan.participation,
+                "sampling": plan.sampling,
+                "batch_size": plan.batch_size,
+                "epochs": plan.epochs,
+                "local_steps": plan.local_steps,
+                "lr": plan.lr,
+                "schedule": schedule,
+                "clip": self.clip,
+                "weighting": "examples" if self.by_examples else "clients",
+                "loss": self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", "own"),
+                "seed": plan.seed,
+            },
+            "run": {"evaluate_every": self.evaluate_every},
+        }
+        config = own if self._resolved is None else self._resolved()
+        config["train"]["rounds"] = self.rounds
+        config["run"] |= {"device": str(choose_device(self.device)), "engine": "flower"}
+        # a section of its own: in a report, a federation is not a repetition of its simulation
+        return config | {"federation": {"on": "flower"}}
+
+    def server_app(self) -> ServerApp:
+        """The app for Flower's server."""
+        app = ServerApp()
+
+        @app.main()
+        def main(grid: Grid, context: Context) -> None:
+            out = Path(str(self.out or context.run_config.get("out") or "runs/flower"))
+            nodes = read_nodes(self.nodes or context.run_config.get("nodes") or None, self.plan.clients.count)
+            with LogLines() as lines, RunFolder(out, self.config(), lines=lines) as folder:
+                if folder.diverged is not None:
+                    raise folder.diverged
+                if folder.complete:
+                    log.info("%s is complete: %d rounds", out, len(folder.history))
+                    return
+                log.info(
+                    "quorum %s, deadline %g s, %d attempts, %s", self.quorum, self.deadline, self.attempts, self.limits
+                )
+                Server(self, grid, folder, nodes).run()
+
+        return app
+
+    def client_app(self) -> ClientApp:
+        """The app for Flower's nodes."""
+        return Node(self).app()
+
+
+class _Dealt:
+    """An experiment's data, dealt to clients: loaded once in a process, when they are needed."""
+
+    def __init__(self, experiment: Experiment, partition: Partition) -> None:
+        self.experiment, self.partition = experiment, partition
+
+    @functools.cached_property
+    def splits(self) -> Splits:
+        return running.load_data(self.experiment)
+
+    @functools.cached_property
+    def clients(self) -> Clients:
+        count = running.count_clients(self.experiment)
+        return deal(self.splits.train, count, self.partition, self.experiment.train.seed)
+
+    def part(self, context: Context) -> Dataset:
+        """What a node holds."""
+        client = client_number(context)
+        if not 0 <= client < self.clients.count:
+            raise BadInput(f"partition-id = {client}, but the clients are numbered 0 to {self.clients.count - 1}")
+        return self.splits.train.subset(self.clients.parts[client])
+
+    def test(self) -> Dataset:
+        return self.splits.test
+
+    def model(self) -> nn.Module:
+        return running.build_model(self.experiment, self.splits.train)
+
+    def config(self) -> dict[str, Any]:
+        """The configuration as resolved, for the engine that nodes use."""
+        run = self.experiment.run.model_copy(update={"engine": "loop", "precision": "fp32"})
+        plain = self.experiment.model_copy(update={"run": run})
+        return running.resolved(plain, running.build(plain, self.splits))
+
+
+def read_nodes(given: Any, clients: int) -> dict[int, int] | None:
+    """A table of node ids and client numbers, from a mapping or a JSON file."""
+    if given is None:
+        return None
+    table = given
+    if not isinstance(given, Mapping):
+        try:
+            table = json.loads(Path(str(given)).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise BadInput(f"cannot read the list of nodes '{given}': {error.strerror}") from error
+        except ValueError as error:
+            raise BadInput(f"'{given}' is not valid JSON: {error}") from error
+    try:
+        nodes = {int(node): int(client) for node, client in table.items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BadInput('nodes must be a table of node ids and client numbers: {"1234": 0, "5678": 1}') from error
+    for node, client in nodes.items():
+        if not 0 <= client < clients:
+            raise BadInput(f"nodes: node {node} is client {client}, but they are numbered 0 to {clients - 1}")
+    if len(set(nodes.values())) < len(nodes):
+        raise BadInput("nodes: two nodes are the same client")
+    return nodes

@@ -1,0 +1,210 @@
+"""A node's side: train one client as the reference engine does, on data that stay here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from torch import Tensor
+
+from lamina.algorithms.contract import Info
+from lamina.data.dataset import Dataset, as_dataset
+from lamina.data.feed import Augment
+from lamina.engines.loop import Loop
+from lamina.errors import BadInput, LaminaError
+from lamina.experiment.run import THREADED_FROM
+from lamina.flower import wire
+from lamina.flower.store import Store, default_folder
+from lamina.flower.wire import Task
+from lamina.objective import Buffers, Objective
+from lamina.plan import Clients, Plan, Round
+from lamina.simulation import choose_device, evaluate
+
+if TYPE_CHECKING:
+    from lamina.flower.federation import Federation
+
+
+class Missing(Exception):
+    """What the server believes this node holds, and it does not."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(f"does not hold {', '.join(names)}")
+        self.names = names
+
+
+class Node:
+    """Answers the server's messages."""
+
+    def __init__(self, federation: Federation) -> None:
+        self.federation = federation
+        self.algorithm = federation.algorithm
+
+    def app(self) -> ClientApp:
+        """The Flower app."""
+        app = ClientApp()
+        app.query()(self._answering(self.who))
+        app.train()(self._answering(self.train))
+        app.train("gradient")(self._answering(self.gradient))
+        app.evaluate()(self._answering(self.evaluate))
+        return app
+
+    def _answering(self, do: Callable[[RecordDict, Context], RecordDict]) -> Callable[[Message, Context], Message]:
+        """A handler of messages: what this node cannot do is said in one line, not as a traceback."""
+
+        def handle(message: Message, context: Context) -> Message:
+            try:
+                content = do(message.content, context)
+            except Missing as error:
+                content = wire.content_of({"problem": {"text": str(error), "missing": error.names}})
+            except LaminaError as error:
+                content = wire.content_of({"problem": {"text": wire.shorten(str(error), 1000)}})
+            return Message(content, reply_to=message)
+
+        return handle
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def who(self, content: RecordDict, context: Context) -> RecordDict:
+        """Which client this node is, as its own configuration says."""
+        return wire.content_of({"who": {"client": client_number(context)}})
+
+    def train(self, content: RecordDict, context: Context) -> RecordDict:
+        """One round of local training; the client's new state is on disk before the update is sent."""
+        task, store, data = self._begin(content, context)
+        down, buffers, client = self._given(content, task, store)
+        loop, plan = self._loop(task, data), self._plan(task, data)
+        needs = self.algorithm.needs(task.round)
+        info = Info(task.round, task.lr, steps=float(plan.steps[0]), participation=task.participation)
+        if needs.full_gradient or needs.control_variate:
+            sent = store.load_held("own-gradient", task.gradient, by_content=False) if task.gradient else None
+            info = info._replace(
+                full_gradient=loop.full_gradient(down.x, buffers, plan, 0) if sent is None else sent.to(down.x.device)
+            )
+        local, losses = loop.train_client(down, client, buffers, info, plan, 0)
+        up, client = self.algorithm.finish(local, down, client, info)
+        store.save_state(task.round, task.token, client)
+        store.forget_before(task.keep_from)
+        figures = {"examples": len(data), "steps": int(plan.steps[0]), "loss": float(losses.mean())}
+        moved = {name: wire.encode(value) for name, value in wire.floating(buffers).items()}
+        return wire.content_of({"up": wire.pack(up), "buffers": moved, "figures": figures})
+
+    def gradient(self, content: RecordDict, context: Context) -> RecordDict:
+        """Mime's first exchange: the gradient over all local data at x; both are kept for the second."""
+        task, store, data = self._begin(content, context)
+        x, buffers = self._tensor(content, "x"), self._buffers(content)
+        gradient = self._loop(task, data).full_gradient(x, buffers, self._plan(task, data), 0)
+        store.save_held("x", wire.digest(x), x)
+        store.save_held("own-gradient", task.token, gradient)
+        return wire.content_of({"up": {"gradient": wire.encode(gradient)}, "figures": {"examples": len(data)}})
+
+    def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
+        """The loss and accuracy of the server's model on this node's data."""
+        self._check_app(Task.read(content))
+        data = self._data(self.federation.node_test or self.federation.data, context)
+        figures = evaluate(self.objective, self._tensor(content, "x"), self._buffers(content), data)
+        return wire.content_of({"figures": {"examples": len(data), **figures}})
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def objective(self) -> Objective:
+        """The model; its weights are of no importance, for the server sends its own."""
+        device = choose_device(self.federation.device)
+        objective = Objective(self.federation.make_model().to(device), self.federation.loss)
+        if objective.start.numel() < THREADED_FROM:
+            torch.set_num_threads(1)
+        return objective
+
+    def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
+        task = Task.read(content)
+        self._check_app(task)
+        root = context.node_config.get("state-dir") or self.federation.state_dir or default_folder()
+        store = Store(Path(str(root)).expanduser(), task.run, task.client)
+        return task, store, self._data(self.federation.data, context)
+
+    def _check_app(self, task: Task) -> None:
+        if task.app != wire.fingerprint(self.algorithm, self.objective):
+            raise BadInput(
+                "the server's algorithm, its options, the model's layers or its frozen weights are not this node's: "
+                "run the same app on both sides"
+            )
+
+    def _data(self, make: Callable[[Context], Any], context: Context) -> Dataset:
+        return as_dataset(make(context)).to(self.objective.device)
+
+    def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
+        """The round's Down, from the message and from disk; the buffers; and the client's state at its base."""
+        start, algorithm = self.objective.start, self.algorithm
+        sent = {name: self._tensor(content, name) for name in wire.arrays_of(content, "down")}
+        held = {
+            name: store.load_held(name, tag)
+            for name, tag in zip(task.held, task.held_digests, strict=True)
+            if name not in sent
+        }
+        missing = [name for name, value in held.items() if value is None]
+        like = algorithm.client_init(start)
+        client = None
+        if task.base and any(value is not None for value in like):
+            client = store.load_state(task.base, like)
+            missing += ["state"] if client is None else []
+        if missing:
+            raise Missing(missing)
+        for name in algorithm.down_versions(task.round):  # kept from now on, and not sent again
+            if name in sent:
+                store.save_held(name, wire.digest(sent[name]), sent[name])
+        kind = type(algorithm.broadcast(algorithm.init(start), Info(task.round, task.lr, full_gradient=start)))
+        down = kind(*(_on({**held, **sent}.get(name), start) for name in kind._fields))
+        if client is None:
+            client = algorithm.client_init(down.x)
+        return down, self._buffers(content), type(client)(*(_on(value, start) for value in client))
+
+    def _tensor(self, content: RecordDict, name: str) -> Tensor:
+        """A Down field: by the contract one number per parameter, or one alone."""
+        array = wire.arrays_of(content, "down")[name]
+        start = self.objective.start
+        return wire.decode(array, start[:1] if tuple(array.shape) == (1,) else start)
+
+    def _buffers(self, content: RecordDict) -> Buffers:
+        """Buffers of our own to train with: the server's floating ones, and the others as they always are."""
+        own = {name: value.clone() for name, value in self.objective.buffers.items()}
+        arrays = wire.arrays_of(content, "buffers")
+        return own | {name: wire.decode(arrays[name], value) for name, value in wire.floating(own).items()}
+
+    def _loop(self, task: Task, data: Dataset) -> Loop:
+        augmentation = Augment(task.augment_pad, task.augment_flip) if task.augment_pad >= 0 else None
+        return Loop(self.algorithm, self.objective, data, clip=task.clip or None, augmentation=augmentation)
+
+    def _plan(self, task: Task, data: Dataset) -> Round:
+        """This client's part of the round plan: the same batches as if all clients were simulated together."""
+        plan = Plan(
+            Clients.elsewhere(task.clients),
+            task.lr,
+            batch_size=task.batch_size,
+            epochs=task.epochs,
+            local_steps=task.local_steps or None,
+            seed=int(task.seed),
+        )
+        own = plan.round_of(task.round, np.array([task.client]), [np.arange(len(data))])
+        return dataclasses.replace(own, participation=task.participation)
+
+
+def client_number(context: Context) -> int:
+    """The number a node's own configuration gives it."""
+    given = context.node_config.get("partition-id")
+    if isinstance(given, bool) or not isinstance(given, int):
+        raise BadInput(
+            "this node has no number: start it with --node-config 'partition-id=0' (1, 2, ... for the others), "
+            "or give the server a list of nodes"
+        )
+    return given
+
+
+def _on(value: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if value is None else value.to(like.device)

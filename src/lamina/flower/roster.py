@@ -1,0 +1,128 @@
+"""Which node is which client. A node is known by the id Flower gave it when it authenticated, and by nothing else.
+
+Either the server has a list of nodes, or the first node that says it is client i is client i for the whole run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import ConfigRecord, MessageType, RecordDict
+
+from lamina.errors import is_whole
+from lamina.flower import wire
+from lamina.flower.checks import read_problem
+from lamina.flower.mail import Mail
+from lamina.flower.records import Attendance, name
+
+ASK_FOR = 60.0  # seconds a round waits for the name of a node that has just come
+ANSWER_WITHIN = 600.0  # seconds until it is asked again
+
+
+class Roster:
+    """The clients and their nodes."""
+
+    def __init__(self, mail: Mail, clients: int, fixed: Mapping[int, int] | None) -> None:
+        self.mail = mail
+        self.clients = clients
+        self.fixed = fixed  # node to client; nobody else takes part
+        self.bound: dict[int, int] = {} if fixed is None else {client: node for node, client in fixed.items()}
+        self.online: set[int] = set()
+        self._claims: dict[int, int] = {}  # what nodes say they are, in the order they said so
+        self._unusable: dict[int, str] = {}  # nodes that cannot say who they are, and why
+        self._asked: dict[str, tuple[int, float]] = {}  # unanswered questions: node, when
+
+    def node_of(self, client: int) -> int | None:
+        """The node of a client, if it is connected."""
+        node = self.bound.get(client)
+        return node if node in self.online else None
+
+    def client_of(self, node: int) -> int | None:
+        """The client a node is."""
+        return next((client for client, bound in self.bound.items() if bound == node), None)
+
+    def name(self, node: int) -> str:
+        """A node in words."""
+        return name(self.client_of(node), node)
+
+    def call(self, wanted: list[int], needed: int, until: float, record: Attendance, *, all_of_them: bool) -> None:
+        """Find out who is there, and wait for the clients of a round.
+
+        Args:
+            wanted: the clients.
+            needed: how many of them there must be before the wait may end early.
+            until: `time.monotonic()` at which it ends in any case.
+            record: where odd things are put down.
+            all_of_them: wait for all (at the start of a run), not only for those who have just come.
+        """
+        while True:
+            self._look(record)
+            present = sum(self.node_of(client) is not None for client in wanted)
+            now = time.monotonic()
+            asking = any(now - since < ASK_FOR for _, since in self._asked.values())
+            if present == len(wanted) or now >= until or (present >= needed and not asking and not all_of_them):
+                break
+            time.sleep(min(self.mail.poll, max(0.0, until - now)))
+        self._put_down(record)
+
+    def _look(self, record: Attendance) -> None:
+        self.online = set(self.mail.grid.get_node_ids())
+        if self.fixed is not None:
+            return
+        now = time.monotonic()
+        known = {*self.bound.values(), *self._claims, *self._unusable, *(node for node, _ in self._asked.values())}
+        for node in sorted(self.online - known):
+            content = wire.content_of({"question": {"who": True}})
+            asked = self.mail.send(node, content, MessageType.QUERY, "", ANSWER_WITHIN)
+            if asked is not None:
+                self._asked[asked] = (node, now)
+        waiting = {message: node for message, (node, _) in self._asked.items()}
+        for message, reply in self.mail.look(waiting, record).items():
+            node, _ = self._asked.pop(message)
+            if isinstance(reply, str):
+                record.note(f"node {node} did not say who it is: {reply}")
+            else:
+                self._hear(node, reply.content)
+        silent = [message for message, (_, since) in self._asked.items() if now - since > ANSWER_WITHIN]
+        self.mail.give_up(silent)
+        for message in silent:
+            del self._asked[message]  # it will be asked again
+        self._settle(record)
+
+    def _hear(self, node: int, content: RecordDict) -> None:
+        problem, who = read_problem(content), content.get("who")
+        entries: dict[str, Any] = dict(who) if isinstance(who, ConfigRecord) else {}
+        claim: Any = entries.get("client")
+        if problem is not None:
+            self._unusable[node] = problem[0]
+        elif not is_whole(claim) or not 0 <= claim < self.clients:
+            self._unusable[node] = (
+                f"says it is client {wire.shorten(repr(claim), 40)}, but they are numbered 0 to {self.clients - 1}"
+            )
+        else:
+            self._claims[node] = int(claim)
+
+    def _settle(self, record: Attendance) -> None:
+        """Bind clients that have no node, or whose node has gone, to the first node that says it is theirs."""
+        for node, client in self._claims.items():
+            holder = self.bound.get(client)
+            if node not in self.online or holder == node or holder in self.online:
+                continue
+            self.bound[client] = node
+            if holder is not None:
+                record.note(f"client {client} was node {holder}, which has gone, and is node {node} now")
+
+    def _put_down(self, record: Attendance) -> None:
+        """Name the nodes that are there and have no part in the run."""
+        if self.fixed is not None:
+            for node in sorted(self.online - self.fixed.keys()):
+                record.refuse(None, node, "it is not on the server's list of nodes")
+            return
+        for node in sorted(self.online - set(self.bound.values())):
+            if node in self._unusable:
+                record.refuse(None, node, self._unusable[node])
+            elif node in self._claims:
+                client = self._claims[node]
+                record.refuse(None, node, f"says it is client {client}, and that is node {self.bound[client]}")

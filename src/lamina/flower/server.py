@@ -1,0 +1,460 @@
+"""The server's side: the round loop over Flower's Grid, with the same algorithm, plan and records as a simulation.
+
+Read `run`, `_round` and `_attempt`: the run with its records, a round with its repetitions, one try.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from flwr.app import Array, MessageType, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from lamina.algorithms.contract import Info
+from lamina.data.dataset import Dataset, as_dataset
+from lamina.engines.loop import weighted_sum
+from lamina.engines.state import State, Sums, client_weights, close_round
+from lamina.errors import Diverged, LaminaError
+from lamina.experiment.checkpoint import load_newest
+from lamina.experiment.folder import RunFolder
+from lamina.flower import checks, wire
+from lamina.flower.checks import Expected, Refused, Update
+from lamina.flower.mail import Mail, Traffic
+from lamina.flower.records import Attendance, Journal
+from lamina.flower.roster import Roster
+from lamina.flower.wire import Task
+from lamina.history import History, Row
+from lamina.objective import Objective
+from lamina.plan import Round
+from lamina.simulation import choose_device, evaluate, refuse_nonfinite, round_row
+
+if TYPE_CHECKING:
+    from lamina.flower.federation import Federation
+
+log = logging.getLogger(__name__)
+
+
+class Stopped(LaminaError):
+    """The federation cannot go on: too few nodes answer. All finished rounds are kept."""
+
+
+class Server:
+    """One run of a federation."""
+
+    def __init__(
+        self, federation: Federation, grid: Grid, folder: RunFolder, nodes: Mapping[int, int] | None = None
+    ) -> None:
+        self.federation, self.folder = federation, folder
+        self.algorithm, self.plan, self.limits = federation.algorithm, federation.plan, federation.limits
+        device = choose_device(federation.device)
+        self.objective = Objective(federation.make_model().to(device), federation.loss)
+        self.test_data = self._test_data(device)
+        self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
+        self.history = History()
+        self.app = wire.fingerprint(self.algorithm, self.objective)
+        self.mail = Mail(grid, federation.poll, lambda node: self.roster.name(node))
+        self.roster = Roster(self.mail, self.plan.clients.count, nodes)
+        self.journal = Journal(folder.path)
+        # what must survive a restart together with the state: all in one checkpoint, so rounds are never mixed
+        self.run_name = secrets.token_hex(16)
+        self.base: dict[int, tuple[int, str]] = {}  # by client: the round and exchange whose state was last accepted
+        self._older_base: dict[int, tuple[int, str]] = {}  # as of the checkpoint before the last
+        self._unwritten: list[Attendance] = []  # attempts before there is a folder
+        self._tokens: dict[int, str] = {}  # by client: the exchange of this attempt
+        self._said: set[str] = set()  # the warnings of the last attempt
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> History:
+        """Run what is left of the rounds, each in the records before the next begins."""
+        self._go_on()
+        try:
+            if len(self.history):  # killed after the checkpoint of a round with an infinite test loss
+                refuse_nonfinite(self.history[-1])
+            first = True
+            while self.state.round < self.federation.rounds:
+                self._run_round(wait_for_all=first)
+                first = False
+        except Diverged as error:
+            self.folder.diverge(error)
+            raise
+        self.folder.finish(self)
+        return self.history
+
+    def _run_round(self, *, wait_for_all: bool) -> None:
+        """One more round, evaluated if it is its turn, and in the records."""
+        started = time.monotonic()
+        self.mail.traffic = Traffic()
+        plan, report, record = self._round(self.state.round + 1, wait_for_all=wait_for_all)
+        row = round_row(self.algorithm, self.objective.start, plan, report, time.monotonic() - started)
+        row |= self._counts(record)
+        if plan.number % self.federation.evaluate_every == 0 or plan.number == self.federation.rounds:
+            row |= self._evaluate(record)
+        self._record(row, record)
+        refuse_nonfinite(row)
+
+    def _go_on(self) -> None:
+        """Take up the run in the folder where its newest sound checkpoint leaves it."""
+        found = len(self.folder.history) > 0
+        start = (self.state, self.algorithm.client_init(self.objective.start))
+        loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
+        if loaded is not None:
+            ((self.state, (facts,)),) = loaded
+            self.run_name = facts["run"]
+            self.base = {int(client): (int(r), str(token)) for client, (r, token) in facts["base"].items()}
+            if self.roster.fixed is None:
+                self.roster.bound = {int(client): int(node) for client, node in facts["nodes"].items()}
+        self.history = self.folder.go_on_after(self.state.round)
+        if found:
+            self.journal.cut(self.state.round)
+
+    def _record(self, row: Row, record: Attendance) -> None:
+        """Keep a finished round."""
+        self.history.append(row)
+        self.folder.begin()
+        self._unwritten.append(record)
+        self._write_attendance()
+        self.folder.record(row, self)
+        facts = {
+            "run": self.run_name,
+            "base": {str(client): list(base) for client, base in self.base.items()},
+            "nodes": {str(client): str(node) for client, node in self.roster.bound.items()},
+        }
+        self.folder.checkpoint(self, [facts])
+        shown = "".join(f", {name} {row[name]:.4f}" for name in ("accuracy", "node_accuracy") if name in row)
+        log.info(
+            "round %d: %d of %d clients, %.1f s%s", row["round"], row["clients"], row["asked"], row["seconds"], shown
+        )
+
+    def _write_attendance(self) -> None:
+        for record in self._unwritten:
+            self.journal.write(record)
+        self._unwritten = []
+
+    def _counts(self, record: Attendance) -> dict[str, float | int]:
+        traffic = self.mail.traffic
+        return {
+            "asked": len(self.plan.cohort(record.round)),
+            "missing": len(record.missing),
+            "refused": len(record.refused),
+            "wire_bytes_down": traffic.wire_down,
+            "wire_bytes_up": traffic.wire_up,
+        }
+
+    # --- a round ----------------------------------------------------------------------------------------------------
+
+    def _round(self, number: int, *, wait_for_all: bool) -> tuple[Round, Any, Attendance]:
+        """A round, tried again with the same plan while too few answer."""
+        attempts = self.federation.attempts
+        for attempt in range(1, attempts + 1):
+            record = Attendance(number, attempt)
+            cohort = self.plan.cohort(number).tolist()
+            needed = self.federation.needed(len(cohort))
+            until = time.monotonic() + self.federation.deadline
+            everyone = list(range(self.plan.clients.count))
+            self.roster.call(
+                everyone if wait_for_all else cohort, needed, until, record, all_of_them=wait_for_all and attempt == 1
+            )
+            down, updates = self._attempt(number, cohort, record)
+            self._say(record)
+            if len(updates) >= needed:
+                return self._close(number, down, updates, record)
+            log.warning(
+                "round %d: %d of %d needed updates, try %d of %d", number, len(updates), needed, attempt, attempts
+            )
+            self._unwritten.append(record)
+            if self.state.round:
+                self._write_attendance()
+        who = "; ".join(record.lines()) or "nobody is connected"
+        kept = f"the {self.state.round} finished rounds are kept: " if self.state.round else ""
+        raise Stopped(
+            f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); "
+            f"{kept}start the server again with the same folder '{self.folder.path}' to go on, or lower quorum"
+        )
+
+    def _say(self, record: Attendance) -> None:
+        """Log who is not in the mean; what is the same in every round is logged once."""
+        lines = record.lines()
+        for line in lines:
+            if line not in self._said:
+                log.warning("round %d: %s", record.round, line)
+        self._said = set(lines)
+
+    def _attempt(self, number: int, cohort: list[int], record: Attendance) -> tuple[Any, dict[int, Update]]:
+        """Ask the clients of a round for their updates: what was broadcast, and the sound updates by client."""
+        until = time.monotonic() + self.federation.deadline
+        there = {}
+        for client in cohort:
+            node = self.roster.node_of(client)
+            if node is None:
+                record.miss(client, self.roster.bound.get(client), "it is not connected")
+            else:
+                there[client] = node
+        needs, x = self.algorithm.needs(number), self.state.server.x
+        info = Info(number, self.plan.rate(number), participation=len(cohort) / self.plan.clients.count)
+        first = ""  # the token of Mime's first exchange
+        if needs.control_variate:
+            first = secrets.token_hex(8)
+            gradients = self._gradients(number, there, first, until, record)
+            if not gradients:
+                return None, {}
+            there = {client: there[client] for client in gradients}
+            info = info._replace(full_gradient=self._mean_gradient(number, gradients))
+        down = self.algorithm.broadcast(self.state.server, info)
+        expected = self._expected(down, info._replace(full_gradient=x if any(needs) else None))
+        return down, self._updates(number, there, down, expected, first, until, record)
+
+    def _gradients(
+        self, number: int, there: dict[int, int], token: str, until: float, record: Attendance
+    ) -> dict[int, tuple[Tensor, int]]:
+        """Mime's first exchange: every client's full gradient at x and number of examples."""
+        x = self.state.server.x
+        arrays, gradients = {"x": wire.encode(x)}, {}
+
+        def take(node: int, content: RecordDict) -> None:
+            client = self._client(node)
+            sound = self._judge(node, content, record, lambda: checks.read_gradient(content, x, self.limits))
+            if sound is not None:
+                gradients[client] = sound
+
+        contents = {node: self._message(arrays, self._task(number, client, token)) for client, node in there.items()}
+        self._missed(self.mail.exchange(contents, wire.GRADIENT, str(number), until, record, take), record)
+        for client, why in checks.odd_gradients({c: g for c, (g, _) in gradients.items()}, self.limits).items():
+            record.refuse(client, there[client], why)
+            del gradients[client]
+        return dict(sorted(gradients.items()))
+
+    def _mean_gradient(self, number: int, gradients: Mapping[int, tuple[Tensor, int]]) -> Tensor:
+        plan = self._as_round(number, {client: examples for client, (_, examples) in gradients.items()})
+        return weighted_sum([g for g, _ in gradients.values()], client_weights(plan, self.federation.by_examples))
+
+    def _updates(
+        self,
+        number: int,
+        there: Mapping[int, int],
+        down: Any,
+        expected: Expected,
+        first: str,
+        until: float,
+        record: Attendance,
+    ) -> dict[int, Update]:
+        """Local training on every client, and what is sound of what they send."""
+        versions = self.algorithm.down_versions(number)
+        arrays = wire.pack(down)
+        digests = {name: wire.digest(getattr(down, name)) for name in (*versions, *(["x"] if first else []))
+                   if name in arrays}  # fmt: skip
+        tokens: dict[int, str] = {}
+        updates: dict[int, Update] = {}
+        resent: set[int] = set()
+
+        def message(client: int, held: Iterable[str], base: tuple[int, str]) -> RecordDict:
+            tokens[client] = secrets.token_hex(8)
+            task = replace(
+                self._task(number, client, tokens[client]),
+                base=base[1],
+                keep_from=self._older_base.get(client, (0, ""))[0],
+                held=list(held),
+                held_digests=[digests[name] for name in held],
+                gradient=first,
+            )
+            return self._message({name: array for name, array in arrays.items() if name not in task.held}, task)
+
+        def take(node: int, content: RecordDict) -> RecordDict | None:
+            client = self._client(node)
+            problem = checks.read_problem(content)
+            if problem is not None and problem[1] and client not in resent:  # it lost what we thought it had
+                resent.add(client)
+                base = self.base.get(client, (0, ""))
+                if "state" in problem[1]:
+                    record.note(f"{self.roster.name(node)} has lost its client state and begins anew")
+                    base = (0, "")
+                else:
+                    record.note(f"{self.roster.name(node)} {problem[0]}: all is sent again")
+                return message(client, (), base)
+            sound = self._judge(node, content, record, lambda: checks.read_update(content, expected))
+            if sound is not None:
+                updates[client] = sound
+                for name in sound.clipped:
+                    record.note(f"{self.roster.name(node)}: '{name}' was scaled down to the limit")
+            return None
+
+        contents = {
+            node: message(client, self._held(client, versions, digests, first), self.base.get(client, (0, "")))
+            for client, node in there.items()
+        }
+        self._missed(self.mail.exchange(contents, MessageType.TRAIN, str(number), until, record, take), record)
+        for client, why in checks.too_far_from_the_others(updates, self.limits).items():
+            record.refuse(client, there[client], why)
+            del updates[client]
+        self._tokens = tokens
+        return dict(sorted(updates.items()))
+
+    def _close(
+        self, number: int, down: Any, updates: dict[int, Update], record: Attendance
+    ) -> tuple[Round, Any, Attendance]:
+        """The server's step on the mean of the updates: the same words as in the engines."""
+        plan = self._as_round(number, {client: update.examples for client, update in updates.items()})
+        weights = client_weights(plan, self.federation.by_examples)
+        sums = Sums()
+        for update, weight in zip(updates.values(), weights, strict=True):
+            sums.add(update.up, update.buffers, weight)
+            sums.losses.append(update.loss)
+            sums.steps += weight * update.steps
+            sums.square += weight * float(torch.sum(update.up.delta.double() ** 2))
+        self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, {})
+        self._older_base = dict(self.base)
+        for client in updates:
+            self.base[client] = (number, self._tokens[client])
+            record.accept(client, self.roster.bound[client])
+        record.complete = True
+        traffic = self.mail.traffic
+        return plan, replace(report, bytes_down=traffic.down, bytes_up=traffic.up), record
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, record: Attendance) -> dict[str, float | int]:
+        """The new model's loss and accuracy: on the server's test data, on the nodes, or both."""
+        started, where = time.monotonic(), self.federation.evaluate_on
+        metrics: dict[str, float | int] = {}
+        if self.test_data is not None and where in ("central", "both"):
+            metrics |= evaluate(self.objective, self.state.server.x, self.state.buffers, self.test_data)
+        if where in ("nodes", "both"):
+            metrics |= self._evaluate_on_nodes(record)
+        return metrics | {"evaluation_seconds": time.monotonic() - started} if metrics else {}
+
+    def _evaluate_on_nodes(self, record: Attendance) -> dict[str, float | int]:
+        """The mean over the examples of all connected nodes."""
+        self.mail.traffic = Traffic()
+        results: list[tuple[float, float | None, int]] = []
+        said = Attendance(record.round)  # who trained well but did not evaluate still took part in the round
+
+        def take(node: int, content: RecordDict) -> None:
+            sound = self._judge(node, content, said, lambda: checks.read_evaluation(content, self.limits))
+            if sound is not None:
+                results.append(sound)
+
+        number, arrays = record.round, {"x": wire.encode(self.state.server.x)}
+        clients = {client: self.roster.node_of(client) for client in range(self.plan.clients.count)}
+        contents = {
+            node: self._message(arrays, self._task(number, client, secrets.token_hex(8)))
+            for client, node in clients.items()
+            if node is not None
+        }
+        until = time.monotonic() + self.federation.deadline
+        self._missed(self.mail.exchange(contents, MessageType.EVALUATE, str(number), until, said, take), said)
+        for line in said.lines():
+            record.note(f"evaluation: {line}")
+        metrics: dict[str, float | int] = {"evaluating_nodes": len(results)}
+        metrics["evaluation_bytes"] = self.mail.traffic.down
+        if results:
+            total = sum(n for _, _, n in results)
+            metrics["node_loss"] = sum(loss * n for loss, _, n in results) / total
+            scored = [(accuracy, n) for _, accuracy, n in results if accuracy is not None]
+            if scored:
+                metrics["node_accuracy"] = sum(a * n for a, n in scored) / sum(n for _, n in scored)
+        return metrics
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    def _test_data(self, device: torch.device) -> Dataset | None:
+        if self.federation.test is None or self.federation.evaluate_on == "nodes":
+            return None
+        return as_dataset(self.federation.test()).to(device)
+
+    def _client(self, node: int) -> int:
+        client = self.roster.client_of(node)
+        assert client is not None  # only bound nodes are sent anything but a question
+        return client
+
+    def _task(self, number: int, client: int, token: str) -> Task:
+        plan, federation = self.plan, self.federation
+        augment = federation.augmentation
+        return Task(
+            run=self.run_name,
+            token=token,
+            app=self.app,
+            round=number,
+            client=client,
+            clients=plan.clients.count,
+            lr=plan.rate(number),
+            participation=len(plan.cohort(number)) / plan.clients.count,
+            batch_size=plan.batch_size,
+            epochs=plan.epochs,
+            local_steps=plan.local_steps or 0,
+            seed=str(plan.seed),
+            clip=float(federation.clip or 0.0),
+            augment_pad=-1 if augment is None else augment.pad,
+            augment_flip=augment is not None and augment.flip,
+        )
+
+    def _message(self, down: Mapping[str, Array], task: Task) -> RecordDict:
+        buffers = {name: wire.encode(value) for name, value in wire.floating(self.state.buffers).items()}
+        return wire.content_of({"down": down, "buffers": buffers, "task": task.record()})
+
+    def _held(self, client: int, versions: Mapping[str, int], digests: Mapping[str, str], first: str) -> list[str]:
+        """The Down fields a client holds in the version of this round, as far as it has confirmed it."""
+        held = self.state.ledger.held
+        names = [n for n, version in versions.items() if n in digests and n in held and held[n][client] == version]
+        return [*names, "x"] if first else names
+
+    def _expected(self, down: Any, info: Info) -> Expected:
+        """What a sound update looks like: the fields an engine would get from one local step."""
+        algorithm, x = self.algorithm, self.state.server.x
+        client = algorithm.client_init(x)
+        zero = torch.zeros_like(x)
+        local = algorithm.step(algorithm.begin(down, client, info), down, zero, info.lr, self.objective.layers)
+        up, _ = algorithm.finish(local, down, client, info)
+        ours = type(algorithm).__module__.startswith("lamina.algorithms.")
+        second_moments = self.limits.non_negative
+        if second_moments is None:
+            second_moments = ("v", "v_hat") if ours else ()
+        return Expected(
+            up,
+            wire.floating(self.state.buffers),
+            lambda examples: int(self.plan.steps(np.array([examples]))[0]),
+            self.limits,
+            second_moments,
+        )
+
+    def _judge(self, node: int, content: RecordDict, record: Attendance, read: Callable[[], Any]) -> Any:
+        """What is read of a reply, or None if there is nothing sound: then the record says why."""
+        client = self._client(node)
+        problem = checks.read_problem(content)
+        if problem is not None:
+            record.miss(client, node, problem[0])
+            return None
+        try:
+            return read()
+        except Refused as error:
+            record.refuse(client, node, str(error))
+        except Exception as error:  # nothing a node sends may end the run
+            record.refuse(client, node, wire.shorten(f"it cannot be read ({type(error).__name__}: {error})"))
+        return None
+
+    def _missed(self, failed: Mapping[int, str], record: Attendance) -> None:
+        for node, why in failed.items():
+            record.miss(self._client(node), node, why)
+
+    def _as_round(self, number: int, examples: Mapping[int, int]) -> Round:
+        """The round as it really was: the clients that answered and their numbers of examples."""
+        cohort, sizes = np.array(list(examples), dtype=np.int64), np.array(list(examples.values()), dtype=np.int64)
+        steps = self.plan.steps(sizes)
+        nothing = np.zeros((len(cohort), 1, 1), dtype=np.int64)
+        return Round(
+            number=number,
+            lr=self.plan.rate(number),
+            participation=len(cohort) / self.plan.clients.count,
+            cohort=cohort,
+            samples=[np.broadcast_to(np.int64(0), (int(n),)) for n in sizes],
+            index=nothing,  # which samples they were is not known here
+            filled=(np.arange(int(steps.max())) < steps[:, None]).astype(np.int64),
+            streams=nothing[:, 0, 0],
+        )

@@ -1,0 +1,104 @@
+"""What a node keeps on its own disk between two messages: the client's state, and Down fields that seldom change.
+
+Under the node's state folder every run has one of its own, and in it every client:
+
+- ``state-<round>-<token>.safetensors``: the client's state after that exchange. The server names the exchange it last
+  accepted (the base), so a reply that was lost never lets the state run ahead;
+- ``held-<field>-<digest>.safetensors``: a cached Down field, which the server need not send again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lamina.errors import BadInput
+from lamina.experiment.checkpoint import pack, unpack
+from lamina.experiment.files import cannot_write, write_file
+from lamina.flower.wire import digest
+
+NAME = re.compile(r"[0-9a-f]{8,64}")  # of a run or an exchange: never a path
+STATE = re.compile(r"state-(\d+)-([0-9a-f]+)\.safetensors")
+
+
+def default_folder() -> Path:
+    """Where programs keep their state by custom."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "lamina"
+
+
+class Store:
+    """One client of one run on this node's disk."""
+
+    def __init__(self, root: Path, run: str, client: int) -> None:
+        if not NAME.fullmatch(run):
+            raise BadInput(f"'{run[:40]}' is not the name of a run: the server speaks another protocol")
+        self.folder = root / run / f"client-{client}"
+
+    def load_state(self, token: str, like: Any) -> Any | None:
+        """The client's state after an exchange; None if it is not here, or not as it should be."""
+        for path in self.folder.glob(f"state-*-{_sound(token)}.safetensors"):
+            tensors = _read(path)
+            wanted = {name: value for name, value in zip(like._fields, like, strict=True) if value is not None}
+            if tensors is not None and _fit(tensors, wanted):
+                return type(like)(*(tensors.get(name) for name in like._fields))
+        return None
+
+    def save_state(self, round: int, token: str, record: Any) -> None:
+        """Keep the client's state after an exchange, beside those of earlier ones."""
+        tensors = {name: value for name, value in zip(record._fields, record, strict=True) if value is not None}
+        if tensors:
+            self._write(f"state-{round:06}-{_sound(token)}.safetensors", tensors)
+
+    def forget_before(self, round: int) -> None:
+        """Delete the states of earlier rounds: the server will not ask for them again."""
+        for path in self.folder.glob("state-*"):
+            match = STATE.fullmatch(path.name)
+            if match and int(match[1]) < round:
+                path.unlink(missing_ok=True)
+
+    def load_held(self, field: str, tag: str, *, by_content: bool = True) -> Tensor | None:
+        """A cached field with this digest, or with a tag of our own; None if it is not here, or not what it was."""
+        tensors = _read(self.folder / f"held-{field}-{_sound(tag)[:16]}.safetensors")
+        if tensors is None or tensors.keys() != {"value"}:
+            return None
+        value = tensors["value"]
+        return value if not by_content or digest(value) == tag else None
+
+    def save_held(self, field: str, tag: str, value: Tensor) -> None:
+        """Keep a field in place of its older versions."""
+        name = f"held-{field}-{_sound(tag)[:16]}.safetensors"
+        self._write(name, {"value": value})
+        for path in self.folder.glob(f"held-{field}-*"):
+            if path.name != name:
+                path.unlink(missing_ok=True)
+
+    def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_file(self.folder / name, pack(tensors))
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
+
+
+def _sound(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise BadInput(f"'{name[:40]}' does not name an exchange: the server speaks another protocol")
+    return name
+
+
+def _read(path: Path) -> dict[str, Tensor] | None:
+    try:
+        return {name: value.clone() for name, value in unpack(path.read_bytes()).items()}
+    except (OSError, SafetensorError, ValueError, KeyError):
+        return None
+
+
+def _fit(tensors: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return tensors.keys() == wanted.keys() and all(
+        value.shape == wanted[name].shape and value.dtype == wanted[name].dtype for name, value in tensors.items()
+    )

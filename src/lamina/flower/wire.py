@@ -1,0 +1,179 @@
+"""What travels: tensors as raw little-endian arrays, one per field, and nothing that would have to be unpickled.
+
+A message down holds
+
+- ``down``: an `ArrayRecord` with one array per field of the algorithm's Down that this node does not hold already;
+- ``buffers``: an `ArrayRecord` with the model's floating buffers (BatchNorm's statistics), if it has any;
+- ``task``: a `ConfigRecord` with the numbers of `Task`: all a node has to know about the round.
+
+A reply holds ``up`` and ``buffers`` likewise, and ``figures``, a `MetricRecord`; or only ``problem``, a `ConfigRecord`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.common.serde import recorddict_to_proto
+from torch import Tensor
+
+from lamina.algorithms.contract import Algorithm, options
+from lamina.errors import BadInput
+from lamina.objective import Buffers, Objective
+
+RAW = "lamina.raw"  # how the bytes of an array are to be read: the numbers one after another, little-endian
+GRADIENT = "train.gradient"  # Mime's first exchange: the full gradient at x
+
+
+class Unreadable(Exception):
+    """An array that is not what it should be; the text says how."""
+
+
+def encode(tensor: Tensor) -> Array:
+    """A tensor as an array of Flower's."""
+    if sys.byteorder != "little":
+        raise BadInput("lamina.flower sends little-endian numbers, and this machine is big-endian: use another")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return Array(dtype_name(tensor), tuple(tensor.shape), RAW, flat.view(torch.uint8).numpy().tobytes())
+
+
+def decode(array: Array, like: Tensor) -> Tensor:
+    """The tensor an array holds, which must be of this dtype and shape; what it says of itself decides nothing."""
+    if array.stype != RAW:
+        raise Unreadable(f"is encoded as {shorten(array.stype, 40)!r}, not {RAW!r}")
+    if array.dtype != dtype_name(like):
+        raise Unreadable(f"is {shorten(array.dtype, 40)}, not {dtype_name(like)}")
+    if tuple(array.shape) != tuple(like.shape):
+        raise Unreadable(f"has shape {shorten(str(list(array.shape)), 40)}, not {list(like.shape)}")
+    size = like.numel() * like.element_size()
+    if len(array.data) != size:
+        raise Unreadable(f"holds {len(array.data)} bytes, not {size}")
+    if size == 0:
+        return torch.empty_like(like)
+    return torch.frombuffer(bytearray(array.data), dtype=like.dtype).reshape(like.shape).to(like.device)
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """float32 and the like."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def pack(payload: Any, leave_out: Iterable[str] = ()) -> dict[str, Array]:
+    """The fields of a Down or an Up that are there, as arrays."""
+    absent = set(leave_out)
+    pairs = zip(payload._fields, payload, strict=True)
+    return {name: encode(value) for name, value in pairs if value is not None and name not in absent}
+
+
+def floating(buffers: Mapping[str, Tensor]) -> Buffers:
+    """The buffers that travel."""
+    return {name: value for name, value in buffers.items() if value.is_floating_point()}
+
+
+def content_of(records: Mapping[str, Mapping[str, Any]]) -> RecordDict:
+    """A message's content from plain mappings: arrays, numbers (a reply's figures) or settings."""
+    made = RecordDict()
+    for name, entries in records.items():
+        if not entries:
+            continue
+        if all(isinstance(value, Array) for value in entries.values()):
+            made[name] = ArrayRecord(dict(entries))
+        else:
+            made[name] = MetricRecord(dict(entries)) if name == "figures" else ConfigRecord(dict(entries))
+    return made
+
+
+def arrays_of(content: RecordDict, name: str) -> dict[str, Array]:
+    """The arrays of a record; none if there is no such record, or it is of another kind."""
+    record = content.get(name)
+    return dict(record.items()) if isinstance(record, ArrayRecord) else {}
+
+
+def digest(tensor: Tensor) -> str:
+    """What tells a tensor from any other."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def payload_bytes(content: RecordDict) -> int:
+    """Bytes of the arrays themselves: what the ledger counts."""
+    return sum(len(a.data) for r in content.values() if isinstance(r, ArrayRecord) for a in r.values())
+
+
+def wire_bytes(content: RecordDict) -> int:
+    """Bytes of the whole content as Flower serialises it; the arrays' own bytes are not copied to count them."""
+    frame = RecordDict()
+    for name, record in content.items():
+        if isinstance(record, ArrayRecord):
+            record = ArrayRecord({key: Array(a.dtype, tuple(a.shape), a.stype, b"") for key, a in record.items()})
+        frame[name] = record
+    return int(recorddict_to_proto(frame).ByteSize()) + payload_bytes(content)
+
+
+def shorten(text: str, most: int = 200) -> str:
+    """Somebody else's text as part of one line."""
+    line = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * most])
+    line = " ".join(line.split())
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+# --- what a node is asked to do ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """All a node is told about a round beside tensors; it needs no protocol settings of its own."""
+
+    run: str  # lamina's own name of the run: a restarted server goes on under it
+    token: str  # of this exchange: names the client state it makes
+    app: str  # what server and node must agree on, see `fingerprint`
+    round: int
+    client: int
+    clients: int
+    lr: float
+    participation: float
+    batch_size: int
+    epochs: int
+    local_steps: int  # 0: epochs count
+    seed: str  # a seed may be longer than 64 bits
+    clip: float = 0.0  # 0: none
+    augment_pad: int = -1  # -1: no augmentation
+    augment_flip: bool = False
+    base: str = ""  # the token of the exchange whose client state the server last accepted; "": begin anew
+    keep_from: int = 0  # the server will never again name a base of an earlier round
+    held: list[str] = field(default_factory=list)  # Down fields the node should hold
+    held_digests: list[str] = field(default_factory=list)
+    gradient: str = ""  # the token of the exchange in which the node sent its full gradient (Mime)
+
+    def record(self) -> dict[str, Any]:
+        """As entries of a `ConfigRecord`."""
+        return asdict(self)
+
+    @classmethod
+    def read(cls, content: RecordDict) -> Task:
+        """The task in a message."""
+        entries: dict[str, Any] = dict(content["task"])
+        return cls(**{f.name: entries[f.name] for f in fields(cls)})
+
+
+def fingerprint(algorithm: Algorithm, objective: Objective) -> str:
+    """What server and node must agree on before any number is exchanged: algorithm, layout, and frozen weights.
+
+    Trainable weights and floating buffers are sent; what is not sent must be the same on both sides.
+    """
+    fixed = objective.frozen | {n: b for n, b in objective.buffers.items() if not b.is_floating_point()}
+    facts = {
+        "algorithm": algorithm.card.name,
+        "options": {name: repr(getattr(algorithm, name)) for name in options(type(algorithm))},
+        "dtype": str(objective.dtype),
+        "layers": {name: list(shape) for name, shape in objective.layers.shapes.items()},
+        "buffers": {name: list(b.shape) for name, b in objective.buffers.items()},
+        "fixed": {name: digest(value) for name, value in fixed.items()},
+    }
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
