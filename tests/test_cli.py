@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -117,6 +118,7 @@ def test_compare_prints_the_table_and_saves_the_picture(folder):
         ("models", ["resnet18", "cifar_cnn"]),
         ("datasets", ["digits", "tinyimagenet"]),
         ("partitions", ["dirichlet", "reallocate"]),
+        ("papers", ["lamb-mnist-cnn-iid-e1", "lada-table1-cifar10"]),
     ],
 )
 def test_list(here, capsys, what, expected):
@@ -155,8 +157,15 @@ def test_show_lists_options_and_presets(here, capsys):
         (["run", "small.toml", "--set", "data.partition=dirichlt"], "did you mean 'dirichlet'?"),
         (["run", "small.toml", "--set", "data.clients=100000"], "1438"),
         (["run", "small.toml", "--set", "data.name=mnist", "--set", "data.dir=."], "train-images-idx3-ubyte"),
-        (["run", "small.toml", "--set", "run.device=tpu9"], "tpu9"),
+        (["run", "small.toml", "--set", "run.device=gpu"], "run.device = 'gpu': must be auto, cpu or cuda"),
         (["compare", "small.toml", "--algorithms", "fedavg,nope"], "unknown algorithm 'nope'"),
+        (["compare", "small.toml", "--algorithms", " "], "compare.algorithms is empty: name at least one"),
+        (["run", "small.toml", "--sett", "train.lr=1"], "no such option"),
+        (["run", "small.toml", "--sett", "train.lr=1"], "'--set'"),
+        (["run"], "missing argument 'EXPERIMENT.toml'; see lamina run --help"),
+        (["compare", "small.toml", "--seeds", "0"], "'--seeds': 0 is not in the range"),
+        (["runn"], "no such command 'runn'; did you mean 'run'?; see lamina --help"),
+        (["flower", "keyz"], "no such command 'keyz'; did you mean 'keys'?; see lamina flower --help"),
         (["show", "fedlambda"], "did you mean 'fedlamb'?"),
     ],
 )
@@ -172,6 +181,33 @@ def test_bad_input_as_a_user_sees_it(folder):
     done = lamina(folder, "run", "none.toml")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: cannot read the experiment file 'none.toml'")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("command", ["run", "compare", "tune"])
+def test_a_gpu_that_is_not_there_is_one_line_that_helps(here, capsys, command):
+    grid = ("--set", "tune.grid={'train.lr' = [0.1]}")
+    assert call(command, "small.toml", "--set", "run.device=cuda", *grid) == 2
+    said = capsys.readouterr().err
+    assert "run.device = 'cuda': torch finds no GPU here; cpu or auto runs without one" in said
+    assert said.count("\n") == 1
+
+
+def test_without_a_command_there_is_help(here, capsys):
+    for arguments in ((), ("flower",)):
+        assert call(*arguments) == 2
+        said = capsys.readouterr()
+        assert "Usage: lamina" in said.out + said.err
+        assert "error:" not in said.err
+    assert call("run", "--help") == 0
+
+
+def test_what_several_runs_have_to_warn_of_is_said_once(here, capsys):
+    shared = ("--set", "data.partition={name='reallocate', base='iid'}", "--set", "train.rounds=1")
+    assert call("compare", "small.toml", "--algorithms", "fedlamb,fedams", "--seeds", "2", "--out", "c", *shared) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+    assert said
+    assert len(said) == len(set(said))
 
 
 def test_bad_toml_is_named(tmp_path):

@@ -144,6 +144,8 @@ def test_members_one_round_apart_go_on_from_the_round_they_share(here, behind, c
     assert call(*command("c", untuned, "train.rounds=7")) == 0
     place = here / "c" / "scaffold" / behind
     (place / "checkpoints" / "round-000007.json").unlink()
+    for seed in ("seed0", "seed1"):
+        (here / "c" / "scaffold" / seed / "model.safetensors").unlink()
     metrics = place / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:6]) + '{"round": 7, "tr')
     assert call(*command("c", untuned)) == 0
@@ -173,6 +175,36 @@ def test_more_seeds_and_methods_are_added_to_what_is_there(here, monkeypatch):
     assert len(table("c")) == 2 * 2 * 12
 
 
+def test_fewer_methods_and_seeds_leave_one_story_in_the_folder(here, capsys):
+    """Tables, picture and report are all of what was asked for, and a note names what else is there."""
+    quick = ("train.rounds=2", "compare.grid={}", "train.lr=0.1")
+    assert call(*command("c", *quick)) == 0
+    assert call(*[word for word in command("c", *quick) if word != "--quiet"]) == 0
+    assert "not asked for" not in capsys.readouterr().out
+    fewer = command("c", *quick, "compare.algorithms=['fedavg']", "compare.seeds=1")
+    assert call(*[word for word in fewer if word != "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "the folder holds runs that were not asked for now" in said
+    assert "fedavg/seed1, scaffold/seed0, scaffold/seed1; `lamina report" in said
+    assert len(table("c")) == 2
+    assert list(json.loads(Path("c/config.json").read_text())["algorithms"]) == ["fedavg"]
+    page = Path("c/report.html").read_text()
+    assert "1 curve from 1 run " in page
+    assert rows("c/scaffold/seed1")  # still there
+    assert call(*command("c", *quick)) == 0
+    assert len(table("c")) == 2 * 2 * 2
+
+
+def test_a_log_is_about_its_own_run(here):
+    assert call(*command("c", "compare.grid.fedavg.lr=[0.05, 1e30]", "train.rounds=2")) == 0
+    logs = {name: Path("c", name, "log.txt").read_text() for name in RUNS[2:]}
+    logs |= {f"tuning/fedavg/lr{lr}": Path(f"c/tuning/fedavg/lr{lr}/log.txt").read_text() for lr in ("0.05", "1e+30")}
+    for name, text in logs.items():
+        assert f"c/{name}: " in text
+        assert not any(f"c/{other}: " in text for other in logs if other != name)
+        assert ("diverged" in text) == name.endswith("1e+30")
+
+
 def test_another_comparison_is_refused_until_told_to_overwrite(here, capsys):
     assert call(*command("c")) == 0
     kept = ("fedavg/seed0/metrics.jsonl", "rounds.csv", "tuning.csv", "config.json", "comparison.png")
@@ -189,6 +221,15 @@ def test_another_comparison_is_refused_until_told_to_overwrite(here, capsys):
     (here / "c" / "config.json").write_text(json.dumps(config))
     assert call(*command("c")) == 2
     assert "was written by an older lamina" in capsys.readouterr().err
+
+
+def test_a_damaged_config_is_named(here, capsys):
+    Path("c").mkdir()
+    Path("c/config.json").write_text("{")
+    assert call(*command("c")) == 2
+    said = capsys.readouterr().err
+    assert "holds a config.json that cannot be read" in said
+    assert said.count("\n") == 1
 
 
 def test_two_comparisons_never_share_a_folder(here, capsys):

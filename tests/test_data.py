@@ -240,8 +240,18 @@ def test_missing_files_are_named_with_every_way_out(name, tmp_path, monkeypatch)
         with pytest.raises(BadInput) as refused:
             load(name, tmp_path, hub=hub)
         text = one_line(refused)
-        for part in (str(tmp_path), "LAMINA_DATA", "lamina[hub]", SOURCES[name].files):
+        for part in (str(tmp_path), "LAMINA_DATA", "lamina[hub]", SOURCES[name].files, "(from http"):
             assert part in text
+        assert "md5" not in text  # said of a file that is wrong, not of one that is not there
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "digits"])
+def test_without_the_directory_its_files_are_named_too(name, tmp_path):
+    with pytest.raises(BadInput) as refused:
+        load(name, tmp_path / "nowhere")
+    text = one_line(refused)
+    for part in ("does not exist", SOURCES[name].files, SOURCES[name].published):
+        assert part in text
 
 
 def test_data_directory_is_argument_then_environment_then_data(tmp_path, monkeypatch):
@@ -719,3 +729,14 @@ def test_incomplete_tinyimagenet_folders_are_refused(tiny):
     refused_with("n02_1.JPEG is not a readable JPEG")
     annotations.unlink()
     refused_with("val_annotations.txt is missing")
+
+
+def test_the_digits_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    from lamina.data import sources
+
+    images, labels = load_digits(return_X_y=True)
+    table = sources._digits_table()
+    assert (table[:, :-1] == images).all()
+    assert (table[:, -1] == labels).all()

@@ -15,7 +15,7 @@ from helpers import call
 from lamina import BadInput, History
 from lamina.data import sources
 from lamina.errors import MissingExtra
-from lamina.experiment.records import find_records
+from lamina.experiment.records import FORMAT, find_records
 from lamina.report import build, export, figures, page, tables
 from lamina.report.curves import differing, group, without_repeats
 from lamina.report.rates import rates_table, responses
@@ -31,6 +31,8 @@ def write_run(
     """A run folder as lamina leaves it: 3 bytes down, 2 up and half a second in every round."""
     folder.mkdir(parents=True)
     config = {
+        "lamina": "0.1.0",
+        "format": FORMAT,
         "data": {"name": "digits", "dir": None, "clients": 8, "partition": {"name": "classes", "k": 2}},
         "model": {"name": "mlp", "hidden": 16},
         "algorithm": {"name": algorithm, "preset": None, **dict(options)},
@@ -204,7 +206,7 @@ def test_the_response_to_the_learning_rate(tmp_path):
     write_run(tmp_path / "fedavg" / "seed0", [0.1, 0.8])
     made = build.build([tmp_path])
     assert [curve.label for curve in made.curves] == ["FedAvg (Fed-SGD)"]  # tuning runs are no curves
-    averaged, other = sorted(made.responses, key=lambda response: response.label != "FedAvg (Fed-SGD)")[:2]
+    averaged, other = sorted(made.responses, key=lambda response: not response.label.startswith("FedAvg"))[:2]
     assert (averaged.chosen, averaged.on, averaged.warning) == (0.1, "validation", "")  # what diverged is never best
     assert [tried.failed for tried in averaged.tried] == ["", "", "", "diverged"]
     assert other.chosen == 1.0
@@ -229,6 +231,37 @@ def test_a_rate_stands_for_the_best_of_the_other_settings(tmp_path):
     table = rates_table(list(found.values()))
     assert table.head == ["curve", "lr", "with", "best accuracy, %", "on", ""]
     assert [row[2] for row in table.rows if row[0] == "FedAvg (Fed-SGD)"] == ["–", "–"]
+
+
+def two_comparisons(folder):
+    """The first tunes on validation data and takes 0.03 of five; the second takes another rate as it is."""
+    for lr in (0.003, 0.01, 0.03, 0.1):
+        write_run(folder / "a" / "tuning" / "fedams" / f"lr{lr}", [0.1, 0.9 - abs(lr - 0.03)], lr=lr,
+                  algorithm="fedams", data={"validation": 0.2})  # fmt: skip
+    write_run(folder / "a" / "fedams" / "seed0", [0.1, 0.9], lr=0.03, algorithm="fedams")
+    write_run(folder / "b" / "fedams" / "seed0", [0.1, 0.8], lr=0.3, algorithm="fedams")
+
+
+def test_validation_and_test_accuracies_are_told_apart(tmp_path):
+    two_comparisons(tmp_path)
+    made = build.build([tmp_path])
+    assert [(response.label, response.on) for response in made.responses] == [
+        ("Fed-AMS, validation", "validation"), ("Fed-AMS, test", "test")
+    ]  # fmt: skip
+    only = build.build([tmp_path / "a"])
+    assert [response.label for response in only.responses] == ["Fed-AMS"]
+
+
+def test_an_edge_is_one_of_all_rates_that_were_tried(tmp_path):
+    """Below the better of two final runs there are rates that tuning tried: it is on no edge."""
+    two_comparisons(tmp_path)
+    final = [response for response in build.build([tmp_path]).responses if response.on == "test"]
+    assert [(response.chosen, response.warning) for response in final] == [(0.03, "")]
+    (alone,) = build.build([tmp_path / "a" / "fedams", tmp_path / "b"]).responses
+    assert "0.03 lies on the edge of those tried; try smaller ones" in alone.warning  # nobody knows of the tuning
+    write_run(tmp_path / "c" / "fedams" / "seed0", [0.1, 0.95], lr=1.0, algorithm="fedams")
+    final = [response for response in build.build([tmp_path]).responses if response.on == "test"]
+    assert "try larger ones" in final[0].warning
 
 
 def test_without_several_rates_there_is_no_response(two):
@@ -345,7 +378,7 @@ def test_user_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, said
     Path("empty").mkdir()
     write_run(Path("good"), [0.5])
     write_run(Path("bad"), [0.5])
-    Path("bad/config.json").write_text('{"algorithm": {"name": "fedavg"}}')
+    Path("bad/config.json").write_text(json.dumps({"format": FORMAT, "algorithm": {"name": "fedavg"}}))
     assert call("report", *arguments) == 2
     error = capsys.readouterr().err
     assert said in error
@@ -429,16 +462,22 @@ def test_plotlys_one_big_function_is_parsed_at_once():
     assert page.parsed_at_once("var other = 1;") == "var other = 1;"
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
+def open_browser(profile):
+    """A new browser, which has nothing cached."""
     selenium = pytest.importorskip("selenium.webdriver")
     options = selenium.ChromeOptions()
     options.binary_location = CHROMIUM
-    for flag in [*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]:
+    for flag in [*FLAGS.split(), f"--user-data-dir={profile}"]:
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = selenium.Chrome(options=options, service=selenium.ChromeService(shutil.which("chromedriver")))
     driver.set_script_timeout(20)
+    return driver
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    driver = open_browser(tmp_path_factory.mktemp("profile"))
     yield driver
     driver.quit()
 
@@ -488,15 +527,57 @@ def choose(browser, control, value):
 
 
 @needs_browser
-def test_the_page_opens_from_disk_within_two_seconds(browser, page_file):
+def test_the_page_opens_from_disk_within_two_seconds(page_file, tmp_path_factory):
+    """The first look in a new browser, which compiles all of plotly, as a reader's does.
+
+    The clock is that of the page's main thread: other work on the machine is not the page's. Such work slows the
+    thread too, through caches and cores that are shared, so the best of three browsers counts.
+    """
     times = []
-    # The fastest of three: other work on the machine is not the page's. The first also compiles plotly, which takes a
-    # second or more on a slow core; header and tables are on the screen before that.
-    for _ in range(3):
-        browser.get(page_file.as_uri())
-        assert texts(browser, "#curves-plot .xtitle") == ["round"]  # drawn
-        times.append(browser.execute_script("return performance.getEntriesByType('navigation')[0].loadEventEnd"))
+    while len(times) < 3 and min(times, default=LOAD_LIMIT) >= LOAD_LIMIT:
+        driver = open_browser(tmp_path_factory.mktemp("profile"))
+        try:
+            driver.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+            driver.get(page_file.as_uri())
+            assert texts(driver, "#curves-plot .xtitle") == ["round"]  # drawn
+            measured = driver.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]
+            times += [1000 * one["value"] for one in measured if one["name"] == "TaskDuration"]
+            first_paint = "return performance.getEntriesByName('first-contentful-paint')[0].startTime"
+            assert driver.execute_script(first_paint) < LOAD_LIMIT  # header and tables do not wait for plotly
+        finally:
+            driver.quit()
     assert min(times) < LOAD_LIMIT, times
+
+
+@needs_browser
+def test_targets_that_cannot_be_used_are_named(opened):
+    choose(opened, "target-list", "80, foo, 200 -5")
+    assert texts(opened, "#target-problem") == ["not used: foo, 200, -5 (targets are above 0 and up to 100)"]
+    assert opened.find_element("id", "target-list").get_attribute("aria-invalid") == "true"
+    rows = opened.execute_script("return rowsOf(document.querySelector('#targets table'))")
+    assert {row[0] for row in rows} == {"80%"}
+    choose(opened, "target-list", "80")
+    assert texts(opened, "#target-problem") == [""]
+
+
+@needs_browser
+def test_a_long_legend_of_rates_is_whole_on_a_phone(browser, tmp_path):
+    names = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada", "scaffold", "fedcm", "localadam"]
+    for name in names:
+        for lr in (0.1, 1.0):
+            write_run(tmp_path / "tuning" / name / f"lr{lr}", [0.3, 0.4], lr=lr, algorithm=name)
+    build.save_page(build.build([tmp_path]), tmp_path / "rates.html")
+    resize(browser, 380, mobile=True)
+    browser.get((tmp_path / "rates.html").as_uri())
+    wait_for(browser, "document.querySelector('#rates-plot .main-svg')")
+    shown = browser.find_elements("css selector", "#rates-legend button")
+    assert len(shown) == len(names)
+    assert all(one.is_displayed() and one.rect["x"] + one.rect["width"] <= 380 for one in shown)
+    assert browser.execute_script("return document.querySelectorAll('#rates-plot .legend').length") == 0
+    lines = "return document.querySelectorAll('#rates-plot .scatterlayer .trace').length"
+    before = browser.execute_script(lines)
+    shown[0].click()
+    assert browser.execute_script(lines) < before
 
 
 @needs_browser

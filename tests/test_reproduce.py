@@ -3,6 +3,8 @@
 import json
 import math
 import struct
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -301,6 +303,27 @@ def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch,
 def test_the_small_version_speaks_of_a_round_it_reaches():
     claim = load(PAPERS["lamb-fmnist-cnn-noniid-e1"]).claim[0]
     assert (claim.at, reproduce.in_reach(claim, 20).at, reproduce.in_reach(claim, 50).at) == (50, "last", 50)
+
+
+def test_without_data_the_small_version_says_which_files_it_wants(here, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if not installed
+    monkeypatch.delenv("LAMINA_DATA", raising=False)
+    assert call("lamb-mnist-cnn-iid-e1", "--scale", "small") == 2
+    said = capsys.readouterr().err
+    assert "no files of mnist in" in said
+    assert "train-images-idx3-ubyte.gz" in said
+    assert "from https://" in said
+    assert said.count("\n") == 1
+
+
+def test_a_papers_file_is_copied_to_be_edited(here, capsys):
+    assert call("lamb-mnist-cnn-iid-e1", "--write", "mine.toml") == 0
+    assert Path("mine.toml").read_text() == PAPERS["lamb-mnist-cnn-iid-e1"].read_text()
+    assert "lamina reproduce mine.toml" in capsys.readouterr().out
+    Path("mine.toml").write_text("mine")
+    assert call("lamb-mnist-cnn-iid-e1", "--write", "mine.toml") == 2
+    assert "cannot write 'mine.toml': File exists" in capsys.readouterr().err
+    assert Path("mine.toml").read_text() == "mine"
 
 
 def test_list_and_wrong_names(here, capsys):

@@ -24,8 +24,8 @@ from lamina.experiment import checkpoint, files, folder
 from lamina.experiment import run as running
 from lamina.experiment.checkpoint import Checkpoints, load_newest, pack, unpack
 from lamina.experiment.config import load
-from lamina.experiment.folder import RunFolder, git_commit
-from lamina.experiment.records import read_metrics
+from lamina.experiment.folder import RunFolder, environment, git_commit, own_commit
+from lamina.experiment.records import read_metrics, read_record
 from lamina.ledger import Ledger
 
 TOML = """
@@ -220,6 +220,175 @@ def test_missing_metrics_are_run_again(half):
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
     assert call(*command(half, rounds=6)) == 0
     assert_same("whole", half)
+
+
+def damage_line_2(metrics):
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(lines[0] + "garbage{\n" + "".join(lines[2:]))
+
+
+def delete_line_2(metrics):
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(lines[0] + "".join(lines[2:]))
+
+
+def damage_line_1(metrics):
+    metrics.write_text("garbage\n" + "".join(metrics.read_text().splitlines(keepends=True)[1:]))
+
+
+DAMAGES = [damage_line_1, damage_line_2, delete_line_2, Path.unlink, lambda metrics: metrics.write_text("")]
+
+
+@pytest.mark.parametrize("name", ["half", "whole"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_metrics_do_not_make_the_folder_free(half, capsys, damage, name):
+    """Another configuration would have replaced checkpoints and model, without a word."""
+    place = half.parent / name
+    damage(place / "metrics.jsonl")
+    before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and path.name != "lock"}
+    assert call(*command(place, "train.lr=0.5", rounds=6)) == 2
+    assert "holds another run: train.lr = 0.02 (now 0.5)" in capsys.readouterr().err
+    assert call(*command(place, rounds=3)) == 2  # fewer rounds than were trained
+    assert {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and path.name != "lock"} == before
+
+
+def test_a_model_alone_does_not_make_the_folder_free(half, capsys):
+    """Not even one that cannot be read: somebody trained it."""
+    whole = half.parent / "whole"
+    shutil.rmtree(whole / "checkpoints")
+    (whole / "metrics.jsonl").unlink()
+    for damage in (lambda path: None, truncate):
+        damage(whole / "model.safetensors")
+        assert call(*command(whole, "train.lr=0.5", rounds=6)) == 2
+        assert "holds another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["half", "whole"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_metrics_are_named_and_run_again(half, capsys, damage, name):
+    """A complete run, too, which no command may call complete any more."""
+    place = half.parent / name
+    shutil.copytree(half.parent / "whole", half.parent / "undisturbed")
+    damage(place / "metrics.jsonl")
+    if (place / "metrics.jsonl").exists():
+        assert not read_record(place).complete
+    assert call(*command(place, rounds=6)) == 0
+    said = capsys.readouterr().err
+    line = {damage_line_1: "line 1 of", damage_line_2: "line 2 of", delete_line_2: "line 2 of"}.get(
+        damage, "has 0 of the"
+    )
+    assert len(said.splitlines()) == 1
+    assert line in said
+    assert "metrics.jsonl" in said
+    assert "going on after round 0, what came later is run again" in said
+    assert_same("undisturbed", place)
+    assert read_record(place).complete
+    assert call(*command(place, rounds=6)) == 0  # and once is enough
+    assert capsys.readouterr().err == ""
+
+
+def test_lost_metrics_are_named_only_once_though_the_run_is_killed_again(half, capsys, monkeypatch):
+    whole = half.parent / "whole"
+    damage_line_2(whole / "metrics.jsonl")
+    save, left = Checkpoints.save, [3]
+
+    def dying(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        save(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", dying)
+    with pytest.raises(Killed):
+        call(*command(whole, rounds=6))
+    assert "line 2 of" in capsys.readouterr().err
+    left[0] = 99
+    assert call(*command(whole, rounds=6)) == 0
+    assert capsys.readouterr().err == ""
+    assert read_record(whole).complete
+
+
+def test_a_model_cut_short_is_written_again(half, capsys):
+    whole = half.parent / "whole"
+    model = (whole / "model.safetensors").read_bytes()
+    truncate(whole / "model.safetensors")
+    assert call(*[word for word in command(whole, rounds=6) if word != "--quiet"]) == 0
+    assert "is complete" not in capsys.readouterr().out
+    assert (whole / "model.safetensors").read_bytes() == model
+
+
+def test_what_is_lost_of_the_environment_does_not_stop_a_run(half, capsys):
+    for text in (None, "{", "[]"):
+        place = half.parent / f"copy{text}"
+        shutil.copytree(half, place)
+        (place / "environment.json").unlink()
+        if text:
+            (place / "environment.json").write_text(text)
+        assert call(*command(place, rounds=6)) == 0
+        assert "environment.json was lost or damaged" in capsys.readouterr().err
+        assert read_record(place).environment["torch"] == torch.__version__
+        assert_same("whole", place)
+
+
+def test_damaged_descriptions_are_one_line(half, capsys):
+    (half / "diverged.json").write_text("{}")
+    assert call(*command(half, rounds=6)) == 3
+    assert capsys.readouterr().err == "diverged: the training diverged, and diverged.json does not say how\n"
+    (half / "diverged.json").unlink()
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "format": "x"}))
+    assert call(*command(half, rounds=6)) == 2
+    assert "was written by another lamina (format x, this one's is 1)" in capsys.readouterr().err
+    (half / "config.json").write_text("{")
+    assert call(*command(half, rounds=6)) == 2
+    said = capsys.readouterr().err
+    assert "holds a config.json that cannot be read" in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("reader", [("report", "half"), ("export", "half"), ("watch", "half", "--once")])
+def test_a_folder_of_another_format_is_not_read_as_if_it_were_ours(half, capsys, reader):
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "format": 0}))
+    assert call(*reader) == 2
+    said = capsys.readouterr().err
+    assert "was written by an older lamina (format 0, this one's is 1)" in said
+    assert said.count("\n") == 1
+
+
+def test_the_log_tells_a_run_from_its_start(half):
+    whole = half.parent / "whole"
+    (line,) = [line for line in (whole / "log.txt").read_text().splitlines() if "rounds, stacked on" in line]
+    assert "scaffold on digits, 8 clients, mlp, lr 0.02, seed 0, 6 rounds, stacked on cpu" in line
+    assert call(*command(half, rounds=6)) == 0
+    assert "going on after round 4 of 6" in (half / "log.txt").read_text()
+
+
+def read_only(monkeypatch, place):
+    """As on a file system that is mounted read-only, where root may not write, either."""
+    statvfs = os.statvfs
+
+    def mounted(path):
+        found = statvfs(path)
+        flag = found.f_flag | (os.ST_RDONLY if Path(path).resolve().is_relative_to(place.resolve()) else 0)
+        return os.statvfs_result([*found[:8], flag, *found[9:]])
+
+    monkeypatch.setattr(os, "statvfs", mounted)
+    monkeypatch.setattr(folder.Lock, "__init__", lambda self, path: pytest.fail(f"wrote to {path}"))
+
+
+def test_a_read_only_file_system_is_called_so_and_a_complete_run_there_is_complete(half, capsys, monkeypatch):
+    read_only(monkeypatch, half.parent)
+    assert call(*command(half, rounds=6)) == 2
+    assert "is on a read-only file system" in capsys.readouterr().err
+    assert call(*command("new", rounds=6)) == 2
+    assert "is on a read-only file system" in capsys.readouterr().err
+    assert call(*[word for word in command("whole", rounds=6) if word != "--quiet"]) == 0
+    assert "is complete: 6 rounds" in capsys.readouterr().out
+    assert call(*command("whole", "train.lr=0.5", rounds=6)) == 2
+    assert "holds another run" in capsys.readouterr().err
+    assert call(*command("whole", rounds=6), "--overwrite") == 2
+    assert "is on a read-only file system" in capsys.readouterr().err
 
 
 def test_checkpoints_of_every_third_round(here, capsys):
@@ -522,6 +691,23 @@ def test_every_algorithm_goes_on_from_python(tmp_path, name, engine):
     second.save(tmp_path)  # and may be saved there again
 
 
+@pytest.mark.parametrize(("engine", "home"), [("stacked", "cpu"), ("loop", None)])
+def test_restore_leaves_the_clients_records_where_the_engine_wants_them(tmp_path, monkeypatch, engine, home):
+    """Of ten thousand clients, they might not fit the GPU that the model is on."""
+    first = simulation(engine=engine)
+    first.run(1)
+    first.save(tmp_path)
+    seen, old = [], checkpoint.load_newest
+
+    def look(*arguments, home=None):
+        seen.append(home and home.type)
+        return old(*arguments, home=home)
+
+    monkeypatch.setattr(checkpoint, "load_newest", look)
+    simulation(engine=engine).restore(tmp_path)
+    assert seen == [home]
+
+
 def test_restore_refuses_what_is_not_there_or_does_not_fit(tmp_path, caplog):
     with pytest.raises(BadInput, match="no checkpoint of this simulation"):
         simulation().restore(tmp_path / "none")
@@ -568,3 +754,18 @@ def test_the_commit_is_read_without_git(tmp_path):
     (git / "refs" / "heads" / "main").write_text("89ab\n")
     assert git_commit(inner) == "89ab"
     assert git_commit(Path("/")) is None
+
+
+def test_the_commit_of_lamina_itself_is_kept(tmp_path, monkeypatch):
+    """A run is mostly started outside lamina's repository; the working directory's commit says nothing of lamina's."""
+    package = tmp_path / "checkout" / "src" / "lamina"
+    package.mkdir(parents=True)
+    (tmp_path / "checkout" / ".git").mkdir()
+    (tmp_path / "checkout" / ".git" / "HEAD").write_text("0123\n")
+    monkeypatch.setattr(lamina, "__file__", str(package / "__init__.py"))
+    monkeypatch.chdir("/")
+    found = environment("cpu")
+    assert (found["commit"], found["lamina_commit"]) == (None, "0123")
+    installed = tmp_path / "checkout" / ".venv" / "lib" / "site-packages" / "lamina"
+    monkeypatch.setattr(lamina, "__file__", str(installed / "__init__.py"))
+    assert own_commit() != "0123"  # that of the project it is installed for

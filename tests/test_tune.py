@@ -3,23 +3,27 @@
 import contextlib
 import csv
 import json
+import logging
 import random
 import sqlite3
 import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from helpers import HELD_UP, Killed, call, finish, kill, rows, sets, start
 from lamina import BadInput
+from lamina.cli import tune as tune_command
 from lamina.errors import MissingExtra
 from lamina.experiment import compare as comparing
 from lamina.experiment import study
 from lamina.experiment import tune as tuning
 from lamina.experiment.config import as_toml, load, parse
 from lamina.experiment.folder import RunFolder
+from lamina.report import figures
 
 TOML = """
 [data]
@@ -310,6 +314,7 @@ def test_a_study_that_cannot_be_read_is_one_line(here, capsys, damage, said):
     assert said in line
     assert line.startswith(f"error: cannot use the study '{here}/t/study.db': ")
     assert line.count("\n") == 1
+    assert logging.getLogger("optuna").getEffectiveLevel() > logging.WARNING  # it would say the same in ten lines
     assert call(*tune("tpe.toml", *few, out="t"), "--overwrite") == 0
     assert table("t")[0]["remark"] == "chosen"
 
@@ -351,7 +356,7 @@ def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
     assert sorted(row["remark"] for row in first) == ["", "", "chosen"]
     assert all(0.001 <= float(row["train.lr"]) <= 1 and row["train.local_steps"] in "123" for row in first)
     with monkeypatch.context() as patch:
-        patch.setattr(optuna.pruners, "MedianPruner", lambda: optuna.pruners.ThresholdPruner(lower=2.0))  # everything
+        patch.setattr(optuna.pruners, "MedianPruner", lambda **_: optuna.pruners.ThresholdPruner(lower=2.0))  # all
         assert call(*tune("tpe.toml", "train.rounds=4", "tune.trials=5", out="t")) == 0
     assert table("t")[:3] == first
     assert [row["remark"] for row in table("t")[3:]] == ["pruned", "pruned"]
@@ -361,6 +366,68 @@ def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
     assert "holds another tuning: train.rounds = 4 (now 5)" in capsys.readouterr().err
     assert call(*tune("tpe.toml", "train.rounds=5", "tune.trials=1", out="t"), "--overwrite") == 0
     assert len(table("t")) == 1
+
+
+def test_the_median_pruner_waits_for_a_quarter_of_the_rounds(here):
+    """After the first round accuracies are near chance: the response curve would have no truth at low rates."""
+    pytest.importorskip("optuna")
+    slow = ("train.rounds=8", "tune.trials=12", 'tune.space={"train.lr" = {low = 1e-4, high = 1.0, log = true}}')
+    assert call(*tune("tpe.toml", *slow, out="t")) == 0
+    lengths = [len(rows(Path("t", row["trial"], "seed0"))) for row in table("t") if row["remark"] == "pruned"]
+    assert lengths  # else nothing was shown
+    assert min(lengths) >= 2
+
+
+def picture_of(trials, keys, monkeypatch, **study):
+    """What `save_picture` draws of a study's trials: (rate, accuracy, remark, the other settings)."""
+    made = SimpleNamespace(
+        keys=keys, metric="accuracy", grid={}, folder=Path(), spec=SimpleNamespace(select="validation"),
+        experiment=SimpleNamespace(algorithm=SimpleNamespace(name="fedlamb")), space=study,
+        trials=[
+            SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark)
+            for lr, best, remark, others in trials
+        ],
+    )  # fmt: skip
+    drawn, draw = [], figures.rates_figure
+    monkeypatch.setattr(figures, "rates_figure", lambda found: drawn.append(found) or draw(found))
+    tune_command.save_picture(made)
+    return drawn[0], draw(drawn[0])
+
+
+def test_the_picture_has_a_line_for_every_choice_and_a_mark_for_the_pruned(here, monkeypatch):
+    layers = study.Range(choices=("tensor", "module"))
+    trials = [
+        (lr, lr + 0.1 * (kind == "module"), "pruned" if lr == 0.3 else "", {"algorithm.layers": kind})
+        for lr in (0.1, 0.2, 0.3)
+        for kind in ("tensor", "module")
+    ]
+    space = {"train.lr": study.Range(0.1, 1.0), "algorithm.layers": layers}
+    found, figure = picture_of(trials, ["train.lr", "algorithm.layers"], monkeypatch, **space)
+    assert [(response.label, [one.lr for one in response.tried]) for response in found] == [
+        ("layers tensor", [0.1, 0.2, 0.3]), ("layers module", [0.1, 0.2, 0.3])
+    ]  # fmt: skip
+    (axes,) = figure.axes
+    assert [line.get_marker() for line in axes.lines].count("v") == 2
+    assert [line.get_marker() for line in axes.lines].count("x") == 0
+    assert axes.get_xlabel() == "learning rate (triangle: pruned; ring: best)"
+    (tensor, module) = [line for line in axes.lines if line.get_label().startswith("layers")]
+    assert tensor.get_xdata().tolist() == module.get_xdata().tolist() == [0.1, 0.2]
+
+
+def test_points_that_differ_in_a_number_are_not_joined(here, monkeypatch):
+    space = {"train.lr": study.Range(0.1, 1.0), "algorithm.decay": study.Range(0.0, 1.0)}
+    trials = [(lr, 0.5, "", {"algorithm.decay": lr / 2}) for lr in (0.1, 0.2, 0.3)]
+    _, figure = picture_of(trials, ["train.lr", "algorithm.decay"], monkeypatch, **space)
+    (points,) = [line for line in figure.axes[0].lines if line.get_label() == "fedlamb"]
+    assert points.get_linestyle() == "None"
+    assert points.get_marker() == "o"
+
+
+def test_one_trial_is_still_run(here, capsys):
+    made = tuning.Tuning(load("grid.toml"), here / "t")
+    made.trials = [tuning.Trial("a", {"train.lr": 0.1, "algorithm.decay": 0.0}, "accuracy", [], 1)]
+    tune_command.show(made, finished=True)
+    assert "1 trial is still run by other workers" in capsys.readouterr().out
 
 
 def test_hyperband_with_seeds(here):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import call
+from lamina import cli
 from lamina.cli import watch
 from lamina.experiment.folder import Lock
 
@@ -80,6 +81,26 @@ def test_a_folder_of_runs(capsys):
         ["b/seed0", "running", "5/10"], ["a", "complete", "10/10"], ["c", "stopped", "0/10"]
     ]  # fmt: skip
     assert shown[4] == "3 runs: 1 running, 1 complete, 1 stopped"
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_a_narrow_terminal_shows_fewer_columns_and_those_whole(capsys, monkeypatch, width):
+    for name in ("fedavg", "fedlamb"):
+        for seed in range(3):
+            make_run(f"runs/{name}/seed{seed}", 10)
+    lock = Lock(make_run("runs/scaffold/seed0", 5))
+    monkeypatch.setattr(watch.out, "width", width)
+    monkeypatch.setattr(cli, "WIDTH_FOR_PROGRAMS", width)
+    shown = frame(capsys, "runs").splitlines()
+    lock.release()
+    words = [line.split() for line in shown[1:8]]
+    runs = ["scaffold/seed0", *(f"{name}/seed{seed}" for name in ("fedavg", "fedlamb") for seed in range(3))]
+    assert [line[0] for line in words] == runs
+    assert words[0][1:4] == ["running", "5/10", "0.5000"]
+    assert words[0][-1] == "0:00:02"  # the time left is worth more than a curve
+    assert all(line[:4] == [run, "complete", "10/10", "1.0000"] for run, line in zip(runs[1:], words[1:], strict=True))
+    assert all(len(line) <= width for line in shown)
+    assert "…" not in "".join(shown)
 
 
 def test_it_ends_with_the_run(capsys, monkeypatch):

@@ -97,14 +97,18 @@ class Stop:
 
 
 class WarningLines(logging.Handler):
-    """Shows the warnings of lamina's logger, one line each."""
+    """Shows the warnings of lamina's logger, one line each; what several runs have to say is said once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
+        self._said: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a warning."""
-        say("warning", record.getMessage())
+        line = record.getMessage()
+        if line not in self._said:
+            self._said.add(line)
+            say("warning", line)
 
 
 class progress_bar:  # noqa: N801 (used as a function)

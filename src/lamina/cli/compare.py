@@ -57,7 +57,7 @@ def compare(
     """
     chosen = list(overrides or [])
     if names is not None:
-        chosen.append("compare.algorithms=[" + ",".join(f'"{n.strip()}"' for n in names.split(",")) + "]")
+        chosen.append(f"compare.algorithms={[name.strip() for name in names.split(',') if name.strip()]}")
     if seeds is not None:
         chosen.append(f"compare.seeds={seeds}")
     experiment = load(file, chosen)
@@ -102,13 +102,13 @@ def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
 
 
 def write_page(comparison: comparing.Comparison) -> Path | None:
-    """Write the HTML report into the comparison's folder, if the library it needs is installed."""
+    """Write the HTML report of its runs into the comparison's folder, if the library it needs is installed."""
     if importlib.util.find_spec("plotly") is None:
         return None
     from lamina.report import build
 
     page = comparison.folder / "report.html"
-    build.save_page(build.build([comparison.folder], targets=[comparison.experiment.compare.target]), page)
+    build.save_page(build.build(comparison.runs, targets=[comparison.experiment.compare.target]), page)
     return page
 
 

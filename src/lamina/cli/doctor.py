@@ -24,6 +24,7 @@ from lamina.experiment.folder import processor
 
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
 EXTRAS = {  # extra: its package, and what for
+    "flower": ("flwr", "lamina flower"),
     "hub": ("datasets", "data sets from the Hugging Face hub"),
     "images": ("pillow", "TinyImageNet and your own pictures"),
     "mlflow": ("mlflow", "lamina run --mlflow"),
@@ -167,7 +168,7 @@ def data(advice: list[str]) -> dict[str, Any]:
             advice.append(f"{name}: {place} lacks {', '.join(missing)}: put all of its files there")
         elif place is None:
             absent.append(name)
-            advice.append(f"{name} is not in {found['directory']}: put there {source.files}")
+            advice.append(f"{name} is not in {found['directory']}: put there {source.expected}")
     if absent:
         others = f"or set {ENVIRONMENT_VARIABLE} to where they are"
         from_hub = "; `datasets` is installed: if online, they come from the hub by themselves"

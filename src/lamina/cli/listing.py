@@ -11,6 +11,7 @@ from rich.table import Table
 from lamina import algorithms, models
 from lamina.algorithms.contract import allowed, options
 from lamina.cli.base import app, out, tell
+from lamina.cli.reproduce import list_papers
 from lamina.data import partitions, sources
 from lamina.errors import unknown
 from lamina.ledger import wire_cost
@@ -18,14 +19,15 @@ from lamina.ledger import wire_cost
 
 @app.command(name="list")
 def list_(
-    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets or partitions")],
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets, partitions or papers")],
 ) -> None:
-    """List what can be named in an experiment file."""
+    """List what can be named in an experiment file, or the papers' experiments for `lamina reproduce`."""
     lists = {
         "algorithms": list_algorithms,
         "models": list_models,
         "datasets": list_datasets,
         "partitions": list_partitions,
+        "papers": list_papers,
     }
     if what not in lists:
         raise unknown("list", what, lists)

@@ -37,6 +37,9 @@ def reproduce(
         str | None, typer.Argument(metavar="NAME", help="a paper's figure or table, or an experiment file with claims")
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="list the names and their claims")] = False,
+    copy: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="run nothing: copy the experiment file, to edit it")
+    ] = None,
     scale: Annotated[Scale, typer.Option("--scale", help="small: about a minute, and no verdict")] = "full",
     overrides: Set = None,
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for runs, pictures and tables")] = None,
@@ -53,6 +56,9 @@ def reproduce(
     if name is None:
         raise BadInput("say which: lamina reproduce NAME; lamina reproduce --list has the names")
     file = find(name)
+    if copy is not None:
+        write_copy(file, copy)
+        return
     experiments = plan(file, overrides or [], scale)
     path = out_folder or Path("runs") / (file.stem + ("-small" if scale == "small" else ""))
     entries: dict[str, compare.Entry] = {}
@@ -85,6 +91,16 @@ def find(name: str) -> Path:
     if name not in papers():
         raise unknown("paper's claim", name, papers())
     return papers()[name]
+
+
+def write_copy(file: Path, copy: Path) -> None:
+    """Copy an experiment file for the user to edit; nothing is replaced."""
+    try:
+        with copy.open("x", encoding="utf-8") as made:
+            made.write(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadInput(f"cannot write '{copy}': {error.strerror or error}") from error
+    tell(f"wrote {copy}; run it with: lamina reproduce {copy}")
 
 
 def list_papers() -> None:
@@ -171,7 +187,7 @@ def small_source(name: str) -> str:
     source, part = sources.SOURCES[name], f"{name}-small"
 
     def read(root: Path) -> Splits:
-        whole = sources.load(name, root)
+        whole = sources.load(name, root if root.is_dir() else None)  # else it is the default, which need not be there
         return Splits(some(whole.train, SMALL_TRAIN), some(whole.test, SMALL_TEST))
 
     sources.SOURCES[part] = dataclasses.replace(source, description=f"a part of {name}", read=read, hub=None)

@@ -100,7 +100,8 @@ def show(made: tuning.Tuning, finished: bool) -> None:
     tell(f"chosen on {made.chosen_on()}")
     unfinished = sum(trial.remark == "not finished" for trial in made.trials)
     if finished and unfinished:
-        tell(f"{unfinished} trials are still run by other workers: the last of them writes the final tables")
+        what = "1 trial is" if unfinished == 1 else f"{unfinished} trials are"
+        tell(f"{what} still run by other workers: the last of them writes the final tables")
     if best is None:
         tell("no trial ran to its end: nothing is chosen")
     else:
@@ -136,21 +137,22 @@ def _mean(numbers: list[float], metric: str) -> str:
 
 
 def save_picture(made: tuning.Tuning) -> None:
-    """The score over the learning rate, a line for every choice of the other keys, if rates were tried."""
+    """The score over the learning rate, a line for every choice of the other keys' values, if rates were tried."""
     others = [key for key in made.keys if key != RATE]
     if RATE not in made.keys or made.metric != "accuracy" or not any(trial.best for trial in made.trials):
         return
     from lamina.report import figures, rates  # matplotlib takes a second to import: only here
 
+    # Optuna hardly takes a value of a range twice: a line through such points would mean nothing
+    ranges = [] if made.grid else [key for key in others if not made.space[key].choices]
     by_others: dict[str, list[rates.Tried]] = {}
     for trial in made.trials:
         if RATE in trial.settings:
-            # what Optuna tries differs in everything: one line through all of it
-            same = {key: trial.settings[key] for key in others} if made.grid else {}
+            same = {key: trial.settings[key] for key in others if key not in ranges}
             tried = rates.Tried(trial.settings[RATE], trial.best or [math.nan], trial.remark)
             by_others.setdefault(written(same) or made.experiment.algorithm.name, []).append(tried)
     found = [
-        rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr))
+        rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr), joined=not ranges)
         for label, tried in by_others.items()
     ]
     image = io.BytesIO()

@@ -29,6 +29,8 @@ from lamina.experiment.records import Record, find_records
 EVERY = 1.0  # seconds between two looks
 RECENT = 20  # rounds, or looks, that the speed is taken from
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+COLUMNS = ("run", "state", "round", "accuracy", "best", "curve", "rounds/s", "left", "checkpoint")
+LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best")  # where the terminal is too narrow for all
 COLOURS = {"running": "green", "complete": "blue", "stopped": "yellow", "diverged": "red"}
 
 
@@ -103,28 +105,43 @@ class View:
         return Group(heading, lines, *([Text(more, COLOURS[how])] if more else []))
 
     def _several(self, records: Sequence[Record], states: dict[Path, str]) -> RenderableType:
+        counts = [f"{list(states.values()).count(how)} {how}" for how in COLOURS if how in states.values()]
+        unbounded = out.options.update(max_width=10_000)  # else nothing is wider than the terminal
+        left_out: list[str] = []
+        made = self._table(records, states, left_out)
+        for column in LEFT_OUT_FIRST:
+            if out.measure(made, options=unbounded).maximum <= out.width:
+                break
+            left_out.append(column)
+            made = self._table(records, states, left_out)
+        return Group(made, Text(f"{len(records)} runs: {', '.join(counts)}"))
+
+    def _table(self, records: Sequence[Record], states: dict[Path, str], left_out: Sequence[str]) -> Table:
+        """A line for every run, without some of the columns."""
         made = Table(box=None, pad_edge=False)
-        for heading in ("run", "", "round", "accuracy", "best", "", "rounds/s", "left", "checkpoint"):
-            right = heading in ("round", "accuracy", "best", "rounds/s", "left", "checkpoint")
-            made.add_column(heading, justify="right" if right else "left", no_wrap=True)
+        shown = [column for column in COLUMNS if column not in left_out]
+        for column in shown:
+            words = column in ("run", "state", "curve")
+            heading = "" if column in ("state", "curve") else column
+            made.add_column(heading, justify="left" if words else "right", no_wrap=column != "run", overflow="fold")
         # what moves comes first: a terminal shows no more lines than it has
         for record in sorted(records, key=lambda one: list(COLOURS).index(states[one.folder])):
             how, history, speed = states[record.folder], record.history, self._speed(record)
             accuracies = finite(history.column("accuracy"))
             checkpoints = Checkpoints(record.folder / "checkpoints").rounds()
-            made.add_row(
-                Text(str(record.folder.relative_to(self.folder.resolve()))),
-                Text(how, COLOURS[how]),
-                f"{len(history)}/{record.config['train']['rounds']}",
-                f"{accuracies[-1]:.4f}" if accuracies else "–",
-                f"{max(accuracies):.4f}" if accuracies else "–",
-                sparkline(accuracies, 20, bars()),
-                f"{speed:.3g}" if speed else "–",
-                time_left(record, speed) if how == "running" else "",
-                str(checkpoints[-1]) if checkpoints else "–",
-            )
-        counts = [f"{list(states.values()).count(how)} {how}" for how in COLOURS if how in states.values()]
-        return Group(made, Text(f"{len(records)} runs: {', '.join(counts)}"))
+            cells: dict[str, str | Text] = {
+                "run": Text(str(record.folder.relative_to(self.folder.resolve()))),
+                "state": Text(how, COLOURS[how]),
+                "round": f"{len(history)}/{record.config['train']['rounds']}",
+                "accuracy": f"{accuracies[-1]:.4f}" if accuracies else "–",
+                "best": f"{max(accuracies):.4f}" if accuracies else "–",
+                "curve": sparkline(accuracies, 20, bars()),
+                "rounds/s": f"{speed:.3g}" if speed else "–",
+                "left": time_left(record, speed) if how == "running" else "",
+                "checkpoint": str(checkpoints[-1]) if checkpoints else "–",
+            }
+            made.add_row(*(cells[column] for column in shown))
+        return made
 
     def _speed(self, record: Record) -> float:
         """Rounds per second: as seen here, else as recorded, which knows nothing of runs side by side; 0: unknown."""

@@ -11,8 +11,11 @@ from lamina.errors import BadInput
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
 
 
-def data_directory(given: str | os.PathLike[str] | None = None) -> Path:
-    """Where data files are looked for: `given`, else the environment variable LAMINA_DATA, else ./data."""
+def data_directory(given: str | os.PathLike[str] | None = None, expected: str = "") -> Path:
+    """Where data files are looked for: `given`, else the environment variable LAMINA_DATA, else ./data.
+
+    Which files are expected there is for the line that is said if there is no such directory.
+    """
     named = given if given is not None else os.environ.get(ENVIRONMENT_VARIABLE) or None
     if named is None:
         return Path("data")
@@ -21,6 +24,7 @@ def data_directory(given: str | os.PathLike[str] | None = None) -> Path:
         # A directory somebody named on purpose: going on to a download would hide the mistake.
         raise BadInput(
             f"the data directory '{root}' does not exist; create it, or correct data.dir, data_dir= or LAMINA_DATA"
+            + (f"; expected there: {expected}" if expected else "")
         )
     return root
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.data import cifar, hub, idx, tinyimagenet
@@ -38,7 +40,14 @@ class Source:
     """Reads the files under the data directory; None when there are none."""
     files: str = ""
     """The files expected there, in words."""
+    published: str = ""
+    """Where they come from: an address for people."""
     hub: HubCopy | None = None
+
+    @property
+    def expected(self) -> str:
+        """Which files, and where they come from."""
+        return f"{self.files} (from {self.published})" if self.published else self.files
 
 
 def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = True) -> Splits:
@@ -56,7 +65,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = 
     if name not in SOURCES:
         raise unknown("data set", name, SOURCES)
     source = SOURCES[name]
-    root = data_directory(data_dir) if source.files else Path()
+    root = data_directory(data_dir, source.expected) if source.files else Path()
     found = source.read(root)
     if found is not None:
         return found
@@ -69,7 +78,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = 
         if found is not None:
             return found
     raise BadInput(
-        f"no files of {name} in '{root.absolute()}'{reason}: expected there {source.files}; put them there, or set "
+        f"no files of {name} in '{root.absolute()}'{reason}: expected there {source.expected}; put them there, or set "
         f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install 'lamina[hub]' and "
         "be online"
     )
@@ -91,13 +100,24 @@ def _from_hub(name: str, copy: HubCopy) -> Splits | None:
 
 def _digits(_root: Path) -> Splits:
     """scikit-learn's 1797 digits of 8x8 pixels in 17 grey levels, divided by 16: nothing is rounded."""
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    x = torch.from_numpy((images / 16).astype(np.float32).reshape(-1, 1, 8, 8))
-    whole = Dataset(x, torch.from_numpy(labels), classes=10, name="digits")
+    table = _digits_table()
+    x = torch.from_numpy((table[:, :-1] / 16).astype(np.float32).reshape(-1, 1, 8, 8))
+    whole = Dataset(x, torch.from_numpy(table[:, -1].astype(np.int64)), classes=10, name="digits")
     # The set has no official split: this one is part of lamina and never changes with the run's seed.
     return Splits(*whole.holdout(0.2, seed=rng.key(0, "digits")))
+
+
+def _digits_table() -> NDArray[np.float64]:
+    """[1797, 65]: pixels and label. Read from scikit-learn's own file, because importing scikit-learn takes seconds."""
+    package = importlib.util.find_spec("sklearn")
+    for folder in [] if package is None else package.submodule_search_locations or []:
+        file = Path(folder, "datasets", "data", "digits.csv.gz")
+        if file.exists():
+            return np.loadtxt(file, delimiter=",")
+    from sklearn.datasets import load_digits  # another scikit-learn may keep it elsewhere
+
+    images, labels = load_digits(return_X_y=True)
+    return np.column_stack([images, labels])
 
 
 def _idx(files: idx.IdxSet) -> Callable[[Path], Splits | None]:
@@ -113,7 +133,7 @@ def _hub_idx(repository: str, files: idx.IdxSet) -> HubCopy:
 
 
 def _four_files(files: idx.IdxSet, folder: str, torchvision_folder: str) -> str:
-    names = ", ".join(f"{file.name}.gz (md5 {file.md5_gz})" for file in (*files.train, *files.test))
+    names = ", ".join(f"{file.name}.gz" for file in (*files.train, *files.test))
     return f"{names}, or the same without .gz, in {folder}/ or {torchvision_folder}/"
 
 
@@ -123,28 +143,32 @@ SOURCES: dict[str, Source] = {
         "70,000 handwritten digits, 28x28 grey, 10 classes",
         _idx(idx.MNIST),
         _four_files(idx.MNIST, "mnist", "MNIST/raw"),
+        "https://ossci-datasets.s3.amazonaws.com/mnist/",
         _hub_idx("ylecun/mnist", idx.MNIST),
     ),
     "fashion-mnist": Source(
         "70,000 pieces of clothing, 28x28 grey, 10 classes",
         _idx(idx.FASHION_MNIST),
         _four_files(idx.FASHION_MNIST, "fashion-mnist", "FashionMNIST/raw"),
+        "https://github.com/zalandoresearch/fashion-mnist",
         _hub_idx("zalando-datasets/fashion_mnist", idx.FASHION_MNIST),
     ),
     "cifar10": Source(
         "60,000 photographs, 32x32 colour, 10 classes",
         _cifar(cifar.CIFAR10),
-        "cifar-10-binary.tar.gz (md5 c32a1d4ab5d03f1284b67883e8d87530), "
+        "cifar-10-binary.tar.gz, "
         "or the folder cifar-10-batches-bin/ (data_batch_1.bin to data_batch_5.bin, "
         "test_batch.bin), or cifar-10-python.tar.gz, or cifar-10-batches-py/, in cifar10/ or directly",
+        "https://www.cs.toronto.edu/~kriz/cifar.html",
         HubCopy("uoft-cs/cifar10", "test", "img", "label", cifar.CIFAR10.mean, cifar.CIFAR10.std),
     ),
     "cifar100": Source(
         "60,000 photographs, 32x32 colour, 100 classes in 20 groups (column coarse_label)",
         _cifar(cifar.CIFAR100),
-        "cifar-100-binary.tar.gz (md5 03b5dce01913d631647c71ecec9e9cb8), "
+        "cifar-100-binary.tar.gz, "
         "or the folder cifar-100-binary/ (train.bin, test.bin), "
         "or cifar-100-python.tar.gz, or cifar-100-python/, in cifar100/ or directly",
+        "https://www.cs.toronto.edu/~kriz/cifar.html",
         HubCopy("uoft-cs/cifar100", "test", "img", "fine_label", cifar.CIFAR100.mean, cifar.CIFAR100.std),
     ),
     "tinyimagenet": Source(
@@ -152,6 +176,7 @@ SOURCES: dict[str, Source] = {
         tinyimagenet.read_set,
         "the unzipped folder tiny-imagenet-200/ (train/<wnid>/images/*.JPEG, val/images/*.JPEG, "
         "val/val_annotations.txt), in tinyimagenet/ or directly",
+        "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
         HubCopy("zh-plus/tiny-imagenet", "valid", "image", "label", tinyimagenet.MEAN, tinyimagenet.STD),
     ),
 }

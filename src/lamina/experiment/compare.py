@@ -23,8 +23,8 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.errors import BadInput
 from lamina.experiment.config import AlgorithmSection, Experiment
 from lamina.experiment.files import PARTIAL, cannot_write, check_writable, write_file, write_json
-from lamina.experiment.folder import FORMAT, Lock, LogLines, RunFolder, is_ours, refuse_format
-from lamina.experiment.records import Record, read_json, read_record
+from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, LogLines, RunFolder, is_ours, unreadable_config
+from lamina.experiment.records import FORMAT, Record, read_json, read_record, refuse_format
 from lamina.experiment.run import build, build_algorithm, go_on, load_data, resolved, train
 from lamina.experiment.settings import Settings, at_ends, bounds_of, folder_name, points, way_beyond, written
 from lamina.experiment.trackers import Trackers
@@ -32,6 +32,7 @@ from lamina.history import History, Row
 from lamina.population import mismatch
 from lamina.simulation import Simulation
 
+MOST_NAMED = 5  # runs that are left out, in one line
 MOST_AT_ONCE = 64  # runs that are open together: each holds a few files and its model
 
 
@@ -109,6 +110,7 @@ class Comparison:
         self.experiment, self.folder = experiment, folder
         self._overwrite, self._watcher, self._stop, self._trackers = overwrite, watcher, stop, trackers
         self.entries: list[Entry] = []
+        self._jobs: list[Job] = []  # all that were looked at
         spec = experiment.compare
         if not spec.algorithms:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
@@ -170,6 +172,7 @@ class Comparison:
 
     def _run_jobs(self, jobs: list[Job]) -> bool:
         """Run what is left of some runs of one algorithm, side by side where they can be stacked."""
+        self._jobs += jobs
         experiments = [self._experiment(job) for job in jobs]
         splits = self._splits
         if experiments[0].data.validation is not None:  # the same samples for all that is tried
@@ -193,9 +196,27 @@ class Comparison:
         held_out = own.compare.validation if job.tuning and own.compare.select == "validation" else None
         return own.model_copy(update={"train": train, "data": own.data.model_copy(update={"validation": held_out})})
 
+    @property
+    def runs(self) -> list[Path]:
+        """The folders of its runs that have begun: what tables, picture and report are about."""
+        folders = [self.folder / job.folder for job in self._jobs]
+        return [folder for folder in folders if (folder / "metrics.jsonl").exists()]
+
+    def left_out(self) -> list[str]:
+        """Runs of an earlier comparison in the same folder that this one did not ask for."""
+        found = {metrics.parent for metrics in self.folder.glob("*/seed*/metrics.jsonl")} - set(self.runs)
+        return sorted(str(path.relative_to(self.folder)) for path in found)
+
     def notes(self) -> list[str]:
         """What a reader should know: how settings were chosen, runs that diverged, a best value on the edge."""
         lines = []
+        others = self.left_out()
+        if others:
+            more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+            lines.append(
+                f"the folder holds runs that were not asked for now, and are in no table: "
+                f"{', '.join(others[:MOST_NAMED])}{more}; `lamina report {self.folder}` shows all"
+            )
         spec, given = self.experiment.compare, self.experiment.train.lr
         if any(len(choice) > 1 for choice in self._choices.values()):
             held_out = f"{spec.validation:.0%} of the training data, held out"
@@ -289,6 +310,7 @@ def run_side_by_side(
         with LogLines() as lines, contextlib.ExitStack() as opened:
             left: list[Started] = []
             for number, run in enumerate(runs[first : first + MOST_AT_ONCE], first):
+                lines.about = run.folder  # whatever is said while it is made
                 simulation = build(run.experiment, run.splits)
                 config = resolved(run.experiment, simulation)
                 folder = RunFolder(run.folder, config, overwrite=overwrite, lines=lines)
@@ -302,6 +324,7 @@ def run_side_by_side(
                     on_end(number, read_record(run.folder))
                 else:
                     left.append(Started(number, run.experiment, simulation, folder, tracked))
+            lines.about = None
             if not all(_train(group, stop, on_round, on_end) for group in stackable(left)):
                 return False
     return True
@@ -405,6 +428,7 @@ def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False)
         return
     config = read_json(folder / "config.json") if is_ours(folder) else {}
     if key not in config:
-        raise BadInput(f"the folder '{folder}' holds other files than {whose}: choose another with --out")
+        holds = unreadable_config(folder) or f"other files than {whose}"
+        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out")
     if not overwrite:
-        refuse_format(folder, config)
+        refuse_format(folder, config, CHOOSE_ANOTHER)

@@ -25,25 +25,34 @@ import os
 import platform
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, TextIO
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 import lamina
 from lamina.engines.state import State
 from lamina.errors import BadInput, Diverged
-from lamina.experiment.checkpoint import Checkpoints, pack, read_facts
+from lamina.experiment.checkpoint import Checkpoints, pack, read_facts, unpack
 from lamina.experiment.files import PARTIAL, as_json, cannot_write, check_writable, sync_folder, write_file, write_json
-from lamina.experiment.records import read_json, read_metrics
+from lamina.experiment.records import (
+    FORMAT,
+    Metrics,
+    read_diverged,
+    read_environment,
+    read_json,
+    read_metrics,
+    refuse_format,
+)
 from lamina.history import History, Row
 from lamina.objective import Buffers, Objective
 from lamina.simulation import Simulation
 
-FORMAT = 1  # of the folder; older ones are refused
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
     "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
@@ -51,6 +60,7 @@ FILES = {
 # what does not change the result, and so does not tell one run from another
 NO_PART_OF_IDENTITY = {"lamina", "format", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
 MOST_NAMED = 5  # keys that differ, in one line
+CHOOSE_ANOTHER = "choose another with --out, or give --overwrite"
 log = logging.getLogger(__name__)
 
 
@@ -101,13 +111,18 @@ def turn(folder: Path) -> Iterator[None]:
 
 
 class LogLines(logging.Handler):
-    """Keeps what lamina's logger says, and writes it to the log of every folder that is opened meanwhile."""
+    """Writes what lamina's logger says to the logs of the runs that are open.
+
+    A line about one run, with its folder as ``about``, goes to that run's log alone; all others to every log, those
+    from before it was opened too.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-        self._lines: list[str] = []
-        self._files: list[TextIO] = []
+        self.about: Path | None = None  # the run that lines are about which do not say so themselves
+        self._lines: list[tuple[Path | None, str]] = []
+        self._files: list[tuple[Path, TextIO]] = []
 
     def __enter__(self) -> LogLines:
         logger = logging.getLogger("lamina")
@@ -120,24 +135,27 @@ class LogLines(logging.Handler):
         logger = logging.getLogger("lamina")
         logger.removeHandler(self)
         logger.setLevel(self._level)
-        for file in self._files:
+        for _folder, file in self._files:
             with contextlib.suppress(OSError):
                 file.close()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line; a log that cannot be written is no reason to end a run."""
-        self._lines.append(self.format(record) + "\n")
+        about, line = getattr(record, "about", self.about), self.format(record) + "\n"
+        self._lines.append((about, line))
         with contextlib.suppress(OSError):
-            for file in self._files:
-                file.write(self._lines[-1])
-                file.flush()
+            for folder, file in self._files:
+                if about in (None, folder):
+                    file.write(line)
+                    file.flush()
 
-    def follow(self, path: Path) -> None:
-        """Write all lines, those of the past too, to one more file."""
+    def follow(self, folder: Path) -> None:
+        """Write what there is to say about a run, the lines of the past too, to its log."""
         with contextlib.suppress(OSError):
-            self._files.append(path.open("a", encoding="utf-8"))
-            self._files[-1].write("".join(self._lines))
-            self._files[-1].flush()
+            file = (folder / "log.txt").open("a", encoding="utf-8")
+            self._files.append((folder, file))
+            file.write("".join(line for about, line in self._lines if about in (None, folder)))
+            file.flush()
 
 
 class Trained(Protocol):
@@ -150,8 +168,9 @@ class Trained(Protocol):
 class RunFolder:
     """The records of one run. Opening it takes the lock and refuses a folder that holds anything else.
 
-    Nothing is written, and with `overwrite` nothing replaced, before the first round is finished, and a folder without
-    a finished round is free for any other run: one that fails at once does not stand in the way of the corrected one.
+    Nothing is written, and with `overwrite` nothing replaced, before the first round is finished (or diverges), and a
+    folder without a finished round is free for any other run: one that fails at once does not stand in the way of the
+    corrected one. A run that has ended may lie where nobody can write.
     """
 
     def __init__(
@@ -164,15 +183,27 @@ class RunFolder:
         self.complete = False
         self.diverged: Diverged | None = None
         self._ends = [0]  # where each of those rounds ends in the metrics
+        self._damage = ""  # what is wrong with the metrics, in words
+        self._model_of = 0  # the round of the model that is there
         self._fresh = True  # nothing here is worth keeping
         self._lines = lines
         self._metrics: BinaryIO | None = None
         self._best = -math.inf
         self._best_model: tuple[int, Tensor, Buffers] | None = None  # not written yet
-        check_writable(path)
         self._refuse_foreign()
         self._made = not path.exists()
-        self._lock = Lock(path)
+        self._lock: Lock | None = None
+        try:
+            check_writable(path)
+            self._lock = Lock(path)
+        except Locked:
+            raise
+        except BadInput:
+            if not overwrite:
+                self._recognise()
+            if not self.complete and self.diverged is None:
+                raise
+            return  # nothing is left to write
         try:
             if not overwrite:
                 self._recognise()
@@ -181,9 +212,12 @@ class RunFolder:
             raise
 
     def _found(self) -> list[str]:
-        if not self.path.exists():
+        if not self.path.is_dir():
             return []
-        names = sorted(inner.name for inner in self.path.iterdir())
+        try:
+            names = sorted(inner.name for inner in self.path.iterdir())
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
         return [name for name in names if name != "lock" and not name.endswith(PARTIAL)]
 
     def _refuse_foreign(self) -> None:
@@ -191,32 +225,45 @@ class RunFolder:
         found = self._found()
         foreign = [name for name in found if name not in FILES]
         if foreign or (found and not is_ours(self.path)):
-            holds = f"holds other files ('{foreign[0]}')" if foreign else "holds files that are not a run's"
-            raise BadInput(f"the folder '{self.path}' {holds}: choose a new or an empty one with --out")
+            other = f"other files ('{foreign[0]}')" if foreign else "files that are not a run's"
+            holds = unreadable_config(self.path) or other
+            raise BadInput(f"the folder '{self.path}' holds {holds}: choose a new or an empty one with --out")
 
     def _recognise(self) -> None:
         """Find out whether the folder holds this run, and how far it is; refuse another run."""
         if not self._found():
             return
         stored = read_json(self.path / "config.json")
-        refuse_format(self.path, stored)
+        refuse_format(self.path, stored, CHOOSE_ANOTHER)
         metrics = self.path / "metrics.jsonl"
-        history, ends = read_metrics(metrics) if metrics.exists() else (History(), [0])
-        failure = self.path / "diverged.json"
-        differing = differences(stored, self.config, len(history))
-        if not len(history) and (differing or not failure.exists()):
+        history, ends, damaged = read_metrics(metrics) if metrics.exists() else Metrics(History(), [0], None)
+        model = self.path / "model.safetensors"
+        # metrics may be lost or damaged: what was trained is worth as much without them
+        self._model_of = _round_of(model)
+        finished = max(len(history), *self.checkpoints.rounds(), self._model_of)
+        how = read_diverged(self.path)
+        differing = differences(stored, self.config, finished)
+        if not finished and damaged is None and not model.exists() and (differing or how is None):
             return
         if differing:
             more = f" and {len(differing) - MOST_NAMED} more" if len(differing) > MOST_NAMED else ""
             raise BadInput(
                 f"the folder '{self.path}' holds another run: {', '.join(differing[:MOST_NAMED])}{more}; "
-                "choose another folder with --out, or give --overwrite"
+                f"{CHOOSE_ANOTHER}"
             )
         self._fresh, self.history, self._ends = False, history, ends
-        if failure.exists():
-            how = read_json(failure)
-            self.diverged = Diverged(how["message"], round=how["round"], client=how["client"], layer=how["layer"])
-        self.complete = _round_of(self.path / "model.safetensors") == self.config["train"]["rounds"]
+        if damaged is not None:
+            self._damage = f"line {damaged} of {metrics} is damaged"
+        elif finished > len(history):
+            self._damage = f"{metrics} has {len(history)} of the {finished} rounds that were finished"
+        if how is not None:
+            self.diverged = Diverged(
+                how["message"],
+                round=how.get("round", len(history) + 1),
+                client=how.get("client"),
+                layer=how.get("layer", ""),
+            )
+        self.complete = len(history) == self._model_of == self.config["train"]["rounds"]
 
     def rounds(self) -> list[int]:
         """The rounds after which the run could go on."""
@@ -230,21 +277,29 @@ class RunFolder:
         self._best = max((v for v in self.history.column("accuracy") if not math.isnan(v)), default=-math.inf)
         try:
             self._remove_partial_files()
-            with (self.path / "metrics.jsonl").open("r+b") as file:
-                file.truncate(self._ends[number])
-                os.fsync(file.fileno())
+            if self._model_of > number:  # it is of a round that is run again
+                (self.path / "model.safetensors").unlink(missing_ok=True)
             self._metrics = (self.path / "metrics.jsonl").open("ab")
+            self._metrics.truncate(self._ends[number])
+            os.fsync(self._metrics.fileno())
             if read_json(self.path / "config.json") != self.config:
                 write_json(self.path / "config.json", self.config)  # more rounds, say
+            began, now = read_environment(self.path), environment(self.config["run"]["device"])
+            if not began:
+                write_json(self.path / "environment.json", now)
         except OSError as error:
             raise cannot_write(self.path, error) from error
         if self._lines is not None:
-            self._lines.follow(self.path / "log.txt")
-        log.info("%s: going on after round %d", self.path, number)
-        began = read_json(self.path / "environment.json")
-        for name, now in environment(self.config["run"]["device"]).items():
-            if name in ("lamina", "torch", "numpy", "device_name") and began.get(name) != now:
-                log.warning("this run began with %s %s, now %s: rounding may differ", name, began.get(name), now)
+            self._lines.follow(self.path)
+        if self._damage:
+            self._say(f"{self._damage}: going on after round {number}, what came later is run again", logging.WARNING)
+        self._say(f"{self.path}: going on after round {number} of {self.config['train']['rounds']}")
+        if not began:
+            self._say(f"{self.path / 'environment.json'} was lost or damaged, and says what is now", logging.WARNING)
+        for name in ("lamina", "torch", "numpy", "device_name") if began else ():
+            if began.get(name) != now[name]:
+                what = f"this run began with {name} {began.get(name)}, now {now[name]}: rounding may differ"
+                self._say(what, logging.WARNING)
         return self.history
 
     def begin(self) -> None:
@@ -253,8 +308,8 @@ class RunFolder:
             return
         try:
             self._remove_partial_files()
-            for name in ("metrics.jsonl", *sorted(FILES - {"lock", "config.json", "metrics.jsonl"})):
-                old = self.path / name  # without its metrics, a half-emptied folder counts as empty
+            for name in sorted(FILES - {"lock", "config.json"}):  # as long as there is something, it is the old run's
+                old = self.path / name
                 shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
             write_json(self.path / "config.json", self.config)
             write_json(self.path / "environment.json", environment(self.config["run"]["device"]))
@@ -263,7 +318,16 @@ class RunFolder:
         except OSError as error:
             raise cannot_write(self.path, error) from error
         if self._lines is not None:
-            self._lines.follow(self.path / "log.txt")
+            self._lines.follow(self.path)
+        self._say(f"{self.path}: {summary(self.config)}")
+
+    def stopped(self, number: int) -> None:
+        """Note that the run was stopped on request."""
+        self._say(f"{self.path}: stopped after round {number}")
+
+    def _say(self, line: str, level: int = logging.INFO) -> None:
+        """Log something about this run."""
+        log.log(level, "%s", line, extra={"about": self.path})
 
     def _remove_partial_files(self) -> None:
         """Remove what a kill left half-written."""
@@ -306,7 +370,7 @@ class RunFolder:
             self._save_model("model.safetensors", simulation, state.round, state.server.x, state.buffers)
         except OSError as error:
             raise self._full(error) from error
-        log.info("%s: complete after round %d", self.path, state.round)
+        self._say(f"{self.path}: complete after round {state.round}")
 
     def diverge(self, error: Diverged) -> None:
         """Keep how the training diverged: the run has ended."""
@@ -319,7 +383,7 @@ class RunFolder:
             write_json(self.path / "diverged.json", how)
         except OSError as problem:
             raise self._full(problem) from problem
-        log.info("%s: diverged: %s", self.path, error)
+        self._say(f"{self.path}: diverged: {error}")
 
     def _save_model(self, name: str, simulation: Trained, number: int, x: Tensor, buffers: Buffers) -> None:
         weights = simulation.objective.module_at(x, buffers).state_dict()
@@ -337,6 +401,8 @@ class RunFolder:
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # the disk is full: that was said when the round was recorded
                 self._metrics.close()
+        if self._lock is None:
+            return
         useless = self._metrics is None and self._made
         self._lock.release(delete=useless)
         if useless:
@@ -372,6 +438,9 @@ class RankFolder:
         """Save the state after this round."""
         self.checkpoints.save(simulation.state)
 
+    def stopped(self, number: int) -> None:
+        """The first process does."""
+
     def finish(self, simulation: Simulation) -> None:
         """The first process does."""
 
@@ -390,15 +459,24 @@ def is_ours(folder: Path) -> bool:
         return False
 
 
-def refuse_format(folder: Path, config: Mapping[str, Any]) -> None:
-    """Refuse a folder of another format than this version's."""
-    found = config.get("format", 0)
-    if found != FORMAT:
-        older = "an older" if found < FORMAT else "a newer"
-        raise BadInput(
-            f"the folder '{folder}' was written by {older} lamina (format {found}, this one's is {FORMAT}): "
-            "choose another with --out, or give --overwrite"
-        )
+def unreadable_config(folder: Path) -> str:
+    """What is wrong with a folder's config.json; empty if it is sound, or there is none."""
+    path = folder / "config.json"
+    try:
+        if path.exists():
+            read_json(path)
+    except BadInput as error:
+        return f"a config.json that cannot be read ({error})"
+    return ""
+
+
+def summary(config: Mapping[str, Any]) -> str:
+    """A run in a line."""
+    data, train, run = config["data"], config["train"], config["run"]
+    return (
+        f"{config['algorithm']['name']} on {data['name']}, {data['clients']} clients, {config['model']['name']}, "
+        f"lr {train['lr']:g}, seed {train['seed']}, {train['rounds']} rounds, {run['engine']} on {run['device']}"
+    )
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> list[str]:
@@ -430,12 +508,14 @@ def _shown(value: Any) -> str:
     return "none" if value is None else json.dumps(value)
 
 
-def _round_of(path: Path) -> int | None:
-    """The round a saved model is of."""
+def _round_of(path: Path) -> int:
+    """The round a saved model is of; 0 if there is none that could be loaded."""
     try:
-        return int(read_facts(path.read_bytes())["round"])
-    except (OSError, ValueError, KeyError):
-        return None
+        data = path.read_bytes()
+        unpack(data)
+        return int(read_facts(data)["round"])
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return 0
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -451,6 +531,7 @@ def environment(device: str) -> dict[str, Any]:
         "device_name": torch.cuda.get_device_name(device) if on_gpu else processor(),
         "threads": torch.get_num_threads(),
         "commit": git_commit(Path.cwd()),
+        "lamina_commit": own_commit(),
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
     }
 
@@ -462,6 +543,18 @@ def processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def own_commit() -> str | None:
+    """The commit of lamina itself: of the checkout it runs from, or as pip noted it; None for a release."""
+    here = Path(lamina.__file__).resolve().parent
+    if not {"site-packages", "dist-packages"} & set(here.parts):  # else .git above it is of some other project
+        return git_commit(here)
+    try:
+        noted = json.loads(metadata.distribution("lamina").read_text("direct_url.json") or "{}")
+        return str(noted["vcs_info"]["commit_id"])
+    except (metadata.PackageNotFoundError, KeyError, ValueError):
+        return None
 
 
 def git_commit(folder: Path) -> str | None:

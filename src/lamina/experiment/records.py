@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from lamina.errors import BadInput
+from lamina.errors import BadInput, is_whole
 from lamina.history import History, Row
+
+FORMAT = 1  # of a run's folder; others are refused
 
 
 @dataclass(frozen=True)
@@ -75,30 +77,67 @@ def find_records(paths: Iterable[str | Path]) -> list[Record]:
 def read_record(folder: str | Path) -> Record:
     """Read one run's folder; it may be running now."""
     folder = Path(folder)
-    environment, diverged = folder / "environment.json", folder / "diverged.json"
+    config = read_json(folder / "config.json")
+    refuse_format(folder, config, "read it with that one")
+    how = read_diverged(folder)
     return Record(
         folder,
-        read_json(folder / "config.json"),
-        read_metrics(folder / "metrics.jsonl")[0],
-        read_json(environment) if environment.exists() else {},
-        str(read_json(diverged)["message"]) if diverged.exists() else None,
+        config,
+        read_metrics(folder / "metrics.jsonl").history,
+        read_environment(folder),
+        None if how is None else how["message"],
     )
 
 
-def read_metrics(path: Path) -> tuple[History, list[int]]:
-    """The rounds of a metrics file, and the byte at which each ends; a half-written last line is left out."""
+def refuse_format(folder: Path, config: Mapping[str, Any], otherwise: str) -> None:
+    """Refuse a folder of another format than this version's; the last words say what to do instead."""
+    found = config.get("format", 0)
+    if found != FORMAT:
+        which = "another" if not is_whole(found) else "an older" if found < FORMAT else "a newer"
+        raise BadInput(
+            f"the folder '{folder}' was written by {which} lamina (format {found}, this one's is {FORMAT}): {otherwise}"
+        )
+
+
+def read_environment(folder: Path) -> dict[str, Any]:
+    """What the environment of a run was; empty if nobody knows, which is no reason to refuse the run."""
+    try:
+        return read_json(folder / "environment.json")
+    except BadInput:
+        return {}
+
+
+def read_diverged(folder: Path) -> dict[str, Any] | None:
+    """How a run diverged, with a "message" at least; None if it did not."""
+    path = folder / "diverged.json"
+    if not path.exists():
+        return None
+    how = read_json(path)
+    return {**how, "message": str(how.get("message", "the training diverged, and diverged.json does not say how"))}
+
+
+class Metrics(NamedTuple):
+    """What a metrics file holds."""
+
+    history: History  # its rounds
+    ends: list[int]  # the byte at which each of them ends, after a first 0
+    damaged: int | None  # the first line that is not the round it should be; it and all after it are left out
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The rounds of a metrics file; a last line without an end is half-written, which is no damage, and left out."""
     rows: list[Row] = []
     ends = [0]
-    for line in _read(path).split(b"\n")[:-1]:  # what follows the last line's end is torn, or empty
+    for line in _read(path).split(b"\n")[:-1]:
         try:
             row = json.loads(line)
             if row["round"] != len(rows) + 1:
-                break
+                return Metrics(History(rows), ends, len(rows) + 1)
             rows.append({name: math.nan if value is None else value for name, value in row.items()})
         except (ValueError, TypeError, KeyError):
-            break  # what was damaged, and all after it, is run again
+            return Metrics(History(rows), ends, len(rows) + 1)
         ends.append(ends[-1] + len(line) + 1)
-    return History(rows), ends
+    return Metrics(History(rows), ends, None)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from lamina.simulation import Simulation
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
 DEFAULT_CLIENTS = 10
-log = logging.getLogger(__name__)
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the last two are torch's, and untested
 
 
 def load_data(experiment: Experiment) -> Splits:
@@ -44,6 +43,7 @@ def load_data(experiment: Experiment) -> Splits:
 def build(experiment: Experiment, splits: Splits | None = None) -> Simulation:
     """Make the simulation an experiment describes."""
     data, train, run = experiment.data, experiment.train, experiment.run
+    check_device(run.device)
     algorithm = build_algorithm(experiment)  # before the data are read: a wrong option costs no time
     partition, schedule = build_partition(experiment), build_schedule(experiment)
     splits = splits or load_data(experiment)
@@ -74,6 +74,18 @@ def build(experiment: Experiment, splits: Splits | None = None) -> Simulation:
         client_metrics=run.client_metrics,
         trust_ratios=run.trust_ratios,
     )
+
+
+def check_device(name: str) -> None:
+    """Refuse a device that is none, or is not here, in words that help; torch has the last word."""
+    kind = name.partition(":")[0]
+    if kind not in DEVICES:
+        raise BadInput(f"run.device = '{name}': must be auto, cpu or cuda (the second GPU is cuda:1)")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise BadInput(
+            f"run.device = '{name}': torch finds no GPU here; cpu or auto runs without one, and `lamina doctor` "
+            "says what is missing"
+        )
 
 
 def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
@@ -190,6 +202,7 @@ def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return experiment, Ranks(0, 1)
     device = experiment.run.device
+    check_device(device)
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
@@ -314,7 +327,8 @@ def train(
             folders[i].diverge(how)
         ended.diverged |= failed
         if ended.stopped:
-            log.info("stopped after round %d", number)
+            for i in rows:
+                folders[i].stopped(number)
             return ended
     for i, simulation in enumerate(simulations):
         if i not in ended.diverged:

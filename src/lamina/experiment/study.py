@@ -185,7 +185,8 @@ class Study:
     def _make_pruner(self) -> Any:
         pruners = self._optuna.pruners
         if self._pruner == "median":
-            return pruners.MedianPruner()
+            # after a round or two, accuracies near chance say nothing: what is slow at first may win
+            return pruners.MedianPruner(n_warmup_steps=self._rounds // 4)
         if self._pruner == "hyperband":
             return pruners.HyperbandPruner(max_resource=self._rounds)
         return pruners.NopPruner()
@@ -251,5 +252,5 @@ def _import_optuna() -> Any:
         import optuna
     except ImportError as error:
         raise missing_extra("optuna", "tune", "tune.sampler = 'tpe'") from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # its warnings come as errors, which we say in a line
     return optuna

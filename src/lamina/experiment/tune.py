@@ -21,8 +21,8 @@ from lamina.errors import BadInput, unknown
 from lamina.experiment.compare import Planned, check_folder, run_side_by_side, write_csv
 from lamina.experiment.config import Experiment, as_toml, parse, set_key
 from lamina.experiment.files import as_json, cannot_write, write_file, write_json
-from lamina.experiment.folder import FORMAT, Lock, differences, is_ours, turn
-from lamina.experiment.records import Record, read_json, read_record
+from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, differences, is_ours, turn
+from lamina.experiment.records import FORMAT, Record, read_json, read_record
 from lamina.experiment.run import (
     build,
     build_algorithm,
@@ -347,7 +347,7 @@ class Tuning:
             if differing:
                 raise BadInput(
                     f"the folder '{self.folder}' holds another tuning: {', '.join(differing[:MOST_NAMED])}; "
-                    "choose another folder with --out, or give --overwrite"
+                    f"{CHOOSE_ANOTHER}"
                 )
         else:
             write_json(self.folder / "config.json", self._config)

@@ -103,7 +103,6 @@ class Server:
 
     def _go_on(self) -> None:
         """Take up the run in the folder where its newest sound checkpoint leaves it."""
-        found = len(self.folder.history) > 0
         start = (self.state, self.algorithm.client_init(self.objective.start))
         loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
         if loaded is not None:
@@ -113,8 +112,7 @@ class Server:
             if self.roster.fixed is None:
                 self.roster.bound = {int(client): int(node) for client, node in facts["nodes"].items()}
         self.history = self.folder.go_on_after(self.state.round)
-        if found:
-            self.journal.cut(self.state.round)
+        self.journal.cut(self.state.round)
 
     def _record(self, row: Row, record: Attendance) -> None:
         """Keep a finished round."""

@@ -45,7 +45,7 @@ def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]
     for run in runs:
         members.setdefault(_key(run, ignored(run)), []).append(run)
     ordered = sorted(members.values(), key=lambda same: _place_in_comparison(same[0]))
-    labels = _labels([_identity(same[0], ignored(same[0])) for same in ordered])
+    labels = _labels([identity(same[0], ignored(same[0])) for same in ordered])
     return [
         Curve(label, same[0].algorithm, sorted(same, key=lambda run: run.seed))
         for label, same in zip(labels, ordered, strict=True)
@@ -109,10 +109,10 @@ def title(algorithm: str) -> str:
 
 
 def _key(run: Record, ignored: set[str]) -> str:
-    return json.dumps([run.tuning, _identity(run, ignored)], sort_keys=True)
+    return json.dumps([run.tuning, identity(run, ignored)], sort_keys=True)
 
 
-def _identity(run: Record, ignored: set[str]) -> Flat:
+def identity(run: Record, ignored: set[str]) -> Flat:
     """What makes two runs the same experiment: not where it ran, nor what else it was compared with."""
 
     def matters(key: str) -> bool:

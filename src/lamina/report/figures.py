@@ -27,6 +27,8 @@ from lamina.report.tables import unit_of_bytes
 # Okabe & Ito's colours, which colour-blind readers can tell apart; when they are used up, dashes tell more lines apart
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 DASHES = ("-", "--", ":", "-.")
+# of a rate that did not run to its end: whether it was pruned, then its mark and what a reader is told
+MARKS = {False: ("x", "cross: diverged or not finished"), True: ("v", "triangle: pruned")}
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
 FORMATS = ("pdf", "svg", "png")
 STYLE: Any = {
@@ -161,7 +163,7 @@ def axis_title(axis: str, unit: str) -> str:
 
 
 def rates_figure(found: Sequence[Response]) -> Figure:
-    """Best accuracy against learning rate; crosses diverged or are not finished, a ring marks the best."""
+    """Best accuracy against learning rate; what did not run to its end has a mark of its own, as has the best."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.2, 3.4), layout="constrained")
         axes = figure.subplots()
@@ -173,14 +175,15 @@ def rates_figure(found: Sequence[Response]) -> Figure:
                 best = [100 * value for value in tried.best]
                 axes.plot([tried.lr] * 2, [min(best), max(best)], color=style["color"], linewidth=1)
                 if tried.failed:
-                    axes.plot(tried.lr, 100 * tried.mean, "x", color=style["color"])
+                    mark = MARKS[tried.failed == "pruned"][0]
+                    axes.plot(tried.lr, 100 * tried.mean, mark, color=style["color"])
             axes.plot(
                 [tried.lr for tried in finished],
                 [100 * tried.mean for tried in finished],
                 marker="o",
                 markersize=4,
                 label=response.label,
-                **style,
+                **(style if response.joined else {**style, "linestyle": "none"}),
             )
             for tried in finished:
                 if tried.lr == response.chosen:
@@ -188,7 +191,8 @@ def rates_figure(found: Sequence[Response]) -> Figure:
                         tried.lr, 100 * tried.mean, "o", markersize=10, markerfacecolor="none", color=style["color"]
                     )
         axes.set_xscale("log")
-        axes.set_xlabel("learning rate (cross: diverged or not finished; ring: best)")
+        kinds = sorted({tried.failed == "pruned" for response in found for tried in response.tried if tried.failed})
+        axes.set_xlabel(f"learning rate ({'; '.join([*(MARKS[kind][1] for kind in kinds), 'ring: best'])})")
         axes.set_ylabel(f"best {' or '.join(dict.fromkeys(response.on for response in found))} accuracy, %")
         _finish(figure, axes)
     return figure

@@ -5,6 +5,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const visible = data.curves.map(() => true);
+const ratesVisible = data.responses.map(() => true);
 const DASHES = ["solid", "dash", "dot", "dashdot"];
 const SVG_DASHES = ["", "6 4", "2 3", "8 3 2 3"];
 const COLOURS = 7;
@@ -163,8 +164,13 @@ function drawCurves() {
   ].filter(Boolean).join(" ");
 }
 
-function makeLegend() {
-  data.curves.forEach((curve, index) => {
+/** Buttons that hide and show lines; Plotly's own legend would be cut where it is long and the screen is narrow. */
+function makeLegend(place, lines, shown, redraw) {
+  const changed = () => {
+    [...place.children].forEach((button, index) => button.setAttribute("aria-pressed", shown[index]));
+    redraw();
+  };
+  lines.forEach((line, index) => {
     const button = document.createElement("button");
     button.type = "button";
     button.setAttribute("aria-pressed", true);
@@ -172,20 +178,15 @@ function makeLegend() {
     const dash = SVG_DASHES[dashOf(index)];
     button.innerHTML = `<svg width="22" height="6"><line x1="0" x2="22" y1="3" y2="3" stroke-width="3"
       style="stroke: var(--curve-${index % COLOURS})" stroke-dasharray="${dash}"/></svg>`;
-    button.append(curve.label);
-    button.onclick = () => { visible[index] = !visible[index]; showLegend(); };
+    button.append(line.label);
+    button.onclick = () => { shown[index] = !shown[index]; changed(); };
     button.ondblclick = () => {
-      const alone = visible.every((shown, other) => shown === (other === index));
-      visible.forEach((_, other) => { visible[other] = alone || other === index; });
-      showLegend();
+      const alone = shown.every((own, other) => own === (other === index));
+      shown.forEach((_, other) => { shown[other] = alone || other === index; });
+      changed();
     };
-    $("legend").append(button);
+    place.append(button);
   });
-}
-
-function showLegend() {
-  [...$("legend").children].forEach((button, index) => button.setAttribute("aria-pressed", visible[index]));
-  drawCurves();
 }
 
 // --- the cost table ------------------------------------------------------------------------------------------------
@@ -208,8 +209,14 @@ function costToTarget(curve, target) {
   return { reached: reached.length, seeds: curve.steps.length, costs: [take(0), take(2), take(3)] };
 }
 
+const isTarget = (percent) => percent > 0 && percent <= 100;
+
 function drawTargets() {
-  const typed = $("target-list").value.split(/[,;\s]+/).map(Number).filter((value) => value > 0 && value <= 100);
+  const words = $("target-list").value.split(/[,;\s]+/).filter(Boolean);
+  const typed = words.map(Number).filter(isTarget);
+  const refused = words.filter((word) => !isTarget(Number(word)));
+  $("target-list").setAttribute("aria-invalid", refused.length > 0);
+  $("target-problem").textContent = refused.length ? `not used: ${refused.join(", ")} (targets are above 0 and up to 100)` : "";
   const baseline = Number($("baseline").value);
   const ratio = "× baseline";
   const head = ["target", "curve", "reached", "rounds", ratio, data.unit.name, ratio, "seconds", ratio];
@@ -313,9 +320,8 @@ function ratesFigure(onPaper) {
   if (Math.max(...rates) > 100 * Math.min(...rates)) layout.xaxis.dtick = 1; // powers of ten are enough
   layout.yaxis.title = { text: `best ${on} accuracy, %` };
   layout.hovermode = "closest";
-  layout.showlegend = true;
-  layout.legend = LEGEND_ABOVE;
   const traces = data.responses.flatMap((response, index) => {
+    if (!ratesVisible[index]) return [];
     const line = { color: curveColour(colours, index), dash: DASHES[dashOf(index)], width: 2 };
     const points = response.tried
       .map((tried) => ({ ...tried, best: tried.best.filter(isNumber).map((value) => 100 * value) }))
@@ -494,7 +500,8 @@ function start() {
 
   drawTargets();
   addExports();
-  makeLegend();
+  makeLegend($("legend"), data.curves, visible, drawCurves);
+  makeLegend($("rates-legend"), data.responses, ratesVisible, () => draw("rates-plot", ratesFigure));
 }
 
 /** Called when Plotly is there: it is large, and the tables need not wait for it. */

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lamina.experiment.records import Record
 from lamina.experiment.settings import written
-from lamina.report.curves import RATE, group
+from lamina.report.curves import RATE, SEED, group, identity
 from lamina.report.tables import NONE, Table, fixed, mean_and_spread
 
 
@@ -19,7 +20,7 @@ class Tried:
 
     lr: float
     best: list[float]  # per seed; NaN where no round was evaluated
-    failed: str  # "diverged" or "not finished" if some seed did not run to its end, else empty
+    failed: str  # "diverged", "pruned" or "not finished" if some seed did not run to its end, else empty
     others: str = ""  # the other settings that were chosen at this rate, in words
 
     @property
@@ -35,6 +36,8 @@ class Response:
     label: str
     on: str  # "test" or "validation"
     tried: list[Tried]
+    elsewhere: tuple[float, ...] = ()  # rates of the same configuration that other runs tried
+    joined: bool = True  # whether only the rate differs, so that a line through the points means something
 
     @property
     def chosen(self) -> float | None:
@@ -47,9 +50,10 @@ class Response:
         """What to do about a best rate with nothing beyond it, in a line; empty if all is well."""
         if self.chosen is None:
             return f"{self.label}: no learning rate ran to its end"
-        if self.chosen not in (self.tried[0].lr, self.tried[-1].lr):
+        rates = [*self.elsewhere, *(tried.lr for tried in self.tried)]
+        if self.chosen not in (min(rates), max(rates)):
             return ""
-        way = "smaller" if self.chosen == self.tried[0].lr else "larger"
+        way = "smaller" if self.chosen == min(rates) else "larger"
         return f"{self.label}: the best learning rate {self.chosen:g} lies on the edge of those tried; try {way} ones"
 
 
@@ -59,6 +63,10 @@ def responses(runs: Sequence[Record]) -> list[Response]:
     Where a comparison tried other settings too, a rate stands for the best of its runs.
     """
     found = []
+    tuned: dict[str, list[float]] = {}
+    for run in runs:
+        if run.tuning:
+            tuned.setdefault(_configuration(run), []).append(run.lr)
     for tuning in (True, False):
         for family in group([run for run in runs if run.tuning is tuning], also_ignored=tried_keys):
             by_rate: dict[float, list[Record]] = {}
@@ -67,8 +75,17 @@ def responses(runs: Sequence[Record]) -> list[Response]:
             if len(by_rate) > 1:
                 tried = [_best(lr, same) for lr, same in sorted(by_rate.items())]
                 on = "validation" if family.runs[0].on_validation_data else "test"
-                found.append(Response(family.label, on, tried))
+                elsewhere = () if tuning else tuple(tuned.get(_configuration(family.runs[0]), ()))
+                found.append(Response(family.label, on, tried, elsewhere))
+    if len({response.on for response in found}) > 1:
+        found = [replace(response, label=f"{response.label}, {response.on}") for response in found]
     return found
+
+
+def _configuration(run: Record) -> str:
+    """What a comparison's tuning runs and the runs with the settings they chose have in common."""
+    tried = {f"algorithm.{name}" for name in grid_of(run)}
+    return json.dumps(identity(run, {SEED, RATE, "data.validation", *tried}), sort_keys=True)
 
 
 def tried_keys(run: Record) -> list[str]:
@@ -77,9 +94,13 @@ def tried_keys(run: Record) -> list[str]:
 
 
 def tried_options(run: Record) -> list[str]:
-    """The options that a comparison's grid has for the run's algorithm; of another run none is known."""
-    grid = run.config.get("compare", {}).get("grid", {}).get(run.algorithm, {}) if run.tuning else {}
-    return [name for name in grid if name != "lr"]
+    """The options whose values a tuning run tries; of another run none is known."""
+    return grid_of(run) if run.tuning else []
+
+
+def grid_of(run: Record) -> list[str]:
+    """The options that its comparison's grid has for the run's algorithm."""
+    return [name for name in run.config.get("compare", {}).get("grid", {}).get(run.algorithm, {}) if name != "lr"]
 
 
 def _best(lr: float, runs: Sequence[Record]) -> Tried:
