@@ -386,6 +386,7 @@ NAN[17, 2] = float("nan")
         (lambda: simulate(clip=0.0), "clip"),
         (lambda: simulate(evaluate_every=0), "evaluate_every"),
         (lambda: simulate(lr=-0.1), "lr"),
+        (lambda: simulate(lr=1e39), "more than a float32 can hold"),
         (lambda: simulate(clients=0, partition="iid"), "client"),
         (lambda: simulate(clients=0, partition="reallocate"), "client"),
         (lambda: simulate(client_metrics=True, partition="reallocate"), "client_metrics"),

@@ -111,6 +111,11 @@ class Objective:
         (grad,) = torch.autograd.grad(loss, leaf)
         return grad, loss.detach()
 
+    def refuse_rate(self, lr: float) -> None:
+        """Refuse a learning rate that the parameters' type cannot hold: torch would say so in its own words."""
+        if lr > torch.finfo(self.dtype).max:
+            raise BadInput(f"lr = {lr:g} is more than a {str(self.dtype).removeprefix('torch.')} can hold")
+
     def module_at(self, x: Tensor, buffers: Mapping[str, Tensor]) -> nn.Module:
         """Write parameters and buffers into the module and return it."""
         with torch.no_grad():

@@ -24,7 +24,6 @@ from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
 Indices = NDArray[np.int64]
 
 MOST_REDRAWS = 10_000  # of an empty Bernoulli cohort
-LARGEST_LR = 1e38  # float32 holds no larger ones
 
 
 class Clients:
@@ -257,8 +256,8 @@ class Plan:
             value = getattr(self, name)
             if value is not None and (not is_whole(value) or value < 1):
                 raise BadInput(f"{name} = {value} is not a whole number >= 1")
-        if not 0 < self.lr <= LARGEST_LR:
-            raise BadInput(f"lr = {self.lr} is not a positive number" + (" below 1e38" if self.lr > 0 else ""))
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise BadInput(f"lr = {self.lr} is not a positive number")
 
     def cohort(self, round: int) -> Indices:
         """The active clients: exactly max(1, round(C N)) of them, or an independent coin for each."""

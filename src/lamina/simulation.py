@@ -144,6 +144,7 @@ class Simulation:
             local_steps=local_steps,
             seed=seed,
         )
+        self.objective.refuse_rate(self.plan.lr)
         if precision not in get_args(Precision):
             raise unknown("precision", precision, get_args(Precision))
         self.precision, self.deterministic = precision, deterministic

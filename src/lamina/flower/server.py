@@ -56,6 +56,7 @@ class Server:
         self.algorithm, self.plan, self.limits = federation.algorithm, federation.plan, federation.limits
         device = choose_device(federation.device)
         self.objective = Objective(federation.make_model().to(device), federation.loss)
+        self.objective.refuse_rate(self.plan.lr)
         self.test_data = self._test_data(device)
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
