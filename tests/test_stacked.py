@@ -534,6 +534,26 @@ def test_an_algorithm_that_couples_layers_gets_whole_vectors():
     assert_same(ends["stacked"], ends["loop"], 1e-9)
 
 
+def test_parameters_that_are_added_share_a_gradient_and_get_a_step_each():
+    class Added(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(5, 3))
+
+        def forward(self, x):
+            return x @ (self.a + self.b)
+
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(48, 5, generator=generator, dtype=torch.float64), torch.arange(48) % 3
+    made = []
+    for engine in ("loop", "vmap"):
+        torch.manual_seed(0)
+        run = lamina.Simulation(Added().double(), data, "fedavg", clients=PARTS, lr=0.1, device="cpu", engine=engine)
+        run.run(3)
+        made.append(run.state)
+    assert_same(made[1], made[0], 1e-9)
+
+
 def test_clipping_looks_at_the_whole_gradient():
     ends = {}
     for engine in ("stacked", "loop"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -80,7 +82,25 @@ def descend(y: Tensor, direction: Tensor, lr: Number, h: HasDecay) -> Tensor:
         direction = direction + h.decay * y
     if isinstance(lr, Tensor):
         return y - lr * direction
-    return torch.sub(y, direction, alpha=lr)  # one pass over memory instead of two
+    out = direction if direction is _used_up else None
+    return torch.sub(y, direction, alpha=lr, out=out)  # one pass over memory instead of two
+
+
+_used_up: Tensor | None = None
+
+
+@contextmanager
+def using_up(grad: Tensor) -> Iterator[None]:
+    """For engines on a CPU: nobody needs this gradient after the step, so `descend` may put its result in its place.
+
+    New memory must be fetched before it is written: plain SGD on many clients takes a fifth longer with it.
+    """
+    global _used_up
+    _used_up = grad
+    try:
+        yield
+    finally:
+        _used_up = None
 
 
 def clip_by_norm(u: Tensor, limit: Number) -> Tensor:

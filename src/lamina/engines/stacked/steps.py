@@ -9,12 +9,14 @@ traffic as the step itself. An algorithm cannot tell, as long as its `step` work
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Info
+from lamina.algorithms.primitives import using_up
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.engines.stacked.forward import Forward
@@ -120,13 +122,16 @@ class Steps:
         self, local: list[Any], down: list[Any], grads: list[Tensor], lr: Any, filled: Tensor | None
     ) -> list[Any]:
         """The algorithm's step, part by part; a row without this step stays as it is."""
-        grads = [grad.to(self.objective.dtype) for grad in grads]
+        grads = _with_own_memory([grad.to(self.objective.dtype) for grad in grads])
         if self.clip is not None:
             grads = _clipped(grads, self.clip)
         active = None if filled is None else (filled > 0).unsqueeze(1)
         made = []
         for part, old, fixed, grad in zip(self.parts, local, down, grads, strict=True):
-            new = self.algorithm.step(old, fixed, grad, lr, part)
+            # with no state but y, nothing can hold on to the gradient
+            free = grad.is_cpu and grad.is_contiguous() and sum(v is not None for v in old) == 1
+            with using_up(grad) if free else nullcontext():
+                new = self.algorithm.step(old, fixed, grad, lr, part)
             if active is not None:
                 new = type(new)(
                     *(None if n is None else torch.where(active, n, o) for n, o in zip(new, old, strict=True))
@@ -138,6 +143,18 @@ class Steps:
 def _take(values: Tensor, index: Tensor) -> Tensor:
     """values[index], by whole samples: on a CPU several times as fast."""
     return values.index_select(0, index.flatten()).reshape(*index.shape, *values.shape[1:])
+
+
+def _with_own_memory(grads: list[Tensor]) -> list[Tensor]:
+    """A gradient is used up by its step, and autograd gives parameters that are added the same one: copy those."""
+    seen: set[int] = set()
+    made = []
+    for grad in grads:
+        shared = grad.is_cpu and grad.data_ptr() in seen
+        made.append(grad.clone() if shared else grad)
+        if grad.is_cpu:
+            seen.add(grad.data_ptr())
+    return made
 
 
 def _clipped(grads: list[Tensor], limit: float) -> list[Tensor]:
