@@ -3,6 +3,8 @@
 Every message goes through Flower's protobuf form and back on each hop, as it would over a network.
 """
 
+import time
+
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.serverapp import Grid
@@ -15,13 +17,21 @@ def over_the_wire(message):
     return sent
 
 
+class Expired(Exception):
+    """What a SuperLink answers to a message whose time is over (HTTP 500 in Flower 1.41)."""
+
+
 class LoopGrid(Grid):
     """Nodes by id. `on_send(grid, node, message)` and `on_reply(grid, node, message, reply)` may disturb the traffic:
 
-    what they return is used instead; None loses it; a list is several replies; a string is kept in `later`.
+    what they return is used instead; None loses it; a list is several replies.
+
+    A message that has less than `least` seconds to live is refused by an exception, as a SuperLink refuses one that has
+    expired; a reply comes `delay(node, message)` seconds after its message, and never after the message's ttl: then
+    the message's place is taken by Flower's error 3, message unavailable.
     """
 
-    def __init__(self, apps, node_configs, on_send=None, on_reply=None, run_config=None):
+    def __init__(self, apps, node_configs, on_send=None, on_reply=None, run_config=None, delay=None, least=0.005):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
         self.apps = apps if isinstance(apps, dict) else dict.fromkeys(node_configs, apps)
         self.contexts = {
@@ -30,7 +40,10 @@ class LoopGrid(Grid):
         }
         self.offline = set()
         self.on_send, self.on_reply = on_send, on_reply
+        self.delay, self.least = delay, least
         self.count, self.box, self.seen = 0, {}, []
+        self.ready, self.expires = {}, {}  # by message id: time.monotonic() of its reply, and of its end
+        self.messages = {}
 
     def set_run(self, run):
         raise NotImplementedError
@@ -51,12 +64,19 @@ class LoopGrid(Grid):
     def push_messages(self, messages):
         ids = []
         for message in messages:
+            if message.metadata.ttl < self.least:
+                raise Expired("Malformed PushMessages: Message TTL has expired")
             self.count += 1
-            message.metadata.__dict__["_message_id"] = f"m{self.count}"
-            ids.append(f"m{self.count}")
+            name = f"m{self.count}"
+            message.metadata.__dict__["_message_id"] = name
+            ids.append(name)
             node = message.metadata.dst_node_id
             received = over_the_wire(message)
             self.seen.append((node, received))
+            now = time.monotonic()
+            self.messages[name], self.expires[name] = received, now + message.metadata.ttl
+            if self.delay is not None:
+                self.ready[name] = now + self.delay(node, received)
             if self.on_send is not None and self.on_send(self, node, received) is None:
                 continue
             if node in self.offline:
@@ -77,7 +97,15 @@ class LoopGrid(Grid):
         self.box.setdefault(about or reply.metadata.reply_to_message_id, []).append(over_the_wire(reply))
 
     def pull_messages(self, message_ids):
-        found = [reply for one in message_ids for reply in self.box.pop(one, [])]
+        now, found = time.monotonic(), []
+        for one in message_ids:
+            if now < self.ready.get(one, now):
+                if now >= self.expires[one]:
+                    found.append(error_reply(self.messages[one], 3, "Error: Message Unavailable - it may have expired"))
+                    self.box.pop(one, None)
+                    del self.ready[one]
+                continue
+            found += self.box.pop(one, [])
         for reply in found:
             if isinstance(reply, Exception):
                 raise reply

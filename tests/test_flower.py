@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lamina
-from flower_grid import LoopGrid, error_reply, over_the_wire
+from flower_grid import Expired, LoopGrid, error_reply, over_the_wire
 from lamina.algorithms.contract import Displacement
 from lamina.errors import BadInput, Diverged
 from lamina.experiment import run as running
@@ -25,6 +25,7 @@ from lamina.experiment.config import parse
 from lamina.experiment.records import read_record
 from lamina.flower import Federation, Limits, Stopped, checks, wire
 from lamina.flower.federation import read_nodes
+from lamina.flower.mail import Mail
 from lamina.flower.records import Journal
 from lamina.plan import Clients, Plan
 from lamina.report import build as report
@@ -62,6 +63,7 @@ def other_weights():
         return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
+MIME = lamina.algorithms.create("mime", "mime")  # the original, of two exchanges
 PROTOCOL = {"participation": 0.75, "batch_size": 8, "epochs": 2, "seed": 5}
 
 
@@ -93,8 +95,8 @@ class Setup:
     def client_app(self):
         return self.federation(self.node_model).client_app()
 
-    def grid(self, on_send=None, on_reply=None, configs=None):
-        return LoopGrid(self.client_app(), configs or nodes(), on_send, on_reply)
+    def grid(self, on_send=None, on_reply=None, configs=None, delay=None):
+        return LoopGrid(self.client_app(), configs or nodes(), on_send, on_reply, delay=delay)
 
     def run(self, grid=None, **changed):
         grid = grid or self.grid()
@@ -589,7 +591,123 @@ def test_nobody_there_is_one_clear_line(tmp_path):
         Stopped, match=r"round 1: 0 of the 2 updates needed came, 1 times \(client 1: it is not connected"
     ):
         setup.run(grid)
-    assert not setup.out.exists()
+    (attempt,) = setup.journal
+    assert (attempt["complete"], len(attempt["missing"])) == (False, 3)
+    setup.run()  # the folder stands in nobody's way
+    assert_like_the_simulation(setup)
+
+
+# --- deadlines -------------------------------------------------------------------------------------------------------
+
+
+def test_a_node_that_is_silent_in_mimes_first_exchange_is_only_missing(tmp_path):
+    """Each exchange has a deadline of its own: the second is not sent in the last moments of the first."""
+    setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, more={"deadline": 0.8, "attempts": 1})
+
+    def on_send(grid, node, message):
+        return None if client_of(node) == 3 and message.metadata.message_type == "train.gradient" else message
+
+    setup.run(setup.grid(on_send, delay=lambda node, message: 0.1))
+    assert_weights(setup, reference(setup, absent={(1, 3), (2, 3)}))
+    for entry in setup.journal:
+        (missing,) = entry["missing"]
+        assert (missing["client"], missing["why"]) == (3, "no reply within 0.8 s")
+        assert len(entry["took_part"]) == 3
+
+
+def test_a_node_that_answers_only_mimes_first_exchange_is_not_in_the_mean(tmp_path):
+    setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, more={"deadline": 0.3, "attempts": 1})
+    setup.run(setup.grid(lambda grid, node, message: None if is_train(message) and node == NODE + 3 else message))
+    assert [[one["client"] for one in entry["took_part"]] for entry in setup.journal] == [[0, 1, 2]] * 2
+    assert [[one["client"] for one in entry["missing"]] for entry in setup.journal] == [[3]] * 2
+
+
+def test_below_the_quorum_after_mimes_first_exchange_nobody_trains(tmp_path):
+    setup = Setup(tmp_path, MIME, rounds=1, participation=1.0, more={"deadline": 0.2, "attempts": 1, "quorum": 3})
+
+    def on_send(grid, node, message):
+        return None if client_of(node) > 1 and message.metadata.message_type == "train.gradient" else message
+
+    grid = setup.grid(on_send)
+    with pytest.raises(Stopped, match="0 of the 3 updates needed came"):
+        setup.run(grid)
+    assert not any(is_train(message) for _, message in grid.seen)
+
+
+def test_a_message_that_cannot_be_sent_costs_one_node(tmp_path):
+    """A node that says it has lost something is sent all again; if that cannot be done, it is missing."""
+    setup = Setup(tmp_path, lamina.algorithms.create("fedlamb", sync_every=3), participation=1.0, rounds=3,
+                  more={"attempts": 1})  # fmt: skip
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 2) and client_of(node) == 1:
+            lost = wire.content_of({"problem": {"text": "does not hold v_hat", "missing": ["v_hat"]}})
+            return Message(lost, reply_to=message)
+        return reply
+
+    grid = setup.grid(on_reply=on_reply)
+    push, asked = grid.push_messages, []
+
+    def push_once(messages):
+        if is_train(messages[0], 2) and messages[0].metadata.dst_node_id == NODE + 1:
+            asked.append(1)
+            if len(asked) == 2:
+                raise Expired("Server error '500 Internal Server Error'")
+        return push(messages)
+
+    grid.push_messages = push_once
+    setup.run(grid)
+    (missing,) = setup.journal[1]["missing"]
+    assert missing["client"] == 1
+    assert missing["why"].startswith("the message could not be sent (Expired: Server error '500")
+    assert [entry["complete"] for entry in setup.journal] == [True] * 3
+    assert_weights(setup, reference(setup, absent={(2, 1)}))
+
+
+def test_what_has_no_time_left_is_not_sent():
+    grid = LoopGrid(lambda message, context: message, nodes(1), least=10.0)
+    mail = Mail(grid, 0.01, str)
+    content = wire.content_of({"question": {"who": True}})
+    assert mail.send(NODE, content, "query", "", -0.5) == (None, "no time was left to send it a message")
+    assert grid.seen == []
+    sent, why = mail.send(NODE, content, "query", "", 1.0)
+    assert (sent, why.startswith("the message could not be sent (Expired")) == (None, True)
+
+
+def test_a_late_node_is_called_late_and_the_advice_is_the_deadline(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"deadline": 0.2, "attempts": 2})
+    slow = lambda node, message: 60.0 if is_train(message) else 0.0  # noqa: E731
+    with pytest.raises(Stopped) as stopped:
+        setup.run(setup.grid(delay=slow))
+    text = str(stopped.value)
+    assert "expired" not in text
+    assert "no reply within 0.2 s" in text
+    assert "raise deadline (now 0.2 s)" in text
+    assert "lower quorum" not in text
+    assert [entry["attempt"] for entry in setup.journal] == [1, 2]
+
+
+def test_who_is_waited_for_is_said_while_it_is_waited(tmp_path, monkeypatch):
+    monkeypatch.setattr("lamina.flower.server.PATIENCE", 0.05)
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"deadline": 0.4, "attempts": 1})
+    grid = setup.grid(delay=lambda node, message: 0.2 if is_train(message) else 0)
+    grid.offline.update((NODE + 2, NODE + 3))
+    setup.run(grid)
+    log = (setup.out / "log.txt").read_text()
+    assert "WARNING waiting for clients 2, 3 to connect (deadline: 0.4 s)" in log
+
+    other = Setup(tmp_path / "other", "fedavg", participation=1.0, rounds=1, more={"deadline": 5.0})
+    other.run(other.grid(delay=lambda node, message: 0.2 if is_train(message) and node == NODE + 1 else 0))
+    assert "WARNING waiting for client 1 to answer (deadline: 5 s)" in (other.out / "log.txt").read_text()
+
+
+def test_nobody_waits_for_a_client_without_a_listed_node(tmp_path):
+    listed = {NODE + i: i for i in range(3)}
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, more={"deadline": 30.0, "nodes": listed})
+    setup.run()
+    assert max(row["seconds"] for row in setup.rows) < 10
+    assert setup.journal[0]["missing"] == [{"client": 3, "node": None, "why": "no node is listed for it"}]
+    assert "WARNING no node is listed for client 3: it takes no part" in (setup.out / "log.txt").read_text()
 
 
 # --- the server is restarted -----------------------------------------------------------------------------------------
@@ -711,6 +829,26 @@ def test_nodes_keep_only_the_states_the_server_may_ask_for(tmp_path):
         assert kept == ["000006", "000007", "000008"]
 
 
+def test_a_node_that_is_always_refused_keeps_no_more_states_than_others(tmp_path):
+    setup = Setup(tmp_path, "scaffold", rounds=8, participation=1.0)
+
+    def on_reply(grid, node, message, reply):
+        bad = is_train(message) and client_of(node) == 1 and not is_train(message, 1)
+        spoil = with_delta(lambda d: put(d, float("nan")))
+        return Message(spoil(reply.content), reply_to=message) if bad else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    kept = sorted(path.name.split("-")[1] for path in (tmp_path / "state").glob("*/client-1/state-*"))
+    assert kept == ["000001", "000008"]  # what the server goes on from, and the last that may be it
+
+
+def test_a_nodes_state_is_for_its_owner_alone(tmp_path):
+    setup = Setup(tmp_path, "scaffold", rounds=1, participation=1.0)
+    setup.run()
+    folders = [tmp_path / "state", *(path for path in (tmp_path / "state").rglob("*") if path.is_dir())]
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
+
+
 # --- bad updates -----------------------------------------------------------------------------------------------------
 
 
@@ -805,6 +943,7 @@ BAD = {
         with_delta(lambda d: wire.encode(d * 1e6)),
         "more than 100 times the round's median",
     ),
+    "an absurd loss": (lambda c: change(c, "figures", loss=1.7e308), "its training loss is 1.7e+308"),
     "an absurd other field": (
         lambda c: change(c, "up", delta_c=wire.encode(torch.full((83,), 1e30))),
         "'delta_c' has norm",
@@ -975,11 +1114,162 @@ def test_arrays_say_nothing_that_is_believed():
 
 
 def test_few_answers_have_no_median():
+    def odd(limits, recent=None):
+        return checks.outliers(checks.measure(updates, limits), recent)
+
     updates = {c: checks.Update(Displacement(torch.full((2,), 10.0**c)), {}, 1, 1, 0.0) for c in (0, 9)}
-    assert checks.too_far_from_the_others(updates, Limits()) == {}
+    assert odd(Limits()) == {}
+    assert list(odd(Limits(), {"delta": [1.0, 2.0, 1e9]})) == [9]  # then those of the last rounds count
     updates[1] = checks.Update(Displacement(torch.full((2,), 2.0)), {}, 1, 1, 0.0)
-    assert list(checks.too_far_from_the_others(updates, Limits())) == [9]
-    assert checks.too_far_from_the_others(updates, Limits(times_median=None)) == {}
+    assert list(odd(Limits())) == [9]
+    assert list(odd(Limits(), {"delta": [1e-9]})) == [9]  # and only then
+    assert odd(Limits(times_median=None)) == {}
+
+
+def altered(message, reply, times=1.0, only=("delta", "gradient"), **figures):
+    """A reply with fields times a number, and other figures."""
+    content = reply.content
+    for name in [name for name in only if name in content.get("up", {})]:
+        value = torch.frombuffer(bytearray(content["up"][name].data), dtype=torch.float32)
+        content = change(content, "up", **{name: wire.encode(value * times)})
+    return Message(change(content, "figures", **figures) if figures else content, reply_to=message)
+
+
+def is_gradient(message):
+    return message.metadata.message_type == "train.gradient"
+
+
+@pytest.mark.parametrize(
+    ("times", "figures", "why"),
+    [
+        (5000.0, {"examples": 10_000_000}, "'gradient' has norm"),
+        (5000.0, {}, "'gradient' has norm"),
+        (1.0, {"examples": 10_000_000}, "its number of examples is 1e+07, more than 100 times the round's median"),
+        (1.0, {"examples": 100}, "says 25 examples, and said 100 when it sent its gradient"),
+    ],
+)
+def test_mimes_first_exchange_is_no_way_around_the_checks(times, figures, why, tmp_path):
+    setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, weighting="examples")
+
+    def on_reply(grid, node, message, reply):
+        return altered(message, reply, times, **figures) if is_gradient(message) and client_of(node) == 1 else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    for entry in setup.journal:
+        (refused,) = entry["refused"]
+        assert refused["client"] == 1
+        assert why in refused["why"]
+    if figures.get("examples") != 100:  # which is refused only after it was in the mean of the gradients
+        assert_weights(setup, reference(setup, absent={(1, 1), (2, 1)}))
+    assert setup.rows[-1]["loss"] < 2
+
+
+def test_a_gradient_may_have_a_limit(tmp_path):
+    limits = Limits(max_norm={"gradient": 10.0, "delta": 10.0}, times_median=None)
+    setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, more={"limits": limits})
+
+    def on_reply(grid, node, message, reply):
+        return altered(message, reply, 9000.0) if is_gradient(message) and client_of(node) == 1 else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    for entry in setup.journal:
+        (refused,) = entry["refused"]
+        assert refused["client"] == 1
+        assert "over the limit of 10" in refused["why"]
+    assert_weights(setup, reference(setup, absent={(1, 1), (2, 1)}))
+
+
+def test_with_two_answers_the_last_rounds_tell_what_is_absurd(tmp_path):
+    """Also after a restart: what is remembered is in the checkpoint."""
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, more={"deadline": 0.2, "quorum": 1})
+    setup.run()
+
+    def on_send(grid, node, message):
+        return None if is_train(message) and client_of(node) > 1 else message
+
+    def on_reply(grid, node, message, reply):
+        return altered(message, reply, 1e30) if is_train(message) and client_of(node) == 1 else reply
+
+    setup.rounds = 3
+    setup.run(setup.grid(on_send, on_reply))
+    (refused,) = setup.journal[2]["refused"]
+    assert refused["client"] == 1
+    assert "times the median of the last rounds" in refused["why"]
+    assert_weights(setup, reference(setup, absent={(3, 1), (3, 2), (3, 3)}))
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "why"),
+    [(150_000, 1, "more than 100 times the round's median"), (300, 2, "more than 10 times the 25 when it last")],
+)
+def test_a_number_of_examples_cannot_buy_the_mean(count, first, why, tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=3, weighting="examples")
+    steps = int(setup.federation().plan.steps(np.array([count]))[0])
+
+    def on_reply(grid, node, message, reply):
+        lies = is_train(message) and client_of(node) == 1 and int(message.metadata.group_id) >= first
+        return altered(message, reply, 60.0, examples=count, steps=steps) if lies else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    for entry in setup.journal[first - 1 :]:
+        (refused,) = entry["refused"]
+        assert (refused["client"], why in refused["why"]) == (1, True), refused
+    assert_weights(setup, reference(setup, absent={(number, 1) for number in range(first, 4)}))
+
+
+@pytest.mark.parametrize("weight", ["own data", "test data"])
+def test_an_evaluation_that_claims_too_much_is_not_used(weight, tmp_path):
+    more = {"evaluate_on": "nodes"} | ({"node_test": part_of} if weight == "test data" else {})
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more=more)
+
+    def on_reply(grid, node, message, reply):
+        lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
+        return altered(message, reply, examples=10_000_000, loss=1e20, accuracy=1.0) if lies else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert setup.rows[0]["evaluating_nodes"] == 3
+    assert setup.rows[0]["node_loss"] < 10
+    (note,) = setup.journal[0]["notes"]
+    assert note.startswith(f"evaluation: client 1 (node {NODE + 1}): refused: ")
+    assert ("said it trains on 25" in note) == (weight == "own data")
+
+
+def test_an_evaluation_loss_that_would_overflow_the_mean_is_not_used(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"evaluate_on": "nodes"})
+
+    def on_reply(grid, node, message, reply):
+        lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
+        return altered(message, reply, loss=1.7e308) if lies else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert "its evaluation loss is 1.7e+308" in setup.journal[0]["notes"][0]
+    assert setup.rows[0]["node_loss"] < 10
+
+
+def test_full_gradients_that_are_not_finite_are_divergence(tmp_path):
+    def too_large():
+        model = small_model()
+        for parameter in model.parameters():
+            parameter.data *= 1e25
+        return model
+
+    setup = Setup(tmp_path, MIME, model=too_large, participation=1.0)
+    grid = setup.grid()
+    with pytest.raises(Diverged, match="training went non-finite on 4 clients, on client 0 first in "):
+        setup.run(grid)
+    assert not any(is_train(message) for _, message in grid.seen)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "mime"])
+@pytest.mark.parametrize("lr", [1e12, 1e30])
+def test_divergence_is_called_divergence(algorithm, lr, tmp_path):
+    setup = Setup(tmp_path, MIME if algorithm == "mime" else "fedavg", participation=1.0, lr=lr)
+    for _ in range(2):  # and the run has ended
+        with pytest.raises(
+            Diverged, match=r"round \d: training went non-finite on \d clients.*lower the learning rate"
+        ):
+            setup.run()
+    assert (setup.out / "diverged.json").exists()
 
 
 # --- who is who ------------------------------------------------------------------------------------------------------
@@ -1011,6 +1301,62 @@ def test_a_node_without_a_place_is_named(config, why, tmp_path):
     (refused,) = setup.journal[0]["refused"]
     assert refused["node"] == "5"
     assert why in refused["why"]
+
+
+def test_a_node_whose_configuration_is_corrected_is_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("lamina.flower.roster.ASK_AGAIN", 0.0)
+    configs = nodes()
+    del configs[NODE + 3]["partition-id"]
+    setup = Setup(tmp_path, "fedavg", rounds=4, participation=1.0, more={"deadline": 0.3})
+
+    def on_send(grid, node, message):
+        if is_train(message, 2):
+            grid.contexts[NODE + 3].node_config["partition-id"] = 3  # restarted with the same key, so the same id
+        return message
+
+    setup.run(setup.grid(on_send, configs=configs))
+    assert [len(entry["took_part"]) for entry in setup.journal] == [3, 3, 4, 4]
+    assert ["this node has no number" in entry["refused"][0]["why"] for entry in setup.journal[:2]] == [True, True]
+    assert setup.journal[2]["refused"] == []
+
+
+def test_a_node_that_comes_back_is_asked_again(tmp_path):
+    configs = nodes()
+    configs[NODE + 3]["partition-id"] = 7
+    setup = Setup(tmp_path, "fedavg", rounds=4, participation=1.0, more={"deadline": 0.3})
+
+    def on_send(grid, node, message):
+        if is_train(message, 2):
+            grid.offline.add(NODE + 3)
+        if is_train(message, 3) and NODE + 3 in grid.offline:
+            grid.offline.discard(NODE + 3)
+            grid.contexts[NODE + 3].node_config["partition-id"] = 3
+        return message
+
+    setup.run(setup.grid(on_send, configs=configs))
+    assert [len(entry["took_part"]) for entry in setup.journal] == [3, 3, 3, 4]
+
+
+def test_no_two_messages_are_the_same(tmp_path):
+    """Flower's message ids are hashes of what a message holds: nobody may be able to compute another node's."""
+    setup = Setup(tmp_path, MIME, rounds=2, more={"evaluate_on": "both"})
+    grid = setup.run()
+    tokens = {}
+    for node, message in grid.seen:
+        record = message.content["question" if message.metadata.message_type == "query" else "task"]
+        tokens.setdefault((message.metadata.message_type, record["token"]), set()).add(node)
+        assert len(record["token"]) == 16
+    assert all(len(owners) == 1 for (kind, _), owners in tokens.items()), tokens
+
+
+def test_a_node_that_is_another_client_by_its_own_configuration_says_so(tmp_path):
+    listed = {NODE + i: i for i in range(4)}
+    configs = {**nodes(), NODE + 1: {"partition-id": 2}}
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"nodes": listed})
+    setup.run(setup.grid(configs=configs))
+    (missing,) = setup.journal[0]["missing"]
+    assert missing["client"] == 1
+    assert "is client 1 for the server, and its own partition-id is 2" in missing["why"]
 
 
 def test_only_listed_nodes_take_part(tmp_path):
@@ -1218,3 +1564,45 @@ def test_a_server_cannot_make_a_node_write_elsewhere(tmp_path):
             Store(tmp_path, run, 0)
     with pytest.raises(BadInput, match="does not name an exchange"):
         Store(tmp_path, "0" * 32, 0).load_state("*", None)
+    for client in ("0/../../../../elsewhere", -1, 1.0, True):
+        with pytest.raises(BadInput, match="not the number of a client"):
+            Store(tmp_path, "0" * 32, client)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("client", "0/../../../../elsewhere"),
+        ("client", 4),
+        ("client", -1),
+        ("client", 1.0),
+        ("round", 0),
+        ("run", "../../elsewhere"),
+        ("token", "*"),
+        ("base", "../x"),
+        ("keep", ["../x"]),
+        ("held", ["../x"]),
+        ("held", ["x"]),
+        ("held_digests", "x"),
+        ("lr", float("nan")),
+        ("seed", "1e5"),
+        ("batch_size", 0),
+        ("local_steps", 2**60),
+        ("augment_flip", 1),
+        ("app", ""),
+    ],
+)
+def test_a_task_that_makes_no_sense_is_not_begun(name, value, tmp_path):
+    setup = Setup(tmp_path / "here", "scaffold", rounds=1, participation=1.0)
+
+    def on_send(grid, node, message):
+        if is_train(message) and client_of(node) == 1:
+            message.content["task"] = ConfigRecord({**message.content["task"], name: value})
+        return message
+
+    setup.run(setup.grid(on_send))
+    (missing,) = setup.journal[0]["missing"]
+    assert missing["client"] == 1
+    assert missing["why"].startswith("the server's message ")
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert not list((tmp_path / "here" / "state").glob("*/client-1"))

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -15,6 +16,7 @@ import threading
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cryptography.hazmat.primitives import serialization
@@ -24,7 +26,7 @@ from rich.console import Console
 from lamina import BadInput, cli
 from lamina.cli import flower
 from lamina.experiment.config import parse
-from lamina.flower import guard, keys, processes
+from lamina.flower import TESTED, guard, keys, processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -205,6 +207,22 @@ def test_the_template_is_part_of_the_package():
 def test_the_readme_installs_the_flower_that_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["flower"] == [f"flwr=={flower.FLWR}"]
+    assert TESTED == flower.FLWR
+
+
+def test_no_text_tells_to_open_the_control_interface():
+    """The template's README and the docs give the same commands for three machines."""
+    readme = (ROOT / "src" / "lamina" / "flower" / "template" / "README.md.in").read_text()
+    docs = (ROOT / "docs" / "federation.md").read_text()
+    for text in (readme, docs):
+        started = re.findall(r"^flower-superlink (?!.*--simulation)(.*)$", text, flags=re.MULTILINE)
+        assert [line.split()[:4] for line in started] == [["--host", "127.0.0.1", "--port", "8001"]]
+        assert 'address = "127.0.0.1:8001"' in text
+        assert "--superlink server.example.org:8000" in text
+        assert "0.0.0.0" not in text.replace("do not let the SuperLink listen on `0.0.0.0`", "")
+        assert "/v1/fleet/" in text
+    assert "proxy_pass https://127.0.0.1:8001;" in docs
+    assert "listen 8000 ssl;" in docs
 
 
 def test_new_refuses(tmp_path, capsys):
@@ -284,8 +302,22 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
         display.say("starting")
         display.update()
         (tmp_path / "run").mkdir()
-        attempt = {"round": 1, "missing": [{"client": 1, "node": "5", "why": "it is [not] connected"}], "refused": []}
-        (tmp_path / "run" / "federation.jsonl").write_text(json.dumps(attempt) + '\n{"round": 2')
+        (tmp_path / "run" / "log.txt").write_text(
+            "2026-11-15 11:00:00,123 INFO waiting for nothing\n"
+            "2026-11-15 11:00:01,123 WARNING waiting for clients 1, 2 to connect (deadline: 600 s)\n"
+            "2026-11-15 11:00:02,123 WARNING round 1: client 1: it is [not] connected\n"
+            "2026-11-15 11:00:03,123 WARNING no node is listed for client 2: it takes no part\n"
+        )
+        display.update()
+        attempt = {
+            "round": 1,
+            "missing": [{"client": 1, "node": "5", "why": "it is [not] connected"}],
+            "refused": [{"client": None, "node": "7", "why": "it is a stranger"}],
+            "notes": ["client 0 has lost its client state and begins anew"],
+        }
+        again = {**attempt, "notes": []}
+        text = json.dumps(attempt) + "\n" + json.dumps(again) + '\n{"round": 2'
+        (tmp_path / "run" / "federation.jsonl").write_text(text)
         (tmp_path / "run" / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5}\n')
         display.update()
         display.update()
@@ -294,7 +326,11 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
         display.update()
     assert shown.getvalue().splitlines() == [
         "starting",
+        "waiting for clients 1, 2 to connect (deadline: 600 s)",
+        "no node is listed for client 2: it takes no part",
         "round 1: client 1 missing: it is [not] connected",
+        "round 1: node 7 refused: it is a stranger",
+        "round 1: client 0 has lost its client state and begins anew",
         "round 1/3: accuracy 0.5000",
         "round 2/3",
     ]
@@ -302,7 +338,57 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
     with quiet:
         quiet.say("starting")
         quiet.update()
-    assert shown.getvalue().count("\n") == 4
+    assert shown.getvalue().count("\n") == 8
+
+
+@pytest.mark.parametrize(("text", "quorum"), [("0.5", 0.5), ("1.0", 1.0), ("2", 2), ("1", 1)])
+def test_a_quorum_is_what_it_is_for_the_federation(text, quorum):
+    assert flower.read_quorum(text) == quorum
+    assert type(flower.read_quorum(text)) is type(quorum)
+
+
+@pytest.mark.parametrize("text", ["0", "1.5", "-1", "nan", "half", "2.0"])
+def test_a_quorum_that_is_none(text, capsys, tmp_path):
+    (tmp_path / "small.toml").write_text(TOML)
+    assert call("up", "small.toml", f"--quorum={text}") == 2
+    assert f"--quorum {text}: give a part" in capsys.readouterr().err
+
+
+def test_an_app_that_has_nothing_left_to_do_is_complete(tmp_path, monkeypatch, capsys):
+    class Nothing:
+        def __init__(self, folder, *arguments, **options):
+            self.folder, self.node_ids = folder, {7: 0}
+            folder.mkdir()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def submit(self, app, run_config):
+            return 1
+
+        def wait(self, run, tick):
+            return processes.RunStatus("finished:completed", "", 0, 0)
+
+    monkeypatch.setattr(processes, "LocalFederation", Nothing)
+    assert call("new", "app", "--nodes", "1") == 0
+    (tmp_path / "runs" / "app").mkdir(parents=True)
+    (tmp_path / "runs" / "app" / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5}\n')
+    capsys.readouterr()
+    assert call("up", "app", "--nodes", "1") == 0
+    assert "runs/app/ is complete: 1 rounds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_run_that_failed_is_one_line(tmp_path, rounds):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"round": {n + 1}}}\n' for n in range(rounds)))
+    status = processes.RunStatus("finished:failed", "ServerApp failed with exception: too few", 0, 0)
+    with pytest.raises(processes.FederationFailed) as failed:
+        flower.fail(flower.Job(tmp_path, 3), status, Path("logs"))
+    kept = f"2 rounds are kept; {flower.TO_GO_ON}; " if rounds else ""
+    assert str(failed.value) == f"the run failed: too few ({kept}logs: logs/)"
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
@@ -413,6 +499,49 @@ def test_a_port_in_use(tmp_path):
         federation = processes.LocalFederation(tmp_path / "fed", 1, port=port)
         with pytest.raises(BadInput, match=f"port {port} is in use"), federation:
             pytest.fail("started")
+    assert not (tmp_path / "fed").exists()
+
+
+def test_processes_that_have_ended_are_forgotten(tmp_path, monkeypatch):
+    """Their numbers may be used again: neither the guard nor the federation's end may signal them."""
+    federation = processes.LocalFederation(tmp_path / "fed", 1)
+    (federation.folder / "logs").mkdir(parents=True)
+    federation._guard = SimpleNamespace(stdin=io.StringIO(), wait=lambda: None)
+    process = federation._launch("node", [sys.executable, "-c", ""], "node")
+    wait_until(lambda: process.ended == 0)
+    federation._retire(process)
+    assert federation._guard.stdin.getvalue() == f"+{process.pid}\n-{process.pid}\n"
+    monkeypatch.setattr(processes.os, "killpg", lambda *_: pytest.fail("signalled"))
+    process.kill()
+    process.stop()
+    federation.close()
+
+
+def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
+    federation = processes.LocalFederation(tmp_path / "fed", 1)
+    (federation.folder / "logs").mkdir(parents=True)
+    status = processes.RunStatus("finished:completed", "", 0, 0)
+    ends = [sys.executable, "-c", ""]
+    monkeypatch.setattr(federation, "follow", lambda run: federation._launch("run", ends, "command"))
+    monkeypatch.setattr(federation, "status", lambda run: status)
+    monkeypatch.setattr(federation, "_start_supernode", lambda name, settings: federation._launch(name, ends, "node"))
+    assert federation.wait(7, every=0.01) == status
+    assert federation._processes == []
+    first = federation.start_node(0)
+    wait_until(lambda: first.ended == 0)
+    federation.tend()
+    assert first not in federation._processes
+    assert federation.nodes[0] in federation._processes
+    federation.close()
+
+
+def test_the_guard_forgets_groups_that_have_ended(monkeypatch):
+    ended = []
+    monkeypatch.setattr(guard, "end_all", lambda groups, mark: ended.extend(groups))
+    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(guard.sys, "stdin", io.StringIO("+5\n+6\n-5\n"))
+    guard.main("mark")
+    assert ended == [6]
 
 
 def test_the_environment_keeps_flower_off_the_network(tmp_path):

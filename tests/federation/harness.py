@@ -30,12 +30,12 @@ class Say:
         print(f"[{time.monotonic() - self.began:6.1f} s] {line}", flush=True)
 
 
-def experiment(algorithm, rounds, **train):
+def experiment(algorithm, rounds, options=None, **train):
     return parse(
         {
             "data": {"name": "digits", "clients": NODES, "partition": {"name": "classes", "k": 5}},
             "model": {"name": "mlp", "hidden": 32},
-            "algorithm": {"name": algorithm},
+            "algorithm": {"name": algorithm, **(options or {})},
             "train": {"rounds": rounds, "participation": 1.0, "batch_size": 64, "lr": 0.03, **train},
             "run": {"device": "cpu", "engine": "loop"},
         }

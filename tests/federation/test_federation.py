@@ -213,6 +213,33 @@ def test_a_killed_node_and_a_killed_server_app_go_on(federation, tmp_path):
     job.assert_same(simulated(job.spec, absent))
 
 
+@pytest.mark.seconds(300)
+def test_a_silent_node_does_not_stop_a_round_of_two_exchanges(federation, tmp_path):
+    """The original Mime: the second exchange begins when the first one's deadline is over, and has its own."""
+    spec = experiment("mime", 2, {"control_variate": True})
+    job = Job(federation, spec, tmp_path, quorum=2, deadline=40, attempts=1)
+    victim = 2
+    stopped = []
+
+    def stop_the_node():
+        if not stopped and job.rows():
+            stopped.append(federation.nodes[victim].pid)
+            os.killpg(stopped[0], signal.SIGSTOP)
+
+    try:
+        job.wait(stop_the_node)
+    finally:
+        for group in stopped:
+            os.killpg(group, signal.SIGCONT)
+    assert stopped
+    second = job.attempts()[1]
+    assert [one["client"] for one in second["took_part"]] == [0, 1]
+    ((client, why),) = [(one["client"], one["why"]) for one in second["missing"]]
+    assert client == victim
+    assert why == "no reply within 40 s"  # its heartbeat is missed only after 60
+    job.assert_same(simulated(spec, {2: {victim}}))
+
+
 def test_nothing_is_left_behind(federation):
     """Also what Flower starts in sessions of its own."""
     processes = {pid: os.getpgid(pid) for pid in federation.left()}

@@ -176,7 +176,8 @@ def up(
         float | None, typer.Option("--deadline", min=1, help="seconds a node has to answer; default: 600")
     ] = None,
     quorum: Annotated[
-        float | None, typer.Option("--quorum", min=0, max=1, help="part of the cohort that must answer; default: 0.5")
+        str | None,
+        typer.Option("--quorum", help="who must answer: a part (0.5, 1.0) or a number (2) of clients; default: 0.5"),
     ] = None,
     keep_logs: Annotated[bool, typer.Option("--keep-logs", help="keep the logs of a run that went well, too")] = False,
     overwrite: Overwrite = False,
@@ -190,7 +191,9 @@ def up(
     need_flower()
     from lamina.flower.processes import LocalFederation
 
-    options = {key: value for key, value in (("deadline", deadline), ("quorum", quorum)) if value is not None}
+    options: dict[str, float] = {} if deadline is None else {"deadline": deadline}
+    if quorum is not None:
+        options["quorum"] = read_quorum(quorum)
     job: Job
     if what.is_dir():
         if overrides or options:
@@ -202,6 +205,7 @@ def up(
         if not quiet:
             tell(f"{job.out}/ is complete: {len(job.history())} rounds; more with train.rounds, anew with --overwrite")
         return
+    before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
     with terminate_as_interrupt(), Display(job, quiet, anew=overwrite) as display:
@@ -224,8 +228,21 @@ def up(
         fail(job, status, place / "logs")
     for name in ("app", "command", "superlink", *(() if keep_logs else ("logs",))):
         shutil.rmtree(place / name, ignore_errors=True)  # keys and the nodes' state stay: more rounds may be wanted
-    if not quiet:
+    if not quiet and len(job.history()) == before:
+        tell(f"{job.out}/ is complete: {before} rounds; more with the app's rounds, anew with --overwrite")
+    elif not quiet:
         summary(job, place / "logs" if keep_logs else None)
+
+
+def read_quorum(text: str) -> float:
+    """A quorum as it is written: a whole number is one of clients, anything else a part of them."""
+    try:
+        value = int(text) if text.isdecimal() else float(text)
+    except ValueError as error:
+        raise BadInput(f"--quorum {text}: give a part of the clients (0.5, 1.0) or a number of them (2)") from error
+    if not value > 0 or (isinstance(value, float) and value > 1):
+        raise BadInput(f"--quorum {text}: give a part of the clients (0.5, 1.0) or a number of them (2)")
+    return value
 
 
 class Job:
@@ -416,9 +433,10 @@ def fail(job: Job, status: RunStatus, logs: Path) -> NoReturn:
         how = read_json(diverged)
         raise Diverged(how["message"], round=how["round"], client=how["client"], layer=how["layer"])
     said = status.details.removeprefix("ServerApp failed with exception: ").strip()
-    done = f"{len(job.history())} rounds are kept; {TO_GO_ON}"
+    rounds = len(job.history())
+    done = f"{rounds} rounds are kept; {TO_GO_ON}; " if rounds else ""
     ended = status.status.removeprefix("finished:")
-    raise FederationFailed(f"the run {ended}{': ' + said if said else ''} ({done}; logs: {logs}/)")
+    raise FederationFailed(f"the run {ended}{': ' + said if said else ''} ({done}logs: {logs}/)")
 
 
 def summary(job: Job, logs: Path | None) -> None:
@@ -456,7 +474,8 @@ class Display:
         self._job, self._quiet = job, quiet
         self._live = not quiet and err.is_terminal
         self._seen = 0 if anew else len(job.history())  # rounds
-        self._read = self._size(job.out / "federation.jsonl")
+        self._journal, self._log = Tail(job.out / "federation.jsonl"), Tail(job.out / "log.txt")
+        self._said: set[str] = set()  # who was named for the last attempt
         self._metrics = -1
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -493,8 +512,9 @@ class Display:
 
     def update(self) -> None:
         """Show what is new in the run's folder."""
+        self._name_awaited()
         self._name_absent()
-        size = self._size(self._job.out / "metrics.jsonl")
+        size = file_size(self._job.out / "metrics.jsonl")
         if size == self._metrics:
             return
         self._metrics = size
@@ -508,29 +528,56 @@ class Display:
                 self.line(f"round {row['round']}/{rounds or '?'}{': ' + accuracy if accuracy else ''}")
         self._seen = max(self._seen, len(history))
 
+    def _name_awaited(self) -> None:
+        """Show what the server's log says about clients it waits for: before the first round there is nothing else."""
+        for line in self._log.lines():
+            level, _, said = line.partition(" ")[2].partition(" ")[2].partition(" ")  # after the date and the time
+            if level == "WARNING" and said.startswith(("waiting for ", "no node is listed ")):
+                self.line(said)
+
     def _name_absent(self) -> None:
-        """Name, for every attempt at a round since the last look, who is not in its mean."""
-        journal = self._job.out / "federation.jsonl"
-        size = self._size(journal)
+        """Name, for every attempt at a round since the last look, who is not in its mean; once if it is the same."""
+        for line in self._journal.lines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                said = [
+                    f"{whose(one)} {kind}: {one['why']}" for kind in ("missing", "refused") for one in entry[kind]
+                ] + entry.get("notes", [])
+                for text in said:
+                    if text not in self._said:
+                        self.line(f"round {entry['round']}: {text}")
+                self._said = set(said)
+
+
+def whose(entry: Mapping[str, Any]) -> str:
+    """Whom an entry of the attendance is about."""
+    return f"node {entry['node']}" if entry["client"] is None else f"client {entry['client']}"
+
+
+class Tail:
+    """The lines that are added to a file from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, file_size(path)
+
+    def lines(self) -> list[str]:
+        """What is new since the last look."""
+        size = file_size(self._path)
         if size < self._read:
             self._read = 0  # begun anew, or cut back
         if size <= self._read:
-            return
-        with journal.open("rb") as file:
+            return []
+        with self._path.open("rb") as file:
             file.seek(self._read)
             text = file.read(size - self._read)
         whole = text[: text.rfind(b"\n") + 1]
         self._read += len(whole)
-        for line in whole.splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
-                for kind in ("missing", "refused"):
-                    for one in entry[kind]:
-                        self.line(f"round {entry['round']}: client {one['client']} {kind}: {one['why']}")
+        return whole.decode(errors="replace").splitlines()
 
-    @staticmethod
-    def _size(path: Path) -> int:
-        try:
-            return path.stat().st_size
-        except OSError:
-            return 0
+
+def file_size(path: Path) -> int:
+    """The size of a file; 0 if there is none."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

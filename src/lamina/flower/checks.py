@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -22,6 +22,9 @@ from lamina.objective import Buffers
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
 FEWEST_FOR_A_MEDIAN = 3
+REMEMBERED = 5  # rounds whose medians judge a round with fewer answers than that
+MOST_GROWTH = 10  # times the number of examples a client had when it last took part
+LARGEST_LOSS = 1e30  # so that no mean of losses overflows
 
 
 class Refused(Exception):
@@ -33,11 +36,13 @@ class Limits:
     """What an update may be, beside being well-formed and finite.
 
     Args:
-        max_norm: the largest norm of ``delta``; or a norm for each of several fields, by name.
+        max_norm: the largest norm of ``delta``; or a norm for each of several fields, by name; ``gradient`` is that of
+            the original Mime's first exchange, too.
         on_large: what happens to a larger one: the update is refused, or the field is scaled down to the limit.
-        times_median: from three answers on, an update is refused whose ``delta`` has a norm of more than so many times
-            the round's median; for other fields, buffers and the number of examples, more than its square. None
-            switches it off.
+        times_median: an update is refused whose ``delta``, full gradient or number of examples is more than so many
+            times the round's median; for other fields and buffers, more than its square. With fewer than three answers
+            the medians of the last rounds count instead. A client's number of examples must not have become more than
+            ten times what it was when the client last took part, either. None switches all this off.
         max_examples: the most examples a client may say it has.
         non_negative: fields of which a negative entry is refused; unless given, the second moments ``v`` and ``v_hat``
             of lamina's own algorithms.
@@ -67,6 +72,22 @@ class Limits:
         return self.max_norm if isinstance(self.max_norm, Mapping) else {"delta": self.max_norm}
 
 
+class Gradient(NamedTuple):
+    """What a client sent in Mime's first exchange, checked."""
+
+    gradient: Tensor
+    examples: int
+    clipped: tuple[str, ...] = ()
+
+
+class Problem(NamedTuple):
+    """What a node says it cannot do."""
+
+    text: str
+    missing: list[str]  # what the server believes it holds, and it does not
+    diverged: str | None  # the layer in which its training went non-finite; None: it did not
+
+
 class Update(NamedTuple):
     """What a client sent, checked."""
 
@@ -88,8 +109,22 @@ class Expected(NamedTuple):
     non_negative: Sequence[str] = ()
 
 
-def read_update(content: RecordDict, expected: Expected) -> Update:
-    """A checked update from a reply's content; raises `Refused`."""
+class Measured(NamedTuple):
+    """A size of every answer of a round."""
+
+    what: str  # in words
+    values: Mapping[int, float]  # by client
+    times: float | None  # how many times the median is too much; None: any is allowed
+
+
+def read_update(content: RecordDict, expected: Expected, said: int | None = None) -> Update:
+    """A checked update from a reply's content; raises `Refused`.
+
+    Args:
+        content: what the reply holds.
+        expected: what it must look like.
+        said: the number of examples the client gave earlier in this round (Mime).
+    """
     wanted = {n: v for n, v in zip(expected.up._fields, expected.up, strict=True) if v is not None}
     refuse_size(content, [*wanted.values(), *expected.buffers.values()])
     refuse_records(content, {"up": ArrayRecord, "figures": MetricRecord}, {"buffers": ArrayRecord})
@@ -106,93 +141,151 @@ def read_update(content: RecordDict, expected: Expected) -> Update:
     steps, loss = figures.get("steps"), figures.get("loss")
     if set(figures) != {"examples", "steps", "loss"}:
         raise Refused("its figures are not examples, steps and loss")
+    if said is not None and examples != said:
+        raise Refused(f"says {examples} examples, and said {said} when it sent its gradient")
     if not is_whole(steps) or steps != expected.steps(examples):
         raise Refused(f"says {shorten(repr(steps), 40)} local steps, but {examples} examples make "
                       f"{expected.steps(examples)}")  # fmt: skip
-    if not isinstance(loss, float) or not math.isfinite(loss):
+    if not is_loss(loss):
         raise Refused(f"its training loss is {shorten(repr(loss), 40)}")
+    clipped = _limit(tensors, expected.limits)
+    up = type(expected.up)(*(tensors.get(name) for name in expected.up._fields))
+    return Update(up, buffers, examples, int(steps), loss, clipped)
+
+
+def _limit(tensors: dict[str, Tensor], limits: Limits) -> tuple[str, ...]:
+    """Refuse fields that are over their limit, or scale them down in place: their names."""
     clipped = []
-    for name, most in expected.limits.norms.items():
+    for name, most in limits.norms.items():
         if name not in tensors:
             continue
         norm = _norm([tensors[name]])
         if norm <= most:
             continue
-        if expected.limits.on_large == "reject":
+        if limits.on_large == "reject":
             raise Refused(f"'{name}' has norm {norm:.4g}, over the limit of {most:g}")
         tensors[name] = (tensors[name].double() * (most / norm)).to(tensors[name].dtype)
         clipped.append(name)
-    up = type(expected.up)(*(tensors.get(name) for name in expected.up._fields))
-    return Update(up, buffers, examples, int(steps), loss, tuple(clipped))
+    return tuple(clipped)
 
 
-def read_gradient(content: RecordDict, like: Tensor, limits: Limits) -> tuple[Tensor, int]:
+def read_gradient(content: RecordDict, like: Tensor, limits: Limits) -> Gradient:
     """The full gradient of Mime's first exchange, and the number of examples; raises `Refused`."""
     refuse_size(content, [like])
     refuse_records(content, {"up": ArrayRecord, "figures": MetricRecord}, {})
-    return read_tensors(content, "up", {"gradient": like})["gradient"], read_examples(content, limits)
+    tensors, examples = read_tensors(content, "up", {"gradient": like}), read_examples(content, limits)
+    clipped = _limit(tensors, limits)
+    return Gradient(tensors["gradient"], examples, clipped)
 
 
-def read_evaluation(content: RecordDict, limits: Limits) -> tuple[float, float | None, int]:
-    """The loss, accuracy (if there are classes) and number of examples of an evaluation; raises `Refused`."""
+def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None) -> tuple[float, float | None, int]:
+    """The loss, accuracy (if there are classes) and number of examples of an evaluation; raises `Refused`.
+
+    `most` is the number of examples the client said it trains on, where it evaluates on the same.
+    """
     refuse_size(content, [])
     refuse_records(content, {"figures": MetricRecord}, {})
     examples = read_examples(content, limits)
     figures: dict[str, Any] = dict(content["figures"])
     loss, accuracy = figures.get("loss"), figures.get("accuracy")
-    if not isinstance(loss, float) or not math.isfinite(loss):
+    if most is not None and examples > most:
+        raise Refused(f"says it evaluates on {examples} examples, and said it trains on {most}")
+    if not is_loss(loss):
         raise Refused(f"its evaluation loss is {shorten(repr(loss), 40)}")
     if accuracy is not None and not (isinstance(accuracy, float) and 0 <= accuracy <= 1):
         raise Refused(f"its accuracy is {shorten(repr(accuracy), 40)}")
     return loss, accuracy, examples
 
 
-def read_problem(content: RecordDict) -> tuple[str, list[str]] | None:
-    """What a node says it cannot do: its words, and what it lacks; None if it says nothing of the kind."""
+def read_problem(content: RecordDict) -> Problem | None:
+    """What a node says it cannot do; None if it says nothing of the kind."""
     record = content.get("problem")
     if not isinstance(record, ConfigRecord):
         return None
     problem: dict[str, Any] = dict(record)
     text, missing = problem.get("text", ""), problem.get("missing", [])
     names = [m for m in missing if isinstance(m, str)] if isinstance(missing, list) else []
-    return shorten(str(text)), names[:100]
+    layer = problem.get("diverged")
+    return Problem(shorten(str(text)), names[:100], shorten(layer, 80) if isinstance(layer, str) else None)
 
 
-def too_far_from_the_others(updates: Mapping[int, Update], limits: Limits) -> dict[int, str]:
-    """The clients that sent something absurdly larger than the others did, each with the reason."""
-    if limits.times_median is None:
-        return {}
-    wider = limits.times_median**2  # second moments are squares, and control variates of newcomers are large
-    sizes = {
-        f"'{name}' has norm": ({c: _norm([u.up[at]]) for c, u in updates.items()}, wider)
-        for at, name in enumerate(next(iter(updates.values())).up._fields if updates else ())
+def measure(updates: Mapping[int, Update], limits: Limits) -> dict[str, Measured]:
+    """The sizes of a round's updates, by a name under which they are remembered."""
+    times = limits.times_median
+    wider = None if times is None else times**2  # second moments are squares, and control variates of newcomers large
+    fields = next(iter(updates.values())).up._fields if updates else ()
+    made = {
+        name: Measured(
+            f"'{name}' has norm",
+            {c: _norm([u.up[at]]) for c, u in updates.items()},
+            times if name in ("delta", "gradient") else wider,
+        )
+        for at, name in enumerate(fields)
         if all(u.up[at] is not None for u in updates.values())
     }
-    sizes["'delta' has norm"] = ({c: _norm([u.up.delta]) for c, u in updates.items()}, limits.times_median)
-    sizes["its buffers have norm"] = ({c: _norm(u.buffers.values()) for c, u in updates.items()}, wider)
-    sizes["its number of examples is"] = ({c: float(u.examples) for c, u in updates.items()}, wider)
+    made["buffers"] = Measured(
+        "its buffers have norm", {c: _norm(u.buffers.values()) for c, u in updates.items()}, wider
+    )
+    return made | {"examples": _counts({c: u.examples for c, u in updates.items()}, limits)}
+
+
+def measure_gradients(gradients: Mapping[int, Gradient], limits: Limits) -> dict[str, Measured]:
+    """The sizes of what Mime's first exchange brought."""
+    norms = {c: _norm([g.gradient]) for c, g in gradients.items()}
+    counts = _counts({c: g.examples for c, g in gradients.items()}, limits)
+    return {"gradient": Measured("'gradient' has norm", norms, limits.times_median), "examples": counts}
+
+
+def measure_counts(examples: Mapping[int, int], limits: Limits) -> dict[str, Measured]:
+    """The sizes of the nodes' evaluations."""
+    return {"examples": _counts(examples, limits)}
+
+
+def _counts(examples: Mapping[int, int], limits: Limits) -> Measured:
+    return Measured("its number of examples is", {c: float(n) for c, n in examples.items()}, limits.times_median)
+
+
+def outliers(measured: Mapping[str, Measured], recent: Mapping[str, Sequence[float]] | None = None) -> dict[int, str]:
+    """The clients that sent something absurdly larger than the others did, each with the reason.
+
+    With too few answers to speak of a median, `recent` counts: the medians of the last rounds, if there are any.
+    """
     found: dict[int, str] = {}
-    for what, (values, times) in sizes.items():
-        found = outliers(values, times, what) | found
+    for name, (what, values, times) in measured.items():
+        if times is None:
+            continue
+        if len(values) >= FEWEST_FOR_A_MEDIAN:
+            median, whose = statistics.median(values.values()), "the round's median"
+        elif recent and recent.get(name):
+            median, whose = statistics.median(recent[name]), "the median of the last rounds"
+        else:
+            continue
+        for client, value in values.items():
+            if value > times * median > 0 and client not in found:
+                found[client] = f"{what} {value:.4g}, more than {times:g} times {whose}, {median:.4g}"
     return found
 
 
-def odd_gradients(gradients: Mapping[int, Tensor], limits: Limits) -> dict[int, str]:
-    """The clients whose full gradient is absurdly larger than the others', each with the reason."""
-    times = None if limits.times_median is None else limits.times_median**2
-    return outliers({c: _norm([g]) for c, g in gradients.items()}, times, "'gradient' has norm")
+def medians(measured: Mapping[str, Measured], kept: Iterable[int]) -> dict[str, float]:
+    """The median of every size over the clients whose answers are used."""
+    chosen = list(kept)
+    return {name: statistics.median([one.values[c] for c in chosen]) for name, one in measured.items() if chosen}
 
 
-def outliers(values: Mapping[int, float], times: float | None, what: str) -> dict[int, str]:
-    """Whose value is more than so many times the median, if there are enough to speak of one."""
-    if times is None or len(values) < FEWEST_FOR_A_MEDIAN:
+def grown(examples: Mapping[int, int], before: Mapping[int, int], limits: Limits) -> dict[int, str]:
+    """The clients that say they have far more examples than when they last took part, each with the reason."""
+    if limits.times_median is None:
         return {}
-    median = statistics.median(values.values())
     return {
-        client: f"{what} {value:.4g}, more than {times:g} times the round's median {median:.4g}"
-        for client, value in values.items()
-        if value > times * median > 0
+        client: f"says {count} examples, more than {MOST_GROWTH} times the {before[client]} when it last took part"
+        for client, count in examples.items()
+        if client in before and count > MOST_GROWTH * before[client]
     }
+
+
+def is_loss(value: Any) -> TypeGuard[float]:
+    """Whether a value is a loss that may enter a mean."""
+    return isinstance(value, float) and abs(value) <= LARGEST_LOSS  # which a NaN is not
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

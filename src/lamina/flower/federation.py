@@ -59,8 +59,10 @@ class Federation:
         nodes: Flower's node ids and the client each is, or a JSON file with such a table; else ``nodes`` in Flower's
             run configuration. With it nobody else takes part; without it the first node that says it is client i
             (``partition-id`` in its node configuration) is client i.
-        quorum: how many of a round's clients must answer: a fraction, or a number.
-        deadline: seconds a round may take.
+        quorum: how many of a round's clients must answer: a fraction (``1.0`` is all of them), or a whole number (``1``
+            is one client).
+        deadline: seconds that nodes have to answer a message; the original Mime has two in a round, and an evaluation
+            on nodes is one more.
         attempts: how often a round that misses the quorum is tried before the run stops.
         poll: seconds between two looks for replies.
         limits: what an update may be.

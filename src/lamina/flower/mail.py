@@ -1,6 +1,9 @@
 """Messages to nodes and their replies, over Flower's Grid: who answered, who did not in time, who answered oddly.
 
-A reply is known by the message it replies to. Who sent it is known from that, never from what it contains.
+A reply is known by the message it replies to. Who sent it is known from that, never from what it contains. Flower's
+SuperLink lets a node fetch only its own messages, but does not compare the sender that a reply names with the node that
+hands it over; what keeps a node from answering for another is that it cannot know the other message's id, a hash over a
+content that always holds a random token.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -19,14 +23,16 @@ ERRORS = {  # Flower's error codes, in words
     0: "an unknown error",
     1: "its app could not be loaded",
     2: "its app raised an exception",
-    3: "the message was lost or expired",
-    4: "its reply was lost or expired",
+    3: "the message was lost",
+    4: "its reply was lost",
     5: "it went offline",
     6: "a mod of its app refused the message",
     7: "it refused the app",
     8: "its app crashed",
 }
+EXPIRED = (3, 4)  # what Flower says of a message whose time is over, too
 MOST_REMEMBERED = 10_000  # answers
+LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
 
 
 @dataclass
@@ -39,6 +45,20 @@ class Traffic:
     wire_up: int = 0
 
 
+class Sent(NamedTuple):
+    """A message that is on its way."""
+
+    node: int
+    what: str
+    at: float  # time.monotonic()
+    ttl: float
+
+    @property
+    def over(self) -> bool:
+        """Whether its time is over, or as good as over: clocks differ a little."""
+        return time.monotonic() >= self.at + self.ttl - min(1.0, self.ttl / 10)
+
+
 @dataclass
 class Mail:
     """The server's post office."""
@@ -47,21 +67,26 @@ class Mail:
     poll: float  # seconds between two looks for replies
     name: Callable[[int], str]  # a node, in words
     traffic: Traffic = field(default_factory=Traffic)
-    _sent: dict[str, tuple[int, str, float]] = field(default_factory=dict)  # unanswered: node, what, when it expires
+    _sent: dict[str, Sent] = field(default_factory=dict)  # unanswered
     _late: set[str] = field(default_factory=set)  # of those, the ones nobody waits for any more
     _answered: dict[str, tuple[int, str]] = field(default_factory=dict)
 
-    def send(self, node: int, content: RecordDict, kind: str, group: str, ttl: float) -> str | None:
-        """Send one message; its id, or None if it could not be sent."""
-        message = Message(content, node, kind, ttl=max(ttl, 1e-3), group_id=group)
-        ids = list(self.grid.push_messages([message]))
+    def send(self, node: int, content: RecordDict, kind: str, group: str, ttl: float) -> tuple[str | None, str]:
+        """Send one message; its id, or None and why it could not be sent. Never raises: only this node is concerned."""
+        if ttl <= 0:
+            return None, "no time was left to send it a message"
+        began = time.monotonic()  # its time runs while it is handed over, too
+        try:
+            ids = list(self.grid.push_messages([Message(content, node, kind, ttl=ttl, group_id=group)]))
+        except Exception as error:  # the SuperLink refuses it: expired on its way, too large, an unknown node
+            return None, f"the message could not be sent ({wire.shorten(f'{type(error).__name__}: {error}')})"
         if len(ids) != 1 or not ids[0]:
-            return None
+            return None, "the message could not be sent"
         self.traffic.down += wire.payload_bytes(content)
         self.traffic.wire_down += wire.wire_bytes(content)
         what = f"{kind} of round {group}" if group else kind
-        self._sent[ids[0]] = (node, what, time.monotonic() + ttl)
-        return str(ids[0])
+        self._sent[ids[0]] = Sent(node, what, began, ttl)
+        return str(ids[0]), ""
 
     def look(self, waiting: Mapping[str, int], record: Attendance) -> dict[str, Message | str]:
         """The replies that have come to these messages (id to node), each a message or, in words, why there is none.
@@ -97,15 +122,18 @@ class Mail:
             record.note(f"{self.name(node)} answered twice ({what}): only the first counts")
         elif about not in self._sent:
             record.note(f"node {sender} replied to a message that was not sent: ignored")
-        elif reply.has_content() and sender != self._sent[about][0]:
-            record.note(f"node {sender} replied to a message to {self.name(self._sent[about][0])}: ignored")
+        elif reply.has_content() and sender != self._sent[about].node:
+            record.note(f"node {sender} replied to a message to {self.name(self._sent[about].node)}: ignored")
         else:
-            node, what, _ = self._sent.pop(about)
+            sent = self._sent.pop(about)
+            node, what = sent.node, sent.what
             self._late.discard(about)
             self._answered[about] = (node, what)
             if about not in waiting:
                 if reply.has_content():
                     record.note(f"{self.name(node)} answered too late ({what}): ignored")
+            elif reply.has_error() and reply.error.code in EXPIRED and sent.over:
+                found[about] = late(sent.ttl)
             elif reply.has_error():
                 words = ERRORS.get(reply.error.code, f"error {reply.error.code}")
                 reason = wire.shorten((reply.error.reason or "").strip().rpartition("\n")[2])
@@ -120,7 +148,7 @@ class Mail:
     def _drop_expired(self) -> None:
         """Forget messages nobody can answer any more, and all but the newest answers."""
         now = time.monotonic()
-        for old in [m for m in self._late if now > self._sent[m][2] + 60]:
+        for old in [m for m in self._late if now > self._sent[m].at + self._sent[m].ttl + 60]:
             self._late.discard(old)
             del self._sent[old]
         while len(self._answered) > MOST_REMEMBERED:
@@ -131,9 +159,10 @@ class Mail:
         contents: Mapping[int, RecordDict],
         kind: str,
         group: str,
-        until: float,
+        seconds: float,
         record: Attendance,
         answer: Callable[[int, RecordDict], RecordDict | None],
+        waits: Callable[[Iterable[int]], None] = lambda nodes: None,
     ) -> dict[int, str]:
         """Send every node its message and hand its reply to `answer`, until all have replied or the time is up.
 
@@ -141,26 +170,27 @@ class Mail:
             contents: what each node is sent.
             kind: Flower's message type.
             group: the round.
-            until: `time.monotonic()` of the deadline.
+            seconds: how long each has to reply; what is sent once more does not prolong it.
             record: where odd replies are put down.
             answer: is given a node and its reply; what it returns is sent to the same node once more.
+            waits: is told, at every look, for which nodes.
 
         Returns:
             The nodes that did not reply, and why.
         """
         failed: dict[int, str] = {}
         waiting: dict[str, int] = {}
-        began = time.monotonic()
 
-        def send(node: int, content: RecordDict) -> None:
-            sent = self.send(node, content, kind, group, until - time.monotonic())
+        def send(node: int, content: RecordDict, ttl: float) -> None:
+            sent, why = self.send(node, content, kind, group, ttl)
             if sent is None:
-                failed[node] = "the message could not be sent"
+                failed[node] = why
             else:
                 waiting[sent] = node
 
         for node, content in contents.items():
-            send(node, content)
+            send(node, content, seconds)
+        until = time.monotonic() + seconds
         while waiting:
             for about, reply in self.look(waiting, record).items():
                 node = waiting.pop(about)
@@ -169,10 +199,20 @@ class Mail:
                     continue
                 again = answer(node, reply.content)
                 if again is not None:
-                    send(node, again)
+                    send(node, again, until - time.monotonic())
             if not waiting or time.monotonic() >= until:
                 break
+            waits(waiting.values())
             time.sleep(min(self.poll, max(0.0, until - time.monotonic())))
         self.give_up(waiting)
-        failed |= dict.fromkeys(waiting.values(), f"no reply within {time.monotonic() - began:.0f} s")
+        failed |= dict.fromkeys(waiting.values(), late(seconds))
         return failed
+
+
+def late(seconds: float) -> str:
+    """Why a node is missing that did not answer in time.
+
+    >>> late(600.2)
+    'no reply within 600 s'
+    """
+    return f"{LATE} {seconds:.0f} s" if seconds >= 10 else f"{LATE} {seconds:.1f} s"

@@ -18,7 +18,8 @@ from lamina.algorithms.contract import Info
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.feed import Augment
 from lamina.engines.loop import Loop
-from lamina.errors import BadInput, LaminaError
+from lamina.engines.state import diverged
+from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.run import THREADED_FROM
 from lamina.flower import wire
 from lamina.flower.store import Store, default_folder
@@ -63,6 +64,8 @@ class Node:
                 content = do(message.content, context)
             except Missing as error:
                 content = wire.content_of({"problem": {"text": str(error), "missing": error.names}})
+            except Diverged as error:
+                content = wire.content_of({"problem": {"text": str(error), "diverged": error.layer}})
             except LaminaError as error:
                 content = wire.content_of({"problem": {"text": wire.shorten(str(error), 1000)}})
             return Message(content, reply_to=message)
@@ -88,9 +91,12 @@ class Node:
                 full_gradient=loop.full_gradient(down.x, buffers, plan, 0) if sent is None else sent.to(down.x.device)
             )
         local, losses = loop.train_client(down, client, buffers, info, plan, 0)
-        up, client = self.algorithm.finish(local, down, client, info)
+        before = client
+        up, client = self.algorithm.finish(local, down, before, info)
+        if not all(bool(torch.isfinite(value).all()) for value in (losses, *up, *client) if value is not None):
+            loop.explain(down, before, self._buffers(content), info, plan, 0, up)  # raises Diverged
         store.save_state(task.round, task.token, client)
-        store.forget_before(task.keep_from)
+        store.forget_all_but([task.token, task.base, *task.keep])
         figures = {"examples": len(data), "steps": int(plan.steps[0]), "loss": float(losses.mean())}
         moved = {name: wire.encode(value) for name, value in wire.floating(buffers).items()}
         return wire.content_of({"up": wire.pack(up), "buffers": moved, "figures": figures})
@@ -100,6 +106,8 @@ class Node:
         task, store, data = self._begin(content, context)
         x, buffers = self._tensor(content, "x"), self._buffers(content)
         gradient = self._loop(task, data).full_gradient(x, buffers, self._plan(task, data), 0)
+        if not bool(torch.isfinite(gradient).all()):
+            raise diverged(self.objective.layers, gradient, task.round, task.lr, task.client, " (full gradient)")
         store.save_held("x", wire.digest(x), x)
         store.save_held("own-gradient", task.token, gradient)
         return wire.content_of({"up": {"gradient": wire.encode(gradient)}, "figures": {"examples": len(data)}})
@@ -125,6 +133,7 @@ class Node:
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
         task = Task.read(content)
         self._check_app(task)
+        self._check_number(task, context)
         root = context.node_config.get("state-dir") or self.federation.state_dir or default_folder()
         store = Store(Path(str(root)).expanduser(), task.run, task.client)
         return task, store, self._data(self.federation.data, context)
@@ -134,6 +143,15 @@ class Node:
             raise BadInput(
                 "the server's algorithm, its options, the model's layers or its frozen weights are not this node's: "
                 "run the same app on both sides"
+            )
+
+    def _check_number(self, task: Task, context: Context) -> None:
+        """The server's list and this node's own configuration must agree: the data follow the latter."""
+        own = context.node_config.get("partition-id")
+        if own is not None and str(own) != str(task.client):
+            raise BadInput(
+                f"this node is client {task.client} for the server, and its own partition-id is {own}: "
+                "correct the server's list of nodes, or restart the node with the other number"
             )
 
     def _data(self, make: Callable[[Context], Any], context: Context) -> Dataset:

@@ -62,6 +62,7 @@ class Process:
                 start_new_session=True,
             )
         self.pid = self._child.pid  # also its group's number
+        self._over = False  # it and its group have been ended: the number may be somebody else's by now
 
     @property
     def ended(self) -> int | None:
@@ -80,6 +81,8 @@ class Process:
 
     def signal(self, number: int) -> None:
         """Send a signal to it and to its group."""
+        if self._over:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
@@ -95,6 +98,7 @@ class Process:
         """End it and its group at once."""
         self.signal(signal.SIGKILL)
         self._child.wait()
+        self._over = True
 
 
 def telling_line(text: str) -> str:
@@ -176,9 +180,9 @@ class LocalFederation:
 
     def start(self) -> None:
         """Make the keys that are missing; start the SuperLink and the nodes; wait until all have joined."""
-        self._lock = Lock(private_folder(self.folder))
         if not is_free(self.port):
             raise BadInput(f"port {self.port} is in use: choose another with --port, or none for a free one")
+        self._lock = Lock(private_folder(self.folder))
         for name in ("keys", "superlink", "command", "logs", "app", *map(node_name, range(self.count))):
             private_folder(self.folder / name)
         if self.secure:
@@ -240,9 +244,20 @@ class LocalFederation:
         except OSError as error:
             raise cannot_write(log.parent, error) from error
         self._processes.append(process)
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.write(f"+{process.pid}\n")
+        self._tell_guard(f"+{process.pid}")
         return process
+
+    def _retire(self, process: Process) -> None:
+        """End what is left of a process that has ended, and forget it: its number may be used again."""
+        process.kill()
+        if process in self._processes:
+            self._processes.remove(process)
+            self._tell_guard(f"-{process.pid}")
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(OSError):  # it was killed: nothing but our own end would have needed it
+                self._guard.stdin.write(line + "\n")
 
     def environment(self, home: str) -> dict[str, str]:
         """The environment of a process of the federation; `home` is the folder that is its FLWR_HOME."""
@@ -395,6 +410,7 @@ class LocalFederation:
             if time.monotonic() > deadline:
                 raise self.failed(process, f"node {client} has not joined after {patience:.0f} s")
             if process.ended is not None:
+                self._retire(process)
                 time.sleep(RETRY)
                 self.start_node(client)
             time.sleep(0.1)
@@ -420,18 +436,10 @@ class LocalFederation:
             elif now - since > REFUSED + START:
                 raise self.failed(process, f"node {client} ended with code {process.ended}, and does not come back")
             if now >= again:
-                process.kill()
+                self._retire(process)
                 self.start_node(client)
                 again = now + RETRY
             self._died[client] = (since, again)
-
-    def restart_node(self, client: int) -> int:
-        """Start a node that was killed again, and wait until the SuperLink lets it in; returns its number."""
-        self._died[client] = (time.monotonic(), time.monotonic())
-        self.start_node(client)
-        number = self.wait_for_node(client, REFUSED + START)
-        del self._died[client]
-        return number
 
     # --- runs --------------------------------------------------------------------------------------------------------
 
@@ -495,7 +503,9 @@ class LocalFederation:
                 status = self.status(run)
                 if status.finished:
                     tick()
+                    self._retire(follower)
                     return status
+                self._retire(follower)
                 follower = self.follow(run)
             if deadline is not None and time.monotonic() > deadline:
                 raise FederationFailed(f"run {run} has not ended after {timeout:.0f} s (log: {follower.log})")

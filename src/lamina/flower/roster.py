@@ -5,8 +5,9 @@ Either the server has a list of nodes, or the first node that says it is client 
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from flwr.app import ConfigRecord, MessageType, RecordDict
@@ -19,6 +20,7 @@ from lamina.flower.records import Attendance, name
 
 ASK_FOR = 60.0  # seconds a round waits for the name of a node that has just come
 ANSWER_WITHIN = 600.0  # seconds until it is asked again
+ASK_AGAIN = 300.0  # seconds until a node is asked again whose answer was of no use: it may have been restarted
 
 
 class Roster:
@@ -33,6 +35,7 @@ class Roster:
         self._claims: dict[int, int] = {}  # what nodes say they are, in the order they said so
         self._unusable: dict[int, str] = {}  # nodes that cannot say who they are, and why
         self._asked: dict[str, tuple[int, float]] = {}  # unanswered questions: node, when
+        self._heard: dict[int, float] = {}  # when nodes last said who they are
 
     def node_of(self, client: int) -> int | None:
         """The node of a client, if it is connected."""
@@ -47,7 +50,24 @@ class Roster:
         """A node in words."""
         return name(self.client_of(node), node)
 
-    def call(self, wanted: list[int], needed: int, until: float, record: Attendance, *, all_of_them: bool) -> None:
+    def nobodys(self) -> list[int]:
+        """The clients that no node can be, because the list of nodes names none for them."""
+        return [] if self.fixed is None else [c for c in range(self.clients) if c not in self.bound]
+
+    def why_absent(self, client: int) -> str:
+        """Why a client has no node that is connected."""
+        return "no node is listed for it" if client in self.nobodys() else "it is not connected"
+
+    def call(
+        self,
+        wanted: list[int],
+        needed: int,
+        until: float,
+        record: Attendance,
+        *,
+        all_of_them: bool,
+        waits: Callable[[Iterable[int]], None] = lambda clients: None,
+    ) -> None:
         """Find out who is there, and wait for the clients of a round.
 
         Args:
@@ -56,14 +76,18 @@ class Roster:
             until: `time.monotonic()` at which it ends in any case.
             record: where odd things are put down.
             all_of_them: wait for all (at the start of a run), not only for those who have just come.
+            waits: is told, at every look, for which clients.
         """
+        possible = [client for client in wanted if client not in self.nobodys()]
         while True:
             self._look(record)
-            present = sum(self.node_of(client) is not None for client in wanted)
+            absent = [client for client in possible if self.node_of(client) is None]
+            present = len(possible) - len(absent)
             now = time.monotonic()
-            asking = any(now - since < ASK_FOR for _, since in self._asked.values())
-            if present == len(wanted) or now >= until or (present >= needed and not asking and not all_of_them):
+            asking = any(n not in self._heard and now - since < ASK_FOR for n, since in self._asked.values())
+            if not absent or now >= until or (present >= needed and not asking and not all_of_them):
                 break
+            waits(absent)
             time.sleep(min(self.mail.poll, max(0.0, until - now)))
         self._put_down(record)
 
@@ -72,11 +96,18 @@ class Roster:
         if self.fixed is not None:
             return
         now = time.monotonic()
-        known = {*self.bound.values(), *self._claims, *self._unusable, *(node for node, _ in self._asked.values())}
+        for node in [node for node in self._heard if node not in self.online]:  # it may come back as another
+            for table in (self._heard, self._claims, self._unusable):
+                table.pop(node, None)
+        fresh = {node for node, when in self._heard.items() if now - when < ASK_AGAIN}
+        known = {*self.bound.values(), *fresh, *(node for node, _ in self._asked.values())}
         for node in sorted(self.online - known):
-            content = wire.content_of({"question": {"who": True}})
-            asked = self.mail.send(node, content, MessageType.QUERY, "", ANSWER_WITHIN)
-            if asked is not None:
+            # the token makes the message's id one that nobody can guess, see mail.py
+            content = wire.content_of({"question": {"who": True, "token": secrets.token_hex(8)}})
+            asked, why = self.mail.send(node, content, MessageType.QUERY, "", ANSWER_WITHIN)
+            if asked is None:
+                record.note(f"node {node} could not be asked who it is: {why}")
+            else:
                 self._asked[asked] = (node, now)
         waiting = {message: node for message, (node, _) in self._asked.items()}
         for message, reply in self.mail.look(waiting, record).items():
@@ -92,17 +123,22 @@ class Roster:
         self._settle(record)
 
     def _hear(self, node: int, content: RecordDict) -> None:
+        self._heard[node] = time.monotonic()
+        self._unusable.pop(node, None)
         problem, who = read_problem(content), content.get("who")
         entries: dict[str, Any] = dict(who) if isinstance(who, ConfigRecord) else {}
         claim: Any = entries.get("client")
         if problem is not None:
-            self._unusable[node] = problem[0]
+            self._unusable[node] = problem.text
         elif not is_whole(claim) or not 0 <= claim < self.clients:
             self._unusable[node] = (
                 f"says it is client {wire.shorten(repr(claim), 40)}, but they are numbered 0 to {self.clients - 1}"
             )
-        else:
+        elif self._claims.get(node) != claim:
+            self._claims.pop(node, None)  # who changes its mind queues up anew
             self._claims[node] = int(claim)
+        if node in self._unusable:
+            self._claims.pop(node, None)
 
     def _settle(self, record: Attendance) -> None:
         """Bind clients that have no node, or whose node has gone, to the first node that says it is theirs."""

@@ -26,8 +26,8 @@ from lamina.errors import Diverged, LaminaError
 from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.folder import RunFolder
 from lamina.flower import checks, wire
-from lamina.flower.checks import Expected, Refused, Update
-from lamina.flower.mail import Mail, Traffic
+from lamina.flower.checks import REMEMBERED, Expected, Gradient, Measured, Refused, Update
+from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal
 from lamina.flower.roster import Roster
 from lamina.flower.wire import Task
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lamina.flower.federation import Federation
 
 log = logging.getLogger(__name__)
+PATIENCE, AGAIN = 10.0, 60.0  # seconds until a line says who is waited for, and until it is said again
 
 
 class Stopped(LaminaError):
@@ -68,8 +69,13 @@ class Server:
         self.run_name = secrets.token_hex(16)
         self.base: dict[int, tuple[int, str]] = {}  # by client: the round and exchange whose state was last accepted
         self._older_base: dict[int, tuple[int, str]] = {}  # as of the checkpoint before the last
-        self._unwritten: list[Attendance] = []  # attempts before there is a folder
-        self._tokens: dict[int, str] = {}  # by client: the exchange of this attempt
+        self.examples: dict[int, int] = {}  # by client: how many it had when it last took part
+        self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
+        # of this attempt
+        self._tokens: dict[int, str] = {}  # by client: the exchange
+        self._measured: dict[str, Measured] = {}
+        self._diverged: dict[int, str] = {}  # by client: the layer in which it says its training went non-finite
+        self._waits_since, self._waits_said = 0.0, 0.0
         self._said: set[str] = set()  # the warnings of the last attempt
 
     # --- the run ----------------------------------------------------------------------------------------------------
@@ -77,6 +83,9 @@ class Server:
     def run(self) -> History:
         """Run what is left of the rounds, each in the records before the next begins."""
         self._go_on()
+        self.folder.begin()  # whoever is missing is in the records from the first attempt on
+        for client in self.roster.nobodys():
+            log.warning("no node is listed for client %d: it takes no part", client)
         try:
             if len(self.history):  # killed after the checkpoint of a round with an infinite test loss
                 refuse_nonfinite(self.history[-1])
@@ -109,7 +118,10 @@ class Server:
         if loaded is not None:
             ((self.state, (facts,)),) = loaded
             self.run_name = facts["run"]
-            self.base = {int(client): (int(r), str(token)) for client, (r, token) in facts["base"].items()}
+            self.base = _bases(facts["base"])
+            self._older_base = _bases(facts.get("older", {}))
+            self.examples = {int(client): int(count) for client, count in facts.get("examples", {}).items()}
+            self.recent = {str(name): [float(v) for v in values] for name, values in facts.get("recent", {}).items()}
             if self.roster.fixed is None:
                 self.roster.bound = {int(client): int(node) for client, node in facts["nodes"].items()}
         self.history = self.folder.go_on_after(self.state.round)
@@ -118,13 +130,14 @@ class Server:
     def _record(self, row: Row, record: Attendance) -> None:
         """Keep a finished round."""
         self.history.append(row)
-        self.folder.begin()
-        self._unwritten.append(record)
-        self._write_attendance()
+        self.journal.write(record)
         self.folder.record(row, self)
         facts = {
             "run": self.run_name,
             "base": {str(client): list(base) for client, base in self.base.items()},
+            "older": {str(client): list(base) for client, base in self._older_base.items()},
+            "examples": {str(client): count for client, count in self.examples.items()},
+            "recent": self.recent,
             "nodes": {str(client): str(node) for client, node in self.roster.bound.items()},
         }
         self.folder.checkpoint(self, [facts])
@@ -132,11 +145,6 @@ class Server:
         log.info(
             "round %d: %d of %d clients, %.1f s%s", row["round"], row["clients"], row["asked"], row["seconds"], shown
         )
-
-    def _write_attendance(self) -> None:
-        for record in self._unwritten:
-            self.journal.write(record)
-        self._unwritten = []
 
     def _counts(self, record: Attendance) -> dict[str, float | int]:
         traffic = self.mail.traffic
@@ -159,25 +167,64 @@ class Server:
             needed = self.federation.needed(len(cohort))
             until = time.monotonic() + self.federation.deadline
             everyone = list(range(self.plan.clients.count))
+            self._waits_since = self._waits_said = time.monotonic()
             self.roster.call(
-                everyone if wait_for_all else cohort, needed, until, record, all_of_them=wait_for_all and attempt == 1
+                everyone if wait_for_all else cohort,
+                needed,
+                until,
+                record,
+                all_of_them=wait_for_all and attempt == 1,
+                waits=lambda clients: self._waits(clients, "to connect"),
             )
-            down, updates = self._attempt(number, cohort, record)
+            down, updates = self._attempt(number, cohort, needed, record)
             self._say(record)
             if len(updates) >= needed:
                 return self._close(number, down, updates, record)
             log.warning(
                 "round %d: %d of %d needed updates, try %d of %d", number, len(updates), needed, attempt, attempts
             )
-            self._unwritten.append(record)
-            if self.state.round:
-                self._write_attendance()
+            self.journal.write(record)
+            self._refuse_divergence(number, needed)
         who = "; ".join(record.lines()) or "nobody is connected"
         kept = f"the {self.state.round} finished rounds are kept: " if self.state.round else ""
+        late = any(one["why"].startswith(LATE) for one in record.missing)
+        advice = (
+            f"; if nodes need longer, raise deadline (now {self.federation.deadline:g} s)" * late
+            + ", or lower quorum" * bool(updates)
+        )
         raise Stopped(
             f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); "
-            f"{kept}start the server again with the same folder '{self.folder.path}' to go on, or lower quorum"
+            f"{kept}start the server again with the same folder '{self.folder.path}' to go on{advice}"
         )
+
+    def _refuse_divergence(self, number: int, needed: int) -> None:
+        """Raise `Diverged` if, of a round without a quorum, a quorum says that its training went non-finite."""
+        if len(self._diverged) < needed:
+            return
+        client, layer = min(self._diverged.items())
+        raise Diverged(
+            f"round {number}: training went non-finite on {len(self._diverged)} clients, on client {client} first in "
+            f"'{layer}'; lower the learning rate (now {self.plan.rate(number):g}) or clip the gradients"
+            + (". Earlier rounds are kept" if number > 1 else ""),
+            round=number,
+            client=client,
+            layer=layer,
+        )
+
+    def _waits(self, clients: Iterable[int], what: str) -> None:
+        """Say who is waited for, after a while and then now and then."""
+        now = time.monotonic()
+        said = self._waits_said > self._waits_since
+        if now - self._waits_said < (AGAIN if said else PATIENCE):
+            return
+        self._waits_said = now
+        names = sorted(clients)
+        whom = f"client{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
+        log.warning("waiting for %s %s (deadline: %g s)", whom, what, self.federation.deadline)
+
+    def _waits_for_nodes(self, nodes: Iterable[int]) -> None:
+        if not self.state.round:  # later it is known how long a round takes
+            self._waits([self._client(node) for node in nodes], "to answer")
 
     def _say(self, record: Attendance) -> None:
         """Log who is not in the mean; what is the same in every round is logged once."""
@@ -187,53 +234,89 @@ class Server:
                 log.warning("round %d: %s", record.round, line)
         self._said = set(lines)
 
-    def _attempt(self, number: int, cohort: list[int], record: Attendance) -> tuple[Any, dict[int, Update]]:
+    def _attempt(
+        self, number: int, cohort: list[int], needed: int, record: Attendance
+    ) -> tuple[Any, dict[int, Update]]:
         """Ask the clients of a round for their updates: what was broadcast, and the sound updates by client."""
-        until = time.monotonic() + self.federation.deadline
+        self._measured, self._diverged = {}, {}
         there = {}
         for client in cohort:
             node = self.roster.node_of(client)
             if node is None:
-                record.miss(client, self.roster.bound.get(client), "it is not connected")
+                record.miss(client, self.roster.bound.get(client), self.roster.why_absent(client))
             else:
                 there[client] = node
         needs, x = self.algorithm.needs(number), self.state.server.x
         info = Info(number, self.plan.rate(number), participation=len(cohort) / self.plan.clients.count)
-        first = ""  # the token of Mime's first exchange
+        first: dict[int, str] = {}  # by client: the token of Mime's first exchange
+        said: dict[int, int] = {}  # and the number of examples it gave
         if needs.control_variate:
-            first = secrets.token_hex(8)
-            gradients = self._gradients(number, there, first, until, record)
-            if not gradients:
-                return None, {}
+            first = {client: secrets.token_hex(8) for client in there}
+            gradients = self._gradients(number, there, first, record)
+            if len(gradients) < needed:
+                return None, {}  # nobody need train for nothing
+            said = {client: one.examples for client, one in gradients.items()}
             there = {client: there[client] for client in gradients}
             info = info._replace(full_gradient=self._mean_gradient(number, gradients))
         down = self.algorithm.broadcast(self.state.server, info)
         expected = self._expected(down, info._replace(full_gradient=x if any(needs) else None))
-        return down, self._updates(number, there, down, expected, first, until, record)
+        return down, self._updates(number, there, down, expected, first, said, record)
+
+    def _exchange(
+        self,
+        contents: Mapping[int, RecordDict],
+        kind: str,
+        number: int,
+        record: Attendance,
+        take: Callable[[int, RecordDict], RecordDict | None],
+    ) -> None:
+        """Messages to nodes and their replies, with a deadline of their own; who does not reply is in the record."""
+        seconds = self.federation.deadline
+        failed = self.mail.exchange(contents, kind, str(number), seconds, record, take, self._waits_for_nodes)
+        for node, why in failed.items():
+            record.miss(self._client(node), node, why)
 
     def _gradients(
-        self, number: int, there: dict[int, int], token: str, until: float, record: Attendance
-    ) -> dict[int, tuple[Tensor, int]]:
+        self, number: int, there: dict[int, int], tokens: Mapping[int, str], record: Attendance
+    ) -> dict[int, Gradient]:
         """Mime's first exchange: every client's full gradient at x and number of examples."""
         x = self.state.server.x
-        arrays, gradients = {"x": wire.encode(x)}, {}
+        arrays = {"x": wire.encode(x)}
+        gradients: dict[int, Gradient] = {}
 
         def take(node: int, content: RecordDict) -> None:
             client = self._client(node)
             sound = self._judge(node, content, record, lambda: checks.read_gradient(content, x, self.limits))
             if sound is not None:
                 gradients[client] = sound
+                self._note_clipped(node, sound.clipped, record)
 
-        contents = {node: self._message(arrays, self._task(number, client, token)) for client, node in there.items()}
-        self._missed(self.mail.exchange(contents, wire.GRADIENT, str(number), until, record, take), record)
-        for client, why in checks.odd_gradients({c: g for c, (g, _) in gradients.items()}, self.limits).items():
-            record.refuse(client, there[client], why)
-            del gradients[client]
+        contents = {
+            node: self._message(arrays, self._task(number, client, tokens[client])) for client, node in there.items()
+        }
+        self._exchange(contents, wire.GRADIENT, number, record, take)
+        self._refuse_odd(gradients, checks.measure_gradients(gradients, self.limits), there, record)
         return dict(sorted(gradients.items()))
 
-    def _mean_gradient(self, number: int, gradients: Mapping[int, tuple[Tensor, int]]) -> Tensor:
-        plan = self._as_round(number, {client: examples for client, (_, examples) in gradients.items()})
-        return weighted_sum([g for g, _ in gradients.values()], client_weights(plan, self.federation.by_examples))
+    def _refuse_odd(
+        self, answers: dict[int, Any], measured: dict[str, Measured], there: Mapping[int, int], record: Attendance
+    ) -> None:
+        """Take out answers that are absurdly larger than the others, or than those of the last rounds."""
+        self._measured |= measured
+        counts = {client: answer.examples for client, answer in answers.items()}
+        odd = checks.outliers(measured, self.recent) | checks.grown(counts, self.examples, self.limits)
+        for client, why in odd.items():
+            record.refuse(client, there[client], why)
+            del answers[client]
+
+    def _note_clipped(self, node: int, fields: Iterable[str], record: Attendance) -> None:
+        for name in fields:
+            record.note(f"{self.roster.name(node)}: '{name}' was scaled down to the limit")
+
+    def _mean_gradient(self, number: int, gradients: Mapping[int, Gradient]) -> Tensor:
+        plan = self._as_round(number, {client: one.examples for client, one in gradients.items()})
+        weights = client_weights(plan, self.federation.by_examples)
+        return weighted_sum([one.gradient for one in gradients.values()], weights)
 
     def _updates(
         self,
@@ -241,8 +324,8 @@ class Server:
         there: Mapping[int, int],
         down: Any,
         expected: Expected,
-        first: str,
-        until: float,
+        first: Mapping[int, str],
+        said: Mapping[int, int],
         record: Attendance,
     ) -> dict[int, Update]:
         """Local training on every client, and what is sound of what they send."""
@@ -259,40 +342,38 @@ class Server:
             task = replace(
                 self._task(number, client, tokens[client]),
                 base=base[1],
-                keep_from=self._older_base.get(client, (0, ""))[0],
+                keep=[bases[client][1] for bases in (self.base, self._older_base) if client in bases],
                 held=list(held),
                 held_digests=[digests[name] for name in held],
-                gradient=first,
+                gradient=first.get(client, ""),
             )
             return self._message({name: array for name, array in arrays.items() if name not in task.held}, task)
 
         def take(node: int, content: RecordDict) -> RecordDict | None:
             client = self._client(node)
             problem = checks.read_problem(content)
-            if problem is not None and problem[1] and client not in resent:  # it lost what we thought it had
+            if problem is not None and problem.missing and client not in resent:  # it lost what we thought it had
                 resent.add(client)
                 base = self.base.get(client, (0, ""))
-                if "state" in problem[1]:
+                if "state" in problem.missing:
                     record.note(f"{self.roster.name(node)} has lost its client state and begins anew")
                     base = (0, "")
                 else:
-                    record.note(f"{self.roster.name(node)} {problem[0]}: all is sent again")
+                    record.note(f"{self.roster.name(node)} {problem.text}: all is sent again")
                 return message(client, (), base)
-            sound = self._judge(node, content, record, lambda: checks.read_update(content, expected))
+            read = lambda: checks.read_update(content, expected, said.get(client))  # noqa: E731
+            sound = self._judge(node, content, record, read)
             if sound is not None:
                 updates[client] = sound
-                for name in sound.clipped:
-                    record.note(f"{self.roster.name(node)}: '{name}' was scaled down to the limit")
+                self._note_clipped(node, sound.clipped, record)
             return None
 
         contents = {
-            node: message(client, self._held(client, versions, digests, first), self.base.get(client, (0, "")))
+            node: message(client, self._held(client, versions, digests, x=bool(first)), self.base.get(client, (0, "")))
             for client, node in there.items()
         }
-        self._missed(self.mail.exchange(contents, MessageType.TRAIN, str(number), until, record, take), record)
-        for client, why in checks.too_far_from_the_others(updates, self.limits).items():
-            record.refuse(client, there[client], why)
-            del updates[client]
+        self._exchange(contents, MessageType.TRAIN, number, record, take)
+        self._refuse_odd(updates, checks.measure(updates, self.limits), there, record)
         self._tokens = tokens
         return dict(sorted(updates.items()))
 
@@ -313,6 +394,9 @@ class Server:
         for client in updates:
             self.base[client] = (number, self._tokens[client])
             record.accept(client, self.roster.bound[client])
+            self.examples[client] = updates[client].examples
+        for name, median in checks.medians(self._measured, updates).items():
+            self.recent[name] = [*self.recent.get(name, []), median][-REMEMBERED:]
         record.complete = True
         traffic = self.mail.traffic
         return plan, replace(report, bytes_down=traffic.down, bytes_up=traffic.up), record
@@ -332,13 +416,16 @@ class Server:
     def _evaluate_on_nodes(self, record: Attendance) -> dict[str, float | int]:
         """The mean over the examples of all connected nodes."""
         self.mail.traffic = Traffic()
-        results: list[tuple[float, float | None, int]] = []
+        results: dict[int, tuple[float, float | None, int]] = {}
+        same_data = self.federation.node_test is None  # as they train on
         said = Attendance(record.round)  # who trained well but did not evaluate still took part in the round
 
         def take(node: int, content: RecordDict) -> None:
-            sound = self._judge(node, content, said, lambda: checks.read_evaluation(content, self.limits))
+            client = self._client(node)
+            most = self.examples.get(client) if same_data else None
+            sound = self._judge(node, content, said, lambda: checks.read_evaluation(content, self.limits, most))
             if sound is not None:
-                results.append(sound)
+                results[client] = sound
 
         number, arrays = record.round, {"x": wire.encode(self.state.server.x)}
         clients = {client: self.roster.node_of(client) for client in range(self.plan.clients.count)}
@@ -347,16 +434,19 @@ class Server:
             for client, node in clients.items()
             if node is not None
         }
-        until = time.monotonic() + self.federation.deadline
-        self._missed(self.mail.exchange(contents, MessageType.EVALUATE, str(number), until, said, take), said)
+        self._exchange(contents, MessageType.EVALUATE, number, said, take)
+        counts = {client: examples for client, (_, _, examples) in results.items()}
+        for client, why in checks.outliers(checks.measure_counts(counts, self.limits)).items():
+            said.refuse(client, clients[client], why)
+            del results[client]
         for line in said.lines():
             record.note(f"evaluation: {line}")
         metrics: dict[str, float | int] = {"evaluating_nodes": len(results)}
         metrics["evaluation_bytes"] = self.mail.traffic.down
         if results:
-            total = sum(n for _, _, n in results)
-            metrics["node_loss"] = sum(loss * n for loss, _, n in results) / total
-            scored = [(accuracy, n) for _, accuracy, n in results if accuracy is not None]
+            ordered = [result for _, result in sorted(results.items())]
+            metrics["node_loss"] = sum(loss * n for loss, _, n in ordered) / sum(n for _, _, n in ordered)
+            scored = [(accuracy, n) for _, accuracy, n in ordered if accuracy is not None]
             if scored:
                 metrics["node_accuracy"] = sum(a * n for a, n in scored) / sum(n for _, n in scored)
         return metrics
@@ -398,11 +488,11 @@ class Server:
         buffers = {name: wire.encode(value) for name, value in wire.floating(self.state.buffers).items()}
         return wire.content_of({"down": down, "buffers": buffers, "task": task.record()})
 
-    def _held(self, client: int, versions: Mapping[str, int], digests: Mapping[str, str], first: str) -> list[str]:
+    def _held(self, client: int, versions: Mapping[str, int], digests: Mapping[str, str], *, x: bool) -> list[str]:
         """The Down fields a client holds in the version of this round, as far as it has confirmed it."""
         held = self.state.ledger.held
         names = [n for n, version in versions.items() if n in digests and n in held and held[n][client] == version]
-        return [*names, "x"] if first else names
+        return [*names, "x"] if x else names
 
     def _expected(self, down: Any, info: Info) -> Expected:
         """What a sound update looks like: the fields an engine would get from one local step."""
@@ -427,8 +517,12 @@ class Server:
         """What is read of a reply, or None if there is nothing sound: then the record says why."""
         client = self._client(node)
         problem = checks.read_problem(content)
+        if problem is not None and problem.diverged is not None:
+            self._diverged[client] = problem.diverged
+            record.refuse(client, node, problem.text)
+            return None
         if problem is not None:
-            record.miss(client, node, problem[0])
+            record.miss(client, node, problem.text)
             return None
         try:
             return read()
@@ -437,10 +531,6 @@ class Server:
         except Exception as error:  # nothing a node sends may end the run
             record.refuse(client, node, wire.shorten(f"it cannot be read ({type(error).__name__}: {error})"))
         return None
-
-    def _missed(self, failed: Mapping[int, str], record: Attendance) -> None:
-        for node, why in failed.items():
-            record.miss(self._client(node), node, why)
 
     def _as_round(self, number: int, examples: Mapping[int, int]) -> Round:
         """The round as it really was: the clients that answered and their numbers of examples."""
@@ -457,3 +547,7 @@ class Server:
             filled=(np.arange(int(steps.max())) < steps[:, None]).astype(np.int64),
             streams=nothing[:, 0, 0],
         )
+
+
+def _bases(table: Mapping[str, tuple[int, str]]) -> dict[int, tuple[int, str]]:
+    return {int(client): (int(number), str(token)) for client, (number, token) in table.items()}

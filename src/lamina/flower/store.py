@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from lamina.errors import BadInput
+from lamina.errors import BadInput, is_whole
 from lamina.experiment.checkpoint import pack, unpack
 from lamina.experiment.files import cannot_write, write_file
-from lamina.flower.wire import digest
+from lamina.flower.wire import HEX, digest
 
-NAME = re.compile(r"[0-9a-f]{8,64}")  # of a run or an exchange: never a path
-STATE = re.compile(r"state-(\d+)-([0-9a-f]+)\.safetensors")
+STATE = re.compile(r"state-\d+-([0-9a-f]+)\.safetensors")
 
 
 def default_folder() -> Path:
@@ -35,9 +35,11 @@ class Store:
     """One client of one run on this node's disk."""
 
     def __init__(self, root: Path, run: str, client: int) -> None:
-        if not NAME.fullmatch(run):
+        if not HEX.fullmatch(run):
             raise BadInput(f"'{run[:40]}' is not the name of a run: the server speaks another protocol")
-        self.folder = root / run / f"client-{client}"
+        if not is_whole(client) or client < 0:
+            raise BadInput(f"'{str(client)[:40]}' is not the number of a client: the server speaks another protocol")
+        self.folder = root / run / f"client-{int(client)}"
 
     def load_state(self, token: str, like: Any) -> Any | None:
         """The client's state after an exchange; None if it is not here, or not as it should be."""
@@ -54,11 +56,12 @@ class Store:
         if tensors:
             self._write(f"state-{round:06}-{_sound(token)}.safetensors", tensors)
 
-    def forget_before(self, round: int) -> None:
-        """Delete the states of earlier rounds: the server will not ask for them again."""
+    def forget_all_but(self, tokens: Iterable[str]) -> None:
+        """Delete the states after all other exchanges: the server will not ask for them again."""
+        kept = set(tokens)
         for path in self.folder.glob("state-*"):
             match = STATE.fullmatch(path.name)
-            if match and int(match[1]) < round:
+            if match and match[1] not in kept:
                 path.unlink(missing_ok=True)
 
     def load_held(self, field: str, tag: str, *, by_content: bool = True) -> Tensor | None:
@@ -79,14 +82,16 @@ class Store:
 
     def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.parent.parent.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+                folder.mkdir(mode=0o700, exist_ok=True)  # what a client remembers tells something about its data
             write_file(self.folder / name, pack(tensors))
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
 
 def _sound(name: str) -> str:
-    if not NAME.fullmatch(name):
+    if not HEX.fullmatch(name):
         raise BadInput(f"'{name[:40]}' does not name an exchange: the server speaks another protocol")
     return name
 

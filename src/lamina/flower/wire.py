@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -24,7 +26,7 @@ from flwr.common.serde import recorddict_to_proto
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, options
-from lamina.errors import BadInput
+from lamina.errors import BadInput, is_number, is_whole
 from lamina.objective import Buffers, Objective
 
 RAW = "lamina.raw"  # how the bytes of an array are to be read: the numbers one after another, little-endian
@@ -64,11 +66,10 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def pack(payload: Any, leave_out: Iterable[str] = ()) -> dict[str, Array]:
+def pack(payload: Any) -> dict[str, Array]:
     """The fields of a Down or an Up that are there, as arrays."""
-    absent = set(leave_out)
     pairs = zip(payload._fields, payload, strict=True)
-    return {name: encode(value) for name, value in pairs if value is not None and name not in absent}
+    return {name: encode(value) for name, value in pairs if value is not None}
 
 
 def floating(buffers: Mapping[str, Tensor]) -> Buffers:
@@ -125,6 +126,24 @@ def shorten(text: str, most: int = 200) -> str:
 
 # --- what a node is asked to do ------------------------------------------------------------------------------------
 
+HEX = re.compile(r"[0-9a-f]{8,64}")  # names of runs and exchanges, and digests: never a path
+FIELD = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # of a Down record
+SEED = re.compile(r"-?[0-9]{1,1000}")
+WHOLE = {  # the least each may be; the most is MOST
+    "round": 1,
+    "client": 0,
+    "clients": 1,
+    "batch_size": 1,
+    "epochs": 1,
+    "local_steps": 0,
+    "augment_pad": -1,
+}
+MOST = 2**53
+TEXTS = {"run": HEX, "token": HEX, "app": HEX, "seed": SEED}
+MAY_BE_EMPTY = {"base": HEX, "gradient": HEX}
+LISTS = {"keep": HEX, "held": FIELD, "held_digests": HEX}
+NUMBERS = ("lr", "participation", "clip")
+
 
 @dataclass(frozen=True)
 class Task:
@@ -146,7 +165,7 @@ class Task:
     augment_pad: int = -1  # -1: no augmentation
     augment_flip: bool = False
     base: str = ""  # the token of the exchange whose client state the server last accepted; "": begin anew
-    keep_from: int = 0  # the server will never again name a base of an earlier round
+    keep: list[str] = field(default_factory=list)  # tokens the server may still name as base, beside this exchange's
     held: list[str] = field(default_factory=list)  # Down fields the node should hold
     held_digests: list[str] = field(default_factory=list)
     gradient: str = ""  # the token of the exchange in which the node sent its full gradient (Mime)
@@ -157,9 +176,36 @@ class Task:
 
     @classmethod
     def read(cls, content: RecordDict) -> Task:
-        """The task in a message."""
-        entries: dict[str, Any] = dict(content["task"])
-        return cls(**{f.name: entries[f.name] for f in fields(cls)})
+        """The task in a message; `BadInput` if it is not one: paths and sizes on the node's disk are made of it."""
+        record = content.get("task")
+        entries: dict[str, Any] = dict(record) if isinstance(record, ConfigRecord) else {}
+        for f in fields(cls):
+            value = entries.get(f.name)
+            if not _is_sound(f.name, value):
+                raise BadInput(
+                    f"the server's message says {f.name} = {shorten(repr(value), 40)}: it speaks another protocol; "
+                    "install the same version of lamina on both sides"
+                )
+        task = cls(**{f.name: entries[f.name] for f in fields(cls)})
+        if task.client >= task.clients or len(task.held) != len(task.held_digests):
+            raise BadInput(f"the server's message is for client {task.client} of {task.clients}, and makes no sense")
+        return task
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    """Whether a value is what a field of `Task` may be."""
+    if name in WHOLE:
+        return is_whole(value) and WHOLE[name] <= value <= MOST
+    if name in NUMBERS:
+        return is_number(value) and math.isfinite(value)
+    if name in LISTS:
+        texts = value if isinstance(value, list) else [None]
+        return len(texts) <= 100 and all(isinstance(t, str) and LISTS[name].fullmatch(t) for t in texts)
+    if name in MAY_BE_EMPTY and value == "":
+        return True
+    if name in TEXTS or name in MAY_BE_EMPTY:
+        return isinstance(value, str) and bool((TEXTS | MAY_BE_EMPTY)[name].fullmatch(value))
+    return isinstance(value, bool)  # augment_flip
 
 
 def fingerprint(algorithm: Algorithm, objective: Objective) -> str:
