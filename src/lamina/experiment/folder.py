@@ -170,7 +170,8 @@ class RunFolder:
 
     Nothing is written, and with `overwrite` nothing replaced, before `begin`: a simulation begins when its first round
     is finished (or diverges), a federation when its first attempt at one is over. A folder without a finished round is
-    free for any other run: one that fails at once does not stand in the way of the corrected one. A run that has ended may lie where nobody can write.
+    free for any other run: one that fails at once does not stand in the way of the corrected one. A run
+    that has ended may lie where nobody can write.
     """
 
     def __init__(
