@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -64,6 +64,15 @@ class Clients:
             return partition.split(labels, len(cohort), rng.key(seed, "reallocate", round), samples=samples)
         except BadInput as error:
             raise BadInput(f"round {round} has {len(cohort)} active clients to share the data: {error}") from error
+
+    def same_as(self, other: Clients) -> bool:
+        """Whether all get the same samples in every round."""
+        if (self.moving is None) != (other.moving is None) or self.count != other.count:
+            return False
+        if self.moving is None or other.moving is None:
+            return len(self.parts) == len(other.parts) and all(map(np.array_equal, self.parts, other.parts))
+        (partition, labels, *rest), (others, their_labels, *their_rest) = self.moving, other.moving
+        return partition == others and rest == their_rest and np.array_equal(labels, their_labels)  # type: ignore[arg-type]
 
 
 def _as_indices(client: int, part: Any, samples: int) -> Indices:
@@ -283,6 +292,11 @@ class Plan:
         """K_i of clients with so many samples."""
         per_epoch = -(-sizes // self.batch_size)  # the last short batch is kept
         return per_epoch * self.epochs if self.local_steps is None else np.full_like(sizes, self.local_steps)
+
+    def same_rounds(self, other: Plan) -> bool:
+        """Whether all rounds are the same, but for the rate."""
+        own, theirs = (replace(plan, clients=self.clients, lr=1.0, schedule=Constant()) for plan in (self, other))
+        return own == theirs and self.clients.same_as(other.clients)
 
     def round(self, number: int) -> Round:
         """The plan of round `number` (from 1)."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
 
 from lamina.algorithms.contract import options
 from lamina.engines.stacked.engine import Member, Stacked
 from lamina.engines.stacked.forward import arithmetic
+from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged
 from lamina.history import History, Row
-from lamina.simulation import Simulation
+from lamina.plan import Round
+from lamina.simulation import Simulation, evaluate_together
 
 
 class Population:
@@ -36,6 +41,9 @@ class Population:
             problem = mismatch(self.simulations[0], simulation)
             if problem:
                 raise BadInput(f"simulations 0 and {i} cannot be stacked: {problem}")
+        # members that differ in no more than rates and options share one plan: making it is the host's longest task
+        plans = [simulation.plan for simulation in self.simulations]
+        self._same_rounds = [next(j for j, other in enumerate(plans) if other.same_rounds(plan)) for plan in plans]
 
     def run(self, rounds: int, on_round: Callable[[int, Row], None] | None = None) -> list[History]:
         """Train all members for `rounds` more rounds; `on_round` is called with (member, row) as rounds finish."""
@@ -55,10 +63,16 @@ class Population:
             return rows
         started = time.perf_counter()
         chosen = [self.simulations[i] for i in going]
-        members = [Member(s.algorithm, s.state, s.next_plan()) for s in chosen]
+        leaders = {self._same_rounds[i]: self.simulations[i] for i in reversed(going)}
+        plans = {leader: simulation.next_plan() for leader, simulation in leaders.items()}
+        members = [
+            Member(s.algorithm, s.state, replace(plan, lr=s.plan.rate(plan.number)))
+            for i, s in zip(going, chosen, strict=True)
+            for plan in [plans[self._same_rounds[i]]]
+        ]
 
         def plan_ahead() -> None:
-            for simulation in chosen:
+            for simulation in leaders.values():
                 simulation.plan_ahead()
 
         engine.meanwhile = plan_ahead
@@ -66,15 +80,18 @@ class Population:
         with arithmetic(first.precision, first.deterministic):
             outcomes = engine.run_members(members)
         seconds = (time.perf_counter() - started) / len(going)
+        finished: list[tuple[int, Round, RoundReport]] = []
         for i, member, outcome in zip(going, members, outcomes, strict=True):
             if isinstance(outcome, Diverged):
                 self.diverged[i] = outcome
-                continue
-            simulation = self.simulations[i]
-            simulation.state, report = outcome
-            rows[i] = simulation.record(member.plan, report, seconds, evaluate=evaluate)
+            else:
+                self.simulations[i].state, report = outcome
+                finished.append((i, member.plan, report))
+        evaluated = evaluate_together([self.simulations[i] for i, *_ in finished], always=evaluate)
+        for (i, plan, report), metrics in zip(finished, evaluated, strict=True):
+            rows[i] = self.simulations[i].record(plan, report, seconds, metrics)
             try:
-                simulation.refuse_nonfinite(rows[i])
+                self.simulations[i].refuse_nonfinite(rows[i])
             except Diverged as error:
                 self.diverged[i] = error
         return rows
@@ -94,6 +111,11 @@ def mismatch(first: Simulation, other: Simulation) -> str:
             return "they differ in 'sync_every', which changes what a round does"
     if first.objective.layers.shapes != other.objective.layers.shapes:
         return "their models have different shapes"
+    if any(
+        not torch.equal(a, b)
+        for a, b in zip(first.objective.frozen.values(), other.objective.frozen.values(), strict=True)
+    ):
+        return "their frozen parameters differ"
     if first.train_data is not other.train_data and (
         first.train_data.x.shape != other.train_data.x.shape
         or not bool((first.train_data.x == other.train_data.x).all())

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
@@ -73,7 +73,8 @@ class Simulation:
         augmentation: random crop and flip of training images.
         seed: the source of all randomness.
         device: "auto" (a GPU if there is one), or any torch device.
-        engine: "auto" takes the fastest that fits the model; any other name forces that one.
+        engine: "auto" takes the fastest that fits the model; any other name forces that one. A simulation with the
+            same model, device and precision lends its choice: to test what fits takes longer than a small round.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
@@ -103,7 +104,7 @@ class Simulation:
         augmentation: Augment | None = None,
         seed: int = 0,
         device: str | torch.device = "auto",
-        engine: Literal["auto", "stacked", "vmap", "loop"] = "auto",
+        engine: Literal["auto", "stacked", "vmap", "loop"] | Simulation = "auto",
         precision: Precision = "fp32",
         deterministic: bool = False,
         evaluate_every: int = 1,
@@ -190,7 +191,9 @@ class Simulation:
             self.engine.meanwhile = self.plan_ahead
         with arithmetic(self.precision, self.deterministic):
             self.state, report = self.engine.run_round(self.state, plan)
-        return self.record(plan, report, time.perf_counter() - started, evaluate=evaluate)
+        seconds = time.perf_counter() - started
+        (metrics,) = evaluate_together([self], always=evaluate)
+        return self.record(plan, report, seconds, metrics)
 
     def next_plan(self) -> Round:
         """The plan of the round to come."""
@@ -230,13 +233,9 @@ class Simulation:
         state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         return state, self.algorithm.client_init(self.objective.start)
 
-    def record(self, plan: Round, report: RoundReport, seconds: float, *, evaluate: bool = False) -> Row:
-        """Add the row of a round that has just finished, evaluated if it is its turn or asked for."""
-        row = round_row(self.algorithm, self.objective.start, plan, report, seconds)
-        if evaluate or self.state.round % self.evaluate_every == 0:
-            started = time.perf_counter()
-            row |= self.evaluate()
-            row["evaluation_seconds"] = time.perf_counter() - started
+    def record(self, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]) -> Row:
+        """Add the row of a round that has just finished, with its evaluation if there was one."""
+        row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)
         self.history.append(row)
         return row
 
@@ -251,12 +250,18 @@ class Simulation:
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy and loss of the current model on the test data, and on the clients' own data if asked for."""
-        metrics: dict[str, float] = {}
-        if self.test_data is not None:
-            metrics |= evaluate(self.objective, self.state.server.x, self.state.buffers, self.test_data)
-        if self.client_metrics:
-            metrics |= self._client_metrics()
-        return metrics
+        return self.metrics(self.measure())
+
+    def measure(self) -> Tensor | None:
+        """Begin to evaluate the current model on the test data: a GPU is not waited for."""
+        if self.test_data is None:
+            return None
+        return measure(self.objective, self.state.server.x, self.state.buffers, self.test_data)
+
+    def metrics(self, measured: Tensor | None) -> dict[str, float]:
+        """What was measured, by name, with the metrics of clients if asked for."""
+        metrics = {} if measured is None else named(measured)
+        return metrics | self._client_metrics() if self.client_metrics else metrics
 
     def _client_metrics(self) -> dict[str, float]:
         """The model's accuracy on every client's own training data: how evenly it serves them."""
@@ -317,12 +322,29 @@ class Simulation:
                 self.objective.outputs(self.objective.start, buffers, one, train=True)  # refuses one sample, or copes
 
 
+def evaluate_together(simulations: Sequence[Simulation], *, always: bool = False) -> list[dict[str, float]]:
+    """Evaluate the simulations whose turn it is, or all; every one is under way before a GPU is waited for."""
+    started = time.perf_counter()
+    due = [s for s in simulations if always or s.state.round % s.evaluate_every == 0]
+    metrics = {id(s): s.metrics(measured) for s, measured in zip(due, [s.measure() for s in due], strict=True)}
+    share = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}
+    return [metrics[id(s)] | share if id(s) in metrics else {} for s in simulations]
+
+
 def evaluate(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> dict[str, float]:
     """The mean loss of a model on data and, for class labels, its accuracy."""
+    return named(measure(objective, x, buffers, data))
+
+
+def measure(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> Tensor:
+    """The mean loss and, for class labels, the accuracy, still on the device."""
     losses, correct = predict(objective, x, buffers, data)
-    measured = {"loss": losses} if correct is None else {"loss": losses, "accuracy": correct}
-    means = torch.stack([values.double().mean() for values in measured.values()]).tolist()  # one wait for a GPU
-    return dict(zip(measured, means, strict=True))
+    return torch.stack([values.double().mean() for values in (losses, correct) if values is not None])
+
+
+def named(measured: Tensor) -> dict[str, float]:
+    """What `measure` found, by name; one wait for a GPU."""
+    return dict(zip(("loss", "accuracy"), measured.tolist(), strict=False))
 
 
 def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> tuple[Tensor, Tensor | None]:
@@ -412,8 +434,17 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
     return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))
 
 
-def choose_engine(name: str, precision: Precision, **settings: Any) -> Loop | Stacked:
+def choose_engine(name: str | Simulation, precision: Precision, **settings: Any) -> Loop | Stacked:
     """The engine to run on; "auto" takes the fastest the model allows, and logs why if that is not the stacked one."""
+    if isinstance(name, Simulation):
+        lent, objective = name.engine, settings["objective"]
+        if isinstance(lent, Loop):
+            return Loop(**settings)
+        fits = name.objective.layers.shapes == objective.layers.shapes and not objective.frozen
+        fits = fits and (name.device, name.precision) == (objective.device, precision)
+        if fits and not (lent.random and settings["algorithm"].needs(1).control_variate):
+            return Stacked(forward=lent.forward, random=lent.random, **settings)
+        name = "auto"
     if name not in ("auto", "stacked", "vmap", "loop"):
         raise unknown("engine", name, ("auto", "stacked", "vmap", "loop"))
     if name in ("loop", "vmap") and precision == "bf16":

@@ -148,7 +148,8 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data on another device (the columns stay on the host)."""
-        return dataclasses.replace(self, x=self.x.to(device), y=self.y.to(device))
+        x, y = self.x.to(device), self.y.to(device)
+        return self if x is self.x and y is self.y else dataclasses.replace(self, x=x, y=y)
 
 
 class Splits(NamedTuple):

@@ -127,6 +127,8 @@ class Comparison:
         self._splits = load_data(experiment)
         first = with_algorithm(experiment, spec.algorithms[0])
         simulation = build(first, self._splits)
+        if simulation.test_data is not None:  # where they are needed: every run would copy them
+            self._splits = Splits(simulation.train_data, simulation.test_data)
         self.clients = simulation.plan.clients.count
         self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
         del self._config["algorithm"]  # each method has its own, with its own rate
@@ -311,7 +313,7 @@ def run_side_by_side(
             left: list[Started] = []
             for number, run in enumerate(runs[first : first + MOST_AT_ONCE], first):
                 lines.about = run.folder  # whatever is said while it is made
-                simulation = build(run.experiment, run.splits)
+                simulation = build(run.experiment, run.splits, like=_alike(run.experiment, left))
                 config = resolved(run.experiment, simulation)
                 folder = RunFolder(run.folder, config, overwrite=overwrite, lines=lines)
                 opened.callback(folder.close)
@@ -350,6 +352,11 @@ def _train(
     for run in group:
         on_end(run.number, read_record(run.folder.path))
     return True
+
+
+def _alike(experiment: Experiment, runs: list[Started]) -> Simulation | None:
+    """A run that differs in no more than its numbers."""
+    return next((run.simulation for run in runs if _protocol(run.experiment) == _protocol(experiment)), None)
 
 
 def stackable(runs: list[Started]) -> list[list[Started]]:

@@ -40,8 +40,8 @@ def load_data(experiment: Experiment) -> Splits:
     return Splits(*splits.train.holdout(experiment.data.validation, experiment.train.seed))
 
 
-def build(experiment: Experiment, splits: Splits | None = None) -> Simulation:
-    """Make the simulation an experiment describes."""
+def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulation | None = None) -> Simulation:
+    """Make the simulation an experiment describes; `like` is one that differs in no more than numbers."""
     data, train, run = experiment.data, experiment.train, experiment.run
     check_device(run.device)
     algorithm = build_algorithm(experiment)  # before the data are read: a wrong option costs no time
@@ -67,7 +67,7 @@ def build(experiment: Experiment, splits: Splits | None = None) -> Simulation:
         augmentation=Augment(data.augment_pad, data.augment_flip) if data.augment else None,
         seed=train.seed,
         device=run.device,
-        engine=run.engine,
+        engine=like or run.engine,
         precision=run.precision,
         deterministic=run.deterministic,
         evaluate_every=run.evaluate_every,

@@ -216,6 +216,8 @@ class Tuning:
                 for value in self.grid.get(key) or self.space[key].samples:
                     build_model(with_settings(experiment, {key: value}), self._loaded.train)
         simulation = build(experiment, self._loaded)
+        if simulation.test_data is not None:  # where they are needed: every run would copy them
+            self._loaded = Splits(simulation.train_data, simulation.test_data)
         self.metric = "accuracy" if self._loaded.train.classes is not None else "loss"
         self._config = self._describe(resolved(experiment, simulation))
 
