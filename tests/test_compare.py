@@ -332,6 +332,9 @@ def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsy
         ("compare.grid.fedlamb.lr=[]", "compare.grid.fedlamb.lr = []: must not be empty"),
         ("compare.grid.fedlamb.name=['fedavg']", "[compare.grid.fedlamb] has no key 'name'"),
         ("compare.lr.fedlamb=[0.1]", "[compare] has no key 'lr'"),
+        ("compare.tuning_rounds=0", "compare.tuning_rounds = 0: input should be greater than"),
+        ("compare.tuning_rounds=2.5", "compare.tuning_rounds = 2.5: input should be a valid integer"),
+        ("compare.tuning_rounds=13", "compare.tuning_rounds = 13: must be at most train.rounds = 12"),
     ],
 )
 def test_what_cannot_be_tried_is_said_before_anything_runs(here, capsys, setting, said):
@@ -340,6 +343,72 @@ def test_what_cannot_be_tried_is_said_before_anything_runs(here, capsys, setting
     assert said in line
     assert line.count("\n") == 1
     assert not (here / "c").exists()
+
+
+SHORT = ("compare.algorithms=['fedavg']", "compare.tuning_rounds=4")
+
+
+def untimed(folder):
+    """The rounds of a run without their times."""
+    return [{key: value for key, value in row.items() if "seconds" not in key} for row in rows(folder)]
+
+
+def test_settings_are_chosen_in_fewer_rounds(here, capsys):
+    """The slow rate is ahead in the first rounds, the fast one at the end."""
+    rates = "compare.grid.fedavg.lr=[0.02, 0.5]"
+    assert call(*command("whole", SHORT[0], rates)) == 0
+    assert call(*[word for word in command("c", *SHORT, rates) if word != "--quiet"]) == 0
+    for name in ("tuning/fedavg/lr0.02", "tuning/fedavg/lr0.5"):
+        assert read_record(Path("c", name)).complete
+        assert len(rows(Path("c", name))) == 4
+        assert untimed(Path("c", name)) == untimed(Path("whole", name))[:4]
+    assert [len(rows(f"c/fedavg/seed{seed}")) for seed in (0, 1)] == [12, 12]
+    assert [read_record(f"{folder}/fedavg/seed0").lr for folder in ("c", "whole")] == [0.02, 0.5]
+    assert "held out, in the first 4 rounds\n" in capsys.readouterr().out
+    assert json.loads(Path("c/config.json").read_text())["compare"]["tuning_rounds"] == 4
+    assert call(*[word for word in command("whole", SHORT[0], rates) if word != "--quiet"]) == 0
+    assert "in the first" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "{name='milestones', at=[3, 6]}"])
+def test_tuning_runs_have_the_rates_of_the_final_ones(here, schedule):
+    """A cosine ends with the final runs, not with these."""
+    assert call(*command("c", *SHORT, f"train.schedule={schedule}")) == 0
+    final = read_record("c/fedavg/seed0")
+    rates = [row["lr"] for row in rows(f"c/tuning/fedavg/lr{final.lr:g}")]
+    assert rates == [row["lr"] for row in rows("c/fedavg/seed0")][:4]
+    if schedule == "cosine":  # half a cosine over the 12 final rounds
+        assert rates == pytest.approx([final.lr * (1 + math.cos(math.pi * done / 12)) / 2 for done in range(4)])
+    assert call(*command("c", *SHORT, f"train.schedule={schedule}")) == 0  # the same runs: nothing is refused
+
+
+def test_short_tuning_runs_go_on_and_are_never_mixed(here, monkeypatch, capsys):
+    record, seen = Simulation.record, []
+
+    def counted(self, *arguments, **options):
+        seen.append(1)
+        if len(seen) == 2 * 2 + 1:  # two rounds of both rates, then the third
+            os.kill(os.getpid(), signal.SIGINT)
+        return record(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "record", counted)
+        assert call(*command("c", *SHORT)) == 130
+    assert [len(rows(Path("c", name))) for name in RUNS[:2]] == [3, 3]
+    assert call(*command("c", *SHORT)) == 0
+    assert call(*command("whole", *SHORT)) == 0
+    assert_same_comparison("whole", "c", RUNS[:4])
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "record", None)
+        assert call(*command("c", *SHORT)) == 0  # complete: nothing is trained
+    capsys.readouterr()
+    assert call(*command("c", *SHORT, "compare.tuning_rounds=3")) == 2
+    said = capsys.readouterr().err
+    assert "tuning/fedavg/lr0.05' holds another run: train.rounds = 4 (now 3)" in said
+    assert said.count("\n") == 1
+    assert call(*command("c", *SHORT, "compare.tuning_rounds=6")) == 0  # more are added
+    assert call(*command("longer", *SHORT, "compare.tuning_rounds=6")) == 0
+    assert_same_comparison("longer", "c", RUNS[:4])
 
 
 def test_more_runs_than_may_be_open_at_once(here, monkeypatch):
@@ -377,14 +446,15 @@ def test_a_live_table_on_a_terminal(here, monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     monkeypatch.setattr(compare_command, "err", screen)
     monkeypatch.setattr(compare_command, "Live", lambda **options: Live(**options | {"refresh_per_second": 1000}))
-    assert call(*[word for word in command("c") if word != "--quiet"]) == 0
+    assert call(*[word for word in command("c", "compare.tuning_rounds=9") if word != "--quiet"]) == 0
     plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen.file.getvalue())
     lines = [line.split() for line in plain.splitlines()]
     assert ["algorithm", "lr", "seed", "round", "accuracy", "rounds/s"] in lines
     assert ["scaffold", "waiting"] in lines
     words = [line for line in lines if line[:2] == ["fedavg", "tuning"]][-1]
     assert words[2:4] == ["0.05…0.2", "0"]
-    assert words[4].endswith("/12")
+    assert words[4].endswith("/9")
     assert float(words[6]) > 0
-    assert any(line[:2] == ["scaffold", "running"] and line[3] == "0…1" for line in lines)
+    running = [line for line in lines if line[:2] == ["scaffold", "running"]]
+    assert any(line[3] == "0…1" and line[4].endswith("/12") for line in running)
     assert any(line[:2] == ["fedavg", "done"] and line[5] == "best" for line in lines)

@@ -71,8 +71,36 @@ def test_a_convolution_and_its_gradients(case, dtype, tolerance):
 def test_the_gradient_cut_into_parts_is_the_same():
     x, _, _, g, _, _, dw = problem(CASES[3], torch.float32)
     for parts in (1, 2, 5):
-        made = kernels.weight_gradient(g, x.detach(), 4, (5, 5), (1, 1), (0, 0), "ieee", parts=parts)
+        made, bias = kernels.weight_gradient(g, x.detach(), 4, (5, 5), (1, 1), (0, 0), "ieee", parts=parts, biased=True)
         assert error(made, dw) < 1e-6
+        assert error(bias, g.double().reshape(4, -1, *g.shape[1:]).sum((1, 3, 4))) < 1e-6
+
+
+@pytest.mark.parametrize("case", [CASES[2], CASES[3], CASES[5], CASES[10]])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_a_convolution_with_a_bias(case, dtype, tolerance):
+    x, _, w, g, expected, *_ = problem(case, dtype)
+    bias = torch.randn(case[0], case[3] + 2, device="cuda").requires_grad_()  # its rows lie apart in a flat vector
+    y = ops.convolve(x, w.detach().requires_grad_(), case[7], case[8], bias=bias[:, 1:-1])
+    shift = bias[:, 1:-1].detach().double().repeat_interleave(case[1], 0)[:, :, None, None]
+    assert error(y.detach(), expected + shift) < tolerance
+    (made,) = torch.autograd.grad(y, bias, g)
+    assert error(made[:, 1:-1], g.double().reshape(case[0], case[1], *g.shape[1:]).sum((1, 3, 4))) < 1e-5
+    assert float(made[:, 0].abs().sum() + made[:, -1].abs().sum()) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "window"), [((6, 10, 24, 24), (2, 2)), ((2, 3, 7, 9), (2, 3)), ((3, 64, 8, 8), (2, 2))]
+)
+def test_max_pooling_is_torchs(shape, window, dtype):
+    x = torch.randint(0, 4, shape, device="cuda").to(dtype)  # many ties: the first of equals takes the gradient
+    x[0, 0, 0, 1] = float("nan")
+    x.requires_grad_()
+    made, expected = ops.max_pool(x, window), F.max_pool2d(x, window)
+    assert torch.equal(made.nan_to_num(-1), expected.nan_to_num(-1))
+    seed = torch.randn_like(expected)
+    assert torch.equal(torch.autograd.grad(made, x, seed)[0], torch.autograd.grad(expected, x, seed)[0])
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -149,7 +149,7 @@ def test_claims_are_no_part_of_a_run():
 @pytest.mark.parametrize("name", PAPERS)
 def test_every_paper_can_be_run(name):
     text = PAPERS[name].read_text(encoding="utf-8")
-    assert text.startswith(("# Karimi, Li & Li", "# Sun et al. 2023"))
+    assert text.startswith(("# Karimi, Li & Li", "# Sun et al. 2023", "# Ours, in no paper"))
     assert "Protocol" in text
     for scale in ("full", "small"):
         plan = reproduce.plan(PAPERS[name], [], scale)
@@ -166,12 +166,37 @@ def test_every_paper_can_be_run(name):
         assert not claim.paper or ours <= claim.paper.keys()  # where a paper has numbers, it has all
 
 
-@pytest.mark.parametrize("name", [name for name in PAPERS if name.startswith("lamb")])
+def paper_grid(algorithm):
+    return {key.partition(".")[2]: values for key, values in GRIDS["lamb-paper"][algorithm].items()}
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if name.startswith("lamb") and name != "lamb-epsilon"])
 def test_the_lamb_papers_grids_are_whole(name):
     """Rates, lambda and Adp-Fed's server rate: what `lamina tune --grid lamb-paper` tries."""
     for algorithm, tried in load(PAPERS[name]).compare.grid.items():
-        expected = {key.partition(".")[2]: values for key, values in GRIDS["lamb-paper"][algorithm].items()}
-        assert tried.values() == expected
+        assert tried.values() == paper_grid(algorithm)
+
+
+def test_where_a_grid_is_ours_it_is_a_part_of_the_papers():
+    for algorithm, tried in load(PAPERS["lamb-epsilon"]).compare.grid.items():
+        assert tried.values().keys() == {"lr"}
+        assert set(tried.lr) < set(paper_grid(algorithm)["lr"])
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+@pytest.mark.parametrize("dealt", ["iid", "noniid"])
+@pytest.mark.parametrize("cell", ["mnist-mlp", "mnist-cnn", "fmnist-cnn"])
+def test_the_lamb_papers_two_figures_are_whole(cell, dealt, epochs):
+    """Every panel of Figures 2 and 3 by the same protocol."""
+    experiment = load(PAPERS[f"lamb-{cell}-{dealt}-e{epochs}"])
+    data, train, spec = experiment.data, experiment.train, experiment.compare
+    names = {"mnist": "mnist", "fmnist": "fashion-mnist"}
+    assert (names[cell.partition("-")[0]], cell.partition("-")[2]) == (data.name, experiment.model.name)
+    assert data.partition.options() == ({"base": "iid"} if dealt == "iid" else {"base": "classes", "k": 2})
+    assert (data.clients, train.participation, train.batch_size, train.epochs) == (50, 0.5, 128, epochs)
+    assert (train.rounds, spec.tuning_rounds, spec.seeds, spec.select) == (100, 30, 3, "test")
+    assert spec.algorithms == ["fedavg", "fedadam", "fedams", "fedlamb", "mime", "mimelamb"]
+    assert "Fed-LAMB and Mime-LAMB above Fed-AMS and Mime" in " ".join(claim.text for claim in experiment.claim)
 
 
 def test_the_papers_own_numbers_support_their_claims():
@@ -278,26 +303,44 @@ def write_mnist(folder, samples):
     return parts
 
 
-def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["lamb-mnist-cnn-noniid-e1-code", "lamb-mnist-cnn-noniid-e1"])
+def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch, capsys, name):
     train, test = write_mnist(here / "data" / "mnist", (2500, 600))
     files = idx.IdxSet("mnist", ("mnist",), 0.1307, 0.3081, train, test)
     whole = sources.SOURCES["mnist"]
     sources.SOURCES["mnist"] = type(whole)(whole.description, lambda root: idx.read_set(files, root), whole.files)
     monkeypatch.setenv("LAMINA_DATA", str(here / "data"))
     monkeypatch.setattr(reproduce, "SMALL_ROUNDS", 2)
-    assert call("lamb-mnist-cnn-noniid-e1-code", "--scale", "small") == 0
+    assert call(name, "--scale", "small") == 0
     said = capsys.readouterr().out
     assert "Adp-Fed is below all other methods" in said
     assert "no verdict about the paper" in said
     assert "verdict:" not in said
-    folder = here / "runs" / "lamb-mnist-cnn-noniid-e1-code-small"
+    folder = here / "runs" / f"{name}-small"
     assert "verdict" not in (folder / "claims.json").read_text()
     config = json.loads((folder / "as-given" / "config.json").read_text())
     assert config["data"]["name"] == "mnist-small"
     assert config["train"]["rounds"] == 2
+    assert not (folder / "as-given" / "tuning").exists()
     assert {name: made["lr"] for name, made in config["algorithms"].items()}["fedams"] == 0.005  # one of the grid
     splits = sources.load("mnist-small")
     assert (len(splits.train), len(splits.test)) == (2000, 500)
+
+
+def test_tuning_rounds_that_a_variant_does_not_reach_are_refused_before_anything_runs(here, capsys):
+    tuned = TOML.replace("seeds = 1", "seeds = 1\ntuning_rounds = 2").replace("[0.1]", "[0.1, 0.2]")
+    (here / "mine.toml").write_text(tuned)
+    assert call("mine.toml") == 2
+    said = capsys.readouterr().err
+    assert "compare.tuning_rounds = 2: must be at most train.rounds = 1" in said
+    assert said.count("\n") == 1
+    assert not (here / "runs").exists()
+    (here / "mine.toml").write_text(tuned.replace('["train.rounds=1"]', '["train.rounds=2"]'))
+    assert call("mine.toml") == 0
+    assert "held out, in the first 2 rounds" in capsys.readouterr().out
+    folder = here / "runs" / "mine" / "as-given"
+    assert len((folder / "tuning/fedavg/lr0.2/metrics.jsonl").read_text().splitlines()) == 2
+    assert len((folder / "fedavg/seed0/metrics.jsonl").read_text().splitlines()) == 3
 
 
 def test_the_small_version_speaks_of_a_round_it_reaches():

@@ -320,8 +320,8 @@ class Plan:
         order_streams = rng.fork(order_streams, np.arange(passes, dtype=np.int64)[None, :, None])
         positions = np.arange(sizes.max(), dtype=np.int64)
         keys = rng.bits(order_streams, positions)
-        keys[np.broadcast_to(positions >= sizes[:, None, None], keys.shape)] = np.iinfo(np.int64).max
-        order = np.argsort(keys, axis=-1, kind="stable")
+        beyond = positions >= sizes[:, None, None]  # the last in any order: larger than any of 53 bits
+        order = rng.order(np.where(beyond, (1 << 53) + positions, keys))
 
         # step k of client c takes positions [start, start + B) of pass k // per_epoch
         k = np.arange(steps.max(), dtype=np.int64)[None, :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -72,8 +73,8 @@ class Population:
         ]
 
         def plan_ahead() -> None:
-            for simulation in leaders.values():
-                simulation.plan_ahead()
+            with ThreadPoolExecutor(len(leaders)) as pool:  # numpy sorts without Python's lock
+                list(pool.map(lambda simulation: simulation.plan_ahead(), leaders.values()))
 
         engine.meanwhile = plan_ahead
         first = self.simulations[0]

@@ -85,7 +85,16 @@ def permutation(stream: int, n: int) -> NDArray[np.int64]:
     >>> sorted(permutation(key(0, "doc"), 5).tolist())
     [0, 1, 2, 3, 4]
     """
-    return np.argsort(bits(stream, np.arange(n, dtype=np.int64)), kind="stable")
+    return order(np.asarray(bits(stream, np.arange(n, dtype=np.int64))))
+
+
+def order(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+    """What sorts random keys along the last axis: of equal ones, as good as never met, the first comes first."""
+    made = np.argsort(keys, axis=-1)  # many times as fast as a stable sort, and the same if no two keys are equal
+    ranked = np.take_along_axis(keys, made, axis=-1)
+    if bool((ranked[..., 1:] == ranked[..., :-1]).any()):
+        return np.argsort(keys, axis=-1, kind="stable")
+    return made
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:

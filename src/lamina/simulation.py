@@ -35,7 +35,10 @@ from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
 if TYPE_CHECKING:
     from lamina.experiment.checkpoint import Checkpoints
 
-EVALUATION_BATCH, EVALUATION_BATCH_GPU = 1000, 4000  # samples at a time
+EVALUATION_BATCH = 1000  # samples at a time
+EVALUATION_NUMBERS_GPU = (
+    8 << 20
+)  # input numbers at a time on a GPU, if that is more: small samples come in large batches
 DEFAULT_CLIENTS = 10
 log = logging.getLogger(__name__)
 
@@ -152,7 +155,8 @@ class Simulation:
         if deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self._check_fit(loss)
-        self._check_protocol(client_metrics)
+        known = isinstance(engine, Simulation) and engine.plan.same_rounds(self.plan)
+        self._check_protocol(client_metrics, known)
         self.engine = choose_engine(
             engine,
             precision,
@@ -306,10 +310,11 @@ class Simulation:
             if not isinstance(losses, Tensor) or losses.shape != (len(inputs),):
                 raise BadInput("the loss must return one value per sample, a tensor of shape [n]: use reduction='none'")
 
-    def _check_protocol(self, client_metrics: bool) -> None:
-        """Find what would only fail in some later round."""
+    def _check_protocol(self, client_metrics: bool, known: bool) -> None:
+        """Find what would only fail in some later round; `known`: a simulation with the same rounds has been made."""
         clients = self.plan.clients
-        self.plan.round(1)
+        if not known:
+            self.plan.round(1)
         if client_metrics and (not clients.parts or self.train_data.classes is None):
             raise BadInput("client_metrics needs class labels and clients that keep their data")
         if clients.moving is not None and any(v is not None for v in self.algorithm.client_init(self.objective.start)):
@@ -350,7 +355,9 @@ def named(measured: Tensor) -> dict[str, float]:
 def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> tuple[Tensor, Tensor | None]:
     """Per-sample losses and, for class labels, whether each prediction is right (as 0 or 1)."""
     losses, correct = [], []
-    batch = EVALUATION_BATCH if objective.device.type == "cpu" else EVALUATION_BATCH_GPU
+    batch = EVALUATION_BATCH
+    if objective.device.type != "cpu":
+        batch = max(batch, EVALUATION_NUMBERS_GPU // data.x[0].numel())
     with torch.no_grad():
         for start in range(0, len(data), batch):
             part = slice(start, start + batch)
@@ -441,7 +448,7 @@ def choose_engine(name: str | Simulation, precision: Precision, **settings: Any)
         if isinstance(lent, Loop):
             return Loop(**settings)
         fits = name.objective.layers.shapes == objective.layers.shapes and not objective.frozen
-        fits = fits and (name.device, name.precision) == (objective.device, precision)
+        fits = fits and (name.objective.device, name.precision) == (objective.device, precision)
         if fits and not (lent.random and settings["algorithm"].needs(1).control_variate):
             return Stacked(forward=lent.forward, random=lent.random, **settings)
         name = "auto"

@@ -62,10 +62,12 @@ def reproduce(
     experiments = plan(file, overrides or [], scale)
     path = out_folder or Path("runs") / (file.stem + ("-small" if scale == "small" else ""))
     entries: dict[str, compare.Entry] = {}
+    stop = Stop()  # one for all variants: asked in the last round of one, no other begins
     for variant, experiment in experiments.items():
         if not quiet and variant:
             tell(f"{variant}:")
-        finished = run(experiment, path / (variant or "as-given"), entries, variant, overwrite, quiet)
+        finished = run(experiment, path / (variant or "as-given"), entries, variant, stop, overwrite, quiet)
+        finished = finished and (not stop() or variant == list(experiments)[-1])
         if not finished:
             raise Interrupted(f"stopped after a round; {TO_GO_ON}{' without --overwrite' * overwrite}")
     rounds = next(iter(experiments.values())).train.rounds
@@ -123,7 +125,7 @@ def plan(file: Path, overrides: list[str], scale: Scale = "full") -> dict[str, E
         chosen = "compare.algorithms=[" + ",".join(f'"{name}"' for name in names) + "]"
         own = load(file, [*overrides, *claims.variants(experiment)[variant], chosen])
         own = small(own) if scale == "small" else own
-        build_partition(own), build_schedule(own)
+        build_partition(own), build_schedule(own), compare.tuning_rounds(own)
         for name in names:
             for settings in compare.points_of(own, name):
                 build_algorithm(compare.with_algorithm(own, name, settings))
@@ -136,11 +138,11 @@ def run(
     path: Path,
     entries: dict[str, compare.Entry],
     variant: str,
+    stop: Stop,
     overwrite: bool,
     quiet: bool,
 ) -> bool:
     """Run one comparison and enter its results by label; whether it was finished, not stopped."""
-    stop = Stop()
     watcher = compare.Watcher() if quiet else LiveTable(experiment) if err.is_terminal else Lines(experiment)
     comparison = compare.Comparison(experiment, path, overwrite=overwrite, watcher=watcher, stop=stop)
     with stop, watcher if isinstance(watcher, LiveTable) else contextlib.nullcontext():
@@ -169,7 +171,11 @@ def small(experiment: Experiment) -> Experiment:
             "train": train.model_copy(update={"rounds": rounds}),
             "run": experiment.run.model_copy(update={"checkpoint_every": rounds}),
             "compare": spec.model_copy(
-                update={"seeds": 1, "grid": {name: middle(tried) for name, tried in spec.grid.items()}}
+                update={
+                    "seeds": 1,
+                    "tuning_rounds": None,  # nothing is tried
+                    "grid": {name: middle(tried) for name, tried in spec.grid.items()},
+                }
             ),
         }
     )

@@ -250,7 +250,7 @@ class Shards:
             )
         # What does not divide evenly is dropped before the sort: at the end, it would all be of the last class.
         order = rng.permutation(rng.key(seed, "partition-shards"), n)[: n - n % self.shards]
-        pieces = order[np.argsort(labels[order], kind="stable")].reshape(self.shards, -1)
+        pieces = order[_by_kind(labels[order])].reshape(self.shards, -1)
         dealt = rng.permutation(rng.key(seed, "partition-shards-clients"), self.shards)[: clients * self.per_client]
         return [np.sort(pieces[mine].ravel()) for mine in dealt.reshape(clients, self.per_client)]
 
@@ -377,7 +377,7 @@ def _deal(kinds: Labels, counts: Labels, seed: int) -> Parts:
     owner = np.empty(len(kinds), np.int64)
     # A random order of all samples, then by class: random inside every class.
     order = rng.permutation(rng.key(seed, "partition-deal"), len(kinds))
-    order = order[np.argsort(kinds[order], kind="stable")]
+    order = order[_by_kind(kinds[order])]
     clients = np.broadcast_to(np.arange(len(counts))[:, None], counts.shape)
     owner[order] = np.repeat(clients.T.ravel(), counts.T.ravel())
     return _group(owner, len(counts))
@@ -386,7 +386,12 @@ def _deal(kinds: Labels, counts: Labels, seed: int) -> Parts:
 def _group(owner: Labels, clients: int) -> Parts:
     """The samples of every owner, ascending (the sort is stable)."""
     ends = np.cumsum(np.bincount(owner, minlength=clients))
-    return np.split(np.argsort(owner, kind="stable"), ends[:-1])
+    return np.split(_by_kind(owner), ends[:-1])
+
+
+def _by_kind(kinds: Labels) -> Labels:
+    """The stable order that sorts small whole numbers; in few bits numpy does so in one pass over each byte."""
+    return np.argsort(kinds.astype(np.min_scalar_type(int(kinds.max()))), kind="stable")
 
 
 def _checked_counts(name: str, labels: Labels | None, clients: int | None, samples: int | None) -> tuple[int, int]:

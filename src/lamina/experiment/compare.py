@@ -1,8 +1,9 @@
 """Compare algorithms fairly: the same initial weights, clients and batches, and every method tuned the same way.
 
 If the file gives values to try (``[compare.grid]``: rates, and the methods' own options), each combination is run once
-on the first seed and the one with the best accuracy on held-out *training* data is kept; the test data are looked at
-only in the final runs, one per seed. (The papers choose on the test data: ``compare.select = "test"``.)
+on the first seed (for ``compare.tuning_rounds`` rounds, if given) and the one with the best accuracy on held-out
+*training* data is kept; the test data are looked at only in the final runs, one per seed. (The papers choose on the
+test data: ``compare.select = "test"``.)
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from lamina import algorithms
 from lamina.data.dataset import Splits
 from lamina.engines.stacked.engine import Stacked
 from lamina.errors import BadInput
-from lamina.experiment.config import AlgorithmSection, Experiment
+from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
 from lamina.experiment.files import PARTIAL, cannot_write, check_writable, write_file, write_json
 from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, LogLines, RunFolder, is_ours, unreadable_config
 from lamina.experiment.records import FORMAT, Record, read_json, read_record, refuse_format
-from lamina.experiment.run import build, build_algorithm, go_on, load_data, resolved, train
+from lamina.experiment.run import build, build_algorithm, build_schedule, go_on, load_data, resolved, train
 from lamina.experiment.settings import Settings, at_ends, bounds_of, folder_name, points, way_beyond, written
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row
@@ -116,6 +117,7 @@ class Comparison:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
         if experiment.data.validation is not None:
             raise BadInput("data.validation is for single runs: a comparison holds out compare.validation by itself")
+        tuning_rounds(experiment)
         for name in {**spec.grid, **spec.options}:
             if ":" not in name:  # settings for a method left out this time are fine, a misspelt name is not
                 algorithms.find(name)
@@ -195,6 +197,9 @@ class Comparison:
         """One run as an experiment of its own."""
         own = with_algorithm(self.experiment, job.algorithm, job.settings)
         train = own.train.model_copy(update={"seed": job.seed})
+        if job.tuning:  # shorter perhaps, but each round at the rate that it has in the final runs
+            schedule = Schedule(name=train.schedule.name, **vars(build_schedule(own)))
+            train = train.model_copy(update={"rounds": tuning_rounds(own), "schedule": schedule})
         held_out = own.compare.validation if job.tuning and own.compare.select == "validation" else None
         return own.model_copy(update={"train": train, "data": own.data.model_copy(update={"validation": held_out})})
 
@@ -224,7 +229,10 @@ class Comparison:
             held_out = f"{spec.validation:.0%} of the training data, held out"
             on = held_out if spec.select == "validation" else "the test data"
             what = "rates" if all(choice[0].keys() == {"lr"} for choice in self._choices.values()) else "settings"
-            lines.append(f"{what} were chosen on {on}")
+            rounds = tuning_rounds(self.experiment)
+            first = f"first {rounds} rounds" if rounds > 1 else "first round"
+            short = f", in the {first}" if rounds < self.experiment.train.rounds else ""
+            lines.append(f"{what} were chosen on {on}{short}")
         untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")
@@ -401,6 +409,14 @@ def points_of(experiment: Experiment, name: str) -> list[Settings]:
     """What is tried for an algorithm: a rate, and options if its grid has any; one alone is no choice."""
     spec, rate = experiment.compare, experiment.train.lr or algorithms.find(name).card.lr
     return points({"lr": [rate], **(spec.grid[name].values() if name in spec.grid else {})})
+
+
+def tuning_rounds(experiment: Experiment) -> int:
+    """The rounds of a run that only helps to choose settings."""
+    given, rounds = experiment.compare.tuning_rounds, experiment.train.rounds
+    if given is not None and given > rounds:
+        raise BadInput(f"compare.tuning_rounds = {given}: must be at most train.rounds = {rounds}")
+    return given or rounds
 
 
 def with_algorithm(experiment: Experiment, name: str, settings: Settings | None = None) -> Experiment:

@@ -126,6 +126,7 @@ class Compare(_Section):
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
+    tuning_rounds: AtLeastOne | None = None  # of the runs that only help to choose; None: as many as train.rounds
     options: dict[str, dict[str, Any]] = {}  # further options for each
 
 

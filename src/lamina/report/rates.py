@@ -85,7 +85,7 @@ def responses(runs: Sequence[Record]) -> list[Response]:
 def _configuration(run: Record) -> str:
     """What a comparison's tuning runs and the runs with the settings they chose have in common."""
     tried = {f"algorithm.{name}" for name in grid_of(run)}
-    return json.dumps(identity(run, {SEED, RATE, "data.validation", *tried}), sort_keys=True)
+    return json.dumps(identity(run, {SEED, RATE, "train.rounds", "data.validation", *tried}), sort_keys=True)
 
 
 def tried_keys(run: Record) -> list[str]:

@@ -27,7 +27,7 @@ from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
 from lamina.engines.stacked.memory import client_home, rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
-from lamina.engines.stacked.steps import Steps, join, split, works_by_layer
+from lamina.engines.stacked.steps import Nowhere, Steps, Summing, SumOfGradients, join, split, works_by_layer
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
 from lamina.errors import Diverged, LaminaError
 from lamina.layers import Layers
@@ -37,10 +37,9 @@ from lamina.plan import Round, sample_counters
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 2  # captured steps kept at a time: the usual chunk and the last, smaller one
+MOST_GRAPHS = 4  # captured steps kept at a time: the usual chunk and the last, smaller one, each with a full gradient
 EMPTY_ROWS = 0.5  # of a captured step may be idle (members that diverged) before a smaller one is captured
-COMPILED_FROM = 500_000  # parameters x experiments; less is done before its compilation would pay
-FULL_GRADIENT_BATCH = 64  # samples per client at a time in a full-data gradient
+COMPILED_FROM = 500_000  # parameters; less is done before its compilation would pay
 
 
 @dataclass(frozen=True)
@@ -322,8 +321,9 @@ class Stacked:
         # all of one element: a vector could not be told from one number per row
         return parts if any(part.size > 1 for part in parts) and works_by_layer(self.algorithm) else [layers]
 
-    def steps(self, algorithm: Algorithm, *, control: bool = False) -> Steps:
+    def steps(self, algorithm: Algorithm | SumOfGradients, *, control: bool = False) -> Steps:
         """The local steps of rows that run this algorithm."""
+        whole = isinstance(algorithm, SumOfGradients)
         return Steps(
             self.objective,
             self.data,
@@ -331,8 +331,9 @@ class Stacked:
             algorithm,
             self._parts,
             control=control,
-            clip=self.clip,
-            augmentation=self.augmentation,
+            clip=None if whole else self.clip,
+            augmentation=None if whole else self.augmentation,
+            whole=whole,
         )
 
     def _train(
@@ -364,9 +365,8 @@ class Stacked:
             if device.type == "cuda" or self.always_graphed:
                 lone_sample = bool((filled == 1).any())
                 self.forward.announce(lone_sample)  # BatchNorm refuses one while the step is captured
-                experiments = len({row.member for row in chunk})
                 masked = counts if ragged else None
-                graph = self._graph(steps, local, down, buffers, samples, masked, keys, lone_sample, experiments)
+                graph = self._graph(steps, local, down, buffers, samples, masked, keys, lone_sample)
                 local, total = graph.run(algorithm, local, down, buffers, samples, counts, keys, info.lr)
                 return local, total / taken
             parts, fixed = split(local, steps.parts), split(down, steps.parts)
@@ -391,7 +391,6 @@ class Stacked:
         counts: Tensor | None,
         keys: Tensor | None,
         lone_sample: bool,
-        experiments: int,
     ) -> GraphedSteps:
         """The captured step for this shape of chunk; captured once, then replayed in every round."""
         algorithm = steps.algorithm
@@ -400,6 +399,7 @@ class Stacked:
             (room_for(samples.shape[1]), samples.shape[2]),
             counts is None,
             steps.control,
+            steps.whole,
             lone_sample,
             tuple(v is None for v in local),
             tuple(None if v is None else v.stride(0) == 0 for v in down),
@@ -412,7 +412,7 @@ class Stacked:
             del self._graphs[next(iter(self._graphs))]
         compiled = self.compiled
         if compiled is None:
-            compiled = self.objective.start.numel() * experiments >= COMPILED_FROM
+            compiled = self.objective.start.numel() >= COMPILED_FROM
         inputs = (steps, local, down, buffers, samples, counts, keys)
         try:
             graph = GraphedSteps(*inputs, compiled=compiled)
@@ -434,25 +434,32 @@ class Stacked:
             return {}
         found = {}
         device = self.objective.device
-        steps = self.steps(self.algorithm)
+        steps = self.steps(SumOfGradients())
         for chunk in chunks:
-            own = [members[row.member].plan.samples[row.c] for row in chunk]
-            sizes = torch.tensor([len(ids) for ids in own], device=device)
-            padded = np.zeros((len(chunk), max(len(ids) for ids in own)), dtype=np.int64)
+            plans = [members[row.member].plan for row in chunk]
+            own = [plan.samples[row.c] for plan, row in zip(plans, chunk, strict=True)]
+            sizes = np.array([len(ids) for ids in own])
+            batch = plans[0].index.shape[2]  # as in training: what fits there fits here
+            many = -(-int(sizes.max()) // batch)
+            padded = np.zeros((len(chunk), many * batch), dtype=np.int64)
             for line, ids in zip(padded, own, strict=True):
                 line[: len(ids)], line[len(ids) :] = ids, ids[0]
+            samples = send(padded.reshape(len(chunk), many, batch), device)
+            counts = send(np.clip(sizes[:, None] - batch * np.arange(many), 0, batch), device)
             flat = self._in_layout(torch.stack([members[row.member].state.server.x for row in chunk]))
             buffers = {
                 n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
             }
-            parts = torch.split(flat, [part.size for part in steps.parts], dim=-1)
-            total = torch.zeros_like(flat)
-            for start in range(0, padded.shape[1], FULL_GRADIENT_BATCH):
-                samples = send(padded[:, start : start + FULL_GRADIENT_BATCH], device)
-                filled = (sizes - start).clamp(0, samples.shape[1])
-                grads, _ = steps.gradient(list(parts), buffers, samples, filled, None, train=False)
-                grad = torch.cat([g.to(flat.dtype) for g in grads], dim=-1)
-                total = total + grad * (filled / sizes).unsqueeze(1).to(flat.dtype)
+            local, down = Summing(flat, torch.zeros_like(flat)), Nowhere()
+            if device.type == "cuda" or self.always_graphed:
+                graph = self._graph(steps, local, down, buffers, samples, counts, None, False)
+                local, _ = graph.run(steps.algorithm, local, down, buffers, samples, counts, None, 0.0)
+            else:
+                parts, fixed = split(local, steps.parts), split(down, steps.parts)
+                for k in range(many):
+                    parts, _ = steps.step(parts, fixed, buffers, samples[:, k], counts[:, k], None, 0.0)
+                local = join(parts)
+            total = local.total / send(sizes, device).to(flat.dtype).unsqueeze(1)
             for r, row in enumerate(chunk):
                 found[row.member, row.c] = total[r]
         return found
@@ -516,7 +523,7 @@ def _squares(rows: Tensor) -> Tensor:
 def _pad(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
     """Every row's indices [rows, K, B] and counts [rows, K] up to the longest K; missing steps have count 0."""
     longest = max(int(plan.steps[c]) for plan, c in zip(plans, places, strict=True))
-    if all(plan is plans[0] for plan in plans):
+    if all(plan.index is plans[0].index for plan in plans):
         return plans[0].index[places, :longest], plans[0].filled[places, :longest]
     width = max(plan.index.shape[2] for plan in plans)
     index = np.zeros((len(plans), longest, width), dtype=np.int64)

@@ -47,6 +47,7 @@ class GraphedSteps:
             control=steps.control,
             clip=steps.clip,
             augmentation=steps.augmentation,
+            whole=steps.whole,
         )
         self._local = type(local)(
             *(None if v is None else v.clone(memory_format=torch.contiguous_format) for v in local)

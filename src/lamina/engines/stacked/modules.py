@@ -55,11 +55,7 @@ class StackedConv2d(nn.Conv2d):
         """[C * B, in, H, W] -> [C * B, out, H', W']."""
         if self.kernel is None:
             return convolve(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-        out = self.kernel(input, self.weight, self.stride, self.padding)
-        if self.bias is not None:
-            by_client = unfold_clients(out, self.weight.shape[0])
-            out = (by_client + _per_client(self.bias.to(out.dtype), by_client, 2)).flatten(0, 1)
-        return out
+        return self.kernel(input, self.weight, self.stride, self.padding, bias=self.bias)
 
 
 class StackedGroupNorm(nn.GroupNorm):
@@ -96,28 +92,16 @@ class StackedLayerNorm(nn.LayerNorm):
         return out.to(input.dtype)
 
 
-class FusedMaxPool2d(nn.MaxPool2d):
-    """Max-pooling written out while it is compiled, so that it melts into its neighbours; the same ties, the same NaN.
+class PlainMaxPool2d(nn.MaxPool2d):
+    """Max-pooling over windows that lie side by side. Not a matter of clients, but we have a faster kernel for it."""
 
-    Windows must not overlap. Not a matter of clients: torch's own kernels for channels-last images are slow.
-    """
+    kernel: Callable[..., Tensor] | None = None  # our own: set by `use_kernels`
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, channels, H, W] -> [N, channels, H', W']."""
-        if not (input.is_cuda and torch.compiler.is_compiling()):
+        if self.kernel is None or input.dim() != 4:
             return F.max_pool2d(input, self.kernel_size)
-        return window_maximum(input, *_two(self.kernel_size))
-
-
-def window_maximum(x: Tensor, kh: int, kw: int) -> Tensor:
-    """The maximum over windows that lie side by side; of equal values the first takes the gradient, as in torch."""
-    bottom, right = x.shape[2] // kh * kh, x.shape[3] // kw * kw
-    best = x[:, :, 0:bottom:kh, 0:right:kw]
-    for i in range(kh):
-        for j in range(kw):
-            value = x[:, :, i:bottom:kh, j:right:kw]
-            best = torch.where((value > best) | value.isnan(), value, best)
-    return best
+        return self.kernel(input, _two(self.kernel_size))
 
 
 def _two(size: Any) -> tuple[int, int]:
@@ -289,7 +273,7 @@ def stack(module: nn.Module) -> nn.Module:
         if kind is None and own:
             raise CannotStack(f"layer '{name or type(layer).__name__}' ({type(layer).__name__}) has no stacked form")
         if type(layer) is nn.MaxPool2d and _windows_lie_apart(layer):
-            kind = FusedMaxPool2d
+            kind = PlainMaxPool2d
         if kind is None:
             continue
         _check_options(name, layer)
@@ -298,13 +282,15 @@ def stack(module: nn.Module) -> nn.Module:
 
 
 def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
-    """Let convolutions use our own kernels where they apply; parameters must then have their channels last in memory.
+    """Let layers use our own kernels where they apply; convolutions' then have their channels last in memory.
 
     Decided here and not in the forward pass, which is compiled and should hold nothing but arithmetic.
     """
     for layer in stacked.modules():
         if isinstance(layer, StackedConv2d) and kernels_apply(layer):
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
+        elif isinstance(layer, PlainMaxPool2d):
+            layer.kernel = kernels.max_pool
 
 
 def _check_options(name: str, layer: nn.Module) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,15 +33,17 @@ class Steps:
         objective: Objective,
         data: Dataset,
         forward: Forward,
-        algorithm: Algorithm,
+        algorithm: Any,  # an `Algorithm`, or `SumOfGradients`
         parts: Sequence[Layers],
         *,
         control: bool,
         clip: float | None,
         augmentation: Augment | None,
+        whole: bool = False,  # for the gradient over all data: the model as it is evaluated, losses summed
     ) -> None:
         self.objective, self.data, self.forward, self.algorithm = objective, data, forward, algorithm
         self.parts, self.control, self.clip, self.augmentation = list(parts), control, clip, augmentation
+        self.whole = whole
 
     def step(
         self,
@@ -83,12 +86,12 @@ class Steps:
 
     def gradient(
         self, y: list[Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None, keys: Tensor | None,
-        *, train: bool = True, rounded: Mapping[str, Tensor] | None = None,
+        *, rounded: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
         """Every row's own gradient of its mean loss, in parts (perhaps rounded), and those losses [rows]."""
         chosen = self.forward.rounded(self.named(y)) if rounded is None else rounded
         leaves = {n: p.detach().requires_grad_() for n, p in chosen.items()}
-        means = self.mean_losses(leaves, buffers, index, filled, keys, train=train)
+        means = self.mean_losses(leaves, buffers, index, filled, keys, train=not self.whole)
         names = list(leaves)
         found = dict(zip(names, torch.autograd.grad(means.sum(), [leaves[n] for n in names]), strict=True))
         if len(self.parts) == 1:  # a whole vector has one type
@@ -103,13 +106,14 @@ class Steps:
         self, parameters: dict[str, Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None,
         keys: Tensor | None, *, train: bool,
     ) -> Tensor:  # fmt: skip
-        """Every row's mean loss over the real samples of its batch [rows]."""
+        """Every row's mean loss over the real samples of its batch [rows]; their sum if `whole`."""
         x, y = self._batch(index, keys)
         mask = None if filled is None else torch.arange(y.shape[1], device=y.device) < filled.unsqueeze(1)
         losses = self.forward.losses(parameters, buffers, x, y, mask, train=train)
         if mask is None or filled is None:
-            return losses.mean(1)
-        return torch.where(mask, losses, 0.0).sum(1) / filled.clamp(min=1)
+            return losses.sum(1) if self.whole else losses.mean(1)
+        sums = torch.where(mask, losses, 0.0).sum(1)
+        return sums if self.whole else sums / filled.clamp(min=1)
 
     def _batch(self, index: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
         """Gather, augment and normalise the batches of all rows: [rows, B, ...]."""
@@ -138,6 +142,28 @@ class Steps:
                 )
             made.append(new)
         return made
+
+
+class Summing(NamedTuple):
+    """Local state that stays at y and adds up gradients."""
+
+    y: Tensor
+    total: Tensor
+
+
+class Nowhere(NamedTuple):
+    """A broadcast that nobody reads."""
+
+    x: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SumOfGradients:
+    """The gradient over all data in the form of local steps, so that a GPU runs both in the same way."""
+
+    def step(self, local: Summing, down: Nowhere, grad: Tensor, lr: Any, layers: Layers) -> Summing:
+        """Stay, and add the gradient."""
+        return Summing(local.y, local.total + grad)
 
 
 def _take(values: Tensor, index: Tensor) -> Tensor:

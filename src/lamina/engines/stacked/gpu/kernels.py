@@ -21,16 +21,23 @@ from torch import Tensor
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
-    x, w, y, rows, height, width, out_height, out_width, x_client, w_client, y_client,
+    x, w, bias, y, rows, height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
+    x_client, w_client, bias_client, y_client,
     IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """y[m, n] = sum_k patch(x)[m, k] w[n, k]: m = (sample, row, column), n = out channel, k = (kh, kw, in channel)."""
+    """y[m, n] = bias[n] + sum_k patch(x)[m, k] w[n, k].
+
+    m = (sample, row, column), n = out channel, k = (kh, kw, in channel).
+    """
     DEPTH: tl.constexpr = KH * KW * IN
+    RUN: tl.constexpr = KW * IN  # what one row of the kernel meets lies side by side in memory
     BY_TAP: tl.constexpr = IN % BK == 0 or IN >= 32  # one tap at a time: the pixel is the same for the whole tile
+    UNPADDED: tl.constexpr = PAD_H == 0 and PAD_W == 0  # no tap falls outside: nothing to test
+    BY_RUN: tl.constexpr = UNPADDED and RUN <= BK and 2 * RUN > BK
     CHUNKS: tl.constexpr = (IN + BK - 1) // BK  # of channels, per tap
-    STEPS: tl.constexpr = KH * KW * CHUNKS if BY_TAP else (DEPTH + BK - 1) // BK
+    STEPS: tl.constexpr = KH * KW * CHUNKS if BY_TAP else KH if BY_RUN else (DEPTH + BK - 1) // BK
     tiles_n: tl.constexpr = (OUT + BN - 1) // BN
     client = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0)
@@ -42,6 +49,7 @@ def _forward(  # type: ignore[no-untyped-def]
     sample = m // (out_height * out_width)
     top = (m // out_width) % out_height * STRIDE_H - PAD_H
     left = m % out_width * STRIDE_W - PAD_W
+    first = ((sample * height + top) * width + left) * IN  # of the patch, if it has no padding
     sums = tl.zeros((BM, BN), dtype=tl.float32)
     for step in range(0, STEPS):
         if BY_TAP:
@@ -58,23 +66,44 @@ def _forward(  # type: ignore[no-untyped-def]
                 mask=(n < OUT)[None, :] & real[:, None],
                 other=0.0,
             )
+        elif BY_RUN:
+            k = tl.arange(0, BK)
+            a = tl.load(
+                x + (first + step * width * IN)[:, None] + k[None, :],
+                mask=(m < rows)[:, None] & (k < RUN)[None, :],
+                other=0.0,
+            )
+            b = tl.load(
+                w + n[None, :] * DEPTH + (step * RUN + k)[:, None],
+                mask=(n < OUT)[None, :] & (k < RUN)[:, None],
+                other=0.0,
+            )
         else:
             k = step * BK + tl.arange(0, BK)
-            rows_k = top[:, None] + (k // (KW * IN))[None, :]
-            columns_k = left[:, None] + (k // IN % KW)[None, :]
-            inside_k = (rows_k >= 0) & (rows_k < height) & (columns_k >= 0) & (columns_k < width)
-            inside_k = inside_k & (m < rows)[:, None] & (k < DEPTH)[None, :]
-            pixels = (sample[:, None] * height + rows_k) * width + columns_k
-            a = tl.load(x + pixels * IN + (k % IN)[None, :], mask=inside_k, other=0.0)
+            if UNPADDED:
+                offset = (k // RUN * width + k // IN % KW) * IN + k % IN
+                a = tl.load(
+                    x + first[:, None] + offset[None, :], mask=(m < rows)[:, None] & (k < DEPTH)[None, :], other=0.0
+                )
+            else:
+                rows_k = top[:, None] + (k // RUN)[None, :]
+                columns_k = left[:, None] + (k // IN % KW)[None, :]
+                inside_k = (rows_k >= 0) & (rows_k < height) & (columns_k >= 0) & (columns_k < width)
+                inside_k = inside_k & (m < rows)[:, None] & (k < DEPTH)[None, :]
+                pixels = (sample[:, None] * height + rows_k) * width + columns_k
+                a = tl.load(x + pixels * IN + (k % IN)[None, :], mask=inside_k, other=0.0)
             b = tl.load(w + n[None, :] * DEPTH + k[:, None], mask=(n < OUT)[None, :] & (k < DEPTH)[:, None], other=0.0)
         sums = tl.dot(a, b, sums, input_precision=PRECISION)
+    if BIASED:
+        sums += tl.load(bias + client * bias_client + n, mask=n < OUT, other=0.0).to(tl.float32)[None, :]
     mask = (m < rows)[:, None] & (n < OUT)[None, :]
     tl.store(y + m[:, None] * OUT + n[None, :], sums.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _input_gradient(  # type: ignore[no-untyped-def]
-    g, w, dx, samples, height, width, out_height, out_width, g_client, w_client, dx_client,
+    g, w, dx, samples, height: tl.constexpr, width: tl.constexpr, out_height: tl.constexpr, out_width: tl.constexpr,
+    g_client, w_client, dx_client,
     IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
@@ -108,7 +137,8 @@ def _input_gradient(  # type: ignore[no-untyped-def]
     taps_w = tl.maximum(KW - first_w + STRIDE_W - 1, 0) // STRIDE_W
     bottom = (row + PAD_H - first_h) // STRIDE_H  # the output row the first tap carried this row to
     right = (column + PAD_W - first_w) // STRIDE_W
-    BY_TAP: tl.constexpr = OUT % BK == 0 or OUT >= 32
+    NARROW: tl.constexpr = g.dtype.element_ty.primitive_bitwidth == 16
+    BY_TAP: tl.constexpr = OUT % BK == 0 or OUT >= 32 or (OUT >= 16 and NARROW)
     CHUNKS: tl.constexpr = (OUT + BK - 1) // BK
     depth = taps_h * taps_w * OUT
     steps = taps_h * taps_w * CHUNKS if BY_TAP else (depth + BK - 1) // BK
@@ -158,19 +188,32 @@ def _input_gradient(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weight_gradient(  # type: ignore[no-untyped-def]
-    g, x, dw, rows, per_part, height, width, out_height, out_width, g_client, x_client, dw_client, dw_part,
+    g, x, dw, db, rows, per_part, height: tl.constexpr, width: tl.constexpr,
+    out_height: tl.constexpr, out_width: tl.constexpr, g_client, x_client, dw_client, dw_part, db_part,
     IN: tl.constexpr, OUT: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """dw[o, k] = sum_m g[m, o] patch(x)[m, k] over one part (grid axis 2) of the rows m = (sample, row, column)."""
+    """dw[o, k] = sum_m g[m, o] patch(x)[m, k] over one part (grid axis 2) of the rows m = (sample, row, column).
+
+    The gradient of the bias, sum_m g[m, o], comes along: g is read here anyway.
+    """
     DEPTH: tl.constexpr = KH * KW * IN
-    tiles_n: tl.constexpr = (DEPTH + BN - 1) // BN
+    RUN: tl.constexpr = KW * IN
+    UNPADDED: tl.constexpr = PAD_H == 0 and PAD_W == 0
+    BY_RUN: tl.constexpr = UNPADDED and RUN <= BN and 2 * RUN > BN  # a tile is one row of the kernel
+    tiles_n: tl.constexpr = KH if BY_RUN else (DEPTH + BN - 1) // BN
     client = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
     tile = tl.program_id(0)
     o = (tile // tiles_n) * BM + tl.arange(0, BM)
-    k = (tile % tiles_n) * BN + tl.arange(0, BN)
+    column_k = tl.arange(0, BN)
+    if BY_RUN:
+        k = (tile % tiles_n) * RUN + column_k
+        real_k = column_k < RUN
+    else:
+        k = (tile % tiles_n) * BN + column_k
+        real_k = k < DEPTH
     g += client * g_client
     x += client * x_client
     dw += client * dw_client + part.to(tl.int64) * dw_part
@@ -181,7 +224,9 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     one_tap = (tile % tiles_n) * BN // IN
     one_h = one_tap // KW
     one_w = one_tap % KW
+    offset = (tap_h * width + tap_w) * IN + channel
     sums = tl.zeros((BM, BN), dtype=tl.float32)
+    bias_sums = tl.zeros((BM,), dtype=tl.float32)
     end = tl.minimum((part + 1) * per_part, rows)
     for start in range(part * per_part, end, BK):
         m = start + tl.arange(0, BK)
@@ -196,15 +241,28 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
             inside = valid & (row >= 0) & (row < height) & (column >= 0) & (column < width)
             pixel = (sample * height + row) * width + column
             b = tl.load(x + pixel[:, None] * IN + channel[None, :], mask=inside[:, None], other=0.0)
+        elif UNPADDED:
+            first = ((sample * height + top) * width + left) * IN
+            if BY_RUN:
+                first += (tile % tiles_n) * width * IN
+                b = tl.load(x + first[:, None] + column_k[None, :], mask=valid[:, None] & real_k[None, :], other=0.0)
+            else:
+                b = tl.load(x + first[:, None] + offset[None, :], mask=valid[:, None] & real_k[None, :], other=0.0)
         else:
             rows_k = top[:, None] + tap_h[None, :]
             columns_k = left[:, None] + tap_w[None, :]
             inside_k = (rows_k >= 0) & (rows_k < height) & (columns_k >= 0) & (columns_k < width)
-            inside_k = inside_k & valid[:, None] & (k < DEPTH)[None, :]
+            inside_k = inside_k & valid[:, None] & real_k[None, :]
             pixels = (sample[:, None] * height + rows_k) * width + columns_k
             b = tl.load(x + pixels * IN + channel[None, :], mask=inside_k, other=0.0)
         sums = tl.dot(tl.trans(a), b, sums, input_precision=PRECISION)
-    mask = (o < OUT)[:, None] & (k < DEPTH)[None, :]
+        if BIASED:  # noqa: SIM102 (known when it is compiled, the other is not)
+            if tile % tiles_n == 0:
+                bias_sums += tl.sum(a.to(tl.float32), axis=0)
+    if BIASED:
+        only_once = (o < OUT) & (tile % tiles_n == 0)
+        tl.store(db + part.to(tl.int64) * db_part + client * OUT + o, bias_sums, mask=only_once)
+    mask = (o < OUT)[:, None] & real_k[None, :]
     tl.store(dw + o[:, None] * DEPTH + k[None, :], sums, mask=mask)
 
 
@@ -223,7 +281,10 @@ MOST_PARTS = 32
 Pair = tuple[int, int]
 
 
-def forward(x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, tile: Tile | None = None) -> Tensor:
+def forward(
+    x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, tile: Tile | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """x [C * B, in, H, W], w [C, out, in, kh, kw], both with the channels last in memory -> [C * B, out, H', W']."""
     x, w = _images(x), _kernels(w)
     clients, out, inp, kh, kw = w.shape
@@ -231,12 +292,16 @@ def forward(x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, t
     out_height, out_width = out_size(height, kh, stride[0], padding[0]), out_size(width, kw, stride[1], padding[1])
     y = _empty_images(x, x.shape[0], out, out_height, out_width)
     rows = x.shape[0] // clients * out_height * out_width
-    bm, bn, bk, warps, stages = tile or _product_tile(out, inp, kh * kw, x.element_size())
+    run = kw * inp if padding == (0, 0) else 0
+    bm, bn, bk, warps, stages = tile or _product_tile(out, inp, kh * kw, run, x.element_size())
     grid = (triton.cdiv(rows, bm) * triton.cdiv(out, bn), clients)
+    if bias is not None and bias.stride(1) != 1:
+        bias = bias.contiguous()
     _forward[grid](
-        x, w, y, rows, height, width, out_height, out_width,
-        x.numel() // clients, w.stride(0), y.numel() // clients,
-        inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, num_warps=warps, num_stages=stages,
+        x, w, w if bias is None else bias, y, rows, height, width, out_height, out_width,
+        x.numel() // clients, w.stride(0), 0 if bias is None else bias.stride(0), y.numel() // clients,
+        inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, bias is not None,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return y
 
@@ -251,7 +316,7 @@ def input_gradient(
     dx = _empty_images(g, g.shape[0], inp, height, width)
     samples = g.shape[0] // clients
     some = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # pixels of the largest residue
-    bm, bn, bk, warps, stages = tile or _product_tile(inp, out, kh * kw, g.element_size())
+    bm, bn, bk, warps, stages = tile or _product_tile(inp, out, kh * kw, 0, g.element_size())
     grid = (triton.cdiv(samples * some, bm) * triton.cdiv(inp, bn), clients, stride[0] * stride[1])
     _input_gradient[grid](
         g, w, dx, samples, height, width, g.shape[2], g.shape[3],
@@ -263,26 +328,103 @@ def input_gradient(
 
 def weight_gradient(
     g: Tensor, x: Tensor, clients: int, kernel: Pair, stride: Pair, padding: Pair, precision: str,
-    tile: Tile | None = None, parts: int | None = None,
-) -> Tensor:  # fmt: skip
-    """The gradient of the kernels [C, out, in, kh, kw] in float32, channels last in memory."""
+    tile: Tile | None = None, parts: int | None = None, biased: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gradients of the kernels [C, out, in, kh, kw], channels last in memory, and of the bias, in float32."""
     g, x = _images(g), _images(x)
     out, inp = g.shape[1], x.shape[1]
     (height, width), (out_height, out_width), (kh, kw) = x.shape[2:], g.shape[2:], kernel
     rows, depth = g.shape[0] // clients * out_height * out_width, kh * kw * inp
-    bm, bn, bk, warps, stages = tile or _gradient_tile(out, inp, g.element_size())
-    tiles = triton.cdiv(out, bm) * triton.cdiv(depth, bn)
+    run = kw * inp if padding == (0, 0) else 0
+    bm, bn, bk, warps, stages = tile or _gradient_tile(out, inp, run, g.element_size())
+    tiles = triton.cdiv(out, bm) * (kh if fits_run(run, bn) else triton.cdiv(depth, bn))
     if parts is None:
         parts = max(1, min(MOST_PARTS, PROGRAMS // (tiles * clients), rows // (4 * bk)))
     per_part = triton.cdiv(triton.cdiv(rows, parts), bk) * bk
     dw = torch.empty(parts, clients, out, kh, kw, inp, dtype=torch.float32, device=g.device)
+    db = torch.empty(parts, clients, out, dtype=torch.float32, device=g.device) if biased else dw
     _weight_gradient[tiles, clients, parts](
-        g, x, dw, rows, per_part, height, width, out_height, out_width,
-        g.numel() // clients, x.numel() // clients, dw.stride(1), dw.stride(0),
-        inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, num_warps=warps, num_stages=stages,
+        g, x, dw, db, rows, per_part, height, width, out_height, out_width,
+        g.numel() // clients, x.numel() // clients, dw.stride(1), dw.stride(0), db.stride(0),
+        inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, biased, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    total = dw[0] if parts == 1 else dw.sum(0)
-    return total.permute(0, 1, 4, 2, 3)
+    total, bias = (each[0] if parts == 1 else each.sum(0) for each in (dw, db))
+    return total.permute(0, 1, 4, 2, 3), bias if biased else None
+
+
+# --- max-pooling --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pool(  # type: ignore[no-untyped-def]
+    x, y, place, size, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The largest value of every window and its place there; of equal ones the first, and any NaN, as in torch."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = _corner(i, CHANNELS, HEIGHT, WIDTH, KH, KW)
+    best = tl.load(x + first, mask=i < size)
+    where = tl.zeros((BLOCK,), dtype=tl.int32)
+    for j in tl.static_range(1, KH * KW):
+        value = tl.load(x + first + (j // KW * WIDTH + j % KW) * CHANNELS, mask=i < size)
+        better = (value > best) | (value != value)
+        best = tl.where(better, value, best)
+        where = tl.where(better, j, where)
+    tl.store(y + i, best, mask=i < size)
+    tl.store(place + i, where.to(tl.int8), mask=i < size)
+
+
+@triton.jit
+def _pool_gradient(  # type: ignore[no-untyped-def]
+    g, place, dx, size, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    first = _corner(i, CHANNELS, HEIGHT, WIDTH, KH, KW)
+    value = tl.load(g + i, mask=i < size)
+    where = tl.load(place + i, mask=i < size).to(tl.int32)
+    for j in tl.static_range(KH * KW):
+        kept = tl.where(where == j, value, 0.0).to(value.dtype)
+        tl.store(dx + first + (j // KW * WIDTH + j % KW) * CHANNELS, kept, mask=i < size)
+
+
+@triton.jit
+def _corner(  # type: ignore[no-untyped-def]
+    i, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr
+):
+    """Where the window of output i begins."""
+    pixel = i // CHANNELS
+    sample = pixel // ((HEIGHT // KH) * (WIDTH // KW))
+    row = pixel // (WIDTH // KW) % (HEIGHT // KH) * KH
+    column = pixel % (WIDTH // KW) * KW
+    return ((sample * HEIGHT + row) * WIDTH + column) * CHANNELS + i % CHANNELS
+
+
+POOL_BLOCK = 1024
+
+
+def max_pool(x: Tensor, kernel: Pair) -> tuple[Tensor, Tensor]:
+    """The maxima over windows that lie side by side, x [N, channels, H, W], and where in its window each is."""
+    x = _images(x)
+    samples, channels, height, width = x.shape
+    y = _empty_images(x, samples, channels, height // kernel[0], width // kernel[1])
+    place = torch.empty_like(y, dtype=torch.int8)
+    _pool[(triton.cdiv(y.numel(), POOL_BLOCK),)](
+        x, y, place, y.numel(), channels, height, width, *kernel, POOL_BLOCK, num_warps=4
+    )
+    return y, place
+
+
+def max_pool_gradient(g: Tensor, place: Tensor, size: Pair, kernel: Pair) -> Tensor:
+    """The gradient of the pooled images [N, channels, *size]; what is in no window gets none."""
+    g = _images(g)
+    dx = _empty_images(g, *g.shape[:2], *size)
+    if size[0] % kernel[0] or size[1] % kernel[1]:
+        dx.zero_()
+    _pool_gradient[(triton.cdiv(g.numel(), POOL_BLOCK),)](
+        g, place, dx, g.numel(), g.shape[1], *size, *kernel, POOL_BLOCK, num_warps=4
+    )
+    return dx
 
 
 def out_size(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -310,8 +452,19 @@ def _power(n: int, low: int, high: int) -> int:
     return int(min(high, max(low, triton.next_power_of_2(n))))
 
 
-def _product_tile(columns: int, channels: int, taps: int, bytes_each: int) -> Tile:
-    """From a sweep over the layers of the benchmarks on an H200."""
+def fits_run(run: int, size: int) -> bool:
+    """Whether one row of a kernel, `run` numbers side by side in memory, fills more than half of a tile's side."""
+    return run <= size < 2 * run
+
+
+def _product_tile(columns: int, channels: int, taps: int, run: int, bytes_each: int) -> Tile:
+    """From a sweep over the layers of the benchmarks on an H200; `run` is 0 where there is padding."""
+    if bytes_each == 2 and channels < 32 and 16 < run <= 64:
+        return Tile(128, _power(columns, 16, 64), _power(run, 32, 64), 4, 1)
+    if bytes_each == 2 and channels == 1 and taps <= 32:
+        return Tile(256, _power(columns, 16, 64), 32, 4, 3)
+    if bytes_each == 2 and 16 <= channels < 32 and not run:
+        return Tile(128, _power(columns, 16, 64), 32, 4, 1)
     if bytes_each == 4 and channels < 32:
         if channels * taps <= 32 or columns <= 16:
             return Tile(128 if channels == 1 else 256, _power(columns, 16, 64), 32, 4, 2)
@@ -323,8 +476,12 @@ def _product_tile(columns: int, channels: int, taps: int, bytes_each: int) -> Ti
     return Tile(64, _power(columns, 16, 128), _power(channels, 16, 64), 4, 3)
 
 
-def _gradient_tile(out: int, channels: int, bytes_each: int) -> Tile:
+def _gradient_tile(out: int, channels: int, run: int, bytes_each: int) -> Tile:
     bm = _power(out, 16, 128)
+    if channels < 32 and 16 < run <= 64:
+        return Tile(min(bm, 64), _power(run, 32, 64), *((64, 2, 3) if bytes_each == 2 else (32, 4, 3)))
+    if bytes_each == 2 and channels == 1:
+        return Tile(min(bm, 64), 32, 128, 2, 3)
     if channels % 64 == 0:
         return Tile(bm, 64, 64, 4, 3) if bytes_each == 2 else Tile(min(bm, 64), 64, 32, 4, 3)
     if bytes_each == 2 or channels == 1:

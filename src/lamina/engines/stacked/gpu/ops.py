@@ -21,7 +21,12 @@ log = logging.getLogger(__name__)
 
 
 def convolve(
-    x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], precision: str = "tf32x3"
+    x: Tensor,
+    weight: Tensor,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    precision: str = "tf32x3",
+    bias: Tensor | None = None,
 ) -> Tensor:
     """x [C * B, in, H, W], weight [C, out, in, kh, kw], both with the channels last in memory -> [C * B, out, H', W'].
 
@@ -30,22 +35,42 @@ def convolve(
     exact as float32 arithmetic, or of one ("tf32").
     """
     rounded = weight.detach().to(x.dtype)
-    made: Tensor = _forward(_channels_last(x), weight, rounded, list(stride), list(padding), precision)
+    made: Tensor = _forward(_channels_last(x), weight, rounded, bias, list(stride), list(padding), precision)
     return made
+
+
+def max_pool(x: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """Max-pooling over windows that lie side by side: torch's own is slow where channels are last in memory."""
+    y: Tensor = _max_pool(_channels_last(x), list(kernel))[0]
+    return y
 
 
 @custom_op("lamina::convolve", mutates_args=())
 def _forward(
-    x: Tensor, weight: Tensor, rounded: Tensor, stride: list[int], padding: list[int], precision: str
+    x: Tensor,
+    weight: Tensor,
+    rounded: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    precision: str,
 ) -> Tensor:
     """`rounded` is `weight` in the images' type, made once for both passes; gradients go to `weight`."""
-    if _suits_hopper(x, weight, stride):
+    if bias is None and _suits_hopper(x, weight, stride):
         return hopper.forward(x, rounded, _pair(padding))
-    return kernels.forward(x, rounded, _pair(stride), _pair(padding), precision)
+    return kernels.forward(x, rounded, _pair(stride), _pair(padding), precision, bias=bias)
 
 
 @_forward.register_fake
-def _(x: Tensor, weight: Tensor, rounded: Tensor, stride: list[int], padding: list[int], precision: str) -> Tensor:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    rounded: Tensor,
+    bias: Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    precision: str,
+) -> Tensor:
     height, width = (
         kernels.out_size(n, k, s, p) for n, k, s, p in zip(x.shape[2:], weight.shape[3:], stride, padding, strict=True)
     )
@@ -68,36 +93,80 @@ def _(g: Tensor, weight: Tensor, size: list[int], stride: list[int], padding: li
 
 @custom_op("lamina::convolve_weight_gradient", mutates_args=())
 def _weight_gradient(
-    g: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precision: str
-) -> Tensor:
+    g: Tensor, x: Tensor, weight: Tensor, biased: bool, stride: list[int], padding: list[int], precision: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the kernels and of the bias (empty if there is none), both in float32."""
     clients, kernel = weight.shape[0], _pair(weight.shape[3:])
-    if _suits_hopper(g, weight, stride):
-        return hopper.weight_gradient(g, x, clients, kernel, _pair(padding))
-    return kernels.weight_gradient(g, x, clients, kernel, _pair(stride), _pair(padding), precision)
+    none = g.new_empty(0, dtype=torch.float32)
+    if not biased and _suits_hopper(g, weight, stride):
+        return hopper.weight_gradient(g, x, clients, kernel, _pair(padding)), none
+    sides = _pair(stride), _pair(padding)
+    dw, db = kernels.weight_gradient(g, x, clients, kernel, *sides, precision, biased=biased)
+    return dw, none if db is None else db
 
 
 @_weight_gradient.register_fake
-def _(g: Tensor, x: Tensor, weight: Tensor, stride: list[int], padding: list[int], precision: str) -> Tensor:
+def _(
+    g: Tensor, x: Tensor, weight: Tensor, biased: bool, stride: list[int], padding: list[int], precision: str
+) -> tuple[Tensor, Tensor]:
     clients, out, inp, kh, kw = weight.shape
-    return g.new_empty((clients, out, kh, kw, inp), dtype=torch.float32).permute(0, 1, 4, 2, 3)
+    dw = g.new_empty((clients, out, kh, kw, inp), dtype=torch.float32).permute(0, 1, 4, 2, 3)
+    return dw, g.new_empty((clients, out) if biased else (0,), dtype=torch.float32)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, rounded, *ctx.settings = inputs
+    x, weight, rounded, bias, *ctx.settings = inputs
     ctx.save_for_backward(x, rounded)
-    ctx.dtype = weight.dtype
+    ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
 
 
-def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+def _backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
     x, rounded = ctx.saved_tensors
     g = _channels_last(g)
-    needs_x, needs_w = ctx.needs_input_grad[:2]
+    needs_x, needs_w, _, needs_bias = ctx.needs_input_grad[:4]
     dx = _input_gradient(g, rounded, list(x.shape[2:]), *ctx.settings) if needs_x else None
-    dw = _weight_gradient(g, x, rounded, *ctx.settings).to(ctx.dtype) if needs_w else None
-    return dx, dw, None, None, None, None
+    dw = db = None
+    if needs_w or needs_bias:
+        dw, db = _weight_gradient(g, x, rounded, ctx.bias_dtype is not None, *ctx.settings)
+        dw, db = dw.to(ctx.dtype), None if ctx.bias_dtype is None else db.to(ctx.bias_dtype)
+    return dx, dw, None, db, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
+
+
+@custom_op("lamina::max_pool", mutates_args=())
+def _max_pool(x: Tensor, kernel: list[int]) -> tuple[Tensor, Tensor]:
+    return kernels.max_pool(x, _pair(kernel))
+
+
+@_max_pool.register_fake
+def _(x: Tensor, kernel: list[int]) -> tuple[Tensor, Tensor]:
+    y = _images(x, x.shape[1], x.shape[2] // kernel[0], x.shape[3] // kernel[1])
+    return y, torch.empty_like(y, dtype=torch.int8)
+
+
+@custom_op("lamina::max_pool_gradient", mutates_args=())
+def _max_pool_gradient(g: Tensor, place: Tensor, size: list[int], kernel: list[int]) -> Tensor:
+    return kernels.max_pool_gradient(g, place, _pair(size), _pair(kernel))
+
+
+@_max_pool_gradient.register_fake
+def _(g: Tensor, place: Tensor, size: list[int], kernel: list[int]) -> Tensor:
+    return _images(g, g.shape[1], *size)
+
+
+def _save_places(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, ctx.kernel = inputs
+    ctx.save_for_backward(output[1])
+    ctx.size = list(x.shape[2:])
+
+
+def _pool_backward(ctx: Any, g: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+    return _max_pool_gradient(_channels_last(g), *ctx.saved_tensors, ctx.size, ctx.kernel), None
+
+
+_max_pool.register_autograd(_pool_backward, setup_context=_save_places)
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -143,7 +212,7 @@ def _hopper_works(device: int) -> bool:
             (hopper.input_gradient(g, w, (8, 8), one), kernels.input_gradient(g, w, (8, 8), one, one, "ieee")),
             (
                 hopper.weight_gradient(g, x, 2, (3, 3), one),
-                kernels.weight_gradient(g, x, 2, (3, 3), one, one, "ieee"),
+                kernels.weight_gradient(g, x, 2, (3, 3), one, one, "ieee")[0],
             ),
         ]
         right = all(bool((a.float() - b.float()).norm() <= 0.01 * b.float().norm()) for a, b in pairs)

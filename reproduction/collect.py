@@ -1,0 +1,383 @@
+"""Keep a compact record of reproductions: ``python reproduction/collect.py RUNS_FOLDER``.
+
+RUNS_FOLDER is what ``lamina reproduce NAME`` writes to, by default ``runs``: every folder in it that has a preset's
+name becomes ``reproduction/results/NAME``. One that is not finished is kept, too, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamina import models
+from lamina.cli import reproduce
+from lamina.experiment import claims
+from lamina.experiment.compare import Entry
+from lamina.experiment.config import Claim, Experiment, load
+from lamina.experiment.files import as_json, write_file, write_json
+from lamina.experiment.records import Record, find_records, read_json
+from lamina.experiment.run import build_partition, build_schedule
+from lamina.experiment.settings import at_ends, bounds_of, way_beyond
+from lamina.history import Row
+from lamina.report.curves import flatten, title
+
+RESULTS = Path(__file__).parent / "results"
+AS_GIVEN = "as-given"  # the folder of the variant that changes nothing
+WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are kept to the last digit
+COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
+DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; fewer, then fewer rounds, in a file of so many bytes
+# what says where a run was made, not what it computes
+PLACES = {"data.dir", "run.out", "run.device", "run.engine", "run.threads", "run.checkpoint_every", "run.ranks"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One comparison of a reproduction, as far as it got."""
+
+    folder: Path
+    config: dict[str, Any]  # as the comparison wrote it; empty if it was not begun
+    runs: list[Record]  # all that have begun, tuning too
+    entries: list[Entry]  # an algorithm with the seeds that have ended
+    missing: list[str]  # what has not, in words
+
+    @property
+    def finals(self) -> list[tuple[Entry, int, Record]]:
+        """The final runs that have ended."""
+        by_folder = {run.folder: run for run in self.runs}
+        return [
+            (entry, seed, by_folder[place(self.folder, entry.name, seed)])
+            for entry in self.entries
+            for seed in entry.seeds
+        ]
+
+
+def main() -> None:
+    """Collect every reproduction of a folder."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("runs", type=Path, metavar="RUNS_FOLDER")
+    parser.add_argument("--into", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    if not asked.runs.is_dir():
+        parser.error(f"no folder '{asked.runs}'")
+    for line in collect(asked.runs, asked.into, reproduce.papers()):
+        print(line)
+
+
+def collect(runs: Path, into: Path, presets: Mapping[str, Path]) -> list[str]:
+    """Write a record of every reproduction in a folder; returns a line about each."""
+    lines = []
+    for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
+        if folder.name not in presets:
+            lines.append(f"{folder.name}: left out, no preset has this name")
+            continue
+        variants = read_variants(folder, load(presets[folder.name]))
+        if not any(variant.runs for variant in variants.values()):
+            lines.append(f"{folder.name}: left out, it has no finished round")
+            continue
+        facts = describe(folder, presets[folder.name], variants)
+        old = read_json(into / folder.name / "facts.json") if (into / folder.name / "facts.json").exists() else None
+        if old is not None and worth(facts) < worth(old):
+            lines.append(f"{folder.name}: left as it was, the record has more than this folder")
+            continue
+        write(folder, into / folder.name, facts, variants)
+        lines.append(f"{folder.name}: " + ("complete" if facts["complete"] else "; ".join(facts["missing"])))
+    return lines
+
+
+def worth(facts: Mapping[str, Any]) -> tuple[bool, bool, int]:
+    """How much a record holds: a new one must not replace a better one."""
+    return facts["scale"] == "full", facts["complete"], facts["runs"]
+
+
+# --- read --------------------------------------------------------------------------------------------------------
+
+
+def read_variants(folder: Path, experiment: Experiment) -> dict[str, Variant]:
+    """The comparisons a preset's claims need, by variant, whether they were begun or not."""
+    needed = claims.needed(experiment)
+    return {variant: read_variant(folder / (variant or AS_GIVEN), needed[variant]) for variant in needed}
+
+
+def read_variant(folder: Path, algorithms: Sequence[str]) -> Variant:
+    """One comparison, as far as it got."""
+    if not (folder / "config.json").exists():
+        return Variant(folder, {}, [], [], [f"{folder.name} was not begun"])
+    folder = folder.resolve()
+    config = read_json(folder / "config.json")
+    runs = find_records([folder]) if any(folder.rglob("metrics.jsonl")) else []
+    by_folder = {run.folder: run for run in runs}
+    train = config["train"]
+    entries, missing = [], []
+    for name in algorithms:
+        entry = Entry(name, title(name), {}, [])
+        for seed in range(train["seed"], train["seed"] + config["compare"]["seeds"]):
+            run = by_folder.get(place(folder, name, seed))
+            if run is None or not run.ended or run.config["train"]["rounds"] != train["rounds"]:
+                got = f"{len(run.history)} of {train['rounds']} rounds" if run else "not begun"
+                missing.append(f"{folder.name}: {name}, seed {seed}: {got}")
+                continue
+            entry.seeds.append(seed)
+            entry.histories.append(run.history)
+            entry.diverged += [f"seed {seed}: {run.diverged}"] if run.diverged else []
+            tried = config["compare"]["grid"].get(name, {})
+            entry.settings = {"lr": run.lr} | {key: run.config["algorithm"][key] for key in tried if key != "lr"}
+        if entry.seeds:
+            entries.append(entry)
+    return Variant(folder, config, runs, entries, missing)
+
+
+def place(folder: Path, algorithm: str, seed: int) -> Path:
+    """Where a comparison keeps a final run."""
+    return folder / algorithm.replace(":", ".") / f"seed{seed}"
+
+
+# --- what is known of a reproduction -----------------------------------------------------------------------------
+
+
+def describe(folder: Path, preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
+    """What facts.json says."""
+    begun = [variant for variant in variants.values() if variant.config]
+    runs = [run for variant in begun for run in variant.runs]
+    missing = [line for variant in variants.values() for line in variant.missing]
+    experiment = load(preset)
+    small = begun[0].config["data"]["name"] == f"{experiment.data.name}-small"
+    rounds = begun[0].config["train"]["rounds"]
+    wanted = [reproduce.in_reach(claim, rounds) if small else claim for claim in experiment.claim]
+    found = judge(wanted, variants)
+    if not missing and not agrees(folder / "claims.json", found, small):
+        missing.append("claims.json is not there, or not of these runs: start lamina reproduce again")
+    return {
+        "complete": not missing,
+        "missing": missing,
+        "scale": "small" if small else "full",
+        "sets": {} if small else changed(preset, variants),
+        **{
+            name: distinct(run.environment.get(key) for run in runs)
+            for name, key in (("device", "device_name"), ("torch", "torch"), ("lamina", "lamina"))
+        },
+        "precision": distinct(run.config["run"]["precision"] for run in runs),
+        "gpu": all(run.config["run"]["device"].startswith("cuda") for run in runs),
+        "seconds": round(sum(seconds(run) for run in runs), 1),
+        "runs": len(runs),
+        "tuning_runs": sum(run.tuning for run in runs),
+        "diverged_runs": sum(run.diverged is not None for run in runs),
+        "unfinished_runs": sum(not run.ended for run in runs),
+        "rounds": distinct(variant.config["train"]["rounds"] for variant in begun),
+        "select": begun[0].config["compare"]["select"],
+        "tuning_rounds": distinct(run.config["train"]["rounds"] for run in runs if run.tuning),
+        "claims": [told(finding, small) for finding in found],
+        "variants": {variant.folder.name: described(variant) for variant in begun},
+    }
+
+
+def described(variant: Variant) -> dict[str, Any]:
+    """What is known of one comparison."""
+    grid = variant.config["compare"]["grid"]
+    return {
+        "seconds": round(sum(seconds(run) for run in variant.runs), 1),
+        "runs": len(variant.runs),
+        "methods": {
+            entry.name: {
+                "settings": entry.settings,
+                "edge": edges(entry, grid.get(entry.name, {})),
+                "seeds": entry.seeds,
+                "diverged": entry.diverged,
+            }
+            for entry in variant.entries
+        },
+    }
+
+
+def edges(entry: Entry, grid: Mapping[str, Any]) -> dict[str, str]:
+    """Which chosen settings lie on the edge of what was tried, where a better value may lie beyond: on which side."""
+    found = {}
+    for key, value in entry.settings.items():
+        bounds = (None, None) if key == "lr" else bounds_of(entry.name, key)
+        way = way_beyond(value, at_ends(value, grid.get(key) or [value]), bounds)
+        if way:
+            found[key] = {"smaller": "smallest", "larger": "largest"}[way]
+    return found
+
+
+def seconds(run: Record) -> float:
+    """Seconds of training and evaluation; runs that trained side by side share theirs, so that sums are right."""
+    return run.history.total("seconds") + run.history.total("evaluation_seconds")
+
+
+def distinct(values: Any) -> list[Any]:
+    """Every value once, in order; unknown ones left out."""
+    return [value for value in dict.fromkeys(values) if value is not None]
+
+
+def changed(preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
+    """Settings of the runs that are not the preset's, by key: what was given with --set."""
+    own: dict[str, Any] = {}
+    for name, variant in variants.items():
+        if variant.config:
+            given = flatten(as_json(defaults_filled(load(preset, claims.variants(load(preset))[name]))))
+            used = flatten({key: value for key, value in variant.config.items() if isinstance(value, Mapping)})
+            for key in [key for key in {**given, **used} if not key.startswith(("algorithm.", "algorithms."))]:
+                unsaid = key in PLACES or (key == "data.clients" and given[key] is None) or key == "compare.algorithms"
+                if not unsaid and given.get(key) != used.get(key):
+                    own[key] = used.get(key)
+    return own
+
+
+def defaults_filled(experiment: Experiment) -> dict[str, Any]:
+    """An experiment's settings, with the defaults of its model, partition and schedule, as a run's folder has them."""
+    config = experiment.model_dump()
+    partition = build_partition(experiment)
+    config["data"]["partition"] |= vars(getattr(partition, "base", partition))
+    if experiment.data.partition.name == "reallocate":
+        config["data"]["partition"] |= {"base": "iid", **experiment.data.partition.options()}
+    config["model"] = {**models.registry()[experiment.model.name].options, **config["model"]}
+    config["train"]["schedule"] |= vars(build_schedule(experiment))
+    return config
+
+
+# --- claims ------------------------------------------------------------------------------------------------------
+
+
+def judge(wanted: Sequence[Claim], variants: Mapping[str, Variant]) -> list[claims.Finding]:
+    """The claims held against the runs; an algorithm counts only when all its seeds have ended."""
+    entries = {}
+    for variant, found in variants.items():
+        for entry in found.entries:
+            if len(entry.seeds) == found.config["compare"]["seeds"]:
+                entries[f"{entry.name}@{variant}" if variant else entry.name] = entry
+    return [claims.evaluate(claim, entries) for claim in wanted]
+
+
+def told(finding: claims.Finding, small: bool) -> dict[str, Any]:
+    """A claim and what became of it, as facts.json keeps it; accuracies in per cent, as the paper prints them."""
+    claim = finding.claim
+    return {
+        "text": claim.text,
+        "expected": expected(claim),
+        "unit": reproduce.unit(claim),
+        "metric": claim.metric,
+        "paper": claim.paper,
+        "here": {label: reproduce.in_per_cent(claim, value) for label, value in finding.values.items()},
+        "verdict": "none" if small else finding.verdict,
+        "pairs": len(finding.pairs),
+        "wrong": [list(pair) for pair, holds in finding.pairs.items() if not holds],
+    }
+
+
+def expected(claim: Claim) -> str:
+    """What a claim says of the methods, in a line."""
+    groups = [", ".join(map(called, [group] if isinstance(group, str) else group)) for group in claim.expect]
+    if claim.kind == "gap":
+        amount = (claim.at_most if claim.at_least is None else claim.at_least) or 0.0
+        by = f"{100 * amount:g} points" if "accuracy" in claim.metric else f"{amount:g}"
+        how = f"at least {by} above" if claim.at_least is not None else f"within {by} of"
+        return f"{groups[0]} {how} {', '.join(groups[1:])}"
+    return {"rounds_to": " before ", "order": " < " if claim.lower_is_better else " > "}[claim.kind].join(groups)
+
+
+def called(label: str) -> str:
+    """A claim's label with the names the papers use.
+
+    >>> called("fedlamb@Z=3 - fedlada")
+    'Fed-LAMB Z=3 − FedLADA'
+    """
+    names = [name.partition("@") for name in label.split(claims.MINUS)]
+    return " − ".join(f"{title(algorithm)} {variant}".strip() for algorithm, _, variant in names)
+
+
+def agrees(path: Path, found: Sequence[claims.Finding], small: bool) -> bool:
+    """Whether claims.json says what the runs say."""
+    rows = [
+        {
+            "text": finding.claim.text,
+            "paper": finding.claim.paper,
+            "here": finding.values,
+            **({} if small else {"verdict": finding.verdict}),
+        }
+        for finding in found
+    ]
+    return path.exists() and read_json(path) == as_json({"scale": "small" if small else "full", "claims": rows})
+
+
+# --- write -------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, into: Path, facts: dict[str, Any], variants: Mapping[str, Variant]) -> None:
+    """Replace the record of a reproduction."""
+    if into.exists():
+        shutil.rmtree(into)
+    into.mkdir(parents=True)
+    if facts["complete"]:
+        shutil.copyfile(folder / "claims.json", into / "claims.json")
+    for variant in variants.values():
+        if not variant.config:
+            continue
+        own = into / variant.folder.name
+        own.mkdir()
+        config = json.loads(json.dumps(variant.config))
+        config["data"]["dir"] = config["run"]["out"] = None  # places on somebody's machine
+        write_json(own / "config.json", config)
+        if (variant.folder / "tuning.csv").exists():
+            write_file(own / "tuning.csv", (variant.folder / "tuning.csv").read_text(encoding="utf-8").encode())
+        text, facts["variants"][variant.folder.name]["every"] = rounds_table(variant)
+        write_file(own / "rounds.csv", text.encode())
+    write_json(into / "facts.json", facts)
+
+
+def rounds_table(variant: Variant) -> tuple[str, int]:
+    """The rounds of all final runs as CSV; every round, or every so many in a long comparison (the best always)."""
+    text = as_csv(variant, DIGITS, 1)
+    if len(text) <= LARGE:
+        return text, 1
+    text = as_csv(variant, FEWER_DIGITS, 1)
+    every = math.ceil(len(text) / LARGE)
+    return (text if every == 1 else as_csv(variant, FEWER_DIGITS, every)), every
+
+
+def as_csv(variant: Variant, digits: int, every: int) -> str:
+    """The rounds of all final runs; of several seeds the same rounds."""
+    there = {column for _, _, run in variant.finals for column in run.history.columns}
+    columns = [column for column in COLUMNS if column in there]
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*WHOLE, *columns])
+    for entry, seed, run in variant.finals:
+        kept = kept_rounds(entry, every)
+        for row in run.history:
+            if row["round"] in kept:
+                cells = [shortest(row, column, digits) for column in columns]
+                writer.writerow([entry.name, f"{run.lr:g}", seed, row["round"], *cells])
+    return text.getvalue()
+
+
+def kept_rounds(entry: Entry, every: int) -> set[int]:
+    """One in so many rounds, the first, and of every seed the last and that of the best accuracy."""
+    kept = set()
+    for history in entry.histories:
+        rounds = [int(row["round"]) for row in history]
+        accuracies = [-math.inf if math.isnan(value) else value for value in history.column("accuracy")]
+        if rounds:
+            kept |= {number for number in rounds if number % every == 0}
+            kept |= {1, rounds[-1], rounds[accuracies.index(max(accuracies))]}
+    return kept
+
+
+def shortest(row: Row, column: str, digits: int) -> str:
+    """A number with so many significant digits, in as few characters as it takes; nothing for one that is not there."""
+    value = row.get(column, math.nan)
+    if isinstance(value, float) and math.isnan(value):
+        return ""
+    rounded = f"{value:.{digits}g}"
+    return min(rounded, str(value), key=len) if isinstance(value, int) else rounded
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,458 @@
+"""Make docs/reproduction.md and its figures from the collected results: ``python reproduction/page.py``.
+
+Everything measured comes from reproduction/results, every explanation from reproduction/notes.toml.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from collect import AS_GIVEN, called
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+
+from lamina.cli import reproduce
+from lamina.errors import unknown
+from lamina.experiment.records import read_json
+from lamina.experiment.settings import shown
+from lamina.history import History
+from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw
+from lamina.report.tables import NONE, mean_and_spread, significant, values
+
+HERE = Path(__file__).parent
+PAGE, FIGURES = HERE.parent / "docs" / "reproduction.md", Path("figures") / "reproduction"
+# A method has the same colour in every figure; no two methods of one paper share one.
+COLOUR = {
+    "fedlamb": 0, "fedams": 1, "mime": 4, "mimelamb": 3, "fedadam": 5, "fedavg": 6,
+    "fedlada": 0, "scaffold": 1, "fedcm": 2, "localadam": 3, "fedprox": 4, "fedadam_star": 4,
+}  # fmt: skip
+MOST_POINTS = 200  # of a line
+VERDICTS = {
+    "holds": "reproduced",
+    "holds in part": "partly",
+    "does not hold": "not reproduced",
+    "not run": "not finished",
+    "none": "none (small version)",
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was collected of one reproduction."""
+
+    name: str
+    facts: dict[str, Any]
+    histories: dict[tuple[str, str], list[History]]  # by variant's folder and algorithm, a seed each
+
+
+def main() -> None:
+    """Write the page and its figures."""
+    results = read_results(HERE / "results")
+    PAGE.write_text(make(results, reproduce.papers(), read_notes(HERE / "notes.toml")), encoding="utf-8")
+    figures = save_figures(results, PAGE.parent / FIGURES)
+    print(f"wrote {PAGE.name} and {len(figures)} figures")
+
+
+def make(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[str, Any]) -> str:
+    """The page as text."""
+    for name in notes["notes"]:
+        if name not in presets:
+            raise unknown("preset in notes.toml", name, presets)
+    sections = [summary(results), how(results), notes["overall"].strip(), not_run(results, presets, notes["notes"])]
+    sections += [section(result, presets, notes["notes"].get(result.name, [])) for result in results]
+    head = """# The papers' claims, run
+
+[`lamina reproduce`](experiments.md#reproduce-a-papers-claim) runs the comparisons that the two papers report, and
+a few of our own. This page is what came out, whichever way it fell. It is made by `reproduction/page.py` from the files
+in [`reproduction/results`](../reproduction/README.md); nothing measured is typed by hand."""
+    return "\n\n".join([head, *filter(None, sections)]) + "\n"
+
+
+# --- read --------------------------------------------------------------------------------------------------------
+
+
+def read_notes(path: Path) -> dict[str, Any]:
+    """The explanations."""
+    return {"overall": "", "notes": {}, **tomllib.loads(path.read_text(encoding="utf-8"))}
+
+
+def read_results(folder: Path) -> list[Result]:
+    """Every reproduction that was collected, by name."""
+    return [read_result(path.parent) for path in sorted(folder.glob("*/facts.json"))]
+
+
+def read_result(folder: Path) -> Result:
+    """One reproduction; its histories have a row for every round, an empty one where none was kept."""
+    facts = read_json(folder / "facts.json")
+    histories: dict[tuple[str, str], list[History]] = {}
+    for variant, known in facts["variants"].items():
+        rows: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
+        with (folder / variant / "rounds.csv").open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                numbers = {key: float(row[key] or "nan") for key in row if key not in ("algorithm", "seed", "round")}
+                number = int(row["round"])
+                rows.setdefault((row["algorithm"], int(row["seed"])), {})[number] = {"round": number, **numbers}
+        for name, method in known["methods"].items():
+            runs = [rows.get((name, seed), {}) for seed in method["seeds"]]
+            histories[variant, name] = [
+                History([run.get(number, {"round": number}) for number in range(1, max(run, default=0) + 1)])
+                for run in runs
+            ]
+    return Result(folder.name, facts, histories)
+
+
+# --- the whole ---------------------------------------------------------------------------------------------------
+
+
+def summary(results: Sequence[Result]) -> str:
+    """A row for every claim that was looked at."""
+    if not results:
+        return "## Summary\n\nNothing has been run yet."
+    rows = [
+        [
+            f"[`{result.name}`](#{result.name})",
+            f"{escaped(claim['text'])} ({escaped(claim['unit'])})",
+            numbers(claim["paper"])
+            or f"{escaped(claim['expected'])}; {'in no paper' if ours(claim) else 'no numbers'}",
+            numbers(claim["here"]),
+            verdict(claim) + (" \\*" if result.facts["sets"] else ""),
+        ]
+        for result in results
+        for claim in result.facts["claims"]
+    ]
+    found = [verdict(claim) for result in results for claim in result.facts["claims"]]
+    counted = ", ".join(f"{found.count(word)} {word}" for word in [*VERDICTS.values(), *VERDICTS] if word in found)
+    parts = [
+        "## Summary",
+        f"{amount(len(found), 'claim')} of {amount(len(results), 'preset')}: {counted}. A claim is split into pairs, "
+        '"this one is better than that one", of means over seeds: it is reproduced if all pairs are as the paper says, '
+        "partly if some are. What no paper claims holds or does not.",
+        markdown(["preset", "claim", "paper", "ours", "verdict"], rows),
+    ]
+    if any(result.facts["sets"] for result in results):
+        parts.append("\\* with other settings than the preset's: the command in its section says which.")
+    return "\n\n".join(parts)
+
+
+def how(results: Sequence[Result]) -> str:
+    """Protocol, machine and cost of all that was run."""
+    if not results:
+        return ""
+    facts = [result.facts for result in results]
+
+    def all_of(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(value) for one in facts for value in one[key])) or "unknown"
+
+    runs, diverged = sum(one["runs"] for one in facts), sum(one["diverged_runs"] for one in facts)
+    unfinished = [f"[`{result.name}`](#{result.name})" for result in results if not result.facts["complete"]]
+    lines = [
+        "## How it was run",
+        "Every preset is an experiment file in [`src/lamina/papers`](../src/lamina/papers): data, model, rounds, seeds "
+        "and the rates to try are the paper's where it gives them; its first lines, repeated below, say where they are "
+        "not. Within a comparison all methods have the same initial weights, clients and batches. Where there is a "
+        "choice, every combination of the grid is run once on the first seed, and the best is run on every seed.",
+        markdown(
+            ["what", ""],
+            [
+                ["machine", all_of("device")],
+                ["versions", f"lamina {all_of('lamina')}, torch {all_of('torch')}"],
+                ["arithmetic", all_of("precision")],
+                ["runs", f"{runs}, {sum(one['tuning_runs'] for one in facts)} of them to choose settings"],
+                ["diverged", str(diverged)],
+                [spent(facts), f"{sum(one['seconds'] for one in facts):,.0f}"],
+                ["not finished", ", ".join(unfinished) or "none"],
+            ],
+        ),
+        "Seconds are those of training and evaluation, summed over all runs; runs that train side by side share "
+        "theirs. Reading data and starting are not in them.",
+    ]
+    return "\n\n".join(lines)
+
+
+def not_run(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[str, Sequence[str]]) -> str:
+    """What there are no results of."""
+    left = [name for name in presets if name not in {result.name for result in results}]
+    lines = [f"- `{name}`" + "".join(f" {note.strip()}" for note in notes.get(name, [])) for name in left]
+    return "\n\n".join(["## Not run yet", "\n".join(lines) or "Every preset was run."])
+
+
+# --- one reproduction --------------------------------------------------------------------------------------------
+
+
+def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -> str:
+    """One preset: what it is, the command, its cost, the table, the figure, the claims and the notes."""
+    facts = result.facts
+    parts = [f"## {result.name}"]
+    if result.name in presets:
+        parts.append(about(presets[result.name]))
+    parts.append(f"```sh\n{command(result)}\n```")
+    if facts["scale"] == "small":
+        parts.append("The small version: it shows that all runs, and says nothing about the paper.")
+    if not facts["complete"]:
+        parts.append("**Not finished.** Missing: " + escaped("; ".join(shortened(facts["missing"]))) + ".")
+    parts.append(cost(facts))
+    parts.append(results_table(result))
+    if drawn(result):
+        parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds]({FIGURES}/{result.name}.png)")
+        window = window_of(result)
+        parts[-1] += f"\n\nIn the figure, every point is the mean of {window} rounds." if window > 1 else ""
+    parts += [claim_table(claim) for claim in facts["claims"]]
+    if notes:
+        parts.append("\n".join(f"- {note.strip()}" for note in notes))
+    return "\n\n".join(parts)
+
+
+def about(preset: Path) -> str:
+    """The comment at the head of a preset: what the paper says, by which protocol, and where ours deviates."""
+    lines = preset.read_text(encoding="utf-8").splitlines()
+    first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return escaped(" ".join(line.lstrip("# ") for line in lines[:first]))
+
+
+def command(result: Result) -> str:
+    """What reproduces it."""
+    words = ["lamina reproduce", result.name]
+    words += ["--scale small"] if result.facts["scale"] == "small" else []
+    for key, value in result.facts["sets"].items():
+        word = f"{key}={json.dumps(value)}"
+        words.append(f"--set '{word}'" if re.search(r"[^\w=.,:-]", word) else f"--set {word}")
+    return " ".join(words)
+
+
+def cost(facts: Mapping[str, Any]) -> str:
+    """Runs, rounds, seconds, and what went wrong."""
+    tuning = facts["tuning_runs"]
+    chosen = {"test": "the test data, as the paper does", "validation": "held-out training data"}[facts["select"]]
+    line = f"{amount(facts['runs'] - tuning, 'final run')} of {either(facts['rounds'])} rounds; "
+    line += (
+        f"{tuning} before, of {either(facts['tuning_rounds'])} rounds, to choose settings on {chosen}"
+        if tuning
+        else "no settings to choose"
+    )
+    line += f"; {facts['seconds']:,.0f} {spent([facts])}"
+    for what, key in (("diverged", "diverged_runs"), ("not finished", "unfinished_runs")):
+        line += f"; {facts[key]} {what}" if facts[key] else ""
+    line += f"; {', '.join(facts['device']) or 'machine unknown'}, {', '.join(facts['precision'])}"
+    every = max(variant["every"] for variant in facts["variants"].values())
+    return line + "." + (f" Of the rounds the record keeps one in {every}, and the best." if every > 1 else "")
+
+
+def spent(facts: Iterable[Mapping[str, Any]]) -> str:
+    """What the seconds are of."""
+    kinds = {one["gpu"] for one in facts}
+    return {(True,): "GPU seconds", (False,): "CPU seconds"}.get(tuple(kinds), "seconds")
+
+
+def results_table(result: Result) -> str:
+    """Best and last accuracy of every method, and what else the claims are about."""
+    others = [name for name in metrics_of(result) if name != "accuracy"]
+    per_cent = {metric.column for metric in METRICS if metric.percent}
+    head = ["method", "settings", "seeds", "best accuracy, %", "last accuracy, %"]
+    head += [f"last {escaped(name)}{', %' if name in per_cent else ''}" for name in others]
+    rows = []
+    for (variant, name), histories in result.histories.items():
+        method = result.facts["variants"][variant]["methods"][name]
+        settings = [
+            f"{key} {shown(value)}" + (f" ({method['edge'][key]} tried)" if key in method["edge"] else "")
+            for key, value in method["settings"].items()
+        ]
+        diverged = f", {len(method['diverged'])} diverged" if method["diverged"] else ""
+        row = [escaped(labelled(name, variant)), ", ".join(settings), f"{len(histories)}{diverged}"]
+        row.append(mean_and_spread(values(histories, lambda history: 100 * history.best())))
+        row.append(mean_and_spread(values(histories, lambda history: 100 * history.last())))
+        for other in others:
+            scale = 100 if other in per_cent else 1
+            last = values(histories, lambda history, of=other, by=scale: by * history.last(of))  # type: ignore[misc]
+            row.append(mean_and_spread(last, significant))
+        rows.append(row)
+    return markdown(head, rows) + "\n\nMean ± standard deviation over seeds." if rows else "No final run has ended."
+
+
+def claim_table(claim: Mapping[str, Any]) -> str:
+    """The paper's numbers beside ours."""
+    labels = dict.fromkeys([*claim["here"], *claim["paper"]])
+    rows = [[named(label), number(claim["paper"].get(label)), number(claim["here"].get(label))] for label in labels]
+    wrong = ", ".join(f"{named(better)} / {named(worse)}" for better, worse in claim["wrong"])
+    said = f"**{verdict(claim)}**"
+    if claim["verdict"] in ("holds", "holds in part", "does not hold"):
+        said += f" ({claim['pairs'] - len(claim['wrong'])} of {amount(claim['pairs'], 'pair')}"
+        said += (f"; not {wrong}" if wrong else "") + ")"
+    return f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {said}\n\n" + markdown(
+        [claim["unit"], "paper", "ours"], rows
+    )
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+
+def verdict(claim: Mapping[str, Any]) -> str:
+    """A verdict in this page's words; what no paper claims is not reproduced, it holds or not."""
+    judged = claim["verdict"] in ("holds", "holds in part", "does not hold")
+    return str(claim["verdict"]) if judged and ours(claim) else VERDICTS[claim["verdict"]]
+
+
+def ours(claim: Mapping[str, Any]) -> bool:
+    """Whether a claim is no paper's."""
+    return str(claim["text"]).endswith("(ours)")
+
+
+def numbers(found: Mapping[str, Any]) -> str:
+    """Numbers by label, in a line."""
+    return ", ".join(f"{named(label)}: {number(value)}" for label, value in found.items())
+
+
+def number(value: Any) -> str:
+    """A number of a claim; JSON has those that are not finite as text."""
+    return NONE if value in (None, "nan") else reproduce.written(float(value))
+
+
+def named(label: str) -> str:
+    """A claim's label for Markdown."""
+    return escaped(called(label))
+
+
+def labelled(algorithm: str, variant: str) -> str:
+    """A method in a variant, given by its folder."""
+    return called(algorithm if variant == AS_GIVEN else f"{algorithm}@{variant}")
+
+
+def amount(count: int, what: str) -> str:
+    """So many of them.
+
+    >>> amount(1, "run"), amount(3, "run")
+    ('1 run', '3 runs')
+    """
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def either(counts: Sequence[int]) -> str:
+    """One of these."""
+    return " or ".join(map(str, counts))
+
+
+def shortened(lines: Sequence[str], most: int = 8) -> list[str]:
+    """The first few of many."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def escaped(text: str) -> str:
+    r"""Text that Markdown shows as it is.
+
+    >>> print(escaped("FedAdam(*) | a_b"))
+    FedAdam(\*) \| a\_b
+    """
+    return re.sub(r"([\\*_|<`\[\]])", r"\\\1", text)
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+# --- figures -----------------------------------------------------------------------------------------------------
+
+
+def metrics_of(result: Result) -> list[str]:
+    """What is drawn: the accuracy, and what else the claims are about."""
+    return list(dict.fromkeys(["accuracy", *(claim["metric"] for claim in result.facts["claims"])]))
+
+
+def drawn(result: Result) -> bool:
+    """Whether there is anything to draw."""
+    return any(any(histories) for histories in result.histories.values())
+
+
+def window_of(result: Result) -> int:
+    """How many rounds a point of the figure stands for: lines of very many points hide each other."""
+    longest = max(len(history) for histories in result.histories.values() for history in histories)
+    return 1 if longest <= MOST_POINTS else math.ceil(longest / MOST_POINTS)
+
+
+def averaged(history: History, column: str, window: int) -> History:
+    """Means over windows of rounds; a row for every round, those between the windows' ends empty."""
+    if window == 1:
+        return history
+    column_of = history.column(column)
+    rows = [dict[str, float](round=number) for number in range(1, len(history) + 1)]
+    for end in range(window, len(history) + 1, window):
+        seen = [value for value in column_of[end - window : end] if not math.isnan(value)]
+        if seen:
+            rows[end - 1][column] = sum(seen) / len(seen)
+    return History(rows)
+
+
+def save_figures(results: Sequence[Result], folder: Path) -> list[Path]:
+    """A figure for every result; figures of results that are gone are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [folder / f"{result.name}.png" for result in results if drawn(result)]
+    for old in set(folder.glob("*.png")) - set(made):
+        old.unlink()
+    for result in results:
+        if drawn(result):
+            save(figure(result), folder / f"{result.name}.png")
+    return made
+
+
+def save(made: Figure, path: Path) -> None:
+    """Save a figure with few colours, which makes the file a third as large, and no date: the same is the same file."""
+    drawn_in_full = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        made.savefig(drawn_in_full, dpi=110, format="png")
+    few = Image.open(drawn_in_full).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    few.save(path, "PNG", optimize=True)
+
+
+def figure(result: Result) -> Figure:
+    """Every metric over rounds: the mean over seeds, minimum to maximum as a band, one line for each method."""
+    known = {metric.column: metric for metric in METRICS}
+    columns = [name for name in metrics_of(result) if name in known]
+    looks, window = line_looks(list(result.histories)), window_of(result)
+    with matplotlib.rc_context(STYLE):
+        made = Figure(figsize=(5.6 * len(columns), 3.5 + 0.19 * math.ceil(len(looks) / 3)), layout="constrained")
+        for axes, column in zip(made.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+            for (variant, name), histories in result.histories.items():
+                if any(histories):
+                    label, look = labelled(name, variant), looks[variant, name]
+                    means = [averaged(history, column, window) for history in histories]
+                    draw(axes, means, known[column], "round", label, look, 1)
+            axes.set_xlabel("round")
+            axes.set_ylabel(known[column].title)
+            axes.grid(alpha=0.25)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if column == "consistency":
+                axes.set_yscale("log")
+        handles, labels = made.axes[0].get_legend_handles_labels()
+        made.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return made
+
+
+def line_looks(lines: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """The number of every line's colour and dashes, by variant and algorithm.
+
+    A colour is a method's and dashes are a variant's, unless there are more variants than dashes or only one method.
+    """
+    variants, methods = list(dict.fromkeys(v for v, _ in lines)), {name for _, name in lines}
+    if len(variants) > len(DASHES) or (len(methods) == 1 and len(variants) > 1):
+        return {line: index for index, line in enumerate(lines)}
+    looks: dict[tuple[str, str], int] = {}
+    for v, name in lines:
+        look = COLOUR.get(name, 2) + len(COLOURS) * variants.index(v)
+        while look in looks.values():  # methods of two papers in one figure
+            look += len(COLOURS)
+        looks[v, name] = look
+    return looks
+
+
+if __name__ == "__main__":
+    main()
