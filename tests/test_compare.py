@@ -23,6 +23,7 @@ from lamina.experiment import folder as folders
 from lamina.experiment.checkpoint import Checkpoints
 from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
+from lamina.experiment.settings import folder_name
 
 TOML = """
 [data]
@@ -243,7 +244,9 @@ def test_choosing_on_the_test_data_is_said(here, capsys):
     assert call(*command("c", "compare.select=test")) == 0
     records = [read_record(Path("c", name)) for name in RUNS[:2]]
     assert all(record.tuning and not record.on_validation_data for record in records)
-    assert (here / "c" / "tuning.csv").read_text().startswith("algorithm,learning_rate,best_test_accuracy,chosen")
+    assert (
+        (here / "c" / "tuning.csv").read_text().startswith("algorithm,learning_rate,rounds,best_test_accuracy,chosen")
+    )
     assert call(*[word for word in command("c", "compare.select=test") if word != "--quiet"]) == 0
     said = capsys.readouterr()
     assert "note: rates were chosen on the test data" in said.out
@@ -313,7 +316,7 @@ def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsy
     assert (kept["lr"], kept["decay"]) == (final["train"]["lr"], final["algorithm"]["decay"])
     with Path("c/tuning.csv").open() as file:
         tried = list(csv.DictReader(file))
-    assert list(tried[0]) == ["algorithm", "learning_rate", "decay", "best_validation_accuracy", "chosen"]
+    assert list(tried[0]) == ["algorithm", "learning_rate", "decay", "rounds", "best_validation_accuracy", "chosen"]
     names = [f"lr{row['learning_rate']}-decay{row['decay']}" for row in tried]
     assert dict(zip(names, (float(row["best_validation_accuracy"]) for row in tried), strict=True)) == scores
     assert [row["decay"] for row in tried if row["chosen"] == "True"] == [str(final["algorithm"]["decay"])]
@@ -332,8 +335,12 @@ def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsy
         ("compare.grid.fedlamb.lr=[]", "compare.grid.fedlamb.lr = []: must not be empty"),
         ("compare.grid.fedlamb.name=['fedavg']", "[compare.grid.fedlamb] has no key 'name'"),
         ("compare.lr.fedlamb=[0.1]", "[compare] has no key 'lr'"),
-        ("compare.tuning_rounds=0", "compare.tuning_rounds = 0: input should be greater than"),
-        ("compare.tuning_rounds=2.5", "compare.tuning_rounds = 2.5: input should be a valid integer"),
+        ("compare.tuning_rounds=0", "compare.tuning_rounds.0 = 0: input should be greater than"),
+        ("compare.tuning_rounds=2.5", "compare.tuning_rounds.0 = 2.5: input should be a valid integer"),
+        ("compare.tuning_rounds=[3, 0]", "compare.tuning_rounds.1 = 0: input should be greater than"),
+        ("compare.tuning_rounds=[3, 3]", "compare.tuning_rounds = [3, 3]: must be a number, or a list of growing"),
+        ("compare.tuning_rounds=[]", "compare.tuning_rounds = []: must be a number, or a list of growing numbers"),
+        ("compare.tuning_rounds=[3, 13]", "compare.tuning_rounds = [3, 13]: must be at most train.rounds = 12"),
         ("compare.tuning_rounds=13", "compare.tuning_rounds = 13: must be at most train.rounds = 12"),
     ],
 )
@@ -365,7 +372,7 @@ def test_settings_are_chosen_in_fewer_rounds(here, capsys):
     assert [len(rows(f"c/fedavg/seed{seed}")) for seed in (0, 1)] == [12, 12]
     assert [read_record(f"{folder}/fedavg/seed0").lr for folder in ("c", "whole")] == [0.02, 0.5]
     assert "held out, in the first 4 rounds\n" in capsys.readouterr().out
-    assert json.loads(Path("c/config.json").read_text())["compare"]["tuning_rounds"] == 4
+    assert json.loads(Path("c/config.json").read_text())["compare"]["tuning_rounds"] == [4]
     assert call(*[word for word in command("whole", SHORT[0], rates) if word != "--quiet"]) == 0
     assert "in the first" not in capsys.readouterr().out
 
@@ -409,6 +416,62 @@ def test_short_tuning_runs_go_on_and_are_never_mixed(here, monkeypatch, capsys):
     assert call(*command("c", *SHORT, "compare.tuning_rounds=6")) == 0  # more are added
     assert call(*command("longer", *SHORT, "compare.tuning_rounds=6")) == 0
     assert_same_comparison("longer", "c", RUNS[:4])
+
+
+STAGES = (
+    "compare.algorithms=['fedavg']",
+    "compare.tuning_rounds=[2, 5]",
+    "compare.grid.fedavg.lr=[0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 1e30]",
+)
+
+
+def test_the_best_third_goes_on_to_the_next_stage(here, capsys):
+    assert call(*command("whole", STAGES[0], STAGES[2], "compare.tuning_rounds=5")) == 0
+    assert call(*[word for word in command("c", *STAGES) if word != "--quiet"]) == 0
+    said = capsys.readouterr().out
+    with Path("c/tuning.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    folders = [folder_name({"lr": float(line["learning_rate"])}) for line in table]  # in the order of the grid
+    made = {name: rows(Path("c/tuning/fedavg", name)) for name in folders}
+    whole = {name: rows(Path("whole/tuning/fedavg", name)) for name in folders}
+    first = {name: max((row["accuracy"] for row in own[:2]), default=-1) for name, own in whole.items()}
+    going_on = sorted(folders, key=lambda name: -first[name])[:4]  # a third of 10; of equals the first
+    for name in folders:
+        expected = whole[name][: 5 if name in going_on else 2]
+        assert [row["accuracy"] for row in made[name]] == [row["accuracy"] for row in expected]
+    assert [int(line["rounds"]) for line in table] == [len(made[name]) for name in folders]
+    assert [len(made[name]) for name in folders].count(5) == 4
+    longest = max(max(row["accuracy"] for row in own) for own in made.values() if len(own) == 5)
+    (chosen,) = [line for line in table if line["chosen"] == "True"]
+    assert float(chosen["best_validation_accuracy"]) == longest
+    assert "chosen on 20% of the training data, held out, in the first 5 rounds\n" in said
+    assert "the best third of what was tried went on after 2 rounds (at least 3)" in said
+
+
+def test_stages_go_on_after_a_stop_and_can_be_begun_anew(here, monkeypatch):
+    record, seen = Simulation.record, []
+
+    def counted(self, *arguments, **options):
+        seen.append(self.state.round)
+        if seen.count(4) == 2:  # in the second stage
+            os.kill(os.getpid(), signal.SIGINT)
+        return record(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "record", counted)
+        assert call(*command("c", *STAGES)) == 130
+    assert max(len(rows(path)) for path in Path("c/tuning/fedavg").iterdir()) == 4
+    assert call(*command("c", *STAGES)) == 0
+    assert call(*command("whole", *STAGES)) == 0
+    ended = (path.parent.name for path in Path("whole/tuning/fedavg").glob("*/model.safetensors"))
+    names = sorted(f"tuning/fedavg/{name}" for name in ended)
+    assert len(names) == 9  # the tenth has diverged
+    assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
+    assert call(*command("c", *STAGES), "--overwrite") == 0
+    assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "record", None)
+        assert call(*command("c", *STAGES)) == 0  # complete: nothing is trained
 
 
 def test_more_runs_than_may_be_open_at_once(here, monkeypatch):

@@ -153,12 +153,11 @@ class LiveTable(comparing.Watcher):
         jobs = list(self._running)
         accuracies = [row["accuracy"] for row in self._running.values() if "accuracy" in row]
         speed = self._rounds / max(time.perf_counter() - self._began, 1e-9)
-        rounds = comparing.tuning_rounds(self._experiment) if job.tuning else self._experiment.train.rounds
         self._rows[job.algorithm] = [
             "tuning" if job.tuning else "running",
             _range([f"{lr:g}" for lr in dict.fromkeys(job.lr for job in jobs)]),
             _range([str(seed) for seed in dict.fromkeys(job.seed for job in jobs)]),
-            f"{row['round']}/{rounds}",
+            f"{row['round']}/{job.rounds}",
             f"{statistics.fmean(accuracies):.3f}" if accuracies else "–",
             f"{speed:.1f}",
         ]

@@ -1,9 +1,9 @@
 """Compare algorithms fairly: the same initial weights, clients and batches, and every method tuned the same way.
 
 If the file gives values to try (``[compare.grid]``: rates, and the methods' own options), each combination is run once
-on the first seed (for ``compare.tuning_rounds`` rounds, if given) and the one with the best accuracy on held-out
-*training* data is kept; the test data are looked at only in the final runs, one per seed. (The papers choose on the
-test data: ``compare.select = "test"``.)
+on the first seed and the one with the best accuracy on held-out *training* data is kept; the test data are looked at
+only in the final runs, one per seed. (The papers choose on the test data: ``compare.select = "test"``.) To save time,
+``compare.tuning_rounds`` may be fewer rounds, or several numbers: after each, only the best third goes on to the next.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import csv
 import io
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lamina
 from lamina import algorithms
@@ -35,6 +35,15 @@ from lamina.simulation import Simulation
 
 MOST_NAMED = 5  # runs that are left out, in one line
 MOST_AT_ONCE = 64  # runs that are open together: each holds a few files and its model
+GOING_ON, FEWEST_GOING_ON = 1 / 3, 3  # of what is tried, from one of several tuning_rounds to the next
+
+
+class Attempt(NamedTuple):
+    """Settings that were tried."""
+
+    settings: Settings
+    score: float  # the best validation accuracy; NaN: diverged
+    rounds: int
 
 
 @dataclass
@@ -44,7 +53,7 @@ class Entry:
     name: str
     title: str
     settings: Settings  # "lr", and the options that were chosen
-    tuning: list[tuple[Settings, float]]  # what was tried, and its best validation accuracy (NaN: diverged)
+    tuning: list[Attempt]
     seeds: list[int] = field(default_factory=list)
     histories: list[History] = field(default_factory=list)  # one per seed
     diverged: list[str] = field(default_factory=list)  # one line for every run that did
@@ -63,6 +72,7 @@ class Job:
     settings: Settings = field(hash=False)  # "lr", and options of the algorithm
     seed: int
     tuning: bool  # it only helps to choose the settings
+    rounds: int
 
     def __str__(self) -> str:
         return f"{self.algorithm}, {written(self.settings)}, seed {self.seed}"
@@ -150,16 +160,14 @@ class Comparison:
     def _run_algorithm(self, name: str) -> bool:
         """Choose the settings if there is a choice, then run every seed; whether it was finished."""
         choice, first_seed = self._choices[name], self.experiment.train.seed
-        settings, tuning = choice[0], []
-        if len(choice) > 1:
-            tried = [Job(name, one, first_seed, True) for one in choice]
-            if not self._run_jobs(tried):
-                return False
-            tuning = [(job.settings, _score(read_record(self.folder / job.folder))) for job in tried]
-            settings, _ = max(tuning, key=lambda one: -math.inf if math.isnan(one[1]) else one[1])
+        settings, tuning = choice[0], self._tune(name) if len(choice) > 1 else []
+        if tuning is None:
+            return False
+        if tuning:
+            settings = max(tuning, key=lambda one: _or_worst(one.score)).settings
         seeds = range(first_seed, first_seed + self.experiment.compare.seeds)
-        jobs = [Job(name, settings, seed, False) for seed in seeds]
-        finished = self._run_jobs(jobs)
+        jobs = [Job(name, settings, seed, False, self.experiment.train.rounds) for seed in seeds]
+        finished = self._run_jobs(jobs, overwrite=self._overwrite)
         entry = Entry(name, algorithms.find(name).card.title, settings, tuning)
         for job in jobs:
             place = self.folder / job.folder
@@ -174,7 +182,30 @@ class Comparison:
         self._save()
         return finished
 
-    def _run_jobs(self, jobs: list[Job]) -> bool:
+    def _tune(self, name: str) -> list[Attempt] | None:
+        """Run all that is to be tried, the best third for longer if there are several tuning_rounds; None: stopped."""
+        stages = tuning_rounds(self.experiment)
+        tried = going = [Job(name, one, self.experiment.train.seed, True, stages[0]) for one in self._choices[name]]
+        for n, rounds in enumerate(stages):
+            jobs = [replace(job, rounds=self._rounds_in_folder(job, stages[n:])) for job in going]
+            if not self._run_jobs(jobs, overwrite=self._overwrite and n == 0):
+                return None
+            scores = {id(job): _score(read_record(self.folder / job.folder), rounds) for job in going}
+            many = max(FEWEST_GOING_ON, math.ceil(GOING_ON * len(going)))
+            going = sorted(going, key=lambda job: -_or_worst(scores[id(job)]))[:many]  # the first of equals
+        records = [read_record(self.folder / job.folder) for job in tried]
+        return [
+            Attempt(job.settings, _score(record), len(record.history))
+            for job, record in zip(tried, records, strict=True)
+        ]
+
+    def _rounds_in_folder(self, job: Job, stages: list[int]) -> int:
+        """The rounds that a run is to have: those of a later stage if it was on its way there before."""
+        place = self.folder / job.folder
+        stored = {} if self._overwrite or not is_ours(place) else read_json(place / "config.json").get("train", {})
+        return int(stored["rounds"]) if stored.get("rounds") in stages else stages[0]
+
+    def _run_jobs(self, jobs: list[Job], *, overwrite: bool) -> bool:
         """Run what is left of some runs of one algorithm, side by side where they can be stacked."""
         self._jobs += jobs
         experiments = [self._experiment(job) for job in jobs]
@@ -186,7 +217,7 @@ class Comparison:
                 Planned(experiment, splits, self.folder / job.folder, f"{self.folder.name}/{job.folder.as_posix()}")
                 for job, experiment in zip(jobs, experiments, strict=True)
             ],
-            overwrite=self._overwrite,
+            overwrite=overwrite,
             stop=self._stop,
             on_round=lambda i, row: self._watcher.round_finished(jobs[i], row),
             on_end=lambda i, record: self._watcher.run_ended(jobs[i], record),
@@ -199,14 +230,14 @@ class Comparison:
         train = own.train.model_copy(update={"seed": job.seed})
         if job.tuning:  # shorter perhaps, but each round at the rate that it has in the final runs
             schedule = Schedule(name=train.schedule.name, **vars(build_schedule(own)))
-            train = train.model_copy(update={"rounds": tuning_rounds(own), "schedule": schedule})
+            train = train.model_copy(update={"rounds": job.rounds, "schedule": schedule})
         held_out = own.compare.validation if job.tuning and own.compare.select == "validation" else None
         return own.model_copy(update={"train": train, "data": own.data.model_copy(update={"validation": held_out})})
 
     @property
     def runs(self) -> list[Path]:
         """The folders of its runs that have begun: what tables, picture and report are about."""
-        folders = [self.folder / job.folder for job in self._jobs]
+        folders = dict.fromkeys(self.folder / job.folder for job in self._jobs)  # a tuning run may have several stages
         return [folder for folder in folders if (folder / "metrics.jsonl").exists()]
 
     def left_out(self) -> list[str]:
@@ -229,10 +260,15 @@ class Comparison:
             held_out = f"{spec.validation:.0%} of the training data, held out"
             on = held_out if spec.select == "validation" else "the test data"
             what = "rates" if all(choice[0].keys() == {"lr"} for choice in self._choices.values()) else "settings"
-            rounds = tuning_rounds(self.experiment)
+            *stages, rounds = tuning_rounds(self.experiment)
             first = f"first {rounds} rounds" if rounds > 1 else "first round"
             short = f", in the {first}" if rounds < self.experiment.train.rounds else ""
             lines.append(f"{what} were chosen on {on}{short}")
+            if stages:
+                after = " and ".join(str(stage) for stage in stages)
+                lines.append(
+                    f"the best third of what was tried went on after {after} rounds (at least {FEWEST_GOING_ON})"
+                )
         untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")
@@ -241,7 +277,7 @@ class Comparison:
             if len(entry.settings) > 1 and entry.tuning:
                 lines.append(f"{entry.name}: {written(entry.settings)} was chosen")
             for key, value in entry.settings.items():
-                ends = at_ends(value, [settings[key] for settings, _ in entry.tuning] or [value])
+                ends = at_ends(value, [one.settings[key] for one in entry.tuning] or [value])
                 way = way_beyond(value, ends, (None, None) if key == "lr" else bounds_of(entry.name, key))
                 if way:
                     what = f"{entry.name}: the best {key} {value:g} lies on the edge of those tried"
@@ -262,19 +298,22 @@ class Comparison:
         tried = [
             {
                 "algorithm": entry.name,
-                "learning_rate": settings["lr"],
-                **{key: value for key, value in settings.items() if key != "lr"},
-                score: best,
-                "chosen": settings == entry.settings,
+                "learning_rate": one.settings["lr"],
+                **{key: value for key, value in one.settings.items() if key != "lr"},
+                "rounds": one.rounds,
+                score: one.score,
+                "chosen": one.settings == entry.settings,
             }
             for entry in self.entries
-            for settings, best in entry.tuning
+            for one in entry.tuning
         ]
         options = dict.fromkeys(key for choice in self._choices.values() for key in choice[0] if key != "lr")
         try:
             write_json(self.folder / "config.json", self._config)
             write_csv(self.folder / "rounds.csv", ["algorithm", "learning_rate", "seed", *columns], rounds)
-            write_csv(self.folder / "tuning.csv", ["algorithm", "learning_rate", *options, score, "chosen"], tried)
+            write_csv(
+                self.folder / "tuning.csv", ["algorithm", "learning_rate", *options, "rounds", score, "chosen"], tried
+            )
         except OSError as error:
             raise cannot_write(self.folder, error) from error
 
@@ -391,9 +430,15 @@ def _protocol(experiment: Experiment) -> dict[str, Any]:
     return {**tree, "algorithm": experiment.algorithm.name}
 
 
-def _score(record: Record) -> float:
-    """What settings are chosen by."""
-    return math.nan if record.diverged else record.history.best("accuracy")
+def _score(record: Record, rounds: int | None = None) -> float:
+    """What settings are chosen by, in all or in the first rounds."""
+    if record.diverged and (rounds is None or len(record.history) < rounds):
+        return math.nan
+    return record.history[:rounds].best("accuracy")
+
+
+def _or_worst(score: float) -> float:
+    return -math.inf if math.isnan(score) else score
 
 
 def write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
@@ -411,12 +456,16 @@ def points_of(experiment: Experiment, name: str) -> list[Settings]:
     return points({"lr": [rate], **(spec.grid[name].values() if name in spec.grid else {})})
 
 
-def tuning_rounds(experiment: Experiment) -> int:
-    """The rounds of a run that only helps to choose settings."""
+def tuning_rounds(experiment: Experiment) -> list[int]:
+    """The rounds of runs that only help to choose settings, stage by stage."""
     given, rounds = experiment.compare.tuning_rounds, experiment.train.rounds
-    if given is not None and given > rounds:
-        raise BadInput(f"compare.tuning_rounds = {given}: must be at most train.rounds = {rounds}")
-    return given or rounds
+    stages = [rounds] if given is None else given
+    if not stages or sorted(set(stages)) != stages:
+        raise BadInput(f"compare.tuning_rounds = {stages}: must be a number, or a list of growing numbers")
+    if stages[-1] > rounds:
+        shown = stages if len(stages) > 1 else stages[0]
+        raise BadInput(f"compare.tuning_rounds = {shown}: must be at most train.rounds = {rounds}")
+    return stages
 
 
 def with_algorithm(experiment: Experiment, name: str, settings: Settings | None = None) -> Experiment:

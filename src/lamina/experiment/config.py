@@ -9,12 +9,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lamina.errors import BadInput, nearest
 
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
+
+
+def _in_a_list(value: Any) -> Any:
+    """One number as a list of one."""
+    return [value] if isinstance(value, int | float) else value
+
+
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Item = TypeVar("Item")
 NotEmpty = Annotated[list[Item], Field(min_length=1)]
@@ -126,7 +133,8 @@ class Compare(_Section):
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
-    tuning_rounds: AtLeastOne | None = None  # of the runs that only help to choose; None: as many as train.rounds
+    # of the runs that only help to choose, None: train.rounds; several: after each, the best third goes on to the next
+    tuning_rounds: Annotated[list[AtLeastOne] | None, BeforeValidator(_in_a_list)] = None
     options: dict[str, dict[str, Any]] = {}  # further options for each
 
 
