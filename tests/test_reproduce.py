@@ -194,7 +194,7 @@ def test_the_lamb_papers_two_figures_are_whole(cell, dealt, epochs):
     assert (names[cell.partition("-")[0]], cell.partition("-")[2]) == (data.name, experiment.model.name)
     assert data.partition.options() == ({"base": "iid"} if dealt == "iid" else {"base": "classes", "k": 2})
     assert (data.clients, train.participation, train.batch_size, train.epochs) == (50, 0.5, 128, epochs)
-    assert (train.rounds, spec.tuning_rounds, spec.seeds, spec.select) == (100, [30, 100], 3, "test")
+    assert (train.rounds, spec.tuning_rounds, spec.seeds, spec.select) == (100, [10, 30, 100], 3, "test")
     assert spec.algorithms == ["fedavg", "fedadam", "fedams", "fedlamb", "mime", "mimelamb"]
     assert "Fed-LAMB and Mime-LAMB above Fed-AMS and Mime" in " ".join(claim.text for claim in experiment.claim)
 
