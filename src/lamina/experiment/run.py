@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from lamina.plan import SCHEDULES, Schedule, make_schedule
 from lamina.population import Population
 from lamina.simulation import Simulation
 
+WRITERS = 8  # runs of a population whose checkpoints are written at a time
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
 DEFAULT_CLIENTS = 10
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the last two are torch's, and untested
@@ -321,8 +323,7 @@ def train(
         ended.stopped = not everywhere(not stop()) and number < rounds
         # Who diverges leaves the population: the others are saved, so that this round is not run again without it.
         if number % every == 0 or number == rounds or ended.stopped or failed:
-            for i in rows:
-                folders[i].checkpoint(simulations[i])
+            _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
         for i, how in failed.items():
             folders[i].diverge(how)
         ended.diverged |= failed
@@ -330,10 +331,20 @@ def train(
             for i in rows:
                 folders[i].stopped(number)
             return ended
-    for i, simulation in enumerate(simulations):
-        if i not in ended.diverged:
-            folders[i].finish(simulation)
+    _for_each(
+        [i for i in range(len(simulations)) if i not in ended.diverged], lambda i: folders[i].finish(simulations[i])
+    )
     return ended
+
+
+def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:
+    """Write something of several runs at a time: most of it is waiting for the disk."""
+    chosen = list(runs)
+    if len(chosen) == 1:
+        write(chosen[0])
+    elif chosen:
+        with ThreadPoolExecutor(WRITERS) as pool:
+            list(pool.map(write, chosen))
 
 
 def _run_round(
