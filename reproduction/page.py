@@ -197,6 +197,8 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
     if result.name in presets:
         parts.append(about(presets[result.name]))
     parts.append(f"```sh\n{command(result)}\n```")
+    if facts["sets"]:
+        parts.append("What the command sets is how it was run; the description above is the file's, as it is now.")
     if facts["scale"] == "small":
         parts.append("The small version: it shows that all runs, and says nothing about the paper.")
     if not facts["complete"]:

@@ -24,6 +24,7 @@ from lamina.experiment.checkpoint import Checkpoints
 from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.experiment.settings import folder_name
+from lamina.report.rates import responses
 
 TOML = """
 [data]
@@ -446,6 +447,9 @@ def test_the_best_third_goes_on_to_the_next_stage(here, capsys):
     assert float(chosen["best_validation_accuracy"]) == longest
     assert "chosen on 20% of the training data, held out, in the first 5 rounds\n" in said
     assert "the best third of what was tried went on after 2 rounds (at least 3)" in said
+    (tuned,) = [response for response in responses(find_records(["c"])) if response.on == "validation"]
+    assert len(tuned.tried) == 10  # one curve for all stages, so that an edge is one of all that was tried
+    assert tuned.chosen == float(chosen["learning_rate"])
 
 
 def test_stages_go_on_after_a_stop_and_can_be_begun_anew(here, monkeypatch):

@@ -91,7 +91,8 @@ def test_a_convolution_with_a_bias(case, dtype, tolerance):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("shape", "window"), [((6, 10, 24, 24), (2, 2)), ((2, 3, 7, 9), (2, 3)), ((3, 64, 8, 8), (2, 2))]
+    ("shape", "window"),
+    [((6, 10, 24, 24), (2, 2)), ((2, 3, 7, 9), (2, 3)), ((3, 64, 8, 8), (2, 2)), ((2, 3, 11, 11), (11, 11))],
 )
 def test_max_pooling_is_torchs(shape, window, dtype):
     x = torch.randint(0, 4, shape, device="cuda").to(dtype)  # many ties: the first of equals takes the gradient

@@ -172,3 +172,10 @@ def test_bad_plans_are_refused_in_one_line(call, text):
     with pytest.raises(BadInput, match=text) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+def test_equal_keys_keep_their_order():
+    keys = np.array([[3, 1, 3, 0, 1], [5, 4, 3, 2, 1]])
+    assert rng.order(keys).tolist() == [[3, 1, 4, 0, 2], [4, 3, 2, 1, 0]]
+    many = np.random.default_rng(0).integers(0, 50, (3, 2000))  # far more samples than keys
+    assert np.array_equal(rng.order(many), np.argsort(many, axis=-1, kind="stable"))

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import struct
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import helpers
-from lamina import BadInput, History
+from lamina import BadInput, History, Simulation
 from lamina.cli import reproduce
 from lamina.data import idx, sources
 from lamina.experiment import claims
@@ -379,3 +381,22 @@ def test_list_and_wrong_names(here, capsys):
     assert "--list" in capsys.readouterr().err
     assert call("nothing.toml") == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_a_stop_in_the_last_round_of_a_variant_is_not_forgotten(here, capsys, monkeypatch):
+    (here / "mine.toml").write_text(TOML)
+    record = Simulation.record
+
+    def asked(self, *arguments, **options):
+        if self.state.round == 3:  # the last one of the file as it is given
+            os.kill(os.getpid(), signal.SIGINT)
+        return record(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "record", asked)
+        assert call("mine.toml") == 130
+    assert "stopped after a round" in capsys.readouterr().err
+    folders = sorted(path.name for path in (here / "runs" / "mine").iterdir())
+    assert folders == ["as-given"]
+    assert call("mine.toml") == 0
+    assert len(list((here / "runs" / "mine").iterdir())) > 2

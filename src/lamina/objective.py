@@ -70,6 +70,10 @@ class Objective:
             self.frozen
         )  # else looking for them in every step is waste
         self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+        norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        self.evaluates_by_batch = any(
+            norm.running_mean is None for norm in norms
+        )  # a sample's output depends on others'
 
     def outputs(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, *, train: bool) -> Tensor:
         """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do."""

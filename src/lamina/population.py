@@ -112,11 +112,14 @@ def mismatch(first: Simulation, other: Simulation) -> str:
             return "they differ in 'sync_every', which changes what a round does"
     if first.objective.layers.shapes != other.objective.layers.shapes:
         return "their models have different shapes"
-    if any(
-        not torch.equal(a, b)
-        for a, b in zip(first.objective.frozen.values(), other.objective.frozen.values(), strict=True)
+    if repr(first.objective.module) != repr(other.objective.module) or first.objective.loss is not other.objective.loss:
+        return "they have different models or losses"
+    for what, own, theirs in (
+        ("frozen parameters", first.objective.frozen, other.objective.frozen),
+        ("buffers", first.objective.buffers, other.objective.buffers),
     ):
-        return "their frozen parameters differ"
+        if own.keys() != theirs.keys() or any(not torch.equal(own[name], theirs[name]) for name in own):
+            return f"their models have different {what}"
     if first.train_data is not other.train_data and (
         first.train_data.x.shape != other.train_data.x.shape
         or not bool((first.train_data.x == other.train_data.x).all())

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from lamina.experiment.checkpoint import Checkpoints
 
 EVALUATION_BATCH = 1000  # samples at a time
-EVALUATION_NUMBERS_GPU = (
-    8 << 20
-)  # input numbers at a time on a GPU, if that is more: small samples come in large batches
+# input numbers at a time on a GPU, if that is more: small images come in large batches
+EVALUATION_NUMBERS_GPU = 8 << 20
+MOST_EVALUATED = 16_384  # but not more samples than this: tokens are small, what is made of them is not
 DEFAULT_CLIENTS = 10
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ class Simulation:
         augmentation: random crop and flip of training images.
         seed: the source of all randomness.
         device: "auto" (a GPU if there is one), or any torch device.
-        engine: "auto" takes the fastest that fits the model; any other name forces that one. A simulation with the
-            same model, device and precision lends its choice: to test what fits takes longer than a small round.
+        engine: "auto" takes the fastest that fits the model; any other name forces that one. A simulation of the
+            same model lends its choice: to test what fits takes longer than a small round.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
@@ -154,6 +154,7 @@ class Simulation:
         self.precision, self.deterministic = precision, deterministic
         if deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        self.engine_name: str = engine.engine_name if isinstance(engine, Simulation) else engine
         self._check_fit(loss)
         known = isinstance(engine, Simulation) and engine.plan.same_rounds(self.plan)
         self._check_protocol(client_metrics, known)
@@ -260,7 +261,8 @@ class Simulation:
         """Begin to evaluate the current model on the test data: a GPU is not waited for."""
         if self.test_data is None:
             return None
-        return measure(self.objective, self.state.server.x, self.state.buffers, self.test_data)
+        with arithmetic(self.precision, self.deterministic):
+            return measure(self.objective, self.state.server.x, self.state.buffers, self.test_data)
 
     def metrics(self, measured: Tensor | None) -> dict[str, float]:
         """What was measured, by name, with the metrics of clients if asked for."""
@@ -269,7 +271,8 @@ class Simulation:
 
     def _client_metrics(self) -> dict[str, float]:
         """The model's accuracy on every client's own training data: how evenly it serves them."""
-        _, correct = predict(self.objective, self.state.server.x, self.state.buffers, self.train_data)
+        with arithmetic(self.precision, self.deterministic):
+            _, correct = predict(self.objective, self.state.server.x, self.state.buffers, self.train_data)
         assert correct is not None  # checked when the simulation was made
         hits = correct.cpu().numpy()
         accuracies = np.sort([hits[part].mean() for part in self.plan.clients.parts])
@@ -357,7 +360,7 @@ def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) ->
     losses, correct = [], []
     batch = EVALUATION_BATCH
     if objective.device.type != "cpu":
-        batch = max(batch, EVALUATION_NUMBERS_GPU // data.x[0].numel())
+        batch = min(max(batch, EVALUATION_NUMBERS_GPU // data.x[0].numel()), MOST_EVALUATED)
     with torch.no_grad():
         for start in range(0, len(data), batch):
             part = slice(start, start + batch)
@@ -445,13 +448,14 @@ def choose_engine(name: str | Simulation, precision: Precision, **settings: Any)
     """The engine to run on; "auto" takes the fastest the model allows, and logs why if that is not the stacked one."""
     if isinstance(name, Simulation):
         lent, objective = name.engine, settings["objective"]
-        if isinstance(lent, Loop):
+        same = name.objective.layers.shapes == objective.layers.shapes and not objective.frozen
+        same = same and repr(name.objective.module) == repr(objective.module) and name.objective.loss is objective.loss
+        same = same and (name.objective.device, name.precision) == (objective.device, precision)
+        if same and isinstance(lent, Loop):
             return Loop(**settings)
-        fits = name.objective.layers.shapes == objective.layers.shapes and not objective.frozen
-        fits = fits and (name.objective.device, name.precision) == (objective.device, precision)
-        if fits and not (lent.random and settings["algorithm"].needs(1).control_variate):
+        if same and isinstance(lent, Stacked) and not (lent.random and settings["algorithm"].needs(1).control_variate):
             return Stacked(forward=lent.forward, random=lent.random, **settings)
-        name = "auto"
+        name = name.engine_name
     if name not in ("auto", "stacked", "vmap", "loop"):
         raise unknown("engine", name, ("auto", "stacked", "vmap", "loop"))
     if name in ("loop", "vmap") and precision == "bf16":

@@ -146,7 +146,8 @@ class LiveTable(comparing.Watcher):
 
     def round_finished(self, job: comparing.Job, row: Row) -> None:
         """Show the runs that train side by side as one line."""
-        if not any((other.algorithm, other.tuning) == (job.algorithm, job.tuning) for other in self._running):
+        stage = job.algorithm, job.tuning, job.rounds
+        if not any((other.algorithm, other.tuning, other.rounds) == stage for other in self._running):
             self._running, self._rounds, self._began = {}, 0, time.perf_counter()
         self._running[job] = row
         self._rounds += 1

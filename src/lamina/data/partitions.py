@@ -391,7 +391,10 @@ def _group(owner: Labels, clients: int) -> Parts:
 
 def _by_kind(kinds: Labels) -> Labels:
     """The stable order that sorts small whole numbers; in few bits numpy does so in one pass over each byte."""
-    return np.argsort(kinds.astype(np.min_scalar_type(int(kinds.max()))), kind="stable")
+    if not len(kinds):
+        return np.zeros(0, np.int64)
+    from_zero = kinds - kinds.min()
+    return np.argsort(from_zero.astype(np.min_scalar_type(int(from_zero.max()))), kind="stable")
 
 
 def _checked_counts(name: str, labels: Labels | None, clients: int | None, samples: int | None) -> tuple[int, int]:

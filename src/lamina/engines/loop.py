@@ -22,7 +22,8 @@ from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round
 
-FULL_GRADIENT_CHUNK = 512  # samples at a time in a full-data gradient; the result does not depend on it
+FULL_GRADIENT_CHUNK = 512  # samples at a time in a full-data gradient; the result does not depend on it,
+WHOLE_BATCH = 64  # but for a model that evaluates samples by the batch they are in: those, in every engine
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Loop:
         """The gradient over all of a client's data: evaluation mode, so no dropout and fixed BatchNorm statistics."""
         data, total = self.data, torch.zeros_like(x)
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
-        for part in torch.split(index, FULL_GRADIENT_CHUNK):
+        for part in torch.split(index, WHOLE_BATCH if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
             inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
             grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
             total = total + grad * (len(part) / len(index))

@@ -186,18 +186,20 @@ class Comparison:
         """Run all that is to be tried, the best third for longer if there are several tuning_rounds; None: stopped."""
         stages = tuning_rounds(self.experiment)
         tried = going = [Job(name, one, self.experiment.train.seed, True, stages[0]) for one in self._choices[name]]
+        reached: dict[int, int] = {}
         for n, rounds in enumerate(stages):
+            reached |= {id(job): rounds for job in going}
             jobs = [replace(job, rounds=self._rounds_in_folder(job, stages[n:])) for job in going]
             if not self._run_jobs(jobs, overwrite=self._overwrite and n == 0):
                 return None
             scores = {id(job): _score(read_record(self.folder / job.folder), rounds) for job in going}
             many = max(FEWEST_GOING_ON, math.ceil(GOING_ON * len(going)))
             going = sorted(going, key=lambda job: -_or_worst(scores[id(job)]))[:many]  # the first of equals
-        records = [read_record(self.folder / job.folder) for job in tried]
-        return [
-            Attempt(job.settings, _score(record), len(record.history))
-            for job, record in zip(tried, records, strict=True)
-        ]
+        attempts = []
+        for job in tried:
+            record, rounds = read_record(self.folder / job.folder), reached[id(job)]
+            attempts.append(Attempt(job.settings, _score(record, rounds), min(rounds, len(record.history))))
+        return attempts
 
     def _rounds_in_folder(self, job: Job, stages: list[int]) -> int:
         """The rounds that a run is to have: those of a later stage if it was on its way there before."""
@@ -430,9 +432,9 @@ def _protocol(experiment: Experiment) -> dict[str, Any]:
     return {**tree, "algorithm": experiment.algorithm.name}
 
 
-def _score(record: Record, rounds: int | None = None) -> float:
-    """What settings are chosen by, in all or in the first rounds."""
-    if record.diverged and (rounds is None or len(record.history) < rounds):
+def _score(record: Record, rounds: int) -> float:
+    """What settings are chosen by, in the first rounds."""
+    if record.diverged and len(record.history) < rounds:
         return math.nan
     return record.history[:rounds].best("accuracy")
 

@@ -90,7 +90,8 @@ def _configuration(run: Record) -> str:
 
 def tried_keys(run: Record) -> list[str]:
     """The keys whose values are tried: the rate, and in a comparison's tuning run options of the algorithm."""
-    return [RATE, *(f"algorithm.{name}" for name in tried_options(run))]
+    stages = ["train.rounds"] if run.tuning else []  # only the best of what is tried may have got all of them
+    return [RATE, *stages, *(f"algorithm.{name}" for name in tried_options(run))]
 
 
 def tried_options(run: Record) -> list[str]:

@@ -22,7 +22,7 @@ from lamina import rng
 from lamina.algorithms.contract import Algorithm, Info, options
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment
-from lamina.engines.loop import Loop, seed_dropout
+from lamina.engines.loop import WHOLE_BATCH, Loop, seed_dropout
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
 from lamina.engines.stacked.memory import client_home, rows_that_fit
@@ -37,7 +37,7 @@ from lamina.plan import Round, sample_counters
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 4  # captured steps kept at a time: the usual chunk and the last, smaller one, each with a full gradient
+MOST_GRAPHS = 2  # captured steps kept at a time: the usual chunk and the last, smaller one; as many of full gradients
 EMPTY_ROWS = 0.5  # of a captured step may be idle (members that diverged) before a smaller one is captured
 COMPILED_FROM = 500_000  # parameters; less is done before its compilation would pay
 
@@ -396,10 +396,10 @@ class Stacked:
         algorithm = steps.algorithm
         rows = samples.shape[0]
         shape = (
+            steps.whole,
             (room_for(samples.shape[1]), samples.shape[2]),
             counts is None,
             steps.control,
-            steps.whole,
             lone_sample,
             tuple(v is None for v in local),
             tuple(None if v is None else v.stride(0) == 0 for v in down),
@@ -408,8 +408,9 @@ class Stacked:
         for (known, room), graph in self._graphs.items():
             if known == shape and (1 - EMPTY_ROWS) * room <= rows <= room:
                 return graph
-        if len(self._graphs) >= MOST_GRAPHS:  # each holds the memory of its activations
-            del self._graphs[next(iter(self._graphs))]
+        alike = [key for key in self._graphs if key[0][0] == steps.whole]
+        if len(alike) >= MOST_GRAPHS:  # each holds the memory of its activations
+            del self._graphs[alike[0]]
         compiled = self.compiled
         if compiled is None:
             compiled = self.objective.start.numel() >= COMPILED_FROM
@@ -440,6 +441,10 @@ class Stacked:
             own = [plan.samples[row.c] for plan, row in zip(plans, chunk, strict=True)]
             sizes = np.array([len(ids) for ids in own])
             batch = plans[0].index.shape[2]  # as in training: what fits there fits here
+            if self.objective.evaluates_by_batch:
+                batch = WHOLE_BATCH  # as in the loop, for it matters what is evaluated together
+            elif device.type == "cpu":
+                batch = max(batch, WHOLE_BATCH)
             many = -(-int(sizes.max()) // batch)
             padded = np.zeros((len(chunk), many * batch), dtype=np.int64)
             for line, ids in zip(padded, own, strict=True):

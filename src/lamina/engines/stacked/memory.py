@@ -36,7 +36,9 @@ def rows_that_fit(engine: Stacked, member: Member) -> int:
     batch = member.plan.index.shape[2]
     if batch not in engine.row_bytes:  # measured once per batch size; later rounds need no more than the first
         free, _ = torch.cuda.mem_get_info(objective.device)
-        engine.row_bytes[batch] = row_bytes(engine, batch), int(free * USABLE)
+        needs = member.algorithm.needs(member.plan.number)
+        graphs = 2 if needs.full_gradient or needs.control_variate else 1  # the full gradient is a captured step, too
+        engine.row_bytes[batch] = row_bytes(engine, batch), int(free * USABLE / graphs)
     needed, usable = engine.row_bytes[batch]
     return max(1, usable // needed)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -99,9 +100,10 @@ class PlainMaxPool2d(nn.MaxPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """[N, channels, H, W] -> [N, channels, H', W']."""
-        if self.kernel is None or input.dim() != 4:
+        height, width = _two(self.kernel_size)
+        if self.kernel is None or input.dim() != 4 or input.shape[2] < height or input.shape[3] < width:
             return F.max_pool2d(input, self.kernel_size)
-        return self.kernel(input, _two(self.kernel_size))
+        return self.kernel(input, (height, width))
 
 
 def _two(size: Any) -> tuple[int, int]:
@@ -289,7 +291,7 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
     for layer in stacked.modules():
         if isinstance(layer, StackedConv2d) and kernels_apply(layer):
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
-        elif isinstance(layer, PlainMaxPool2d):
+        elif isinstance(layer, PlainMaxPool2d) and math.prod(_two(layer.kernel_size)) <= kernels.LARGEST_WINDOW:
             layer.kernel = kernels.max_pool
 
 

@@ -348,7 +348,7 @@ def weight_gradient(
         g.numel() // clients, x.numel() // clients, dw.stride(1), dw.stride(0), db.stride(0),
         inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, biased, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    total, bias = (each[0] if parts == 1 else each.sum(0) for each in (dw, db))
+    total, bias = (each[0] if parts == 1 else each.sum(0) for each in (dw, db if biased else db[:1]))
     return total.permute(0, 1, 4, 2, 3), bias if biased else None
 
 

@@ -19,6 +19,8 @@ except ImportError:  # a triton without Gluon, or with another one
 
 log = logging.getLogger(__name__)
 
+LARGEST_WINDOW = 127  # pixels of max-pooling's window: where the largest was is kept in a byte
+
 
 def convolve(
     x: Tensor,
@@ -56,8 +58,16 @@ def _forward(
     precision: str,
 ) -> Tensor:
     """`rounded` is `weight` in the images' type, made once for both passes; gradients go to `weight`."""
-    if bias is None and _suits_hopper(x, weight, stride):
-        return hopper.forward(x, rounded, _pair(padding))
+    if _suits_hopper(x, weight, stride):
+        y: Tensor = hopper.forward(x, rounded, _pair(padding))
+        if bias is None:
+            return y
+        by_client = y.reshape(len(bias), -1, *y.shape[1:])
+        return (
+            (by_client + bias.to(y.dtype)[:, None, :, None, None])
+            .reshape(y.shape)
+            .contiguous(memory_format=torch.channels_last)
+        )
     return kernels.forward(x, rounded, _pair(stride), _pair(padding), precision, bias=bias)
 
 
@@ -98,11 +108,13 @@ def _weight_gradient(
     """The gradients of the kernels and of the bias (empty if there is none), both in float32."""
     clients, kernel = weight.shape[0], _pair(weight.shape[3:])
     none = g.new_empty(0, dtype=torch.float32)
-    if not biased and _suits_hopper(g, weight, stride):
-        return hopper.weight_gradient(g, x, clients, kernel, _pair(padding)), none
+    if _suits_hopper(g, weight, stride):
+        by_client = g.reshape(clients, -1, *g.shape[1:])
+        db = by_client.sum((1, 3, 4), dtype=torch.float32) if biased else none
+        return hopper.weight_gradient(g, x, clients, kernel, _pair(padding)), db
     sides = _pair(stride), _pair(padding)
-    dw, db = kernels.weight_gradient(g, x, clients, kernel, *sides, precision, biased=biased)
-    return dw, none if db is None else db
+    dw, sums = kernels.weight_gradient(g, x, clients, kernel, *sides, precision, biased=biased)
+    return dw, none if sums is None else sums
 
 
 @_weight_gradient.register_fake
@@ -159,6 +171,7 @@ def _(g: Tensor, place: Tensor, size: list[int], kernel: list[int]) -> Tensor:
 def _save_places(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, ctx.kernel = inputs
     ctx.save_for_backward(output[1])
+    ctx.set_materialize_grads(False)  # the places have no gradient
     ctx.size = list(x.shape[2:])
 
 
