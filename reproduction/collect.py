@@ -30,7 +30,6 @@ from lamina.history import Row
 from lamina.report.curves import flatten, title
 
 RESULTS = Path(__file__).parent / "results"
-AS_GIVEN = "as-given"  # the folder of the variant that changes nothing
 WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are kept to the last digit
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
 DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; fewer, then fewer rounds, in a file of so many bytes
@@ -103,7 +102,9 @@ def worth(facts: Mapping[str, Any]) -> tuple[bool, bool, int]:
 def read_variants(folder: Path, experiment: Experiment) -> dict[str, Variant]:
     """The comparisons a preset's claims need, by variant, whether they were begun or not."""
     needed = claims.needed(experiment)
-    return {variant: read_variant(folder / (variant or AS_GIVEN), needed[variant]) for variant in needed}
+    return {
+        variant: read_variant(folder / (variant or reproduce.FOLDER_AS_GIVEN), needed[variant]) for variant in needed
+    }
 
 
 def read_variant(folder: Path, algorithms: Sequence[str]) -> Variant:

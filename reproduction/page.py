@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-from collect import AS_GIVEN, called
+from collect import called
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
@@ -326,7 +326,7 @@ def named(label: str) -> str:
 
 def labelled(algorithm: str, variant: str) -> str:
     """A method in a variant, given by its folder."""
-    return called(algorithm if variant == AS_GIVEN else f"{algorithm}@{variant}")
+    return called(algorithm if variant == reproduce.FOLDER_AS_GIVEN else f"{algorithm}@{variant}")
 
 
 def amount(count: int, what: str) -> str:

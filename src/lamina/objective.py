@@ -75,6 +75,20 @@ class Objective:
             norm.running_mean is None for norm in norms
         )  # a sample's output depends on others'
 
+    def difference(self, other: Objective) -> str:
+        """Why the two are not one model with other weights, in words; empty if they are."""
+        if self.layers.shapes != other.layers.shapes:
+            return "their models have different shapes"
+        if repr(self.module) != repr(other.module) or self.loss is not other.loss:
+            return "they have different models or losses"
+        for what, own, theirs in (
+            ("frozen parameters", self.frozen, other.frozen),
+            ("buffers", self.buffers, other.buffers),
+        ):
+            if own.keys() != theirs.keys() or any(not torch.equal(own[name], theirs[name]) for name in own):
+                return f"their models have different {what}"
+        return ""
+
     def outputs(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, *, train: bool) -> Tensor:
         """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do."""
         return self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import torch
-
 from lamina.algorithms.contract import options
 from lamina.engines.stacked.engine import Member, Stacked
 from lamina.engines.stacked.forward import arithmetic
@@ -110,16 +108,9 @@ def mismatch(first: Simulation, other: Simulation) -> str:
             return f"they differ in the option '{name}', which is not a number"
         if a != b and name == "sync_every":
             return "they differ in 'sync_every', which changes what a round does"
-    if first.objective.layers.shapes != other.objective.layers.shapes:
-        return "their models have different shapes"
-    if repr(first.objective.module) != repr(other.objective.module) or first.objective.loss is not other.objective.loss:
-        return "they have different models or losses"
-    for what, own, theirs in (
-        ("frozen parameters", first.objective.frozen, other.objective.frozen),
-        ("buffers", first.objective.buffers, other.objective.buffers),
-    ):
-        if own.keys() != theirs.keys() or any(not torch.equal(own[name], theirs[name]) for name in own):
-            return f"their models have different {what}"
+    difference = first.objective.difference(other.objective)
+    if difference:
+        return difference
     if first.train_data is not other.train_data and (
         first.train_data.x.shape != other.train_data.x.shape
         or not bool((first.train_data.x == other.train_data.x).all())

@@ -333,10 +333,11 @@ class Simulation:
 def evaluate_together(simulations: Sequence[Simulation], *, always: bool = False) -> list[dict[str, float]]:
     """Evaluate the simulations whose turn it is, or all; every one is under way before a GPU is waited for."""
     started = time.perf_counter()
-    due = [s for s in simulations if always or s.state.round % s.evaluate_every == 0]
-    metrics = {id(s): s.metrics(measured) for s, measured in zip(due, [s.measure() for s in due], strict=True)}
-    share = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}
-    return [metrics[id(s)] | share if id(s) in metrics else {} for s in simulations]
+    due = [always or simulation.state.round % simulation.evaluate_every == 0 for simulation in simulations]
+    measured = [one.measure() if turn else None for one, turn in zip(simulations, due, strict=True)]
+    metrics = [one.metrics(m) if turn else {} for one, m, turn in zip(simulations, measured, due, strict=True)]
+    share = {"evaluation_seconds": (time.perf_counter() - started) / max(1, sum(due))}
+    return [found | share if turn else {} for found, turn in zip(metrics, due, strict=True)]
 
 
 def evaluate(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> dict[str, float]:
@@ -444,18 +445,13 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
     return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))
 
 
-def choose_engine(name: str | Simulation, precision: Precision, **settings: Any) -> Loop | Stacked:
+def choose_engine(wanted: str | Simulation, precision: Precision, **settings: Any) -> Loop | Stacked:
     """The engine to run on; "auto" takes the fastest the model allows, and logs why if that is not the stacked one."""
-    if isinstance(name, Simulation):
-        lent, objective = name.engine, settings["objective"]
-        same = name.objective.layers.shapes == objective.layers.shapes and not objective.frozen
-        same = same and repr(name.objective.module) == repr(objective.module) and name.objective.loss is objective.loss
-        same = same and (name.objective.device, name.precision) == (objective.device, precision)
-        if same and isinstance(lent, Loop):
-            return Loop(**settings)
-        if same and isinstance(lent, Stacked) and not (lent.random and settings["algorithm"].needs(1).control_variate):
-            return Stacked(forward=lent.forward, random=lent.random, **settings)
-        name = name.engine_name
+    if isinstance(wanted, Simulation):
+        lent = _lent_engine(wanted, precision, **settings)
+        if lent is not None:
+            return lent
+    name = wanted.engine_name if isinstance(wanted, Simulation) else wanted
     if name not in ("auto", "stacked", "vmap", "loop"):
         raise unknown("engine", name, ("auto", "stacked", "vmap", "loop"))
     if name in ("loop", "vmap") and precision == "bf16":
@@ -464,6 +460,19 @@ def choose_engine(name: str | Simulation, precision: Precision, **settings: Any)
     if precision == "bf16" and not (isinstance(engine, Stacked) and engine.forward.name == "stacked"):
         log.warning("precision='bf16' needs stacked layers: this run computes in the model's own precision")
     return engine
+
+
+def _lent_engine(lender: Simulation, precision: Precision, **settings: Any) -> Loop | Stacked | None:
+    """The engine that a simulation of the same model found to fit; None if there is something to find out."""
+    objective, engine = settings["objective"], lender.engine
+    here = (lender.objective.device, lender.precision) == (objective.device, precision)
+    if not here or lender.objective.difference(objective):
+        return None
+    if isinstance(engine, Loop):
+        return Loop(**settings)
+    if engine.random and settings["algorithm"].needs(1).control_variate:  # see _fastest_engine
+        return None
+    return Stacked(forward=engine.forward, random=engine.random, **settings)
 
 
 def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Loop | Stacked:

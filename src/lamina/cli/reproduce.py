@@ -26,6 +26,7 @@ from lamina.experiment.config import Claim, Experiment, Tried, load
 from lamina.experiment.files import cannot_write, write_json
 from lamina.experiment.run import build_algorithm, build_partition, build_schedule
 
+FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing
 SMALL_TRAIN, SMALL_TEST, SMALL_ROUNDS = 2000, 500, 10
 Scale = Literal["full", "small"]
 
@@ -66,7 +67,7 @@ def reproduce(
     for variant, experiment in experiments.items():
         if not quiet and variant:
             tell(f"{variant}:")
-        finished = run(experiment, path / (variant or "as-given"), entries, variant, stop, overwrite, quiet)
+        finished = run(experiment, path / (variant or FOLDER_AS_GIVEN), entries, variant, stop, overwrite, quiet)
         finished = finished and (not stop() or variant == list(experiments)[-1])
         if not finished:
             raise Interrupted(f"stopped after a round; {TO_GO_ON}{' without --overwrite' * overwrite}")

@@ -127,7 +127,7 @@ class Comparison:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
         if experiment.data.validation is not None:
             raise BadInput("data.validation is for single runs: a comparison holds out compare.validation by itself")
-        tuning_rounds(experiment)
+        tuning_rounds(experiment)  # refuses what cannot be
         for name in {**spec.grid, **spec.options}:
             if ":" not in name:  # settings for a method left out this time are fine, a misspelt name is not
                 algorithms.find(name)
@@ -186,18 +186,18 @@ class Comparison:
         """Run all that is to be tried, the best third for longer if there are several tuning_rounds; None: stopped."""
         stages = tuning_rounds(self.experiment)
         tried = going = [Job(name, one, self.experiment.train.seed, True, stages[0]) for one in self._choices[name]]
-        reached: dict[int, int] = {}
+        reached: dict[Job, int] = {}
         for n, rounds in enumerate(stages):
-            reached |= {id(job): rounds for job in going}
+            reached |= dict.fromkeys(going, rounds)
             jobs = [replace(job, rounds=self._rounds_in_folder(job, stages[n:])) for job in going]
             if not self._run_jobs(jobs, overwrite=self._overwrite and n == 0):
                 return None
-            scores = {id(job): _score(read_record(self.folder / job.folder), rounds) for job in going}
+            scores = {job: _score(read_record(self.folder / job.folder), rounds) for job in going}
             many = max(FEWEST_GOING_ON, math.ceil(GOING_ON * len(going)))
-            going = sorted(going, key=lambda job: -_or_worst(scores[id(job)]))[:many]  # the first of equals
+            going = sorted(going, key=lambda job: -_or_worst(scores[job]))[:many]  # the first of equals
         attempts = []
         for job in tried:
-            record, rounds = read_record(self.folder / job.folder), reached[id(job)]
+            record, rounds = read_record(self.folder / job.folder), reached[job]
             attempts.append(Attempt(job.settings, _score(record, rounds), min(rounds, len(record.history))))
         return attempts
 
