@@ -471,7 +471,11 @@ def test_stages_go_on_after_a_stop_and_can_be_begun_anew(here, monkeypatch):
     names = sorted(f"tuning/fedavg/{name}" for name in ended)
     assert len(names) == 9  # the tenth has diverged
     assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
-    assert call(*command("c", *STAGES), "--overwrite") == 0
+    seen.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Simulation, "record", lambda self, *rest: seen.append(1) or record(self, *rest))
+        assert call(*command("c", *STAGES), "--overwrite") == 0
+    assert len(seen) == 9 * 2 + 4 * 3 + 2 * 12  # no round twice: nine of two rounds, four go on, two seeds
     assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
     with monkeypatch.context() as patch:
         patch.setattr(Simulation, "record", None)

@@ -388,7 +388,7 @@ def test_a_stop_in_the_last_round_of_a_variant_is_not_forgotten(here, capsys, mo
     record = Simulation.record
 
     def asked(self, *arguments, **options):
-        if self.state.round == 3:  # the last one of the file as it is given
+        if self.state.round == 3 and self.algorithm.card.name == "fedlamb":  # the last of the file as it is given
             os.kill(os.getpid(), signal.SIGINT)
         return record(self, *arguments, **options)
 

@@ -71,9 +71,8 @@ class Objective:
         )  # else looking for them in every step is waste
         self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        self.evaluates_by_batch = any(
-            norm.running_mean is None for norm in norms
-        )  # a sample's output depends on others'
+        # a sample's output depends on those it is evaluated with
+        self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
 
     def difference(self, other: Objective) -> str:
         """Why the two are not one model with other weights, in words; empty if they are."""
