@@ -35,12 +35,21 @@ def rows_that_fit(engine: Stacked, member: Member) -> int:
         return 1 if objective.start.numel() >= ALONE_FROM else max(1, CACHE_BYTES // model_bytes)
     batch = member.plan.index.shape[2]
     if batch not in engine.row_bytes:  # measured once per batch size; later rounds need no more than the first
-        free, _ = torch.cuda.mem_get_info(objective.device)
+        free = free_bytes(objective.device)
         needs = member.algorithm.needs(member.plan.number)
         graphs = 2 if needs.full_gradient or needs.control_variate else 1  # the full gradient is a captured step, too
         engine.row_bytes[batch] = row_bytes(engine, batch), int(free * USABLE / graphs)
     needed, usable = engine.row_bytes[batch]
     return max(1, usable // needed)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What this process may still take of a GPU: what is free, or less where torch was told to leave some to others."""
+    free, total = torch.cuda.mem_get_info(device)
+    if not hasattr(torch.cuda, "get_per_process_memory_fraction"):  # an older torch
+        return free
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(device)))
 
 
 def row_bytes(engine: Stacked, batch: int) -> int:
@@ -73,7 +82,7 @@ def client_home(engine: Stacked, members: Sequence[Member]) -> torch.device:
         engine.client_home = device
         if device.type == "cuda":
             kept = sum(payload_bytes(first.algorithm.client_init(first.state.server.x)).values())
-            free, _ = torch.cuda.mem_get_info(device)
+            free = free_bytes(device)
             if kept * first.state.ledger.clients * len(members) > FOR_CLIENTS * free:
                 engine.client_home = torch.device("cpu")
                 log.info("keeping the clients' state on the host: all of it would fill the GPU")
