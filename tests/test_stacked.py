@@ -19,7 +19,7 @@ from lamina.engines.stacked.engine import Member
 from lamina.engines.stacked.forward import choose_forward
 from lamina.engines.stacked.graphed import GraphedSteps
 from lamina.engines.stacked.modules import PlainMaxPool2d, stack
-from lamina.engines.stacked.steps import works_by_layer
+from lamina.engines.stacked.steps import Steps, works_by_layer
 
 PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
 
@@ -588,6 +588,39 @@ def test_a_member_that_diverges_leaves_its_rows_idle(graphed):
         alone = member(i)
         alone.run(3)
         assert torch.allclose(population.simulations[i].state.server.x, alone.state.server.x, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("before", [0, 2])  # steps that go well: Mime-LAMB's full gradients are the first
+@pytest.mark.parametrize("name", ["scaffold", "mimelamb"])  # with state of the clients; with full gradients
+def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatch, caplog):
+    holds, sizes = 3, []
+
+    def step(self, local, down, buffers, index, *more):
+        sizes.append(len(index))
+        ended = usual(self, local, down, buffers, index, *more)
+        if len(index) > holds and len(sizes) > before:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. If reserved but unallocated ...")
+        return ended
+
+    run, alone = (
+        simulation("cnn", name, engine, clients=[range(i, i + 9) for i in range(0, 45, 9)], participation=1.0)
+        for engine in ("stacked", "loop")
+    )
+    usual = Steps.step
+    monkeypatch.setattr(Steps, "step", step)
+    run.engine.rows_per_chunk = 5
+    run.run(3)
+    alone.run(3)
+    assert sizes[: before + 1] == [5] * (before + 1)
+    assert set(sizes[before + 1 :]) == {3, 2}
+    assert [line for line in caplog.messages if "memory" in line] == [
+        "5 clients at a time do not fit the GPU's memory: from here on at most 3"
+    ]
+    assert_same(run.state, alone.state, 1e-9)
+
+    holds = 0
+    with pytest.raises(lamina.errors.BadInput, match="too small for one client: take smaller batches, or a CPU"):
+        run.run(4)
 
 
 def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch, caplog):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +26,7 @@ from lamina.data.feed import Augment
 from lamina.engines.loop import WHOLE_BATCH, Loop, seed_dropout
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
-from lamina.engines.stacked.memory import client_home, rows_that_fit
+from lamina.engines.stacked.memory import client_home, in_memory, rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.steps import Nowhere, Steps, Summing, SumOfGradients, join, split, works_by_layer
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
@@ -75,7 +76,7 @@ class Stacked:
     by_examples: bool = False
     augmentation: Augment | None = None
     record_trust_ratios: bool = False
-    rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
+    rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests; see memory.py
     compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: if it pays
     random: bool = True  # whether the module draws random numbers (dropout) in training
     meanwhile: Callable[[], None] | None = None  # what the host does while a GPU works on a round
@@ -83,6 +84,7 @@ class Stacked:
     client_home: torch.device | None = None  # where clients' state is kept; None: decided in the first round
     row_bytes: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)  # by batch size; see memory.py
     _graphs: dict[Any, GraphedSteps] = field(default_factory=dict, repr=False)
+    _pool: Any = field(default=None, repr=False)  # the memory their activations share
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
         """One round of one experiment."""
@@ -119,8 +121,7 @@ class Stacked:
         sums = [self._start_sums(member) for member in members]
         clients = [dict(member.state.clients) for member in members]
         failed: dict[int, Diverged] = {}
-        for chunk in chunks:
-            self._run_chunk(chunk, members, downs, gradients, sums, clients, failed)
+        in_memory(self, chunks, lambda chunk: self._run_chunk(chunk, members, downs, gradients, sums, clients, failed))
 
         if ranks.world > 1:
             layouts = [self._zeros(member, down) for member, down in zip(members, downs, strict=True)]
@@ -189,21 +190,27 @@ class Stacked:
             self.meanwhile()
         # a sum is finite only if all its terms are; one GPU wait for all of it
         measured = torch.stack([losses, square, torch.stack(sums_of).sum(0)]).tolist()
+        broken = dict(failed)
+        for r, (row, check) in enumerate(zip(chunk, measured[2], strict=True)):
+            if not math.isfinite(check) and row.member not in broken:
+                sent = _map_record(self._usual, _row(up, r))
+                broken[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
+        if any(row.member in broken for row in chunk):
+            added = self._means(up, buffers, chunk, self._shares(chunk, broken))
+        stateful = any(value is not None for value in client)
+        # records of their own: checkpoints tell what has changed by identity
+        kept = [_map_record(torch.clone, _row(client, r)) if stateful else None for r in range(len(chunk))]
+        # What is in memory by now is all there is to it: from here on the results are entered.
+        failed.update(broken)
         for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
             if not math.isfinite(check):
-                if row.member not in failed:
-                    sent = _map_record(self._usual, _row(up, r))
-                    failed[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
                 continue
             total = sums[row.member]
             total.losses.append(loss)
             total.square += row.weight * length
             total.trust += [] if ratios is None else [ratios[r]]
-            if any(value is not None for value in client):
-                # a record of its own: checkpoints tell what has changed by identity
-                clients[row.member][int(plans[r].cohort[row.c])] = _map_record(torch.clone, _row(client, r))
-        if any(row.member in failed for row in chunk):
-            added = self._means(up, buffers, chunk, self._shares(chunk, failed))
+            if stateful:
+                clients[row.member][int(plans[r].cohort[row.c])] = kept[r]
         for e, (own, moved, weight) in added.items():
             sums[e].add(own, moved, weight)
 
@@ -409,24 +416,34 @@ class Stacked:
             if known == shape and (1 - EMPTY_ROWS) * room <= rows <= room:
                 return graph
         alike = [key for key in self._graphs if key[0][0] == steps.whole]
-        if len(alike) >= MOST_GRAPHS:  # each holds the memory of its activations
+        if len(alike) >= MOST_GRAPHS:  # each holds a copy of the local state
             del self._graphs[alike[0]]
         compiled = self.compiled
         if compiled is None:
             compiled = self.objective.start.numel() >= COMPILED_FROM
         inputs = (steps, local, down, buffers, samples, counts, keys)
+        if self._pool is None and self.objective.device.type == "cuda":
+            self._pool = torch.cuda.graph_pool_handle()
         try:
-            graph = GraphedSteps(*inputs, compiled=compiled)
-        except LaminaError:
+            graph = GraphedSteps(*inputs, compiled=compiled, pool=self._pool)
+        except (LaminaError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a compiler raises
             if not compiled:
                 raise
             log.warning("torch.compile fails on this model, so it runs uncompiled: %s", str(error).splitlines()[0])
             self.compiled = False
-            graph = GraphedSteps(*inputs, compiled=False)
+            graph = GraphedSteps(*inputs, compiled=False, pool=self._pool)
         self._graphs[shape, rows] = graph
         return graph
+
+    def forget_graphs(self) -> None:
+        """Give back the memory of all captured steps."""
+        self._graphs.clear()
+        self._pool = None
+        gc.collect()  # they are in cycles
+        if self.objective.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _full_gradients(self, members: Sequence[Member], chunks: list[list[Row]]) -> dict[tuple[int, int], Tensor]:
         """grad F_i(x) over all of every client's data, if the algorithm asks for it in this round."""
@@ -436,7 +453,8 @@ class Stacked:
         found = {}
         device = self.objective.device
         steps = self.steps(SumOfGradients())
-        for chunk in chunks:
+
+        def add_gradients(chunk: list[Row]) -> None:
             plans = [members[row.member].plan for row in chunk]
             own = [plan.samples[row.c] for plan, row in zip(plans, chunk, strict=True)]
             sizes = np.array([len(ids) for ids in own])
@@ -467,6 +485,8 @@ class Stacked:
             total = local.total / send(sizes, device).to(flat.dtype).unsqueeze(1)
             for r, row in enumerate(chunk):
                 found[row.member, row.c] = total[r]
+
+        in_memory(self, chunks, add_gradients)
         return found
 
     def _explain(
@@ -477,6 +497,7 @@ class Stacked:
         client_id = int(member.plan.cohort[row.c])
         client = member.state.clients.get(client_id)
         client = member.algorithm.client_init(member.state.server.x) if client is None else client
+        client = _map_record(lambda value: value.to(self.objective.device), client)  # it may be kept on the host
         info = Info(
             member.plan.number,
             member.plan.lr,

@@ -8,6 +8,7 @@ and replays the step K times. The step number is a tensor on the device, so noth
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,9 @@ class GraphedSteps:
         keys: Tensor | None,
         *,
         compiled: bool,
+        pool: Any = None,
     ) -> None:
+        """The graphs of one `pool` share the memory of their activations: only one of them runs at a time."""
         self.rows = samples.shape[0]
         self._algorithm = _with_own_numbers(steps.algorithm)
         self._steps = Steps(
@@ -90,7 +93,9 @@ class GraphedSteps:
         own.apply = apply  # type: ignore[method-assign,assignment]
         self._first, self._next = self._start, self._one_step
         if local.y.is_cuda:
-            self._first, self._next = _captured(self._start), _captured(self._one_step, before=self._start)
+            gc.collect()  # steps that nobody needs any more are in cycles, with their memory
+            self._first = _captured(self._start, pool)
+            self._next = _captured(self._one_step, pool, before=self._start)
 
     def run(
         self,
@@ -148,8 +153,11 @@ class GraphedSteps:
         self._k += 1
 
 
-def _captured(work: Callable[[], None], before: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """The same work as a CUDA graph; `before` each of the runs that come first, not part of it."""
+def _captured(work: Callable[[], None], pool: Any, before: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """The same work as a CUDA graph; `before` each of the runs that come first, not part of it.
+
+    The work leaves nothing behind but what it writes into buffers from elsewhere, so that graphs may share a pool.
+    """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -159,8 +167,22 @@ def _captured(work: Callable[[], None], before: Callable[[], None] = lambda: Non
     torch.cuda.current_stream().wait_stream(side)
     before()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    collecting, too_large = gc.isenabled(), None
+    gc.disable()  # a graph destroyed by the collector while another is captured would break that one
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            try:
+                work()
+            except torch.cuda.OutOfMemoryError as error:  # once the capture has ended; its end may fail then, too
+                too_large = error
+    except RuntimeError:
+        if too_large is None:
+            raise
+    finally:
+        if collecting:
+            gc.enable()
+    if too_large is not None:
+        raise too_large
     return graph.replay
 
 

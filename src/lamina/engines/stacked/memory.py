@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lamina.errors import BadInput
 from lamina.ledger import payload_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from lamina.engines.stacked.engine import Member, Stacked
+    from lamina.engines.stacked.engine import Member, Row, Stacked
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,33 @@ def rows_that_fit(engine: Stacked, member: Member) -> int:
         engine.row_bytes[batch] = row_bytes(engine, batch), int(free * USABLE / graphs)
     needed, usable = engine.row_bytes[batch]
     return max(1, usable // needed)
+
+
+def in_memory(engine: Stacked, chunks: Sequence[list[Row]], work: Callable[[list[Row]], None]) -> None:
+    """Do the work chunk by chunk; one that turns out not to fit is halved, and no later one is larger.
+
+    So `work` must change nothing before it has all the memory it needs.
+    """
+
+    def cut(chunks: Sequence[list[Row]]) -> list[list[Row]]:
+        most = engine.rows_per_chunk
+        return [one[i : i + (most or len(one))] for one in chunks for i in range(0, len(one), most or len(one))]
+
+    left = cut(chunks)  # the gradients before may have been too many
+    while left:
+        chunk = left.pop(0)
+        try:
+            work(chunk)
+            continue
+        except torch.cuda.OutOfMemoryError as error:
+            said = str(error).split(" If reserved", maxsplit=1)[0]
+        # outside of the except clause: the error's traceback would keep alive what is to be freed
+        if len(chunk) == 1:
+            raise BadInput(f"the GPU's memory is too small for one client: take smaller batches, or a CPU ({said})")
+        fewer = engine.rows_per_chunk = -(-len(chunk) // 2)
+        log.warning("%d clients at a time do not fit the GPU's memory: from here on at most %d", len(chunk), fewer)
+        engine.forget_graphs()
+        left = cut([chunk, *left])
 
 
 def free_bytes(device: torch.device) -> int:
