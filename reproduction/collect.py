@@ -265,6 +265,7 @@ def told(finding: claims.Finding, small: bool) -> dict[str, Any]:
         "expected": expected(claim),
         "unit": reproduce.unit(claim),
         "metric": claim.metric,
+        "target": claim.target,
         "paper": claim.paper,
         "here": {label: reproduce.in_per_cent(claim, value) for label, value in finding.values.items()},
         "verdict": "none" if small else finding.verdict,

@@ -5,39 +5,29 @@ Everything measured comes from reproduction/results, every explanation from repr
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import re
+import statistics
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from collect import called
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from PIL import Image
+from figures import drawn, metrics_of, save_figures, window_of
+from record import Result, labelled, read_results
 
+from lamina import algorithms
 from lamina.cli import reproduce
 from lamina.errors import unknown
-from lamina.experiment.records import read_json
 from lamina.experiment.settings import shown
 from lamina.history import History
-from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw
+from lamina.report.figures import METRICS
 from lamina.report.tables import NONE, mean_and_spread, significant, values
 
 HERE = Path(__file__).parent
 PAGE, FIGURES = HERE.parent / "docs" / "reproduction.md", Path("figures") / "reproduction"
-# A method has the same colour in every figure; no two methods of one paper share one.
-COLOUR = {
-    "fedlamb": 0, "fedams": 1, "mime": 4, "mimelamb": 3, "fedadam": 5, "fedavg": 6,
-    "fedlada": 0, "scaffold": 1, "fedcm": 2, "localadam": 3, "fedprox": 4, "fedadam_star": 4,
-}  # fmt: skip
-MOST_POINTS = 200  # of a line
 VERDICTS = {
     "holds": "reproduced",
     "holds in part": "partly",
@@ -45,15 +35,6 @@ VERDICTS = {
     "not run": "not finished",
     "none": "none (small version)",
 }
-
-
-@dataclass(frozen=True)
-class Result:
-    """What was collected of one reproduction."""
-
-    name: str
-    facts: dict[str, Any]
-    histories: dict[tuple[str, str], list[History]]  # by variant's folder and algorithm, a seed each
 
 
 def main() -> None:
@@ -69,7 +50,13 @@ def make(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[
     for name in notes["notes"]:
         if name not in presets:
             raise unknown("preset in notes.toml", name, presets)
-    sections = [summary(results), how(results), notes["overall"].strip(), not_run(results, presets, notes["notes"])]
+    sections = [
+        notes["overall"].strip(),
+        at_a_glance(results),
+        summary(results),
+        how(results, notes["sitting"]),
+        not_run(results, presets, notes["notes"]),
+    ]
     sections += [section(result, presets, notes["notes"].get(result.name, [])) for result in results]
     head = """# The papers' claims, run
 
@@ -84,35 +71,33 @@ in [`reproduction/results`](../reproduction/README.md); nothing measured is type
 
 def read_notes(path: Path) -> dict[str, Any]:
     """The explanations."""
-    return {"overall": "", "notes": {}, **tomllib.loads(path.read_text(encoding="utf-8"))}
-
-
-def read_results(folder: Path) -> list[Result]:
-    """Every reproduction that was collected, by name."""
-    return [read_result(path.parent) for path in sorted(folder.glob("*/facts.json"))]
-
-
-def read_result(folder: Path) -> Result:
-    """One reproduction; its histories have a row for every round, an empty one where none was kept."""
-    facts = read_json(folder / "facts.json")
-    histories: dict[tuple[str, str], list[History]] = {}
-    for variant, known in facts["variants"].items():
-        rows: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
-        with (folder / variant / "rounds.csv").open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                numbers = {key: float(row[key] or "nan") for key in row if key not in ("algorithm", "seed", "round")}
-                number = int(row["round"])
-                rows.setdefault((row["algorithm"], int(row["seed"])), {})[number] = {"round": number, **numbers}
-        for name, method in known["methods"].items():
-            runs = [rows.get((name, seed), {}) for seed in method["seeds"]]
-            histories[variant, name] = [
-                History([run.get(number, {"round": number}) for number in range(1, max(run, default=0) + 1)])
-                for run in runs
-            ]
-    return Result(folder.name, facts, histories)
+    return {"overall": "", "sitting": [], "notes": {}, **tomllib.loads(path.read_text(encoding="utf-8"))}
 
 
 # --- the whole ---------------------------------------------------------------------------------------------------
+
+
+def at_a_glance(results: Sequence[Result]) -> str:
+    """The best accuracy of every method in comparisons of the same methods: the best of a row in bold."""
+    alike: dict[tuple[str, ...], list[Result]] = {}
+    for result in results:
+        methods = tuple(name for variant, name in result.histories if variant == reproduce.FOLDER_AS_GIVEN)
+        if result.facts["complete"] and result.facts["scale"] == "full" and len(methods) > 1:
+            alike.setdefault(methods, []).append(result)
+    tables = []
+    for methods, group in alike.items():
+        rows = []
+        for result in group if len(group) > 1 else []:
+            runs = [result.histories[reproduce.FOLDER_AS_GIVEN, name] for name in methods]
+            best = [values(histories, lambda history: 100 * history.best()) for histories in runs]
+            means = [round(statistics.fmean(own), 1) if own else -math.inf for own in best]  # as they are written
+            cells = [mean_and_spread(own) for own in best]
+            cells = [f"**{c}**" if mean == max(means) else c for c, mean in zip(cells, means, strict=True)]
+            rows.append([f"[`{result.name}`](#{result.name})", *cells])
+        if rows:
+            tables.append(markdown(["preset", *(named(name) for name in methods)], rows))
+    explained = "Best test accuracy of a run in %, mean ± standard deviation over seeds; the highest in bold."
+    return "\n\n".join(["## At a glance", explained, *tables]) if tables else ""
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -145,7 +130,7 @@ def summary(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
-def how(results: Sequence[Result]) -> str:
+def how(results: Sequence[Result], sittings: Sequence[Mapping[str, Any]]) -> str:
     """Protocol, machine and cost of all that was run."""
     if not results:
         return ""
@@ -177,6 +162,13 @@ def how(results: Sequence[Result]) -> str:
         "Seconds are those of training and evaluation, summed over all runs; runs that train side by side share "
         "theirs. Reading data and starting are not in them.",
     ]
+    if sittings:
+        lines.append(
+            "Where several presets shared a machine, the seconds of each include its waiting for the others. The "
+            "sittings, by the clock, with all that was no training:"
+        )
+        rows = [[str(one[key]) for key in ("date", "machine", "seconds", "what")] for one in sittings]
+        lines.append(markdown(["date", "machine", "seconds", "what"], rows))
     return "\n\n".join(lines)
 
 
@@ -210,6 +202,7 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
         window = window_of(result)
         parts[-1] += f"\n\nIn the figure, every point is the mean of {window} rounds." if window > 1 else ""
     parts += [claim_table(claim) for claim in facts["claims"]]
+    parts += filter(None, (cost_to_target(result, claim) for claim in facts["claims"]))
     if notes:
         parts.append("\n".join(f"- {note.strip()}" for note in notes))
     return "\n\n".join(parts)
@@ -295,6 +288,47 @@ def claim_table(claim: Mapping[str, Any]) -> str:
     )
 
 
+def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fedavg") -> str:
+    """What it costs to reach a claim's target in multiples of the baseline's cost, as FedLADA's Table 12 has it."""
+    if claim["target"] is None or baseline not in claim["paper"] or baseline not in claim["here"]:
+        return ""
+    runs = {name: histories for (variant, name), histories in result.histories.items() if name in claim["here"]}
+    # nobody knows what a baseline that never gets there would cost: more than all of its run
+    reached = float(claim["here"][baseline])
+    rounds = reached if math.isfinite(reached) else float(max(map(len, runs[baseline])))
+    rows = []
+    for name in claim["here"]:
+        counted = algorithms.find(name).card.paper_cost or math.nan
+        printed = counted * float(claim["paper"][name]) / float(claim["paper"][baseline])
+        here = float(claim["here"][name]) / rounds
+        really = bytes_of_a_round(runs[name]) / bytes_of_a_round(runs[baseline])
+        row = [named(name), number(claim["paper"][name]), times(printed), number(claim["here"][name])]
+        below = "< " if math.isinf(reached) and math.isfinite(here) else ""
+        rows.append([*row, *(NONE if math.isinf(here) else f"{below}{times(here * by)}" for by in (counted, really))])
+    head = ["method", "paper: rounds", "paper: cost", "ours: rounds", "ours: cost as the paper counts", "ours: bytes"]
+    never = "" if math.isfinite(reached) else f" {named(baseline)} never got there in {rounds:g} rounds."
+    return (
+        f"What it costs to reach {100 * claim['target']:g} %, in multiples of {named(baseline)}'s (the FedLADA paper's "
+        f"Table 12). Its Table 11 counts one or two models a round; the bytes are those sent in both directions.{never}"
+        "\n\n" + markdown(head, rows)
+    )
+
+
+def bytes_of_a_round(histories: Sequence[History]) -> float:
+    """What a round sends in both directions, on average over the rounds that were kept."""
+    kept = [row for history in histories for row in history if "bytes_up" in row]
+    return statistics.fmean(row["bytes_down"] + row["bytes_up"] for row in kept)
+
+
+def times(ratio: float) -> str:
+    """A multiple.
+
+    >>> times(0.688), times(math.inf), times(math.nan)
+    ('0.69 ×', '–', '–')
+    """
+    return f"{ratio:.2f} ×" if math.isfinite(ratio) else NONE
+
+
 # --- words -------------------------------------------------------------------------------------------------------
 
 
@@ -322,11 +356,6 @@ def number(value: Any) -> str:
 def named(label: str) -> str:
     """A claim's label for Markdown."""
     return escaped(called(label))
-
-
-def labelled(algorithm: str, variant: str) -> str:
-    """A method in a variant, given by its folder."""
-    return called(algorithm if variant == reproduce.FOLDER_AS_GIVEN else f"{algorithm}@{variant}")
 
 
 def amount(count: int, what: str) -> str:
@@ -360,100 +389,6 @@ def escaped(text: str) -> str:
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-# --- figures -----------------------------------------------------------------------------------------------------
-
-
-def metrics_of(result: Result) -> list[str]:
-    """What is drawn: the accuracy, and what else the claims are about."""
-    return list(dict.fromkeys(["accuracy", *(claim["metric"] for claim in result.facts["claims"])]))
-
-
-def drawn(result: Result) -> bool:
-    """Whether there is anything to draw."""
-    return any(any(histories) for histories in result.histories.values())
-
-
-def window_of(result: Result) -> int:
-    """How many rounds a point of the figure stands for: lines of very many points hide each other."""
-    longest = max(len(history) for histories in result.histories.values() for history in histories)
-    return 1 if longest <= MOST_POINTS else math.ceil(longest / MOST_POINTS)
-
-
-def averaged(history: History, column: str, window: int) -> History:
-    """Means over windows of rounds; a row for every round, those between the windows' ends empty."""
-    if window == 1:
-        return history
-    column_of = history.column(column)
-    rows = [dict[str, float](round=number) for number in range(1, len(history) + 1)]
-    for end in range(window, len(history) + 1, window):
-        seen = [value for value in column_of[end - window : end] if not math.isnan(value)]
-        if seen:
-            rows[end - 1][column] = sum(seen) / len(seen)
-    return History(rows)
-
-
-def save_figures(results: Sequence[Result], folder: Path) -> list[Path]:
-    """A figure for every result; figures of results that are gone are removed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    made = [folder / f"{result.name}.png" for result in results if drawn(result)]
-    for old in set(folder.glob("*.png")) - set(made):
-        old.unlink()
-    for result in results:
-        if drawn(result):
-            save(figure(result), folder / f"{result.name}.png")
-    return made
-
-
-def save(made: Figure, path: Path) -> None:
-    """Save a figure with few colours, which makes the file a third as large, and no date: the same is the same file."""
-    drawn_in_full = io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        made.savefig(drawn_in_full, dpi=110, format="png")
-    few = Image.open(drawn_in_full).convert("RGB").quantize(128, dither=Image.Dither.NONE)
-    few.save(path, "PNG", optimize=True)
-
-
-def figure(result: Result) -> Figure:
-    """Every metric over rounds: the mean over seeds, minimum to maximum as a band, one line for each method."""
-    known = {metric.column: metric for metric in METRICS}
-    columns = [name for name in metrics_of(result) if name in known]
-    looks, window = line_looks(list(result.histories)), window_of(result)
-    with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(5.6 * len(columns), 3.5 + 0.19 * math.ceil(len(looks) / 3)), layout="constrained")
-        for axes, column in zip(made.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
-            for (variant, name), histories in result.histories.items():
-                if any(histories):
-                    label, look = labelled(name, variant), looks[variant, name]
-                    means = [averaged(history, column, window) for history in histories]
-                    draw(axes, means, known[column], "round", label, look, 1)
-            axes.set_xlabel("round")
-            axes.set_ylabel(known[column].title)
-            axes.grid(alpha=0.25)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            if column == "consistency":
-                axes.set_yscale("log")
-        handles, labels = made.axes[0].get_legend_handles_labels()
-        made.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    return made
-
-
-def line_looks(lines: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
-    """The number of every line's colour and dashes, by variant and algorithm.
-
-    A colour is a method's and dashes are a variant's, unless there are more variants than dashes or only one method.
-    """
-    variants, methods = list(dict.fromkeys(v for v, _ in lines)), {name for _, name in lines}
-    if len(variants) > len(DASHES) or (len(methods) == 1 and len(variants) > 1):
-        return {line: index for index, line in enumerate(lines)}
-    looks: dict[tuple[str, str], int] = {}
-    for v, name in lines:
-        look = COLOUR.get(name, 2) + len(COLOURS) * variants.index(v)
-        while look in looks.values():  # methods of two papers in one figure
-            look += len(COLOURS)
-        looks[v, name] = look
-    return looks
 
 
 if __name__ == "__main__":

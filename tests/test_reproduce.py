@@ -68,6 +68,18 @@ def test_an_order_is_of_the_best_the_last_or_a_round_averaged_over_seeds():
     assert verdict(falling, kind="order", expect=["a", "b"], at="last").verdict == "does not hold"
 
 
+def test_a_claim_may_be_about_the_first_rounds_of_runs_that_are_not_equally_long():
+    entries = {"a": entry("a", [0.5, 0.6, 0.9]), "b": entry("b", [0.4, 0.7])}
+    assert verdict(entries, kind="order", expect=["a", "b"]).values == {"a": 0.9, "b": 0.7}
+    assert verdict(entries, kind="order", expect=["a", "b"], within=2).values == {"a": 0.6, "b": 0.7}
+    assert verdict(entries, kind="order", expect=["a", "b"], within=2, at="last").values == {"a": 0.6, "b": 0.7}
+    assert verdict(entries, kind="rounds_to", expect=["b", "a"], within=2, target=0.65).values["a"] == math.inf
+    later = {**entries, "a": entry("a", [0.5, 0.6, 0.9], diverged=["in round 4"])}
+    assert verdict(later, kind="order", expect=["a", "b"], within=2, at="last").values["a"] == 0.6
+    sooner = {**entries, "b": entry("b", [0.8], diverged=["in round 2"])}
+    assert verdict(sooner, kind="order", expect=["a", "b"], within=2, at="last").values["b"] == -math.inf
+
+
 def test_another_metric_may_be_better_when_lower():
     entries = {"a": entry("a", [0, 0], consistency=[3.0, 1.0]), "b": entry("b", [0, 0], consistency=[2.0, 2.0])}
     spec = {"kind": "order", "expect": ["a", "b"], "metric": "consistency", "lower_is_better": True}
@@ -196,7 +208,8 @@ def test_the_lamb_papers_two_figures_are_whole(cell, dealt, epochs):
     assert (names[cell.partition("-")[0]], cell.partition("-")[2]) == (data.name, experiment.model.name)
     assert data.partition.options() == ({"base": "iid"} if dealt == "iid" else {"base": "classes", "k": 2})
     assert (data.clients, train.participation, train.batch_size, train.epochs) == (50, 0.5, 128, epochs)
-    assert (train.rounds, spec.tuning_rounds, spec.seeds, spec.select) == (100, [10, 30, 100], 3, "test")
+    stages = {1: [10, 30, 100], 3: [4, 10, 30, 100]}[epochs]  # three epochs show sooner what a rate is worth
+    assert (train.rounds, spec.tuning_rounds, spec.seeds, spec.select) == (100, stages, 3, "test")
     assert spec.algorithms == ["fedavg", "fedadam", "fedams", "fedlamb", "mime", "mimelamb"]
     assert "Fed-LAMB and Mime-LAMB above Fed-AMS and Mime" in " ".join(claim.text for claim in experiment.claim)
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
 import helpers
 from lamina import BadInput
@@ -29,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
 
 import collect  # noqa: E402
+import figures  # noqa: E402
 import page  # noqa: E402
 
 PAPERS = reproduce.papers()
@@ -77,7 +79,11 @@ metric = "consistency"
 at = "last"
 lower_is_better = true
 """
-NOTES = {"overall": "In all, small.", "notes": {"mine": ["It is only digits."], "other": ["No data."]}}
+NOTES = {
+    "overall": "In all, small.",
+    "sitting": [{"date": "2020-01-01", "machine": "a desk", "seconds": 7, "what": "digits"}],
+    "notes": {"mine": ["It is only digits."], "other": ["No data."]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -202,17 +208,64 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
     assert "```sh\nlamina reproduce mine\n```" in text
     assert "Somebody 2020, Table 1: digits, after a \\* and a \\|. Protocol: none." in text
     assert "- It is only digits." in text
+    assert "| 2020-01-01 | a desk | 7 | digits |" in text
     assert "## Not run yet\n\n- `other` No data.\n\n## mine" in text
+
+
+def test_costs_are_in_multiples_of_fedavgs():
+    """By hand: FedAvg sends 2 models a round and the paper counts 1; FedLADA sends 5 and the paper counts 2."""
+
+    def run(accuracies, sent):
+        return History(
+            [{"round": r, "accuracy": a, "bytes_down": sent, "bytes_up": 0.0} for r, a in accuracies.items()]
+        )
+
+    histories = {
+        ("as-given", "fedavg"): [run({1: 0.1, 2: 0.2, 3: 0.7, 4: 0.7}, 20.0)],
+        ("as-given", "fedlada"): [run({1: 0.5, 2: 0.8}, 50.0)],
+        ("short", "fedlada"): [run({1: 0.5}, 50.0)],
+    }
+    result = page.Result("mine", {}, histories)
+    claim = {"target": 0.7, "paper": {"fedavg": 94, "fedlada": 44.6}, "here": {"fedavg": 3.0, "fedlada": 2.0}}
+    text = page.cost_to_target(result, claim)
+    assert "What it costs to reach 70 %" in text
+    assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "3", "1.00 ×", "1.00 ×"]
+    assert cells(text, "FedLADA") == ["44.6", "0.95 ×", "2", "1.33 ×", "1.67 ×"]  # 2*44.6/94, 2*2/3, 5*2/(2*3)
+
+    never = {"target": 0.8, "paper": {"fedavg": 536.9, "fedlada": 186.4}, "here": {"fedavg": "inf", "fedlada": 2.0}}
+    text = page.cost_to_target(result, never)
+    assert "FedAvg (Fed-SGD) never got there in 4 rounds." in text
+    assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "never", "–", "–"]
+    assert cells(text, "FedLADA") == ["186.4", "0.69 ×", "2", "< 1.00 ×", "< 1.25 ×"]  # less than of 4 rounds
+    assert page.cost_to_target(result, {**claim, "target": None}) == ""
+    assert page.cost_to_target(result, {**claim, "paper": {}}) == ""
+
+
+def test_comparisons_of_the_same_methods_are_one_table():
+    def result(name, complete=True, **best):
+        histories = {
+            ("as-given", key): [History([{"round": 1, "accuracy": b}]) for b in bs] for key, bs in best.items()
+        }
+        return page.Result(name, {"complete": complete, "scale": "full"}, histories)
+
+    two = [result("one", fedavg=[0.5, 0.7], fedlamb=[0.5, 0.6]), result("two", fedavg=[0.9], fedlamb=[0.9])]
+    others = [result("three", fedavg=[0.5]), result("four", complete=False, fedavg=[0.1], fedlamb=[0.2])]
+    text = page.at_a_glance([*two, *others])
+    assert cells(text, "[`one`](#one)") == ["**60.0 ± 14.1**", "55.0 ± 7.1"]
+    assert cells(text, "[`two`](#two)") == ["**90.0**", "**90.0**"]
+    assert "three" not in text
+    assert "four" not in text
+    assert page.at_a_glance(two[:1]) == ""
 
 
 def test_figures_are_small_and_follow_the_results(runs, presets, tmp_path):
     collected(runs / "full", presets, tmp_path)
     (tmp_path / "gone.png").touch()
-    files = page.save_figures(page.read_results(tmp_path / "results"), tmp_path)
+    files = figures.save_figures(page.read_results(tmp_path / "results"), tmp_path)
     assert [file.name for file in files] == [file.name for file in tmp_path.glob("*.png")] == ["mine.png"]
     first = files[0].read_bytes()
     assert len(first) < 80_000
-    page.save_figures(page.read_results(tmp_path / "results"), tmp_path)
+    figures.save_figures(page.read_results(tmp_path / "results"), tmp_path)
     assert files[0].read_bytes() == first
 
 
@@ -220,8 +273,8 @@ def test_figures_are_small_and_follow_the_results(runs, presets, tmp_path):
 def test_no_two_lines_of_a_figure_look_the_same(name):
     needed = claims.needed(load(PAPERS[name]))
     lines = [(variant or "as-given", algorithm) for variant, names in needed.items() for algorithm in names]
-    looks = page.line_looks(lines)
-    different = len(page.COLOURS) * len(page.DASHES)
+    looks = figures.line_looks(lines)
+    different = len(figures.COLOURS) * len(figures.DASHES)
     assert len({look % different for look in looks.values()}) == len(lines)
 
 
@@ -242,7 +295,7 @@ def test_a_long_comparison_keeps_fewer_rounds_but_the_best(runs, presets, tmp_pa
 
 def test_many_rounds_are_drawn_as_means():
     history = History([{"round": r, "accuracy": float(r)} for r in range(1, 8)])
-    made = page.averaged(history, "accuracy", 3)
+    made = figures.averaged(history, "accuracy", 3)
     assert len(made) == 7
     assert {row["round"]: row["accuracy"] for row in made if "accuracy" in row} == {3: 2.0, 6: 5.0}
 
@@ -293,7 +346,7 @@ def test_who_diverged_is_counted(runs, presets, tmp_path):
     assert cells(text, "Fed-LAMB")[1] == "2, 1 diverged"
     assert "; 1 diverged;" in text
     assert facts["variants"]["as-given"]["methods"]["fedlamb"]["diverged"] == ["seed 0: a NaN in round 1"]
-    assert page.save_figures(page.read_results(tmp_path / "results"), tmp_path / "figures")
+    assert figures.save_figures(page.read_results(tmp_path / "results"), tmp_path / "figures")
 
 
 def test_a_small_version_has_no_verdict(runs, presets, tmp_path):
@@ -347,11 +400,11 @@ def test_folders_that_are_no_reproduction(runs, presets, tmp_path):
     said = collect.collect(tmp_path / "runs", tmp_path / "results", presets)
     assert said == ["demo-compare: left out, no preset has this name", "mine: left out, it has no finished round"]
     assert page.read_results(tmp_path / "results") == []
-    text = page.make([], presets, {"overall": "", "notes": {}})
+    text = page.make([], presets, {"overall": "", "sitting": [], "notes": {}})
     assert "Nothing has been run yet." in text
     assert "- `mine`\n- `other`" in text
     with pytest.raises(BadInput, match="did you mean 'mine'"):
-        page.make([], presets, {"overall": "", "notes": {"mime": ["…"]}})
+        page.make([], presets, {"overall": "", "sitting": [], "notes": {"mime": ["…"]}})
 
 
 def test_the_scripts_examples_are_true():
@@ -381,6 +434,10 @@ def test_the_committed_page_is_made_from_the_committed_results():
         pytest.skip("nothing has been collected yet")
     made = page.make(results, PAPERS, page.read_notes(ROOT / "reproduction" / "notes.toml"))
     assert page.PAGE.read_text(encoding="utf-8") == made, "run python reproduction/page.py"
-    figures = page.PAGE.parent / page.FIGURES
-    assert {file.stem for file in figures.glob("*.png")} == {one.name for one in results if page.drawn(one)}
-    assert all(file.stat().st_size < 80_000 for file in figures.glob("*.png"))
+    folder = page.PAGE.parent / page.FIGURES
+    shown = [one for one in results if figures.drawn(one)]
+    assert {file.stem for file in folder.glob("*.png")} == {one.name for one in shown}
+    for one in shown:
+        with Image.open(folder / f"{one.name}.png") as image:
+            assert image.info[figures.DRAWN_FROM] == one.digest, f"{one.name}.png: run python reproduction/page.py"
+    assert all(file.stat().st_size < 80_000 for file in folder.glob("*.png"))

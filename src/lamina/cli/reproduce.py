@@ -258,9 +258,10 @@ def show(findings: list[Finding], scale: Scale) -> None:
 def unit(claim: Claim) -> str:
     """What the numbers of a claim are."""
     per_cent = ", %" if in_per_cent(claim, 1) != 1 else ""
+    within = f" of {claim.within} rounds" if claim.within is not None else ""
     if claim.target is not None:
-        return f"rounds to {claim.metric} {claim.target:g}"
-    return f"{claim.metric}{per_cent}, " + (f"round {claim.at}" if isinstance(claim.at, int) else claim.at)
+        return f"rounds to {claim.metric} {claim.target:g}{within and ','}{within}"
+    return f"{claim.metric}{per_cent}, " + (f"round {claim.at}" if isinstance(claim.at, int) else claim.at) + within
 
 
 def in_per_cent(claim: Claim, value: float) -> float:

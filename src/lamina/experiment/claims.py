@@ -85,6 +85,8 @@ def check(experiment: Experiment) -> None:
             raise BadInput(f"{place}.expect = {claim.expect!r}: name at least two, the best first")
         if (claim.kind == "rounds_to") != (claim.target is not None):
             raise BadInput(f"{place}: target and kind = 'rounds_to' go together")
+        if claim.within is not None and isinstance(claim.at, int) and claim.at > claim.within:
+            raise BadInput(f"{place}.at = {claim.at}: is not within {claim.within} rounds")
         if (claim.kind == "gap") != (claim.at_least is not None or claim.at_most is not None):
             raise BadInput(f"{place}: at_least or at_most and kind = 'gap' go together")
         for label in [*labels(claim), *claim.paper]:
@@ -138,6 +140,8 @@ def _mean(claim: Claim, entry: Entry) -> float:
 
 def _number(claim: Claim, history: History, diverged: bool) -> float | None:
     """One seed's number; None if the run did not get so far, NaN if it was never asked for it."""
+    if claim.within is not None:
+        diverged, history = diverged and len(history) < claim.within, history[: claim.within]
     column = {int(row["round"]): float(row[claim.metric]) for row in history if claim.metric in row}
     column = {number: value for number, value in column.items() if not math.isnan(value)}
     missing = None if diverged or not len(history) else math.nan

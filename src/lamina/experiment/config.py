@@ -164,6 +164,7 @@ class Claim(_Section):
     expect: list[str | list[str]]  # labels, the best first; those in an inner list are not told apart
     metric: str = "accuracy"  # a column of the metrics
     at: Literal["best", "last"] | AtLeastOne = "best"  # order, gap: of the run, or in that round
+    within: AtLeastOne | None = None  # only the first so many rounds count: of runs that are not equally long
     lower_is_better: bool = False  # order, gap
     target: float | None = None  # rounds_to
     at_least: float | None = None  # gap: of the first over each of the others

@@ -1,0 +1,122 @@
+"""The figures of docs/reproduction.md."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from record import Result, labelled
+
+from lamina.history import History
+from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw
+
+# A method has the same colour in every figure; no two methods of one paper share one.
+COLOUR = {
+    "fedlamb": 0, "fedams": 1, "mime": 4, "mimelamb": 3, "fedadam": 5, "fedavg": 6,
+    "fedlada": 0, "scaffold": 1, "fedcm": 2, "localadam": 3, "fedprox": 4, "fedadam_star": 4,
+}  # fmt: skip
+MOST_POINTS = 200  # of a line
+DRAWN_FROM = "drawn from"
+
+
+def metrics_of(result: Result) -> list[str]:
+    """What is drawn: the accuracy, and what else the claims are about."""
+    return list(dict.fromkeys(["accuracy", *(claim["metric"] for claim in result.facts["claims"])]))
+
+
+def drawn(result: Result) -> bool:
+    """Whether there is anything to draw."""
+    return any(any(histories) for histories in result.histories.values())
+
+
+def window_of(result: Result) -> int:
+    """How many rounds a point of the figure stands for: lines of very many points hide each other."""
+    longest = max(len(history) for histories in result.histories.values() for history in histories)
+    return 1 if longest <= MOST_POINTS else math.ceil(longest / MOST_POINTS)
+
+
+def averaged(history: History, column: str, window: int) -> History:
+    """Means over windows of rounds; a row for every round, those between the windows' ends empty."""
+    if window == 1:
+        return history
+    column_of = history.column(column)
+    rows = [dict[str, float](round=number) for number in range(1, len(history) + 1)]
+    for end in range(window, len(history) + 1, window):
+        seen = [value for value in column_of[end - window : end] if not math.isnan(value)]
+        if seen:
+            rows[end - 1][column] = sum(seen) / len(seen)
+    return History(rows)
+
+
+def save_figures(results: Sequence[Result], folder: Path) -> list[Path]:
+    """A figure for every result; figures of results that are gone are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [folder / f"{result.name}.png" for result in results if drawn(result)]
+    for old in set(folder.glob("*.png")) - set(made):
+        old.unlink()
+    for result in results:
+        if drawn(result):
+            save(figure(result), folder / f"{result.name}.png", result.digest)
+    return made
+
+
+def save(made: Figure, path: Path, drawn_from: str) -> None:
+    """Save a figure with few colours, which makes the file a third as large, and no date: the same is the same file.
+
+    What it was drawn from is written into it, so that a figure that is no longer true can be told.
+    """
+    drawn_in_full = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        made.savefig(drawn_in_full, dpi=110, format="png")
+    few = Image.open(drawn_in_full).convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    facts = PngInfo()
+    facts.add_text(DRAWN_FROM, drawn_from)
+    few.save(path, "PNG", optimize=True, pnginfo=facts)
+
+
+def figure(result: Result) -> Figure:
+    """Every metric over rounds: the mean over seeds, minimum to maximum as a band, one line for each method."""
+    known = {metric.column: metric for metric in METRICS}
+    columns = [name for name in metrics_of(result) if name in known]
+    looks, window = line_looks(list(result.histories)), window_of(result)
+    with matplotlib.rc_context(STYLE):
+        made = Figure(figsize=(5.6 * len(columns), 3.5 + 0.19 * math.ceil(len(looks) / 3)), layout="constrained")
+        for axes, column in zip(made.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+            for (variant, name), histories in result.histories.items():
+                if any(histories):
+                    label, look = labelled(name, variant), looks[variant, name]
+                    means = [averaged(history, column, window) for history in histories]
+                    draw(axes, means, known[column], "round", label, look, 1)
+            axes.set_xlabel("round")
+            axes.set_ylabel(known[column].title)
+            axes.grid(alpha=0.25)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            if column == "consistency":
+                axes.set_yscale("log")
+        handles, labels = made.axes[0].get_legend_handles_labels()
+        made.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    return made
+
+
+def line_looks(lines: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
+    """The number of every line's colour and dashes, by variant and algorithm.
+
+    A colour is a method's and dashes are a variant's, unless there are more variants than dashes or only one method.
+    """
+    variants, methods = list(dict.fromkeys(v for v, _ in lines)), {name for _, name in lines}
+    if len(variants) > len(DASHES) or (len(methods) == 1 and len(variants) > 1):
+        return {line: index for index, line in enumerate(lines)}
+    looks: dict[tuple[str, str], int] = {}
+    for v, name in lines:
+        look = COLOUR.get(name, 2) + len(COLOURS) * variants.index(v)
+        while look in looks.values():  # methods of two papers in one figure
+            look += len(COLOURS)
+        looks[v, name] = look
+    return looks

@@ -1,0 +1,57 @@
+"""What reproduction/collect.py has kept, read again."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from collect import called
+
+from lamina.cli import reproduce
+from lamina.experiment.records import read_json
+from lamina.history import History
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was collected of one reproduction."""
+
+    name: str
+    facts: dict[str, Any]
+    histories: dict[tuple[str, str], list[History]]  # by variant's folder and algorithm, a seed each
+    digest: str = ""  # of the files that the histories are from
+
+
+def read_results(folder: Path) -> list[Result]:
+    """Every reproduction that was collected, by name."""
+    return [read_result(path.parent) for path in sorted(folder.glob("*/facts.json"))]
+
+
+def read_result(folder: Path) -> Result:
+    """One reproduction; its histories have a row for every round, an empty one where none was kept."""
+    facts = read_json(folder / "facts.json")
+    histories: dict[tuple[str, str], list[History]] = {}
+    digest = hashlib.sha256()
+    for variant, known in facts["variants"].items():
+        rows: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
+        digest.update((folder / variant / "rounds.csv").read_bytes())
+        with (folder / variant / "rounds.csv").open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                numbers = {key: float(row[key] or "nan") for key in row if key not in ("algorithm", "seed", "round")}
+                number = int(row["round"])
+                rows.setdefault((row["algorithm"], int(row["seed"])), {})[number] = {"round": number, **numbers}
+        for name, method in known["methods"].items():
+            runs = [rows.get((name, seed), {}) for seed in method["seeds"]]
+            histories[variant, name] = [
+                History([run.get(number, {"round": number}) for number in range(1, max(run, default=0) + 1)])
+                for run in runs
+            ]
+    return Result(folder.name, facts, histories, digest.hexdigest())
+
+
+def labelled(algorithm: str, variant: str) -> str:
+    """A method in a variant, given by its folder."""
+    return called(algorithm if variant == reproduce.FOLDER_AS_GIVEN else f"{algorithm}@{variant}")
