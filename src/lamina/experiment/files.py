@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import math
 import os
@@ -77,3 +79,12 @@ def check_writable(folder: Path) -> None:
 def cannot_write(folder: Path, error: OSError) -> BadInput:
     """The error for a folder the system refuses to write to."""
     return BadInput(f"cannot write to the folder '{folder}': {error.strerror or error}")
+
+
+def write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    """Replace a CSV file."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    write_file(path, text.getvalue().encode())
