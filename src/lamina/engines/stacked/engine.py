@@ -28,6 +28,7 @@ from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
 from lamina.engines.stacked.memory import client_home, in_memory, rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.stacked.rows import map_record, pad_plans, row_of, row_sums, send, squares, stack_records
 from lamina.engines.stacked.steps import Nowhere, Steps, Summing, SumOfGradients, join, split, works_by_layer
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
 from lamina.errors import Diverged, LaminaError
@@ -161,9 +162,9 @@ class Stacked:
         home = client_home(self, members)
         algorithm = self._row_algorithm([members[row.member].algorithm for row in chunk])
         own_downs = {e: self._record_in_layout(downs[e]) for e in {row.member for row in chunk}}
-        down = _stack_records([own_downs[row.member] for row in chunk])
-        client = _stack_records(self._clients(chunk, members, clients, home))
-        client = self._record_in_layout(_map_record(lambda value: value.to(self.objective.device), client))
+        down = stack_records([own_downs[row.member] for row in chunk])
+        client = stack_records(self._clients(chunk, members, clients, home))
+        client = self._record_in_layout(map_record(lambda value: value.to(self.objective.device), client))
         plans = [members[row.member].plan for row in chunk]
         buffers = {
             n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
@@ -180,11 +181,11 @@ class Stacked:
         shares = self._shares(chunk, failed)  # made before the GPU is busy: the host would wait for it otherwise
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
         up, client = algorithm.finish(local, down, client, info)
-        client = _map_record(lambda value: self._usual(value).to(home), client)
+        client = map_record(lambda value: self._usual(value).to(home), client)
         ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
 
-        sums_of = [losses, *_sums(up), *(total.to(losses.device) for total in _sums(client))]
-        square = _squares(up.delta)
+        sums_of = [losses, *row_sums(up), *(total.to(losses.device) for total in row_sums(client))]
+        square = squares(up.delta)
         added = self._means(up, buffers, chunk, shares)  # before the wait, in the hope that all is finite
         if self.meanwhile is not None and square.is_cuda:
             self.meanwhile()
@@ -193,13 +194,13 @@ class Stacked:
         broken = dict(failed)
         for r, (row, check) in enumerate(zip(chunk, measured[2], strict=True)):
             if not math.isfinite(check) and row.member not in broken:
-                sent = _map_record(self._usual, _row(up, r))
+                sent = map_record(self._usual, row_of(up, r))
                 broken[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
         if any(row.member in broken for row in chunk):
             added = self._means(up, buffers, chunk, self._shares(chunk, broken))
         stateful = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
-        kept = [_map_record(torch.clone, _row(client, r)) if stateful else None for r in range(len(chunk))]
+        kept = [map_record(torch.clone, row_of(client, r)) if stateful else None for r in range(len(chunk))]
         # What is in memory by now is all there is to it: from here on the results are entered.
         failed.update(broken)
         for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
@@ -231,7 +232,7 @@ class Stacked:
         if not members:
             return {}
         if len(chunk) == 1:  # one large model: every pass over it counts
-            own = _map_record(self._usual, _row(up, 0))
+            own = map_record(self._usual, row_of(up, 0))
             return {members[0]: (own, {n: b[0] for n, b in buffers.items()}, chunk[0].weight)}
         all_count = {row.member for row in chunk} == set(members)
         good = (share != 0).any(0)
@@ -244,9 +245,9 @@ class Stacked:
             return made
 
         with arithmetic("fp32"):  # whatever the model's arithmetic is, the mean is exact
-            added = _map_record(lambda value: self._usual(means(value)), up)
+            added = map_record(lambda value: self._usual(means(value)), up)
             moved = {name: means(b) for name, b in buffers.items() if b.is_floating_point()}
-        return {e: (_row(added, i), {n: b[i] for n, b in moved.items()}, 1.0) for i, e in enumerate(members)}
+        return {e: (row_of(added, i), {n: b[i] for n, b in moved.items()}, 1.0) for i, e in enumerate(members)}
 
     def _start_sums(self, member: Member) -> Sums:
         """Zeros, and what every rank knows from the plan alone."""
@@ -278,9 +279,9 @@ class Stacked:
             if record is None:
                 if e not in fresh:
                     new = member.algorithm.client_init(member.state.server.x)
-                    fresh[e] = _map_record(lambda value: value.to(home), new)
+                    fresh[e] = map_record(lambda value: value.to(home), new)
                 record = fresh[e]
-            records.append(record if record is fresh.get(e) else _map_record(lambda value: value.to(home), record))
+            records.append(record if record is fresh.get(e) else map_record(lambda value: value.to(home), record))
         return records
 
     def _row_algorithm(self, algorithms: list[Algorithm]) -> Algorithm:
@@ -316,7 +317,7 @@ class Stacked:
         return values.index_select(-1, layout.inverse)
 
     def _record_in_layout(self, record: Any) -> Any:
-        return _map_record(self._in_layout, record)
+        return map_record(self._in_layout, record)
 
     # --- local training -------------------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class Stacked:
     ) -> tuple[Any, Tensor]:
         """All local steps of a chunk: the final local state and every row's mean loss."""
         device = self.objective.device
-        index, filled = _pad(plans, [row.c for row in chunk])
+        index, filled = pad_plans(plans, [row.c for row in chunk])
         keys = None
         if self.augmentation is not None:
             streams = np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)])
@@ -497,7 +498,7 @@ class Stacked:
         client_id = int(member.plan.cohort[row.c])
         client = member.state.clients.get(client_id)
         client = member.algorithm.client_init(member.state.server.x) if client is None else client
-        client = _map_record(lambda value: value.to(self.objective.device), client)  # it may be kept on the host
+        client = map_record(lambda value: value.to(self.objective.device), client)  # it may be kept on the host
         info = Info(
             member.plan.number,
             member.plan.lr,
@@ -515,53 +516,3 @@ class Stacked:
 def _identity(value: Any) -> Any:
     """A hashable stand-in for an option; numbers that differ between rows are inputs of a captured step."""
     return "one per row" if isinstance(value, Tensor) else value
-
-
-def _stack_records(records: list[Any]) -> Any:
-    """[p] records of the same kind as one of [rows, p]."""
-    kind = type(records[0])
-    if all(record is records[0] for record in records):  # the same broadcast for every row: no copy
-        return kind(*(None if v is None else v.expand(len(records), *v.shape) for v in records[0]))
-    return kind(*(None if values[0] is None else torch.stack(values) for values in zip(*records, strict=True)))
-
-
-def _map_record(change: Callable[[Tensor], Tensor], record: Any) -> Any:
-    return type(record)(*(None if value is None else change(value) for value in record))
-
-
-def _row(record: Any, r: int) -> Any:
-    return _map_record(lambda value: value[r], record)
-
-
-def _sums(record: Any) -> list[Tensor]:
-    """The sum of every row of every field."""
-    return [value.sum(-1) for value in record if value is not None]
-
-
-def _squares(rows: Tensor) -> Tensor:
-    """Every row's squared length, by the dot products of the BLAS: torch's norms are slow on a CPU."""
-    if rows.is_cuda:
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
-        return norms**2
-    return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
-
-
-def _pad(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
-    """Every row's indices [rows, K, B] and counts [rows, K] up to the longest K; missing steps have count 0."""
-    longest = max(int(plan.steps[c]) for plan, c in zip(plans, places, strict=True))
-    if all(plan.index is plans[0].index for plan in plans):
-        return plans[0].index[places, :longest], plans[0].filled[places, :longest]
-    width = max(plan.index.shape[2] for plan in plans)
-    index = np.zeros((len(plans), longest, width), dtype=np.int64)
-    counts = np.zeros((len(plans), longest), dtype=np.int64)
-    for r, (plan, c) in enumerate(zip(plans, places, strict=True)):
-        own, filled = plan.index[c, :longest], plan.filled[c, :longest]
-        index[r] = own[0, 0]  # padding: any sample of the client's own
-        index[r, : len(own), : own.shape[1]], counts[r, : len(filled)] = own, filled
-    return index, counts
-
-
-def send(values: Any, device: torch.device) -> Tensor:
-    """A numpy array on the device. From pinned memory: from any other, the host waits until the GPU is idle."""
-    made = torch.from_numpy(np.ascontiguousarray(values))
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)

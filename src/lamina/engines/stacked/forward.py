@@ -162,15 +162,15 @@ def choose_forward(
             forward: Forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
             with arithmetic("fp32"):  # whether a form is right has nothing to do with the precision it will run in
                 _probe(forward, objective, *sample, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
-            if isinstance(forward, StackedForward):
-                forward.precision = precision
-                if objective.device.type == "cuda":
-                    forward.suit_a_gpu()
         except CannotStack as error:
             reasons.append(str(error))
         except Exception as error:  # whatever a user's module raises under vmap or stacking
             reasons.append(f"{form}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         else:
+            if isinstance(forward, StackedForward):  # out of the try clause: what fails here is no user's module
+                forward.precision = precision
+                if objective.device.type == "cuda":
+                    forward.suit_a_gpu()
             return forward, "; ".join(reasons)
     return None, "; ".join(reasons)
 

@@ -1,0 +1,64 @@
+"""Rows: the records, numbers and plans of several clients as tensors with a leading axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina.plan import Round
+
+
+def stack_records(records: list[Any]) -> Any:
+    """[p] records of the same kind as one of [rows, p]."""
+    kind = type(records[0])
+    if all(record is records[0] for record in records):  # the same broadcast for every row: no copy
+        return kind(*(None if v is None else v.expand(len(records), *v.shape) for v in records[0]))
+    return kind(*(None if values[0] is None else torch.stack(values) for values in zip(*records, strict=True)))
+
+
+def map_record(change: Callable[[Tensor], Tensor], record: Any) -> Any:
+    """The record with every field changed that is there."""
+    return type(record)(*(None if value is None else change(value) for value in record))
+
+
+def row_of(record: Any, r: int) -> Any:
+    """One row of a record of rows."""
+    return map_record(lambda value: value[r], record)
+
+
+def row_sums(record: Any) -> list[Tensor]:
+    """The sum of every row of every field."""
+    return [value.sum(-1) for value in record if value is not None]
+
+
+def squares(rows: Tensor) -> Tensor:
+    """Every row's squared length, by the dot products of the BLAS: torch's norms are slow on a CPU."""
+    if rows.is_cuda:
+        norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
+        return norms**2
+    return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
+
+
+def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
+    """Every row's indices [rows, K, B] and counts [rows, K] up to the longest K; missing steps have count 0."""
+    longest = max(int(plan.steps[c]) for plan, c in zip(plans, places, strict=True))
+    if all(plan.index is plans[0].index for plan in plans):
+        return plans[0].index[places, :longest], plans[0].filled[places, :longest]
+    width = max(plan.index.shape[2] for plan in plans)
+    index = np.zeros((len(plans), longest, width), dtype=np.int64)
+    counts = np.zeros((len(plans), longest), dtype=np.int64)
+    for r, (plan, c) in enumerate(zip(plans, places, strict=True)):
+        own, filled = plan.index[c, :longest], plan.filled[c, :longest]
+        index[r] = own[0, 0]  # padding: any sample of the client's own
+        index[r, : len(own), : own.shape[1]], counts[r, : len(filled)] = own, filled
+    return index, counts
+
+
+def send(values: Any, device: torch.device) -> Tensor:
+    """A numpy array on the device. From pinned memory: from any other, the host waits until the GPU is idle."""
+    made = torch.from_numpy(np.ascontiguousarray(values))
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
