@@ -290,28 +290,30 @@ def claim_table(claim: Mapping[str, Any]) -> str:
 
 def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fedavg") -> str:
     """What it costs to reach a claim's target in multiples of the baseline's cost, as FedLADA's Table 12 has it."""
-    if claim["target"] is None or baseline not in claim["paper"] or baseline not in claim["here"]:
+    as_given = reproduce.FOLDER_AS_GIVEN
+    runs = {name: histories for (variant, name), histories in result.histories.items() if variant == as_given}
+    here = {name: float(claim["here"].get(name, math.nan)) for name in claim["paper"] if any(runs.get(name, []))}
+    here = {name: rounds for name, rounds in here.items() if not math.isnan(rounds)}
+    if claim["target"] is None or baseline not in here:
         return ""
-    runs = {name: histories for (variant, name), histories in result.histories.items() if name in claim["here"]}
     # nobody knows what a baseline that never gets there would cost: more than all of its run
-    reached = float(claim["here"][baseline])
-    rounds = reached if math.isfinite(reached) else float(max(map(len, runs[baseline])))
+    never = math.isinf(here[baseline])
+    rounds = float(max(map(len, runs[baseline]))) if never else here[baseline]
     rows = []
-    for name in claim["here"]:
+    for name, own in here.items():
         counted = algorithms.find(name).card.paper_cost or math.nan
         printed = counted * float(claim["paper"][name]) / float(claim["paper"][baseline])
-        here = float(claim["here"][name]) / rounds
         really = bytes_of_a_round(runs[name]) / bytes_of_a_round(runs[baseline])
-        row = [named(name), number(claim["paper"][name]), times(printed), number(claim["here"][name])]
-        below = "< " if math.isinf(reached) and math.isfinite(here) else ""
-        rows.append([*row, *(NONE if math.isinf(here) else f"{below}{times(here * by)}" for by in (counted, really))])
+        costs = [("< " if never else "") + times(own / rounds * by) for by in (counted, really)]
+        costs = [NONE, NONE] if math.isinf(own) else costs
+        rows.append([named(name), number(claim["paper"][name]), times(printed), number(own), *costs])
     head = ["method", "paper: rounds", "paper: cost", "ours: rounds", "ours: cost as the paper counts", "ours: bytes"]
-    never = "" if math.isfinite(reached) else f" {named(baseline)} never got there in {rounds:g} rounds."
-    return (
-        f"What it costs to reach {100 * claim['target']:g} %, in multiples of {named(baseline)}'s (the FedLADA paper's "
-        f"Table 12). Its Table 11 counts one or two models a round; the bytes are those sent in both directions.{never}"
-        "\n\n" + markdown(head, rows)
+    lines = (
+        f"What it costs to reach {100 * claim['target']:g} %, in multiples of {named(baseline)}'s. The paper counts one "
+        "or two models a round (Table 11; its rounds times these are its Table 12); the bytes are those sent both ways."
     )
+    lines += f" {named(baseline)} never got there in {rounds:g} rounds." if never else ""
+    return lines + "\n\n" + markdown(head, rows)
 
 
 def bytes_of_a_round(histories: Sequence[History]) -> float:

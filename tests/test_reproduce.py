@@ -78,6 +78,18 @@ def test_a_claim_may_be_about_the_first_rounds_of_runs_that_are_not_equally_long
     assert verdict(later, kind="order", expect=["a", "b"], within=2, at="last").values["a"] == 0.6
     sooner = {**entries, "b": entry("b", [0.8], diverged=["in round 2"])}
     assert verdict(sooner, kind="order", expect=["a", "b"], within=2, at="last").values["b"] == -math.inf
+    assert verdict(entries, kind="order", expect=["a", "b"], within=3).verdict == "not run"  # b has two rounds
+
+
+def test_what_the_numbers_of_a_claim_are():
+    def unit(**claim):
+        return reproduce.unit(parse({"claim": [{"text": "so", "expect": ["a", "b"], **claim}]}).claim[0])
+
+    assert unit(kind="order") == "accuracy, %, best"
+    assert unit(kind="order", metric="loss", at=7) == "loss, round 7"
+    assert unit(kind="order", at="last", within=100) == "accuracy, %, last of 100 rounds"
+    assert unit(kind="rounds_to", target=0.7) == "rounds to accuracy 0.7"
+    assert unit(kind="rounds_to", target=0.7, within=100) == "rounds to accuracy 0.7, of 100 rounds"
 
 
 def test_another_metric_may_be_better_when_lower():
@@ -130,6 +142,7 @@ def test_who_diverged_loses_and_who_did_not_run_gets_no_verdict():
     ("claim", "message"),
     [
         ({"kind": "order", "expect": ["fedavg"]}, "at least two"),
+        ({"kind": "order", "expect": ["fedavg", "fedlamb"], "at": 9, "within": 8}, "at = 9 is not within = 8 rounds"),
         ({"kind": "order", "expect": [["fedavg", "fedlamb"]]}, "at least two"),
         ({"kind": "order", "expect": ["fedavg", "fedlam"]}, "did you mean 'fedlamb'"),
         ({"kind": "order", "expect": ["fedavg", "fedlamb@Z"]}, "variant in claim.0"),

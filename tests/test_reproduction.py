@@ -2,6 +2,7 @@
 
 import csv
 import doctest
+import hashlib
 import json
 import math
 import re
@@ -223,7 +224,8 @@ def test_costs_are_in_multiples_of_fedavgs():
     histories = {
         ("as-given", "fedavg"): [run({1: 0.1, 2: 0.2, 3: 0.7, 4: 0.7}, 20.0)],
         ("as-given", "fedlada"): [run({1: 0.5, 2: 0.8}, 50.0)],
-        ("short", "fedlada"): [run({1: 0.5}, 50.0)],
+        ("short", "fedlada"): [run({1: 0.5}, 70.0)],
+        ("as-given", "fedcm"): [History([])],
     }
     result = page.Result("mine", {}, histories)
     claim = {"target": 0.7, "paper": {"fedavg": 94, "fedlada": 44.6}, "here": {"fedavg": 3.0, "fedlada": 2.0}}
@@ -241,20 +243,36 @@ def test_costs_are_in_multiples_of_fedavgs():
     assert page.cost_to_target(result, {**claim, "paper": {}}) == ""
 
 
+def test_costs_of_what_is_not_finished_are_left_out():
+    row = {"round": 1, "accuracy": 0.7, "bytes_down": 2.0, "bytes_up": 2.0}
+    begun = {("as-given", "fedavg"): [History([row])], ("as-given", "fedcm"): [History([])]}
+    claim = {"target": 0.7, "paper": {"fedavg": 94, "fedcm": 71.5, "fedlada": 44.6}}
+    some = {**claim, "here": {"fedavg": 1.0, "fedcm": "nan", "fedlada": "nan"}}
+    text = page.cost_to_target(page.Result("mine", {}, begun), some)
+    assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "1", "1.00 ×", "1.00 ×"]
+    assert "FedCM" not in text
+    assert "FedLADA |" not in text
+    none = {**claim, "here": {"fedavg": "nan", "fedcm": "nan", "fedlada": "nan"}}
+    assert page.cost_to_target(page.Result("mine", {}, begun), none) == ""
+    assert page.cost_to_target(page.Result("mine", {}, {}), none) == ""
+
+
 def test_comparisons_of_the_same_methods_are_one_table():
-    def result(name, complete=True, **best):
+    def result(name, complete=True, scale="full", **best):
         histories = {
             ("as-given", key): [History([{"round": 1, "accuracy": b}]) for b in bs] for key, bs in best.items()
         }
-        return page.Result(name, {"complete": complete, "scale": "full"}, histories)
+        return page.Result(name, {"complete": complete, "scale": scale}, histories)
 
     two = [result("one", fedavg=[0.5, 0.7], fedlamb=[0.5, 0.6]), result("two", fedavg=[0.9], fedlamb=[0.9])]
     others = [result("three", fedavg=[0.5]), result("four", complete=False, fedavg=[0.1], fedlamb=[0.2])]
+    others.append(result("five", scale="small", fedavg=[0.1], fedlamb=[0.2]))
     text = page.at_a_glance([*two, *others])
     assert cells(text, "[`one`](#one)") == ["**60.0 ± 14.1**", "55.0 ± 7.1"]
     assert cells(text, "[`two`](#two)") == ["**90.0**", "**90.0**"]
     assert "three" not in text
     assert "four" not in text
+    assert "five" not in text
     assert page.at_a_glance(two[:1]) == ""
 
 
@@ -265,6 +283,10 @@ def test_figures_are_small_and_follow_the_results(runs, presets, tmp_path):
     assert [file.name for file in files] == [file.name for file in tmp_path.glob("*.png")] == ["mine.png"]
     first = files[0].read_bytes()
     assert len(first) < 80_000
+    rounds = [tmp_path / "results" / "mine" / variant / "rounds.csv" for variant in ("as-given", "short")]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in rounds)).hexdigest()
+    with Image.open(files[0]) as image:
+        assert image.info[figures.DRAWN_FROM] == digest
     figures.save_figures(page.read_results(tmp_path / "results"), tmp_path)
     assert files[0].read_bytes() == first
 

@@ -20,6 +20,7 @@ from lamina.engines.stacked.forward import choose_forward
 from lamina.engines.stacked.graphed import GraphedSteps
 from lamina.engines.stacked.modules import PlainMaxPool2d, stack
 from lamina.engines.stacked.steps import Steps, works_by_layer
+from lamina.engines.state import Sums
 
 PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
 
@@ -590,6 +591,10 @@ def test_a_member_that_diverges_leaves_its_rows_idle(graphed):
         assert torch.allclose(population.simulations[i].state.server.x, alone.state.server.x, rtol=1e-4, atol=1e-6)
 
 
+def out_of_memory(*_arguments, **_options):
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to. If reserved but unallocated ...")
+
+
 @pytest.mark.parametrize("before", [0, 2])  # steps that go well: Mime-LAMB's full gradients are the first
 @pytest.mark.parametrize("name", ["scaffold", "mimelamb"])  # with state of the clients; with full gradients
 def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatch, caplog):
@@ -599,7 +604,7 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
         sizes.append(len(index))
         ended = usual(self, local, down, buffers, index, *more)
         if len(index) > holds and len(sizes) > before:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory. If reserved but unallocated ...")
+            out_of_memory()
         return ended
 
     run, alone = (
@@ -616,11 +621,102 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
     assert [line for line in caplog.messages if "memory" in line] == [
         "5 clients at a time do not fit the GPU's memory: from here on at most 3"
     ]
+    assert run.engine.rows_per_chunk == 5  # what was asked for
     assert_same(run.state, alone.state, 1e-9)
 
     holds = 0
     with pytest.raises(lamina.errors.BadInput, match="too small for one client: take smaller batches, or a CPU"):
         run.run(4)
+
+
+@pytest.mark.parametrize(
+    ("place", "what", "which"),
+    [
+        (GraphedSteps, "__init__", 1),
+        (stacked_engine.Stacked, "_means", 2),  # without those that have diverged
+        (stacked_engine.Stacked, "_explain", 2),
+        (Sums, "plus", 2),
+        (torch, "clone", 5),
+    ],
+)
+def test_wherever_the_memory_runs_out_nothing_is_counted_twice(place, what, which, monkeypatch, caplog):
+    """One call fails in the first round of four members, two of which diverge."""
+
+    def population():
+        made = lamina.Population(
+            [
+                simulation("batch_norm", lamina.create("scaffold", decay=decay), "stacked", lr=lr, participation=1.0)
+                for lr, decay in ((0.01, 0.0), (0.02, 0.1), (1e200, 0.2), (1e200, 0.3))
+            ]
+        )
+        engine = made.simulations[0].engine
+        engine.always_graphed, engine.compiled = True, False
+        engine.rows_per_chunk = 16
+        return made, engine
+
+    reference, _ = population()
+    reference.run(2)
+    calls = []
+
+    def fails_once(*arguments, **options):
+        calls.append(1)
+        if len(calls) == which:
+            out_of_memory()
+        return usual(*arguments, **options)
+
+    usual = getattr(place, what)
+    monkeypatch.setattr(place, what, fails_once)
+    run, engine = population()
+    run.run(2)
+    assert "16 clients at a time do not fit the GPU's memory: from here on at most 8" in caplog.text
+    assert engine.compiled is False
+    assert list(run.diverged) == list(reference.diverged) == [2, 3]
+    for one, other in zip(run.simulations[:2], reference.simulations[:2], strict=True):
+        assert_same(one.state, other.state, 1e-9)
+        for row, expected in zip(one.history, other.history, strict=True):
+            assert row["consistency"] == pytest.approx(expected["consistency"], rel=1e-9)
+            assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-9)
+
+
+def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch, caplog):
+    run = simulation("cnn", "fedlamb", "stacked")
+    run.engine.always_graphed, run.engine.compiled = True, True
+    monkeypatch.setattr(stacked_engine, "GraphedSteps", out_of_memory)
+    with pytest.raises(lamina.errors.BadInput, match="too small for one client"):
+        run.run(1)
+    assert "torch.compile fails" not in caplog.text
+    assert run.engine.compiled is True
+
+
+def test_one_client_fits_once_what_others_hold_is_given_back(monkeypatch):
+    """Chunks of four and of one: the second captured step does not fit beside the first, but alone."""
+    run, reference = (simulation("cnn", "fedlamb", "stacked", participation=1.0) for _ in range(2))
+    run.engine.always_graphed, run.engine.compiled = True, False
+    reference.run(2)
+
+    def beside_none(*arguments, **options):
+        if run.engine._graphs:
+            out_of_memory()
+        return GraphedSteps(*arguments, **options)
+
+    monkeypatch.setattr(stacked_engine, "GraphedSteps", beside_none)
+    run.engine.rows_per_chunk = 4
+    run.run(2)
+    assert_same(run.state, reference.state, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 78.00 MiB."), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_which_errors_say_that_the_memory_ran_out(error, is_it):
+    assert memory.is_out_of_memory(error) is is_it
 
 
 def test_a_compiler_that_fails_is_said_and_done_without(monkeypatch, caplog):

@@ -207,8 +207,10 @@ def some(data: Dataset, samples: int) -> Dataset:
 
 
 def in_reach(claim: Claim, rounds: int) -> Claim:
-    """The claim about the last round, if the one it is about is not reached."""
-    return claim.model_copy(update={"at": "last"}) if isinstance(claim.at, int) and claim.at > rounds else claim
+    """The claim about all rounds, or the last, if those it is about are not reached."""
+    at = "last" if isinstance(claim.at, int) and claim.at > rounds else claim.at
+    within = None if claim.within is not None and claim.within > rounds else claim.within
+    return claim.model_copy(update={"at": at, "within": within})
 
 
 # --- what is said ------------------------------------------------------------------------------------------------

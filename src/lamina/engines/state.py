@@ -59,14 +59,17 @@ class Sums:
 
     def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
         """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
+        self.up, self.buffers = self.plus(up, buffers, weight)
+
+    def plus(self, up: Any, buffers: Buffers, weight: float = 1.0) -> tuple[Any, Buffers]:
+        """What `up` and `buffers` will be once these are added; changes nothing."""
         if self.up is None:
-            self.up = type(up)(*(None if value is None else weight * value for value in up))
+            total_up = type(up)(*(None if value is None else weight * value for value in up))
         else:
             pairs = zip(self.up, up, strict=True)
-            self.up = type(up)(*(None if value is None else total.add(value, alpha=weight) for total, value in pairs))
-        for name, value in buffers.items():
-            if value.is_floating_point():
-                self.buffers[name] = self.buffers.get(name, 0.0) + weight * value
+            total_up = type(up)(*(None if value is None else total.add(value, alpha=weight) for total, value in pairs))
+        floating = {name: value for name, value in buffers.items() if value.is_floating_point()}
+        return total_up, self.buffers | {n: self.buffers.get(n, 0.0) + weight * b for n, b in floating.items()}
 
 
 def close_round(

@@ -86,7 +86,7 @@ def check(experiment: Experiment) -> None:
         if (claim.kind == "rounds_to") != (claim.target is not None):
             raise BadInput(f"{place}: target and kind = 'rounds_to' go together")
         if claim.within is not None and isinstance(claim.at, int) and claim.at > claim.within:
-            raise BadInput(f"{place}.at = {claim.at}: is not within {claim.within} rounds")
+            raise BadInput(f"{place}: at = {claim.at} is not within = {claim.within} rounds")
         if (claim.kind == "gap") != (claim.at_least is not None or claim.at_most is not None):
             raise BadInput(f"{place}: at_least or at_most and kind = 'gap' go together")
         for label in [*labels(claim), *claim.paper]:
@@ -141,6 +141,8 @@ def _mean(claim: Claim, entry: Entry) -> float:
 def _number(claim: Claim, history: History, diverged: bool) -> float | None:
     """One seed's number; None if the run did not get so far, NaN if it was never asked for it."""
     if claim.within is not None:
+        if len(history) < claim.within and not diverged:
+            return math.nan
         diverged, history = diverged and len(history) < claim.within, history[: claim.within]
     column = {int(row["round"]): float(row[claim.metric]) for row in history if claim.metric in row}
     column = {number: value for number, value in column.items() if not math.isnan(value)}

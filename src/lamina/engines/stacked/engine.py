@@ -26,7 +26,7 @@ from lamina.data.feed import Augment
 from lamina.engines.loop import WHOLE_BATCH, Loop, seed_dropout
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
-from lamina.engines.stacked.memory import client_home, in_memory, rows_that_fit
+from lamina.engines.stacked.memory import client_home, in_chunks_that_fit, is_out_of_memory, rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import map_record, pad_plans, row_of, row_sums, send, squares, stack_records
 from lamina.engines.stacked.steps import Nowhere, Steps, Summing, SumOfGradients, join, split, works_by_layer
@@ -77,7 +77,8 @@ class Stacked:
     by_examples: bool = False
     augmentation: Augment | None = None
     record_trust_ratios: bool = False
-    rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests; see memory.py
+    rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
+    most_rows: int | None = None  # in a chunk, once more were seen not to fit
     compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: if it pays
     random: bool = True  # whether the module draws random numbers (dropout) in training
     meanwhile: Callable[[], None] | None = None  # what the host does while a GPU works on a round
@@ -122,7 +123,9 @@ class Stacked:
         sums = [self._start_sums(member) for member in members]
         clients = [dict(member.state.clients) for member in members]
         failed: dict[int, Diverged] = {}
-        in_memory(self, chunks, lambda chunk: self._run_chunk(chunk, members, downs, gradients, sums, clients, failed))
+        in_chunks_that_fit(
+            self, chunks, lambda chunk: self._run_chunk(chunk, members, downs, gradients, sums, clients, failed)
+        )
 
         if ranks.world > 1:
             layouts = [self._zeros(member, down) for member, down in zip(members, downs, strict=True)]
@@ -145,6 +148,9 @@ class Stacked:
 
     def _chunks(self, rows: list[Row], members: Sequence[Member]) -> list[list[Row]]:
         size = self.rows_per_chunk or rows_that_fit(self, members[0])
+        size = min(size, self.most_rows or size)
+        if self.objective.device.type == "cuda":  # chunks of one size: one captured step serves all
+            size = -(-len(rows) // max(1, -(-len(rows) // size)))
         return [rows[i : i + size] for i in range(0, len(rows), size)]
 
     # --- one chunk ------------------------------------------------------------------------------------------------
@@ -191,18 +197,18 @@ class Stacked:
             self.meanwhile()
         # a sum is finite only if all its terms are; one GPU wait for all of it
         measured = torch.stack([losses, square, torch.stack(sums_of).sum(0)]).tolist()
-        broken = dict(failed)
         for r, (row, check) in enumerate(zip(chunk, measured[2], strict=True)):
-            if not math.isfinite(check) and row.member not in broken:
+            if not math.isfinite(check) and row.member not in failed:
                 sent = map_record(self._usual, row_of(up, r))
-                broken[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
-        if any(row.member in broken for row in chunk):
-            added = self._means(up, buffers, chunk, self._shares(chunk, broken))
+                failed[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
+        if any(row.member in failed for row in chunk):
+            added = self._means(up, buffers, chunk, self._shares(chunk, failed))
         stateful = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
         kept = [map_record(torch.clone, row_of(client, r)) if stateful else None for r in range(len(chunk))]
-        # What is in memory by now is all there is to it: from here on the results are entered.
-        failed.update(broken)
+        totals = {e: sums[e].plus(own, moved, weight) for e, (own, moved, weight) in added.items()}
+        # Nothing but `failed` was changed so far (who fails, fails again), and from here on nothing needs memory: see
+        # `in_chunks_that_fit`, which runs a chunk again that did not fit.
         for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
             if not math.isfinite(check):
                 continue
@@ -212,8 +218,8 @@ class Stacked:
             total.trust += [] if ratios is None else [ratios[r]]
             if stateful:
                 clients[row.member][int(plans[r].cohort[row.c])] = kept[r]
-        for e, (own, moved, weight) in added.items():
-            sums[e].add(own, moved, weight)
+        for e, (total_up, total_buffers) in totals.items():
+            sums[e].up, sums[e].buffers = total_up, total_buffers
 
     def _shares(self, chunk: list[Row], failed: Mapping[int, Diverged]) -> tuple[list[int], Tensor]:
         """The members that still run, and every row's weight in each one's mean [members, rows]."""
@@ -419,32 +425,38 @@ class Stacked:
         alike = [key for key in self._graphs if key[0][0] == steps.whole]
         if len(alike) >= MOST_GRAPHS:  # each holds a copy of the local state
             del self._graphs[alike[0]]
+            gc.collect()  # it is in cycles
         compiled = self.compiled
         if compiled is None:
             compiled = self.objective.start.numel() >= COMPILED_FROM
         inputs = (steps, local, down, buffers, samples, counts, keys)
         if self._pool is None and self.objective.device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
+        made, said = None, ""
         try:
-            graph = GraphedSteps(*inputs, compiled=compiled, pool=self._pool)
-        except (LaminaError, torch.cuda.OutOfMemoryError):
+            made = GraphedSteps(*inputs, compiled=compiled, pool=self._pool)
+        except LaminaError:
             raise
         except Exception as error:  # whatever a compiler raises
-            if not compiled:
+            if not compiled or is_out_of_memory(error):
                 raise
-            log.warning("torch.compile fails on this model, so it runs uncompiled: %s", str(error).splitlines()[0])
+            said = str(error).splitlines()[0]
+        if made is None:  # out of the except clause, which holds the memory of what has failed
+            log.warning("torch.compile fails on this model, so it runs uncompiled: %s", said)
             self.compiled = False
-            graph = GraphedSteps(*inputs, compiled=False, pool=self._pool)
-        self._graphs[shape, rows] = graph
-        return graph
+            made = GraphedSteps(*inputs, compiled=False, pool=self._pool)
+        self._graphs[shape, rows] = made
+        return made
 
-    def forget_graphs(self) -> None:
-        """Give back the memory of all captured steps."""
+    def forget_graphs(self) -> bool:
+        """Give back the memory of all captured steps; whether there were any."""
+        held = bool(self._graphs)
         self._graphs.clear()
         self._pool = None
         gc.collect()  # they are in cycles
         if self.objective.device.type == "cuda":
             torch.cuda.empty_cache()
+        return held
 
     def _full_gradients(self, members: Sequence[Member], chunks: list[list[Row]]) -> dict[tuple[int, int], Tensor]:
         """grad F_i(x) over all of every client's data, if the algorithm asks for it in this round."""
@@ -487,7 +499,7 @@ class Stacked:
             for r, row in enumerate(chunk):
                 found[row.member, row.c] = total[r]
 
-        in_memory(self, chunks, add_gradients)
+        in_chunks_that_fit(self, chunks, add_gradients)
         return found
 
     def _explain(

@@ -93,7 +93,6 @@ class GraphedSteps:
         own.apply = apply  # type: ignore[method-assign,assignment]
         self._first, self._next = self._start, self._one_step
         if local.y.is_cuda:
-            gc.collect()  # steps that nobody needs any more are in cycles, with their memory
             self._first = _captured(self._start, pool)
             self._next = _captured(self._one_step, pool, before=self._start)
 
@@ -167,7 +166,7 @@ def _captured(work: Callable[[], None], pool: Any, before: Callable[[], None] = 
     torch.cuda.current_stream().wait_stream(side)
     before()
     graph = torch.cuda.CUDAGraph()
-    collecting, too_large = gc.isenabled(), None
+    collecting, stream, too_large = gc.isenabled(), torch.cuda.current_stream(), None
     gc.disable()  # a graph destroyed by the collector while another is captured would break that one
     try:
         with torch.cuda.graph(graph, pool=pool):
@@ -179,6 +178,7 @@ def _captured(work: Callable[[], None], pool: Any, before: Callable[[], None] = 
         if too_large is None:
             raise
     finally:
+        torch.cuda.set_stream(stream)  # a capture whose end fails leaves its own
         if collecting:
             gc.enable()
     if too_large is not None:

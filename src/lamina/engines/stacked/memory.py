@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import logging
 import sys
 from typing import TYPE_CHECKING, Any
@@ -44,15 +45,15 @@ def rows_that_fit(engine: Stacked, member: Member) -> int:
     return max(1, usable // needed)
 
 
-def in_memory(engine: Stacked, chunks: Sequence[list[Row]], work: Callable[[list[Row]], None]) -> None:
+def in_chunks_that_fit(engine: Stacked, chunks: Sequence[list[Row]], work: Callable[[list[Row]], None]) -> None:
     """Do the work chunk by chunk; one that turns out not to fit is halved, and no later one is larger.
 
     So `work` must change nothing before it has all the memory it needs.
     """
 
     def cut(chunks: Sequence[list[Row]]) -> list[list[Row]]:
-        most = engine.rows_per_chunk
-        return [one[i : i + (most or len(one))] for one in chunks for i in range(0, len(one), most or len(one))]
+        most = engine.most_rows or max(map(len, chunks), default=1)
+        return [chunk[i : i + most] for chunk in chunks for i in range(0, len(chunk), most)]
 
     left = cut(chunks)  # the gradients before may have been too many
     while left:
@@ -60,19 +61,34 @@ def in_memory(engine: Stacked, chunks: Sequence[list[Row]], work: Callable[[list
         try:
             work(chunk)
             continue
-        except torch.cuda.OutOfMemoryError as error:
-            said = str(error).split(" If reserved", maxsplit=1)[0]
-        # outside of the except clause: the error's traceback would keep alive what is to be freed
-        if len(chunk) == 1:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            said = str(error).split(" If reserved", maxsplit=1)[0].splitlines()[0]
+        # out of the except clause: the error's traceback would keep alive what is to be freed
+        freed = engine.forget_graphs()
+        if len(chunk) > 1:
+            engine.most_rows = -(-len(chunk) // 2)
+            log.warning(
+                "%d clients at a time do not fit the GPU's memory: from here on at most %d",
+                len(chunk),
+                engine.most_rows,
+            )
+        elif not freed:
             raise BadInput(f"the GPU's memory is too small for one client: take smaller batches, or a CPU ({said})")
-        fewer = engine.rows_per_chunk = -(-len(chunk) // 2)
-        log.warning("%d clients at a time do not fit the GPU's memory: from here on at most %d", len(chunk), fewer)
-        engine.forget_graphs()
         left = cut([chunk, *left])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says so: torch's own allocator, CUDA or one of its libraries."""
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in words or "alloc_failed" in words)
 
 
 def free_bytes(device: torch.device) -> int:
     """What this process may still take of a GPU: what is free, or less where torch was told to leave some to others."""
+    gc.collect()  # engines of before are in cycles
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     if not hasattr(torch.cuda, "get_per_process_memory_fraction"):  # an older torch
         return free
