@@ -309,8 +309,9 @@ def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fe
         rows.append([named(name), number(claim["paper"][name]), times(printed), number(own), *costs])
     head = ["method", "paper: rounds", "paper: cost", "ours: rounds", "ours: cost as the paper counts", "ours: bytes"]
     lines = (
-        f"What it costs to reach {100 * claim['target']:g} %, in multiples of {named(baseline)}'s. The paper counts one "
-        "or two models a round (Table 11; its rounds times these are its Table 12); the bytes are those sent both ways."
+        f"What it costs to reach {100 * claim['target']:g} %, in multiples of {named(baseline)}'s. The paper counts "
+        "one or two models a round (Table 11; its rounds times these are its Table 12); the bytes are those sent both "
+        "ways."
     )
     lines += f" {named(baseline)} never got there in {rounds:g} rounds." if never else ""
     return lines + "\n\n" + markdown(head, rows)
