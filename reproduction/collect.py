@@ -29,6 +29,7 @@ from lamina.experiment.settings import at_ends, bounds_of, way_beyond
 from lamina.history import Row
 from lamina.report.curves import flatten, title
 
+MIME_IS = " (in the Fed-LAMB paper's sense)"  # said once on the page
 RESULTS = Path(__file__).parent / "results"
 WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are kept to the last digit
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
@@ -288,11 +289,12 @@ def expected(claim: Claim) -> str:
 def called(label: str) -> str:
     """A claim's label with the names the papers use.
 
-    >>> called("fedlamb@Z=3 - fedlada")
-    'Fed-LAMB Z=3 − FedLADA'
+    >>> called("fedlamb@Z=3 - mime"), called("fedavg")
+    ('Fed-LAMB Z=3 − Mime', 'FedAvg (Fed-SGD)')
     """
     names = [name.partition("@") for name in label.split(claims.MINUS)]
-    return " − ".join(f"{title(algorithm)} {variant}".strip() for algorithm, _, variant in names)
+    titles = [title(algorithm).removesuffix(MIME_IS) for algorithm, _, _ in names]
+    return " − ".join(f"{own} {variant}".strip() for own, (_, _, variant) in zip(titles, names, strict=True))
 
 
 def agrees(path: Path, found: Sequence[claims.Finding], small: bool) -> bool:
