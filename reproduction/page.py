@@ -146,8 +146,8 @@ def how(results: Sequence[Result], sittings: Sequence[Mapping[str, Any]]) -> str
         "Every preset is an experiment file in [`src/lamina/papers`](../src/lamina/papers): data, model, rounds, seeds "
         "and the rates to try are the paper's where it gives them; its first lines, repeated below, say where they are "
         "not. Within a comparison all methods have the same initial weights, clients and batches. Where there is a "
-        "choice, every combination of the grid is run once on the first seed, and the best is run on every seed. Mime is "
-        "meant as the Fed-LAMB paper means it; [Algorithms](algorithms.md) says how every method reads its paper.",
+        "choice, every combination of the grid is run once on the first seed, and the best is run on every seed. Mime "
+        "is meant as the Fed-LAMB paper means it; [Algorithms](algorithms.md) says how every method reads its paper.",
         markdown(
             ["what", ""],
             [
