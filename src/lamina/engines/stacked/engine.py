@@ -26,7 +26,7 @@ from lamina.data.feed import Augment
 from lamina.engines.loop import WHOLE_BATCH, Loop, seed_dropout
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
-from lamina.engines.stacked.memory import client_home, in_chunks_that_fit, is_out_of_memory, rows_that_fit
+from lamina.engines.stacked.memory import client_home, even_size, in_chunks_that_fit, is_out_of_memory, rows_that_fit
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import map_record, pad_plans, row_of, row_sums, send, squares, stack_records
 from lamina.engines.stacked.steps import Nowhere, Steps, Summing, SumOfGradients, join, split, works_by_layer
@@ -149,8 +149,8 @@ class Stacked:
     def _chunks(self, rows: list[Row], members: Sequence[Member]) -> list[list[Row]]:
         size = self.rows_per_chunk or rows_that_fit(self, members[0])
         size = min(size, self.most_rows or size)
-        if self.objective.device.type == "cuda":  # chunks of one size: one captured step serves all
-            size = -(-len(rows) // max(1, -(-len(rows) // size)))
+        if self.objective.device.type == "cuda":  # one captured step serves all
+            size = even_size(len(rows), size)
         return [rows[i : i + size] for i in range(0, len(rows), size)]
 
     # --- one chunk ------------------------------------------------------------------------------------------------

@@ -45,6 +45,15 @@ def rows_that_fit(engine: Stacked, member: Member) -> int:
     return max(1, usable // needed)
 
 
+def even_size(rows: int, most: int) -> int:
+    """The size of chunks of at most so many rows, as few as can be and about equally large.
+
+    >>> even_size(100, 64), even_size(100, 100), even_size(7, 3), even_size(0, 64)
+    (50, 100, 3, 64)
+    """
+    return -(-rows // -(-rows // most)) if rows else most
+
+
 def in_chunks_that_fit(engine: Stacked, chunks: Sequence[list[Row]], work: Callable[[list[Row]], None]) -> None:
     """Do the work chunk by chunk; one that turns out not to fit is halved, and no later one is larger.
 
