@@ -19,7 +19,7 @@ from lamina.engines.stacked.engine import Member
 from lamina.engines.stacked.forward import choose_forward
 from lamina.engines.stacked.graphed import GraphedSteps
 from lamina.engines.stacked.modules import PlainMaxPool2d, stack
-from lamina.engines.stacked.steps import Steps, works_by_layer
+from lamina.engines.stacked.steps import Steps, works_by_layer, works_by_row
 from lamina.engines.state import Sums
 
 PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
@@ -589,6 +589,35 @@ def test_a_member_that_diverges_leaves_its_rows_idle(graphed):
         alone = member(i)
         alone.run(3)
         assert torch.allclose(population.simulations[i].state.server.x, alone.state.server.x, rtol=1e-4, atol=1e-6)
+
+
+class Branching(lamina.algorithms.FedAvg):
+    """Stops where the gradient is small: for every client alone that is fine."""
+
+    def step(self, local, down, grad, lr, layers):
+        return super().step(local, down, grad if grad.norm() > 1 else 0 * grad, lr, layers)
+
+
+class BranchingOnRows(lamina.algorithms.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        return super().step(local, down, grad if grad.norm(dim=-1) > 1 else 0 * grad, lr, layers)
+
+
+@pytest.mark.parametrize("kind", [Branching, BranchingOnRows])
+def test_an_algorithm_that_branches_on_values_runs_in_the_loop(kind, caplog):
+    with caplog.at_level("INFO"):
+        run = simulation("cnn", kind(), "auto")
+    assert isinstance(run.engine, Loop)
+    assert "running client by client: several clients' step is not each one's own step" in caplog.text
+    with pytest.raises(lamina.BadInput, match="engine='stacked' is not possible here: several clients' step"):
+        simulation("cnn", kind(), "stacked")
+
+
+@pytest.mark.parametrize("name", lamina.registry())
+def test_every_algorithm_of_ours_works_row_by_row(name):
+    assert works_by_row(lamina.create(name))
+    for preset in lamina.algorithms.find(name).card.presets:
+        assert works_by_row(lamina.create(name, preset))
 
 
 def out_of_memory(*_arguments, **_options):

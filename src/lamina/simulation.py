@@ -26,6 +26,7 @@ from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, arithmetic, choose_forward, is_random
 from lamina.engines.stacked.memory import keep_freed_memory
+from lamina.engines.stacked.steps import works_by_row
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, Diverged, is_number, is_whole, unknown
 from lamina.history import History, Row
@@ -470,8 +471,9 @@ def _lent_engine(lender: Simulation, precision: Precision, **settings: Any) -> L
         return None
     if isinstance(engine, Loop):
         return Loop(**settings)
-    if engine.random and settings["algorithm"].needs(1).control_variate:  # see _fastest_engine
-        return None
+    algorithm = settings["algorithm"]
+    if type(algorithm) is not type(lender.algorithm) or (engine.random and algorithm.needs(1).control_variate):
+        return None  # see _fastest_engine
     return Stacked(forward=engine.forward, random=engine.random, **settings)
 
 
@@ -487,9 +489,11 @@ def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Loop | 
             None,
             "control variates compare two gradients under one dropout mask, which only the loop can draw",
         )
+    if forward is not None and not works_by_row(settings["algorithm"]):
+        forward, why = None, "several clients' step is not each one's own step (a branch on a tensor's value?)"
     if forward is None:
         if name != "auto":
-            raise BadInput(f"engine='{name}' is not possible for this model: {why}; engine='auto' falls back by itself")
+            raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
         log.info("running client by client: %s", why)
         return Loop(**settings)
     if why and name == "auto":

@@ -8,7 +8,7 @@ traffic as the step itself. An algorithm cannot tell, as long as its `step` work
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -218,35 +218,68 @@ def _is_one_number(values: tuple[Tensor, ...]) -> bool:
 
 
 def works_by_layer(algorithm: Algorithm) -> bool:
-    """Whether a step part by part is the step on the whole vector.
+    """Whether a step part by part is the step on the whole vector."""
+    for local, down, grad in made_up(algorithm):
+        whole = algorithm.step(local, down, grad, 0.1, MADE_UP)
+        parts = MADE_UP.parts()
+        grads = torch.split(grad, [part.size for part in parts], dim=-1)
+        rows = zip(parts, split(local, parts), split(down, parts), grads, strict=True)
+        by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows])
+        if not _equal(whole, by_part):
+            return False
+    return True
 
-    Tried on two rows of a small made-up model, with gradients and states of many sizes: a step may couple layers only
-    when something is large or small, as clipping does.
+
+def works_by_row(algorithm: Algorithm) -> bool:
+    """Whether a step on two rows is the step on each: it is not if the algorithm branches on a tensor's value, say."""
+    for local, down, grad in made_up(algorithm):
+
+        def alone(r: int, local: Any = local, down: Any = down, grad: Tensor = grad) -> Any:
+            return algorithm.step(_only(local, r), _only(down, r), grad[r : r + 1], 0.1, MADE_UP)
+
+        apart = [alone(0), alone(1)]
+        try:
+            together = algorithm.step(local, down, grad, 0.1, MADE_UP)
+        except RuntimeError:  # "Boolean value of Tensor with more than one value is ambiguous"
+            return False
+        if not all(_equal(_only(together, r), one) for r, one in enumerate(apart)):
+            return False
+    return True
+
+
+MADE_UP = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})
+
+
+def made_up(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Local state, broadcast and gradient of two rows of a small model, in many sizes.
+
+    A step may couple layers or rows only when something is large or small, as clipping does. One row is larger than
+    the other by more than the sizes are apart, so that whatever the limit is, once it lies between the two.
     """
-    layers = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})
-    parts = layers.parts()
     generator = torch.Generator().manual_seed(0)
+    larger = torch.tensor([[1.0], [30.0]], dtype=torch.float64)
 
     def draw(size: int) -> Tensor:
-        return torch.rand((2, size), generator=generator, dtype=torch.float64)
+        return larger * torch.rand((2, size), generator=generator, dtype=torch.float64)
 
-    x = draw(layers.size)[0]
+    x = draw(MADE_UP.size)[0]
     needs = algorithm.needs(1)
     info = Info(1, 0.1, full_gradient=x if needs.full_gradient or needs.control_variate else None)
     sent = algorithm.broadcast(algorithm.init(x), info)
     begun = algorithm.begin(sent, algorithm.client_init(x), info)
-    sizes = (1e-6, 1e-3, 1.0, 1e3, 1e6)
+    sizes = [10.0**exponent for exponent in range(-6, 7)]
     for of_state, of_gradient in [(1.0, size) for size in sizes] + [(size, 1.0) for size in sizes]:
         local, down = (
             type(record)(*(None if v is None else of_state * draw(v.shape[-1]) for v in record))
             for record in (begun, sent)
         )
-        grad = of_gradient * draw(layers.size)
-        whole = algorithm.step(local, down, grad, 0.1, layers)
-        grads = torch.split(grad, [part.size for part in parts], dim=-1)
-        rows = zip(parts, split(local, parts), split(down, parts), grads, strict=True)
-        by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows])
-        for a, b in zip(whole, by_part, strict=True):
-            if a is not None and not (a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=0.0)):
-                return False
-    return True
+        yield local, down, of_gradient * draw(MADE_UP.size)
+
+
+def _only(record: Any, r: int) -> Any:
+    return type(record)(*(None if value is None else value[r : r + 1] for value in record))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None)
+    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=0.0) for a, b in pairs)
