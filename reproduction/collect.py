@@ -62,8 +62,8 @@ class Variant:
 def main() -> None:
     """Collect every reproduction of a folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("runs", type=Path, metavar="RUNS_FOLDER")
-    parser.add_argument("--into", type=Path, default=RESULTS)
+    parser.add_argument("runs", type=Path, metavar="RUNS_FOLDER", help="the folder of the presets' folders, e.g. runs")
+    parser.add_argument("--into", type=Path, default=RESULTS, help="where the records go (default: %(default)s)")
     asked = parser.parse_args()
     if not asked.runs.is_dir():
         parser.error(f"no folder '{asked.runs}'")
@@ -76,7 +76,12 @@ def collect(runs: Path, into: Path, presets: Mapping[str, Path]) -> list[str]:
     lines = []
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         if folder.name not in presets:
-            lines.append(f"{folder.name}: left out, no preset has this name")
+            why = "no preset has this name"
+            if folder.name == reproduce.FOLDER_AS_GIVEN:
+                why = f"it is part of '{runs.name}': give the folder that holds it"
+            elif folder.name.removesuffix("-small") in presets:
+                why = "a small version is no reproduction"
+            lines.append(f"{folder.name}: left out, {why}")
             continue
         variants = read_variants(folder, load(presets[folder.name]))
         if not any(variant.runs for variant in variants.values()):
@@ -88,7 +93,8 @@ def collect(runs: Path, into: Path, presets: Mapping[str, Path]) -> list[str]:
             lines.append(f"{folder.name}: left as it was, the record has more than this folder")
             continue
         write(folder, into / folder.name, facts, variants)
-        lines.append(f"{folder.name}: " + ("complete" if facts["complete"] else "; ".join(facts["missing"])))
+        scale = ", but of the small version" if facts["scale"] == "small" else ""
+        lines.append(f"{folder.name}: " + (f"complete{scale}" if facts["complete"] else "; ".join(facts["missing"])))
     return lines
 
 

@@ -5,6 +5,7 @@ Everything measured comes from reproduction/results, every explanation from repr
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from record import Result, labelled, read_results
 from lamina import algorithms
 from lamina.cli import reproduce
 from lamina.errors import unknown
+from lamina.experiment.claims import MINUS
 from lamina.experiment.settings import shown
 from lamina.history import History
 from lamina.report.figures import METRICS
@@ -28,6 +30,9 @@ from lamina.report.tables import NONE, mean_and_spread, significant, values
 
 HERE = Path(__file__).parent
 PAGE, FIGURES = HERE.parent / "docs" / "reproduction.md", Path("figures") / "reproduction"
+JUDGED = ("holds", "holds in part", "does not hold")
+DIVERGED = "†"
+LAST = 10  # rounds whose mean is told: one alone says little of a method that swings
 VERDICTS = {
     "holds": "reproduced",
     "holds in part": "partly",
@@ -39,10 +44,14 @@ VERDICTS = {
 
 def main() -> None:
     """Write the page and its figures."""
-    results = read_results(HERE / "results")
-    PAGE.write_text(make(results, reproduce.papers(), read_notes(HERE / "notes.toml")), encoding="utf-8")
-    figures = save_figures(results, PAGE.parent / FIGURES)
-    print(f"wrote {PAGE.name} and {len(figures)} figures")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="records (default: %(default)s)")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page; its figures go beside it (%(default)s)")
+    asked = parser.parse_args()
+    results = read_results(asked.results)
+    asked.page.write_text(make(results, reproduce.papers(), read_notes(HERE / "notes.toml")), encoding="utf-8")
+    figures = save_figures(results, asked.page.parent / FIGURES)
+    print(f"wrote {asked.page} and {len(figures)} figures")
 
 
 def make(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[str, Any]) -> str:
@@ -61,8 +70,8 @@ def make(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[
     head = """# The papers' claims, run
 
 [`lamina reproduce`](experiments.md#reproduce-a-papers-claim) runs the comparisons that the two papers report, and
-a few of our own. This page is what came out, whichever way it fell. It is made by `reproduction/page.py` from the files
-in [`reproduction/results`](../reproduction/README.md); nothing measured is typed by hand."""
+a few of our own. This page is what came out, whichever way it fell. Its tables, verdicts and figures are made by
+`reproduction/page.py` from the files in [`reproduction/results`](../reproduction/README.md); the sentences are ours."""
     return "\n\n".join([head, *filter(None, sections)]) + "\n"
 
 
@@ -111,7 +120,7 @@ def summary(results: Sequence[Result]) -> str:
             numbers(claim["paper"])
             or f"{escaped(claim['expected'])}; {'in no paper' if ours(claim) else 'no numbers'}",
             numbers(claim["here"]),
-            verdict(claim) + (" \\*" if result.facts["sets"] else ""),
+            verdict(claim) + of_pairs(claim) + marks(result, claim),
         ]
         for result in results
         for claim in result.facts["claims"]
@@ -126,7 +135,12 @@ def summary(results: Sequence[Result]) -> str:
         markdown(["preset", "claim", "paper", "ours", "verdict"], rows),
     ]
     if any(result.facts["sets"] for result in results):
-        parts.append("\\* with other settings than the preset's: the command in its section says which.")
+        parts.append("\\* with other settings than the preset has now: its section says which.")
+    if any(DIVERGED in marks(result, claim) for result in results for claim in result.facts["claims"]):
+        parts.append(
+            f"{DIVERGED} a final run of one of these methods diverged: by the best round, what it had reached counts; "
+            "by the last or a later one, it loses."
+        )
     return "\n\n".join(parts)
 
 
@@ -146,7 +160,8 @@ def how(results: Sequence[Result], sittings: Sequence[Mapping[str, Any]]) -> str
         "Every preset is an experiment file in [`src/lamina/papers`](../src/lamina/papers): data, model, rounds, seeds "
         "and the rates to try are the paper's where it gives them; its first lines, repeated below, say where they are "
         "not. Within a comparison all methods have the same initial weights, clients and batches. Where there is a "
-        "choice, every combination of the grid is run once on the first seed, and the best is run on every seed. Mime "
+        "choice, every combination of the grid is begun on the first seed; where a preset says so, two thirds are "
+        "dropped after a few rounds, and again; the best is run on every seed. Mime "
         "is meant as the Fed-LAMB paper means it; [Algorithms](algorithms.md) says how every method reads its paper.",
         markdown(
             ["what", ""],
@@ -191,7 +206,10 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
         parts.append(about(presets[result.name]))
     parts.append(f"```sh\n{command(result)}\n```")
     if facts["sets"]:
-        parts.append("What the command sets is how it was run; the description above is the file's, as it is now.")
+        parts.append(
+            "What the command sets is how it was run, but what a variant sets comes after that; the description above "
+            "is the file's. Both are as the file has them now."
+        )
     if facts["scale"] == "small":
         parts.append("The small version: it shows that all runs, and says nothing about the paper.")
     if not facts["complete"]:
@@ -254,7 +272,7 @@ def results_table(result: Result) -> str:
     """Best and last accuracy of every method, and what else the claims are about."""
     others = [name for name in metrics_of(result) if name != "accuracy"]
     per_cent = {metric.column for metric in METRICS if metric.percent}
-    head = ["method", "settings", "seeds", "best accuracy, %", "last accuracy, %"]
+    head = ["method", "settings", "seeds", "best accuracy, %", f"last {LAST} rounds, %", "last accuracy, %"]
     head += [f"last {escaped(name)}{', %' if name in per_cent else ''}" for name in others]
     rows = []
     for (variant, name), histories in result.histories.items():
@@ -266,6 +284,7 @@ def results_table(result: Result) -> str:
         diverged = f", {len(method['diverged'])} diverged" if method["diverged"] else ""
         row = [escaped(labelled(name, variant)), ", ".join(settings), f"{len(histories)}{diverged}"]
         row.append(mean_and_spread(values(histories, lambda history: 100 * history.best())))
+        row.append(mean_and_spread(values(histories, last_rounds)))
         row.append(mean_and_spread(values(histories, lambda history: 100 * history.last())))
         for other in others:
             scale = 100 if other in per_cent else 1
@@ -275,13 +294,19 @@ def results_table(result: Result) -> str:
     return markdown(head, rows) + "\n\nMean ± standard deviation over seeds." if rows else "No final run has ended."
 
 
+def last_rounds(history: History) -> float:
+    """The mean accuracy of the last rounds that were kept, in per cent."""
+    kept = [row["accuracy"] for row in history if not math.isnan(row.get("accuracy", math.nan))]
+    return 100 * statistics.fmean(kept[-LAST:]) if kept else math.nan
+
+
 def claim_table(claim: Mapping[str, Any]) -> str:
     """The paper's numbers beside ours."""
     labels = dict.fromkeys([*claim["here"], *claim["paper"]])
     rows = [[named(label), number(claim["paper"].get(label)), number(claim["here"].get(label))] for label in labels]
     wrong = ", ".join(f"{named(better)} / {named(worse)}" for better, worse in claim["wrong"])
     said = f"**{verdict(claim)}**"
-    if claim["verdict"] in ("holds", "holds in part", "does not hold"):
+    if claim["verdict"] in JUDGED:
         said += f" ({claim['pairs'] - len(claim['wrong'])} of {amount(claim['pairs'], 'pair')}"
         said += (f"; not {wrong}" if wrong else "") + ")"
     return f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {said}\n\n" + markdown(
@@ -338,8 +363,26 @@ def times(ratio: float) -> str:
 
 def verdict(claim: Mapping[str, Any]) -> str:
     """A verdict in this page's words; what no paper claims is not reproduced, it holds or not."""
-    judged = claim["verdict"] in ("holds", "holds in part", "does not hold")
+    judged = claim["verdict"] in JUDGED
     return str(claim["verdict"]) if judged and ours(claim) else VERDICTS[claim["verdict"]]
+
+
+def of_pairs(claim: Mapping[str, Any]) -> str:
+    """How many of a claim's pairs are as expected, where it is not all or the only one."""
+    right = claim["pairs"] - len(claim["wrong"])
+    return f" ({right} of {claim['pairs']})" if claim["verdict"] in JUDGED and claim["pairs"] > 1 else ""
+
+
+def marks(result: Result, claim: Mapping[str, Any]) -> str:
+    """What to know about a verdict: other settings, runs that diverged."""
+    found = " \\*" if result.facts["sets"] else ""
+    for label in claim["here"]:
+        for name in label.split(MINUS):
+            algorithm, _, variant = name.partition("@")
+            known = result.facts["variants"].get(variant or reproduce.FOLDER_AS_GIVEN, {}).get("methods", {})
+            if known.get(algorithm, {}).get("diverged"):
+                return f"{found} {DIVERGED}"
+    return found
 
 
 def ours(claim: Mapping[str, Any]) -> bool:

@@ -179,10 +179,12 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
         seeds = [metrics(raw / variant / name / f"seed{seed}") for seed in (0, 1)]
         accuracies = [[100 * row["accuracy"] for row in seed] for seed in seeds]
         row = cells(text, label)
-        assert row[1:4] == ["2", mean_and_std(map(max, accuracies)), mean_and_std([seed[-1] for seed in accuracies])]
+        lately = mean_and_std([statistics.fmean(seed[-10:]) for seed in accuracies])
+        ended = mean_and_std([seed[-1] for seed in accuracies])
+        assert row[1:5] == ["2", mean_and_std(map(max, accuracies)), lately, ended]
         best[label] = statistics.fmean(map(max, accuracies))
         last[label] = statistics.fmean(seed[-1]["consistency"] for seed in seeds)
-        assert float(row[4].split(" ± ")[0]) == pytest.approx(last[label], rel=5e-3)  # a claim is about it
+        assert float(row[5].split(" ± ")[0]) == pytest.approx(last[label], rel=5e-3)  # a claim is about it
     tuned = {
         rate: max(row["accuracy"] for row in metrics(raw / f"as-given/tuning/fedavg/lr{rate}")) for rate in (0.05, 0.2)
     }
@@ -195,7 +197,7 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
     paper, ours, verdict = cells(text, "[`mine`](#mine)", claim)
     assert paper == "FedAvg (Fed-SGD): 99.5, Fed-LAMB: 98, Fed-LAMB short: 97.25"
     assert [float(number) for number in re.findall(r": ([\d.]+)", ours)] == pytest.approx(list(best.values()), rel=1e-3)
-    assert verdict == word
+    assert verdict == f"{word} ({sum(pairs)} of 3)"
     assert f"Verdict: **{word}** ({sum(pairs)} of 3 pairs" in text
     paper, ours, verdict = cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")
     assert (paper, verdict) == ("FedAvg (Fed-SGD): 7, Fed-LAMB: never", "not reproduced")
@@ -309,10 +311,8 @@ def test_a_long_comparison_keeps_fewer_rounds_but_the_best(runs, presets, tmp_pa
     assert f"keeps one in {every}, and the best" in text
     seeds = [metrics(runs / f"full/mine/as-given/fedavg/seed{seed}") for seed in (0, 1)]
     accuracies = [[100 * row["accuracy"] for row in seed] for seed in seeds]
-    assert cells(text, "FedAvg (Fed-SGD)")[2:4] == [
-        mean_and_std(map(max, accuracies)),
-        mean_and_std([seed[-1] for seed in accuracies]),
-    ]
+    row = cells(text, "FedAvg (Fed-SGD)")
+    assert (row[2], row[4]) == (mean_and_std(map(max, accuracies)), mean_and_std([seed[-1] for seed in accuracies]))
 
 
 def test_many_rounds_are_drawn_as_means():
@@ -367,13 +367,16 @@ def test_who_diverged_is_counted(runs, presets, tmp_path):
     assert facts["diverged_runs"] == 1
     assert cells(text, "Fed-LAMB")[1] == "2, 1 diverged"
     assert "; 1 diverged;" in text
+    marked = [line.rstrip(" |")[-1] == "†" for line in text.splitlines() if line.startswith("| [`mine`](#mine) |")]
+    assert marked == [True, True, True]  # all three claims are about Fed-LAMB
+    assert "† a final run of one of these methods diverged" in text
     assert facts["variants"]["as-given"]["methods"]["fedlamb"]["diverged"] == ["seed 0: a NaN in round 1"]
     assert figures.save_figures(page.read_results(tmp_path / "results"), tmp_path / "figures")
 
 
 def test_a_small_version_has_no_verdict(runs, presets, tmp_path):
     said, facts, text = collected(runs / "small", presets, tmp_path)
-    assert said == ["mine: complete"]
+    assert said == ["mine: complete, but of the small version"]
     assert (facts["scale"], facts["sets"]) == ("small", {})
     assert "lamina reproduce mine --scale small" in text
     assert "says nothing about the paper" in text
@@ -386,7 +389,7 @@ def test_other_settings_than_the_presets_are_named(runs, presets, tmp_path):
     line = "lamina reproduce mine --set train.clip=5.0 --set compare.seeds=1 --set 'compare.grid.fedavg.lr=[0.1]'"
     assert line in text
     assert cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")[2] == "not reproduced \\*"
-    assert "\\* with other settings than the preset's" in text
+    assert "\\* with other settings than the preset has now" in text
     assert "±" not in cells(text, "Fed-LAMB")[2]  # one seed
     config = json.loads((tmp_path / "results/mine/as-given/config.json").read_text())
     assert (config["data"]["dir"], config["run"]["out"]) == (None, None)
@@ -418,9 +421,16 @@ def test_a_preset_as_given_is_not_called_changed(name):
 
 def test_folders_that_are_no_reproduction(runs, presets, tmp_path):
     (tmp_path / "runs" / "demo-compare").mkdir(parents=True)
-    (tmp_path / "runs" / "mine").mkdir()
+    for name in ("mine", "mine-small"):
+        (tmp_path / "runs" / name / "as-given").mkdir(parents=True)
     said = collect.collect(tmp_path / "runs", tmp_path / "results", presets)
-    assert said == ["demo-compare: left out, no preset has this name", "mine: left out, it has no finished round"]
+    assert said == [
+        "demo-compare: left out, no preset has this name",
+        "mine: left out, it has no finished round",
+        "mine-small: left out, a small version is no reproduction",
+    ]
+    said = collect.collect(tmp_path / "runs" / "mine", tmp_path / "results", presets)
+    assert said == ["as-given: left out, it is part of 'mine': give the folder that holds it"]
     assert page.read_results(tmp_path / "results") == []
     text = page.make([], presets, {"overall": "", "sitting": [], "notes": {}})
     assert "Nothing has been run yet." in text
