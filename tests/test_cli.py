@@ -107,7 +107,7 @@ def test_compare_prints_the_table_and_saves_the_picture(folder):
     assert len((out / "rounds.csv").read_text().splitlines()) == 1 + 2 * 2 * 3
     assert len((out / "tuning.csv").read_text().splitlines()) == 1 + 2
     assert len(done.stderr.splitlines()) == 2 + 2 * 2
-    assert "tuning fedavg, lr 0.01, seed 0: best validation accuracy 0." in done.stderr
+    assert "tuning fedavg, lr 0.01, seed 0, 3 rounds: best validation accuracy 0." in done.stderr
     assert "note: rates were chosen on 20% of the training data, held out" in done.stdout
 
 

@@ -122,7 +122,8 @@ class Lines(comparing.Watcher):
         """Say how a run ended."""
         best = f"best {self._accuracy[job.tuning]} {record.history.best():.4f}"
         how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
-        err.print(f"{'tuning ' if job.tuning else ''}{job}: {how}", markup=False, highlight=False, soft_wrap=True)
+        which = f"tuning {job}, {job.rounds} rounds" if job.tuning else str(job)
+        err.print(f"{which}: {how}", markup=False, highlight=False, soft_wrap=True)
 
 
 class LiveTable(comparing.Watcher):
@@ -133,7 +134,7 @@ class LiveTable(comparing.Watcher):
         self._rows = {name: ["waiting", "", "", "", "", ""] for name in experiment.compare.algorithms}
         self._running: dict[comparing.Job, Row] = {}  # the last round of every run of the present group
         self._ended: dict[str, dict[int, Record]] = {name: {} for name in self._rows}  # by seed
-        self._began = time.perf_counter()
+        self._began = self._heard = time.perf_counter()  # of the runs that are shown; when there was news before
         self._rounds = 0
         self._live = Live(console=err, transient=True, refresh_per_second=5, get_renderable=self._table)
 
@@ -148,12 +149,13 @@ class LiveTable(comparing.Watcher):
         """Show the runs that train side by side as one line."""
         stage = job.algorithm, job.tuning, job.rounds
         if not any((other.algorithm, other.tuning, other.rounds) == stage for other in self._running):
-            self._running, self._rounds, self._began = {}, 0, time.perf_counter()
+            self._running, self._rounds, self._began = {}, 0, self._heard
+        self._heard = time.perf_counter()
         self._running[job] = row
         self._rounds += 1
         jobs = list(self._running)
         accuracies = [row["accuracy"] for row in self._running.values() if "accuracy" in row]
-        speed = self._rounds / max(time.perf_counter() - self._began, 1e-9)
+        speed = self._rounds / max(self._heard - self._began, 1e-9)
         self._rows[job.algorithm] = [
             "tuning" if job.tuning else "running",
             _range([f"{lr:g}" for lr in dict.fromkeys(job.lr for job in jobs)]),
@@ -165,6 +167,7 @@ class LiveTable(comparing.Watcher):
 
     def run_ended(self, job: comparing.Job, record: Record) -> None:
         """Show an algorithm whose runs have all ended as done."""
+        self._heard = time.perf_counter()
         if not job.tuning:
             self._ended[job.algorithm][job.seed] = record
             ended = self._ended[job.algorithm]
