@@ -298,9 +298,8 @@ def called(label: str) -> str:
     >>> called("fedlamb@Z=3 - mime"), called("fedavg")
     ('Fed-LAMB Z=3 − Mime', 'FedAvg (Fed-SGD)')
     """
-    names = [name.partition("@") for name in label.split(claims.MINUS)]
-    titles = [title(algorithm).removesuffix(MIME_IS) for algorithm, _, _ in names]
-    return " − ".join(f"{own} {variant}".strip() for own, (_, _, variant) in zip(titles, names, strict=True))
+    names = [(title(algorithm).removesuffix(MIME_IS), variant) for algorithm, variant in claims.named_in(label)]
+    return " − ".join(f"{name} {variant}".strip() for name, variant in names)
 
 
 def agrees(path: Path, found: Sequence[claims.Finding], small: bool) -> bool:

@@ -22,7 +22,7 @@ from record import Result, labelled, read_results
 from lamina import algorithms
 from lamina.cli import reproduce
 from lamina.errors import unknown
-from lamina.experiment.claims import MINUS
+from lamina.experiment.claims import named_in
 from lamina.experiment.settings import shown
 from lamina.history import History
 from lamina.report.figures import METRICS
@@ -171,7 +171,11 @@ def how(results: Sequence[Result], sittings: Sequence[Mapping[str, Any]]) -> str
                 ["arithmetic", all_of("precision")],
                 ["runs", f"{runs}, {sum(one['tuning_runs'] for one in facts)} of them to choose settings"],
                 ["diverged", str(diverged)],
-                [spent(facts), f"{sum(one['seconds'] for one in facts):,.0f}"],
+                *(
+                    [spent(own[0]), f"{sum(one['seconds'] for one in own):,.0f}"]
+                    for own in ([one for one in facts if one["gpu"]], [one for one in facts if not one["gpu"]])
+                    if own
+                ),
                 ["not finished", ", ".join(unfinished) or "none"],
             ],
         ),
@@ -254,7 +258,7 @@ def cost(facts: Mapping[str, Any]) -> str:
         if tuning
         else "no settings to choose"
     )
-    line += f"; {facts['seconds']:,.0f} {spent([facts])}"
+    line += f"; {facts['seconds']:,.0f} {spent(facts)}"
     for what, key in (("diverged", "diverged_runs"), ("not finished", "unfinished_runs")):
         line += f"; {facts[key]} {what}" if facts[key] else ""
     line += f"; {', '.join(facts['device']) or 'machine unknown'}, {', '.join(facts['precision'])}"
@@ -262,10 +266,9 @@ def cost(facts: Mapping[str, Any]) -> str:
     return line + "." + (f" Of the rounds the record keeps one in {every}, and the best." if every > 1 else "")
 
 
-def spent(facts: Iterable[Mapping[str, Any]]) -> str:
+def spent(facts: Mapping[str, Any]) -> str:
     """What the seconds are of."""
-    kinds = {one["gpu"] for one in facts}
-    return {(True,): "GPU seconds", (False,): "CPU seconds"}.get(tuple(kinds), "seconds")
+    return "GPU seconds" if facts["gpu"] else "CPU seconds"
 
 
 def results_table(result: Result) -> str:
@@ -295,9 +298,9 @@ def results_table(result: Result) -> str:
 
 
 def last_rounds(history: History) -> float:
-    """The mean accuracy of the last rounds that were kept, in per cent."""
-    kept = [row["accuracy"] for row in history if not math.isnan(row.get("accuracy", math.nan))]
-    return 100 * statistics.fmean(kept[-LAST:]) if kept else math.nan
+    """The mean accuracy of the last rounds, of those that were kept, in per cent."""
+    kept = [row["accuracy"] for row in history[-LAST:] if not math.isnan(row.get("accuracy", math.nan))]
+    return 100 * statistics.fmean(kept) if kept else math.nan
 
 
 def claim_table(claim: Mapping[str, Any]) -> str:
@@ -368,7 +371,7 @@ def verdict(claim: Mapping[str, Any]) -> str:
 
 
 def of_pairs(claim: Mapping[str, Any]) -> str:
-    """How many of a claim's pairs are as expected, where it is not all or the only one."""
+    """How many of a claim's pairs are as expected, if it has more than one."""
     right = claim["pairs"] - len(claim["wrong"])
     return f" ({right} of {claim['pairs']})" if claim["verdict"] in JUDGED and claim["pairs"] > 1 else ""
 
@@ -377,8 +380,7 @@ def marks(result: Result, claim: Mapping[str, Any]) -> str:
     """What to know about a verdict: other settings, runs that diverged."""
     found = " \\*" if result.facts["sets"] else ""
     for label in claim["here"]:
-        for name in label.split(MINUS):
-            algorithm, _, variant = name.partition("@")
+        for algorithm, variant in named_in(label):
             known = result.facts["variants"].get(variant or reproduce.FOLDER_AS_GIVEN, {}).get("methods", {})
             if known.get(algorithm, {}).get("diverged"):
                 return f"{found} {DIVERGED}"

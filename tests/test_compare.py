@@ -530,3 +530,17 @@ def test_a_live_table_on_a_terminal(here, monkeypatch):
     running = [line for line in lines if line[:2] == ["scaffold", "running"]]
     assert any(line[3] == "0…1" and line[4].endswith("/12") for line in running)
     assert any(line[:2] == ["fedavg", "done"] and line[5] == "best" for line in lines)
+
+
+def test_the_speed_shown_is_that_of_the_rounds_that_were_run(here, monkeypatch):
+    """Two runs side by side take 4 s a round: half a round per second from the first round on, in every stage."""
+    now = iter([100.0, 104.0, 104.0, 108.0, 108.0, 112.0, 112.0])  # made; two runs' rounds, three times
+    monkeypatch.setattr(compare_command.time, "perf_counter", lambda: next(now))
+    table = compare_command.LiveTable(load("small.toml"))
+    name = load("small.toml").compare.algorithms[0]
+    shown = []
+    for number, rounds in ((1, 2), (2, 2), (3, 3)):  # the last is of another stage
+        for lr in (0.1, 0.2):
+            table.round_finished(comparing.Job(name, {"lr": lr}, 0, True, rounds), {"round": number, "accuracy": 0.5})
+        shown.append(table._rows[name][-1])
+    assert shown == ["0.5", "0.5", "0.5"]

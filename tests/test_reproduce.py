@@ -85,9 +85,9 @@ def test_a_claim_may_be_about_the_first_rounds_of_runs_that_are_not_equally_long
 def test_runs_that_are_too_short_for_a_claim_are_told_before_they_begin(field, capsys):
     made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["fedavg", "fedlamb@Z=3"], field: 50}]})
     short = made.model_copy(update={"train": made.train.model_copy(update={"rounds": 49})})
-    reproduce.for_nothing(made.claim[0], {"": made, "Z=3": made})
+    reproduce.note_if_too_short(made.claim[0], {"": made, "Z=3": made})
     assert capsys.readouterr() == ("", "")
-    reproduce.for_nothing(made.claim[0], {"": made, "Z=3": short})
+    reproduce.note_if_too_short(made.claim[0], {"": made, "Z=3": short})
     said = capsys.readouterr()
     assert "note: no verdict on 'so': it is about round 50, and the runs have 49" in " ".join(
         (said.out + said.err).split()

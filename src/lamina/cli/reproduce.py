@@ -63,7 +63,7 @@ def reproduce(
     experiments = plan(file, overrides or [], scale)
     if scale == "full" and not quiet:
         for claim in load(file, overrides or []).claim:
-            for_nothing(claim, experiments)
+            note_if_too_short(claim, experiments)
     path = out_folder or Path("runs") / (file.stem + ("-small" if scale == "small" else ""))
     entries: dict[str, compare.Entry] = {}
     stop = Stop()  # one for all variants: asked in the last round of one, no other begins
@@ -137,10 +137,10 @@ def plan(file: Path, overrides: list[str], scale: Scale = "full") -> dict[str, E
     return made
 
 
-def for_nothing(claim: Claim, experiments: dict[str, Experiment]) -> None:
+def note_if_too_short(claim: Claim, experiments: dict[str, Experiment]) -> None:
     """Say before the runs if they are too short for a claim."""
     wanted = max(claim.at if isinstance(claim.at, int) else 0, claim.within or 0)
-    variants = {name.partition("@")[2] for label in claims.labels(claim) for name in label.split(claims.MINUS)}
+    variants = {variant for label in claims.labels(claim) for _, variant in claims.named_in(label)}
     rounds = min(experiments[variant].train.rounds for variant in variants)
     if rounds < wanted:
         tell(f"note: no verdict on '{claim.text}': it is about round {wanted}, and the runs have {rounds}")

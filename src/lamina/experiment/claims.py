@@ -54,13 +54,22 @@ def labels(claim: Claim) -> list[str]:
     return [label for group in _groups(claim) for label in group]
 
 
+def named_in(label: str) -> list[tuple[str, str]]:
+    """The algorithms of a label, each with its variant.
+
+    >>> named_in("fedlamb@Z=3 - fedams")
+    [('fedlamb', 'Z=3'), ('fedams', '')]
+    """
+    parts = [name.partition("@") for name in label.split(MINUS)]
+    return [(algorithm, variant) for algorithm, _, variant in parts]
+
+
 def needed(experiment: Experiment) -> dict[str, list[str]]:
     """Which algorithms must run in which variant; the file as it stands runs all it names, or nothing."""
     runs: dict[str, list[str]] = {}
     for claim in experiment.claim:
         for label in labels(claim):
-            for name in label.split(MINUS):
-                algorithm, _, variant = name.partition("@")
+            for algorithm, variant in named_in(label):
                 runs.setdefault(variant, []).append(algorithm)
     in_order = experiment.compare.algorithms
     return {
@@ -90,8 +99,7 @@ def check(experiment: Experiment) -> None:
         if (claim.kind == "gap") != (claim.at_least is not None or claim.at_most is not None):
             raise BadInput(f"{place}: at_least or at_most and kind = 'gap' go together")
         for label in [*labels(claim), *claim.paper]:
-            for name in label.split(MINUS):
-                algorithm, _, variant = name.partition("@")
+            for algorithm, variant in named_in(label):
                 if algorithm not in experiment.compare.algorithms:
                     raise unknown(f"algorithm in {place}", algorithm, experiment.compare.algorithms)
                 if variant not in known:

@@ -39,7 +39,7 @@ from lamina.plan import Round, sample_counters
 
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 2  # captured steps kept at a time: the usual chunk and the last, smaller one; as many of full gradients
+MOST_GRAPHS = 2  # captured steps kept at a time, of rounds with and without short batches, say; and of full gradients
 EMPTY_ROWS = 0.5  # of a captured step may be idle (members that diverged) before a smaller one is captured
 COMPILED_FROM = 500_000  # parameters; less is done before its compilation would pay
 
