@@ -94,6 +94,17 @@ def test_runs_that_are_too_short_for_a_claim_are_told_before_they_begin(field, c
     )
 
 
+def test_in_the_small_version_a_claim_is_about_the_rounds_there_are():
+    def small(rounds=10, **claim):
+        made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["a", "b"], **claim}]}).claim[0]
+        made = reproduce.in_reach(made, rounds)
+        return made.at, made.within
+
+    assert small(at=50) == ("last", None)
+    assert small(at=5, within=8) == (5, 8)
+    assert small(at="last", within=100) == ("last", None)
+
+
 def test_what_the_numbers_of_a_claim_are():
     def unit(**claim):
         return reproduce.unit(parse({"claim": [{"text": "so", "expect": ["a", "b"], **claim}]}).claim[0])

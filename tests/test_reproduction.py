@@ -259,6 +259,14 @@ def test_costs_of_what_is_not_finished_are_left_out():
     assert page.cost_to_target(page.Result("mine", {}, {}), none) == ""
 
 
+def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_kept():
+    rows = [{"round": r, "accuracy": r / 100} for r in range(1, 21)]
+    assert page.last_rounds(History(rows)) == pytest.approx(15.5)
+    assert page.last_rounds(History([row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows])) == 16
+    assert page.last_rounds(History(rows[:2])) == pytest.approx(1.5)
+    assert math.isnan(page.last_rounds(History([])))
+
+
 def test_comparisons_of_the_same_methods_are_one_table():
     def result(name, complete=True, scale="full", **best):
         histories = {
