@@ -63,6 +63,12 @@ def simulation(algorithm, engine, model="mlp", rows=None, **settings):
     return run
 
 
+def reserved():
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
 def assert_same(run, reference, tolerance=1e-4):
     moved = (reference.state.server.x - reference.objective.start).norm()
     assert float((run.state.server.x - reference.state.server.x).norm() / moved) < tolerance
@@ -71,9 +77,9 @@ def assert_same(run, reference, tolerance=1e-4):
 @pytest.mark.parametrize("algorithm", ["fedlamb", "mime"])
 def test_captured_steps_that_share_memory_do_not_disturb_each_other(algorithm):
     run, reference = simulation(algorithm, "stacked"), simulation(algorithm, "loop")
-    for number, rows in enumerate((7, 2, 7, 2), 1):  # two are too few for the step of seven
+    for rows in (7, 2, 7, 2):  # two are too few for the step of seven
         run.engine.rows_per_chunk = rows
-        run.run(number)
+        run.run(1)
     reference.run(4)
     assert len(run.engine._graphs) >= 2
     assert_same(run, reference)
@@ -104,14 +110,14 @@ def test_graphs_that_are_garbage_are_not_destroyed_while_another_is_captured(mon
 
 def test_a_chunk_that_does_not_fit_is_halved(caplog):
     many = {"clients": [range(i, i + 20) for i in range(180)], "batch_size": 20}
-    reference = simulation("fedlamb", "stacked", "cnn", rows=8, **many)
+    reference = simulation("fedlamb", "stacked", "cnn", rows=180, **many)
+    before = reserved()
     reference.run(2)
+    needed = reserved() - before
     run = simulation("fedlamb", "stacked", "cnn", rows=180, **many)
-    gc.collect()
-    torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
-    try:  # 180 rows need about 800 MB, and cuBLAS a hundred
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 450e6) / total)
+    try:  # the rest of the reference goes back to the GPU with the next allocation that does not fit
+        torch.cuda.set_per_process_memory_fraction((reserved() + 0.5 * needed) / total)
         run.run(2)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -123,7 +129,7 @@ def test_a_chunk_that_does_not_fit_is_halved(caplog):
 def test_a_limit_on_the_process_is_kept():
     try:
         torch.cuda.set_per_process_memory_fraction(0.1)
-        free = free_bytes(torch.device("cuda"))
+        free = free_bytes(torch.device("cuda", 0))
         assert free <= 0.1 * torch.cuda.mem_get_info()[1]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
