@@ -14,6 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from record import Result, labelled
 
+from lamina.cli import reproduce
 from lamina.history import History
 from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw
 
@@ -23,6 +24,8 @@ COLOUR = {
     "fedlada": 0, "scaffold": 1, "fedcm": 2, "localadam": 3, "fedprox": 4, "fedadam_star": 4,
 }  # fmt: skip
 MOST_POINTS = 200  # of a line
+MOST_LINES = 10  # of a row
+Line = tuple[str, str]  # variant's folder and algorithm
 DRAWN_FROM = "drawn from"
 
 
@@ -85,27 +88,45 @@ def figure(result: Result) -> Figure:
     """Every metric over rounds: the mean over seeds, minimum to maximum as a band, one line for each method."""
     known = {metric.column: metric for metric in METRICS}
     columns = [name for name in metrics_of(result) if name in known]
-    looks, window = line_looks(list(result.histories)), window_of(result)
+    rows, window = rows_of(list(result.histories)), window_of(result)
     with matplotlib.rc_context(STYLE):
-        made = Figure(figsize=(5.6 * len(columns), 3.5 + 0.19 * math.ceil(len(looks) / 3)), layout="constrained")
-        for axes, column in zip(made.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
-            for (variant, name), histories in result.histories.items():
-                if any(histories):
-                    label, look = labelled(name, variant), looks[variant, name]
-                    means = [averaged(history, column, window) for history in histories]
-                    draw(axes, means, known[column], "round", label, look, 1)
-            axes.set_xlabel("round")
-            axes.set_ylabel(known[column].title)
-            axes.grid(alpha=0.25)
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            if column == "consistency":
-                axes.set_yscale("log")
-        handles, labels = made.axes[0].get_legend_handles_labels()
-        made.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        height = sum(3.5 + 0.19 * math.ceil(len(lines) / 3) for lines in rows)
+        made = Figure(figsize=(5.6 * len(columns), height), layout="constrained")
+        parts = made.subfigures(len(rows), 1, squeeze=False)[:, 0]
+        for part, lines in zip(parts, rows, strict=True):
+            looks = line_looks(lines)
+            for axes, column in zip(part.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+                for variant, name in lines:
+                    histories = result.histories[variant, name]
+                    if any(histories):
+                        means = [averaged(history, column, window) for history in histories]
+                        draw(axes, means, known[column], "round", labelled(name, variant), looks[variant, name], 1)
+                axes.set_xlabel("round")
+                axes.set_ylabel(known[column].title)
+                axes.grid(alpha=0.25)
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+                if column == "consistency":
+                    axes.set_yscale("log")
+            handles, labels = part.axes[0].get_legend_handles_labels()
+            part.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return made
 
 
-def line_looks(lines: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
+def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
+    """The lines of every row of a figure: one row, or two if there are many, the second about the variants.
+
+    >>> many = [("as-given", str(i)) for i in range(8)] + [(f"variant {i}", "0") for i in range(8)]
+    >>> [len(row) for row in rows_of(many)], rows_of(many)[1][:2], len(rows_of(many[:9]))
+    ([8, 9], [('as-given', '0'), ('variant 0', '0')], 1)
+    """
+    as_given = [line for line in lines if line[0] == reproduce.FOLDER_AS_GIVEN]
+    varied = {name for variant, name in lines if variant != reproduce.FOLDER_AS_GIVEN}
+    if len(lines) <= MOST_LINES or not varied:
+        return [list(lines)]
+    return [as_given, [line for line in lines if line[0] != reproduce.FOLDER_AS_GIVEN or line[1] in varied]]
+
+
+def line_looks(lines: Sequence[Line]) -> dict[Line, int]:
     """The number of every line's colour and dashes, by variant and algorithm.
 
     A colour is a method's and dashes are a variant's, unless there are more variants than dashes or only one method.
@@ -113,7 +134,7 @@ def line_looks(lines: Sequence[tuple[str, str]]) -> dict[tuple[str, str], int]:
     variants, methods = list(dict.fromkeys(v for v, _ in lines)), {name for _, name in lines}
     if len(variants) > len(DASHES) or (len(methods) == 1 and len(variants) > 1):
         return {line: index for index, line in enumerate(lines)}
-    looks: dict[tuple[str, str], int] = {}
+    looks: dict[Line, int] = {}
     for v, name in lines:
         look = COLOUR.get(name, 2) + len(COLOURS) * variants.index(v)
         while look in looks.values():  # methods of two papers in one figure

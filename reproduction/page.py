@@ -136,6 +136,8 @@ def summary(results: Sequence[Result]) -> str:
     ]
     if any(result.facts["sets"] for result in results):
         parts.append("\\* with other settings than the preset has now: its section says which.")
+    if any(unreached(claim) for result in results for claim in result.facts["claims"]):
+        parts.append("never: not in the rounds that were run, which may be fewer than the paper's.")
     if any(DIVERGED in marks(result, claim) for result in results for claim in result.facts["claims"]):
         parts.append(
             f"{DIVERGED} a final run of one of these methods diverged: by the best round, what it had reached counts; "
@@ -224,7 +226,7 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
         parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds]({FIGURES}/{result.name}.png)")
         window = window_of(result)
         parts[-1] += f"\n\nIn the figure, every point is the mean of {window} rounds." if window > 1 else ""
-    parts += [claim_table(claim) for claim in facts["claims"]]
+    parts += [claim_table(claim, facts["rounds"][0]) for claim in facts["claims"]]
     parts += filter(None, (cost_to_target(result, claim) for claim in facts["claims"]))
     if notes:
         parts.append("\n".join(f"- {note.strip()}" for note in notes))
@@ -303,8 +305,8 @@ def last_rounds(history: History) -> float:
     return 100 * statistics.fmean(kept) if kept else math.nan
 
 
-def claim_table(claim: Mapping[str, Any]) -> str:
-    """The paper's numbers beside ours."""
+def claim_table(claim: Mapping[str, Any], rounds: int) -> str:
+    """The paper's numbers beside ours, of so many rounds."""
     labels = dict.fromkeys([*claim["here"], *claim["paper"]])
     rows = [[named(label), number(claim["paper"].get(label)), number(claim["here"].get(label))] for label in labels]
     wrong = ", ".join(f"{named(better)} / {named(worse)}" for better, worse in claim["wrong"])
@@ -312,9 +314,14 @@ def claim_table(claim: Mapping[str, Any]) -> str:
     if claim["verdict"] in JUDGED:
         said += f" ({claim['pairs'] - len(claim['wrong'])} of {amount(claim['pairs'], 'pair')}"
         said += (f"; not {wrong}" if wrong else "") + ")"
-    return f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {said}\n\n" + markdown(
-        [claim["unit"], "paper", "ours"], rows
-    )
+    told = f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {said}\n\n"
+    told += markdown([claim["unit"], "paper", "ours"], rows)
+    return told + (f"\n\nnever: not in the {rounds} rounds that were run." if unreached(claim) else "")
+
+
+def unreached(claim: Mapping[str, Any]) -> bool:
+    """Whether one of our runs ended before it reached a claim's target."""
+    return claim["target"] is not None and math.inf in map(float, claim["here"].values())
 
 
 def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fedavg") -> str:

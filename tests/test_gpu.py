@@ -22,7 +22,8 @@ def test_stacked_on_a_gpu_is_the_loop(name, algorithm, compiled):
     shape = (1, 28, 28) if name == "cnn" else (3, 32, 32)
     torch.manual_seed(0)
     data = torch.randint(0, 256, (120, *shape), dtype=torch.uint8), torch.arange(120) % 10
-    options = {"cnn": {"dropout": 0.0}, "resnet9": {"width": 16}, "resnet18": {"width": 16, "stem": "imagenet"}}.get(name, {})
+    small = {"cnn": {"dropout": 0.0}, "resnet9": {"width": 16}, "resnet18": {"width": 16, "stem": "imagenet"}}
+    options = small.get(name, {})
     errors = []
     # Float32's rounding flips a ReLU in about one of twenty batches of the ResNet, whoever computes it; its gradient
     # then changes by up to 1e-2. So: one step, several seeds, and the middle one decides.

@@ -221,15 +221,19 @@ def paper_grid(algorithm):
     return {key.partition(".")[2]: values for key, values in GRIDS["lamb-paper"][algorithm].items()}
 
 
-@pytest.mark.parametrize("name", [name for name in PAPERS if name.startswith("lamb") and name != "lamb-epsilon"])
+OUR_GRIDS = ["lamb-epsilon", "lamb-mnist-mlp-noniid-e3-rate", "lamb-small-rate-code"]
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if name.startswith("lamb") and name not in OUR_GRIDS])
 def test_the_lamb_papers_grids_are_whole(name):
     """Rates, lambda and Adp-Fed's server rate: what `lamina tune --grid lamb-paper` tries."""
     for algorithm, tried in load(PAPERS[name]).compare.grid.items():
         assert tried.values() == paper_grid(algorithm)
 
 
-def test_where_a_grid_is_ours_it_is_a_part_of_the_papers():
-    for algorithm, tried in load(PAPERS["lamb-epsilon"]).compare.grid.items():
+@pytest.mark.parametrize("name", OUR_GRIDS)
+def test_where_a_grid_is_ours_it_is_a_part_of_the_papers(name):
+    for algorithm, tried in load(PAPERS[name]).compare.grid.items():
         assert tried.values().keys() == {"lr"}
         assert set(tried.lr) < set(paper_grid(algorithm)["lr"])
 
