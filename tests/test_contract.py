@@ -2,14 +2,16 @@
 
 import dataclasses
 import inspect
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
 
+import lamina
 from lamina import BadInput, Layers, algorithms
 from lamina.algorithms import contract
-from lamina.algorithms.contract import Info, options, registry
+from lamina.algorithms.contract import Displacement, Info, LocalModel, Model, options, registry
+from lamina.algorithms.rehearsal import rehearse
 from lamina.ledger import payload_bytes, wire_cost
 
 LAYERS = Layers({"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)})
@@ -229,3 +231,84 @@ def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept(monkeypatch):
 
 def test_an_algorithm_of_ones_own_is_found_by_import_path():
     assert algorithms.find("lamina.algorithms.fedlada:FedLada").card.name == "fedlada"
+
+
+# --- the rehearsal -----------------------------------------------------------------------------------------------
+
+
+@every_variant
+def test_ours_pass_the_rehearsal(algorithm):
+    rehearse(algorithm)
+
+
+class Change(NamedTuple):
+    change: torch.Tensor
+
+
+class Sent(NamedTuple):
+    delta: torch.Tensor
+    count: int
+
+
+class Moments(NamedTuple):
+    y: torch.Tensor
+    m: torch.Tensor
+
+
+def writes_up(self, server, up, info):
+    up.delta.mul_(2.0)
+    return Model(server.x + up.delta)
+
+
+BROKEN = {  # a function of FedAvg, replaced
+    "init returns a tensor": ("init", lambda self, x: x, "init must return a NamedTuple of tensors, found Tensor"),
+    "init without x": ("init", lambda self, x: LocalModel(x), "init must return .* the field 'x', found LocalModel"),
+    "a field of another shape": ("init", lambda self, x: Model(x[:2]), r"init field 'x' must be .* found one of shape"),
+    "broadcast without x": ("broadcast", lambda self, server, info: Change(server.x), "broadcast must .* field 'x'"),
+    "begin without y": ("begin", lambda self, down, client, info: down, "begin must return .* field 'y', found Model"),
+    "step in place": (
+        "step",
+        lambda self, local, down, grad, lr, layers: LocalModel(local.y.sub_(lr * grad)),
+        "step writes into its arguments",
+    ),
+    "step returns nothing": ("step", lambda *_: None, "step must return a NamedTuple of tensors, found NoneType"),
+    "step returns another state": (
+        "step",
+        lambda self, local, down, grad, lr, layers: Moments(local.y, local.y),
+        r"step must return the state it was given, LocalModel\(y\), found Moments",
+    ),
+    "finish returns one thing": (
+        "finish",
+        lambda self, local, down, client, info: Displacement(local.y - down.x),
+        "finish must return two things",
+    ),
+    "finish without delta": (
+        "finish",
+        lambda self, local, down, client, info: (Change(local.y - down.x), client),
+        r"finish must return a state with the field 'delta', found Change\(change\)",
+    ),
+    "finish with a number": (
+        "finish",
+        lambda self, local, down, client, info: (Sent(local.y - down.x, 3), client),
+        "finish field 'count' must be a tensor .* or None, found 3",
+    ),
+    "finish changes the client's state": (
+        "finish",
+        lambda self, local, down, client, info: (Displacement(local.y - down.x), local),
+        r"finish must return the state it was given, Nothing\(\), found",
+    ),
+    "update writes what came up": ("update", writes_up, "update writes into its arguments"),
+    "update returns another state": ("update", lambda self, server, up, info: up, "update must return .* field 'x'"),
+}
+
+
+@pytest.mark.parametrize(("function", "body", "text"), BROKEN.values(), ids=BROKEN.keys())
+def test_an_algorithm_that_breaks_the_contract_is_refused_in_one_line(function, body, text, monkeypatch):
+    monkeypatch.setattr(contract, "_REGISTRY", dict(registry()))
+    own = contract.algorithm("own", title="Own", reference="-", lr=0.1)(
+        type("Own", (registry()["fedavg"],), {function: body})
+    )
+    data = torch.randn(20, 4), torch.arange(20) % 2
+    with pytest.raises(BadInput, match=f"the algorithm 'own' breaks the contract: {text}") as caught:
+        lamina.Simulation(torch.nn.Linear(4, 2), data, own(), clients=2)
+    assert "\n" not in str(caught.value)

@@ -1491,6 +1491,13 @@ def test_a_torn_journal_is_mended(tmp_path):
 # --- what a user may get wrong ---------------------------------------------------------------------------------------
 
 
+class Forgetful(lamina.FedAvg):
+    """Its finish forgets the client's state."""
+
+    def finish(self, local, down, client, info):
+        return super().finish(local, down, client, info)[0]
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
@@ -1505,6 +1512,7 @@ def test_a_torn_journal_is_mended(tmp_path):
         ({"weighting": "sample"}, "unknown weighting"),
         ({"loss": "hinge"}, "unknown loss"),
         ({"algorithm": "fedlam"}, "did you mean 'fedlamb'"),
+        ({"algorithm": Forgetful()}, "breaks the contract: finish must return two things"),
         ({"batch_size": 0}, "batch_size = 0"),
     ],
 )

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lamina import algorithms
 from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.rehearsal import rehearse
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.feed import Augment, prepare
 from lamina.data.partitions import ByColumn, Reallocate, split_dataset
@@ -132,6 +133,7 @@ class Simulation:
         if not is_whole(evaluate_every) or evaluate_every < 1:
             raise BadInput(f"evaluate_every = {evaluate_every} is not a whole number >= 1")
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+        rehearse(self.algorithm)
         self.device = choose_device(device)
         self.objective = Objective(copy.deepcopy(model).to(self.device), loss)
         self.train_data = as_dataset(train).to(self.device)

@@ -19,6 +19,7 @@ from torch import nn
 
 from lamina import algorithms
 from lamina.algorithms.contract import Algorithm, options
+from lamina.algorithms.rehearsal import rehearse
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.partitions import Partition
@@ -122,6 +123,7 @@ class Federation:
         if not is_whole(quorum) and quorum > 1:
             raise BadInput(f"quorum = {quorum!r} is neither a fraction up to 1 nor a whole number of clients")
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+        rehearse(self.algorithm)
         self.make_model, self.data, self.test, self.node_test = model, data, test, node_test
         self.rounds, self.out, self.nodes, self.state_dir = rounds, out, nodes, state_dir
         self.clip, self.loss, self.augmentation, self.device = clip, loss, augmentation, device

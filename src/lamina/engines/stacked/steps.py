@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Info
 from lamina.algorithms.primitives import using_up
+from lamina.algorithms.rehearsal import TINY
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.engines.stacked.forward import Forward
@@ -220,8 +221,8 @@ def _is_one_number(values: tuple[Tensor, ...]) -> bool:
 def works_by_layer(algorithm: Algorithm) -> bool:
     """Whether a step part by part is the step on the whole vector."""
     for local, down, grad in made_up(algorithm):
-        whole = algorithm.step(local, down, grad, 0.1, MADE_UP)
-        parts = MADE_UP.parts()
+        whole = algorithm.step(local, down, grad, 0.1, TINY)
+        parts = TINY.parts()
         grads = torch.split(grad, [part.size for part in parts], dim=-1)
         rows = zip(parts, split(local, parts), split(down, parts), grads, strict=True)
         by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows])
@@ -235,19 +236,16 @@ def works_by_row(algorithm: Algorithm) -> bool:
     for local, down, grad in made_up(algorithm):
 
         def alone(r: int, local: Any = local, down: Any = down, grad: Tensor = grad) -> Any:
-            return algorithm.step(_only(local, r), _only(down, r), grad[r : r + 1], 0.1, MADE_UP)
+            return algorithm.step(_only(local, r), _only(down, r), grad[r : r + 1], 0.1, TINY)
 
         apart = [alone(0), alone(1)]
         try:
-            together = algorithm.step(local, down, grad, 0.1, MADE_UP)
+            together = algorithm.step(local, down, grad, 0.1, TINY)
         except RuntimeError:  # "Boolean value of Tensor with more than one value is ambiguous"
             return False
         if not all(_equal(_only(together, r), one) for r, one in enumerate(apart)):
             return False
     return True
-
-
-MADE_UP = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})
 
 
 def made_up(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
@@ -262,7 +260,7 @@ def made_up(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
     def draw(size: int) -> Tensor:
         return larger * torch.rand((2, size), generator=generator, dtype=torch.float64)
 
-    x = draw(MADE_UP.size)[0]
+    x = draw(TINY.size)[0]
     needs = algorithm.needs(1)
     info = Info(1, 0.1, full_gradient=x if needs.full_gradient or needs.control_variate else None)
     sent = algorithm.broadcast(algorithm.init(x), info)
@@ -273,7 +271,7 @@ def made_up(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
             type(record)(*(None if v is None else of_state * draw(v.shape[-1]) for v in record))
             for record in (begun, sent)
         )
-        yield local, down, of_gradient * draw(MADE_UP.size)
+        yield local, down, of_gradient * draw(TINY.size)
 
 
 def _only(record: Any, r: int) -> Any:

@@ -1,0 +1,76 @@
+"""One round of a tiny model, before the real ones: a function that breaks the contract is named in one line.
+
+It is meant for authors: without it, a missing field or a write into an argument shows as an error far from its cause,
+or as wrong numbers in one engine only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.algorithms.contract import Algorithm, Info
+from lamina.errors import BadInput
+from lamina.layers import Layers
+
+TINY = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})
+
+
+def rehearse(algorithm: Algorithm) -> None:
+    """Play a round with one client, and refuse an algorithm that breaks the contract."""
+    x = torch.linspace(-1.0, 1.0, TINY.size, dtype=torch.float64)
+    gradient = torch.linspace(0.5, -0.5, TINY.size, dtype=torch.float64)
+    needs = algorithm.needs(1)
+    info = Info(1, 0.1, full_gradient=gradient if needs.full_gradient or needs.control_variate else None)
+
+    def played(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        before = [value.clone() for value in _tensors(arguments)]
+        made = function(*arguments)
+        if not all(map(torch.equal, before, _tensors(arguments))):
+            raise broken(name, "writes into its arguments: return new tensors, y - lr * grad and not y.sub_(lr * grad)")
+        return made
+
+    def state(name: str, function: Callable[..., Any], *arguments: Any, field: str = "", like: Any = None) -> Any:
+        return checked(name, played(name, function, *arguments), field, like)
+
+    def checked(name: str, made: Any, field: str, like: Any = None) -> Any:
+        if not isinstance(made, tuple) or not hasattr(made, "_fields"):
+            raise broken(name, f"must return a NamedTuple of tensors, found {type(made).__name__}")
+        if field and not isinstance(getattr(made, field, None), Tensor):
+            raise broken(name, f"must return a state with the field '{field}', found {_named(made)}")
+        if like is not None and made._fields != like._fields:
+            raise broken(name, f"must return the state it was given, {_named(like)}, found {_named(made)}")
+        for key, value in zip(made._fields, made, strict=True):
+            if value is not None and not (isinstance(value, Tensor) and value.shape[-1:] in ((TINY.size,), (1,))):
+                found = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise broken(name, f"field '{key}' must be a tensor [..., p] or [..., 1], or None, found {found}")
+        return made
+
+    def broken(name: str, what: str) -> BadInput:
+        return BadInput(f"the algorithm '{algorithm.card.name}' breaks the contract: {name} {what}")
+
+    server = state("init", algorithm.init, x, field="x")
+    client = state("client_init", algorithm.client_init, x)
+    down = state("broadcast", algorithm.broadcast, server, info, field="x")
+    local = state("begin", algorithm.begin, down, client, info, field="y")
+    local = state("step", algorithm.step, local, down, gradient, 0.1, TINY, field="y", like=local)
+    pair = played("finish", algorithm.finish, local, down, client, info)
+    if not isinstance(pair, tuple) or hasattr(pair, "_fields") or len(pair) != 2:
+        raise broken("finish", "must return two things: what is sent up, and the client's new state")
+    up = checked("finish", pair[0], "delta")
+    checked("finish", pair[1], "", like=client)
+    state("update", algorithm.update, server, up, info, field="x", like=server)
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """All tensors of nested tuples."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [found for value in values for found in _tensors(value)] if isinstance(values, tuple) else []
+
+
+def _named(state: Any) -> str:
+    return f"{type(state).__name__}({', '.join(state._fields)})"
