@@ -521,26 +521,27 @@ def test_a_live_table_on_a_terminal(here, monkeypatch):
     assert call(*[word for word in command("c", "compare.tuning_rounds=9") if word != "--quiet"]) == 0
     plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen.file.getvalue())
     lines = [line.split() for line in plain.splitlines()]
-    assert ["algorithm", "lr", "seed", "round", "accuracy", "rounds/s"] in lines
+    assert ["algorithm", "lr", "seed", "round", "accuracy", "rounds/s", "left"] in lines
     assert ["scaffold", "waiting"] in lines
     words = [line for line in lines if line[:2] == ["fedavg", "tuning"]][-1]
     assert words[2:4] == ["0.05…0.2", "0"]
     assert words[4].endswith("/9")
     assert float(words[6]) > 0
+    assert words[7] == "0:00:00"
     running = [line for line in lines if line[:2] == ["scaffold", "running"]]
     assert any(line[3] == "0…1" and line[4].endswith("/12") for line in running)
     assert any(line[:2] == ["fedavg", "done"] and line[5] == "best" for line in lines)
 
 
-def test_the_speed_shown_is_that_of_the_rounds_that_were_run(here, monkeypatch):
+def test_the_speed_and_the_time_left_are_those_of_the_rounds_that_were_run(here, monkeypatch):
     """Two runs side by side take 4 s a round: half a round per second from the first round on, in every stage."""
     now = iter([100.0, 104.0, 104.0, 108.0, 108.0, 112.0, 112.0])  # made; two runs' rounds, three times
     monkeypatch.setattr(compare_command.time, "perf_counter", lambda: next(now))
     table = compare_command.LiveTable(load("small.toml"))
     name = load("small.toml").compare.algorithms[0]
     shown = []
-    for number, rounds in ((1, 2), (2, 2), (3, 3)):  # the last is of another stage
+    for number, rounds in ((1, 2), (2, 2), (3, 18)):  # the last is of another stage
         for lr in (0.1, 0.2):
             table.round_finished(comparing.Job(name, {"lr": lr}, 0, True, rounds), {"round": number, "accuracy": 0.5})
-        shown.append(table._rows[name][-1])
-    assert shown == ["0.5", "0.5", "0.5"]
+        shown.append(table._rows[name][-2:])
+    assert shown == [["0.5", "0:00:04"], ["0.5", "0:00:00"], ["0.5", "0:01:00"]]

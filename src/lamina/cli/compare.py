@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import importlib.util
 import io
 import statistics
@@ -131,7 +132,7 @@ class LiveTable(comparing.Watcher):
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
-        self._rows = {name: ["waiting", "", "", "", "", ""] for name in experiment.compare.algorithms}
+        self._rows = {name: ["waiting", "", "", "", "", "", ""] for name in experiment.compare.algorithms}
         self._running: dict[comparing.Job, Row] = {}  # the last round of every run of the present group
         self._ended: dict[str, dict[int, Record]] = {name: {} for name in self._rows}  # by seed
         self._began = self._heard = time.perf_counter()  # of the runs that are shown; when there was news before
@@ -156,6 +157,7 @@ class LiveTable(comparing.Watcher):
         jobs = list(self._running)
         accuracies = [row["accuracy"] for row in self._running.values() if "accuracy" in row]
         speed = self._rounds / max(self._heard - self._began, 1e-9)
+        left = sum(other.rounds - row["round"] for other, row in self._running.items()) / speed
         self._rows[job.algorithm] = [
             "tuning" if job.tuning else "running",
             _range([f"{lr:g}" for lr in dict.fromkeys(job.lr for job in jobs)]),
@@ -163,6 +165,7 @@ class LiveTable(comparing.Watcher):
             f"{row['round']}/{job.rounds}",
             f"{statistics.fmean(accuracies):.3f}" if accuracies else "–",
             f"{speed:.1f}",
+            str(datetime.timedelta(seconds=round(left))),
         ]
 
     def run_ended(self, job: comparing.Job, record: Record) -> None:
@@ -175,11 +178,11 @@ class LiveTable(comparing.Watcher):
                 best = statistics.fmean(other.history.best() for other in ended.values())
                 rounds = max(len(other.history) for other in ended.values())
                 seeds = _range([str(seed) for seed in ended])
-                self._rows[job.algorithm] = ["done", f"{job.lr:g}", seeds, str(rounds), f"best {best:.3f}", ""]
+                self._rows[job.algorithm] = ["done", f"{job.lr:g}", seeds, str(rounds), f"best {best:.3f}", "", ""]
 
     def _table(self) -> Table:
         made = Table(box=None, pad_edge=False)
-        for heading in ("algorithm", "", "lr", "seed", "round", "accuracy", "rounds/s"):
+        for heading in ("algorithm", "", "lr", "seed", "round", "accuracy", "rounds/s", "left"):
             made.add_column(heading, justify="left" if heading in ("algorithm", "") else "right")
         for name, row in self._rows.items():
             made.add_row(name, *row)
