@@ -278,6 +278,7 @@ def told(finding: claims.Finding, small: bool) -> dict[str, Any]:
         "verdict": "none" if small else finding.verdict,
         "pairs": len(finding.pairs),
         "wrong": [list(pair) for pair, holds in finding.pairs.items() if not holds],
+        "weak": [list(pair) for pair in finding.weak],
     }
 
 

@@ -129,11 +129,15 @@ def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
 def line_looks(lines: Sequence[Line]) -> dict[Line, int]:
     """The number of every line's colour and dashes, by variant and algorithm.
 
-    A colour is a method's and dashes are a variant's, unless there are more variants than dashes or only one method.
+    A colour is a method's and dashes are a variant's, unless there are more variants than dashes or only one method:
+    then only what is as given has its method's colour.
     """
     variants, methods = list(dict.fromkeys(v for v, _ in lines)), {name for _, name in lines}
     if len(variants) > len(DASHES) or (len(methods) == 1 and len(variants) > 1):
-        return {line: index for index, line in enumerate(lines)}
+        own = {line: COLOUR.get(line[1], 2) for line in lines if line[0] == reproduce.FOLDER_AS_GIVEN}
+        own = own if len(set(own.values())) == len(own) else {}
+        free = (look for look in range(len(lines) + len(COLOURS)) if look not in own.values())
+        return {line: own[line] if line in own else next(free) for line in lines}
     looks: dict[Line, int] = {}
     for v, name in lines:
         look = COLOUR.get(name, 2) + len(COLOURS) * variants.index(v)

@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 PAGE, FIGURES = HERE.parent / "docs" / "reproduction.md", Path("figures") / "reproduction"
 JUDGED = ("holds", "holds in part", "does not hold")
 DIVERGED = "†"
+FEW = 3  # methods: a single comparison of so few is no table
 LAST = 10  # rounds whose mean is told: one alone says little of a method that swings
 VERDICTS = {
     "holds": "reproduced",
@@ -71,7 +72,13 @@ def make(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[
 
 [`lamina reproduce`](experiments.md#reproduce-a-papers-claim) runs the comparisons that the two papers report, and
 a few of our own. This page is what came out, whichever way it fell. Its tables, verdicts and figures are made by
-`reproduction/page.py` from the files in [`reproduction/results`](../reproduction/README.md); the sentences are ours."""
+`reproduction/page.py` from the files in [`reproduction/results`](../reproduction/README.md); the sentences are ours.
+
+To run one again: put [the data](experiments.md) under `data/` (or set `$LAMINA_DATA`) and give the command in its
+section; `--scale small` shows in about a minute that all runs. P2-text and P2-code in the sections are the protocols of
+Karimi, Li & Li's text and of their public code, P3 is Sun et al.'s; A1, B3 and the like are places where a paper can be
+read in more than one way, [listed with what lamina does](algorithms.md#register). The consistency of a round is the
+mean over its clients of ‖y − x⁺‖², the squared distance of a client's model from the next global one: less is closer."""
     return "\n\n".join([head, *filter(None, sections)]) + "\n"
 
 
@@ -96,7 +103,7 @@ def at_a_glance(results: Sequence[Result]) -> str:
     tables = []
     for methods, group in alike.items():
         rows = []
-        for result in group if len(group) > 1 else []:
+        for result in group if len(group) > 1 or len(methods) > FEW else []:
             runs = [result.histories[reproduce.FOLDER_AS_GIVEN, name] for name in methods]
             best = [values(histories, lambda history: 100 * history.best()) for histories in runs]
             means = [round(statistics.fmean(own), 1) if own else -math.inf for own in best]  # as they are written
@@ -131,7 +138,8 @@ def summary(results: Sequence[Result]) -> str:
         "## Summary",
         f"{amount(len(found), 'claim')} of {amount(len(results), 'preset')}: {counted}. A claim is split into pairs, "
         '"this one is better than that one", of means over seeds: it is reproduced if all pairs are as the paper says, '
-        "partly if some are. What no paper claims holds or does not.",
+        "partly if some are. Seeds share initial weights, clients and batches, so that each may be compared by itself: "
+        "where a pair is so in the mean but not in every seed, that is said. What no paper claims holds or does not.",
         markdown(["preset", "claim", "paper", "ours", "verdict"], rows),
     ]
     if any(result.facts["sets"] for result in results):
@@ -309,11 +317,13 @@ def claim_table(claim: Mapping[str, Any], rounds: int) -> str:
     """The paper's numbers beside ours, of so many rounds."""
     labels = dict.fromkeys([*claim["here"], *claim["paper"]])
     rows = [[named(label), number(claim["paper"].get(label)), number(claim["here"].get(label))] for label in labels]
-    wrong = ", ".join(f"{named(better)} / {named(worse)}" for better, worse in claim["wrong"])
     said = f"**{verdict(claim)}**"
     if claim["verdict"] in JUDGED:
         said += f" ({claim['pairs'] - len(claim['wrong'])} of {amount(claim['pairs'], 'pair')}"
-        said += (f"; not {wrong}" if wrong else "") + ")"
+        for what, pairs in (("not", claim["wrong"]), ("not in every seed", claim["weak"])):
+            listed = ", ".join(f"{named(better)} / {named(worse)}" for better, worse in pairs)
+            said += f"; {what} {listed}" if pairs else ""
+        said += ")"
     told = f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {said}\n\n"
     told += markdown([claim["unit"], "paper", "ours"], rows)
     return told + (f"\n\nnever: not in the {rounds} rounds that were run." if unreached(claim) else "")
@@ -378,9 +388,13 @@ def verdict(claim: Mapping[str, Any]) -> str:
 
 
 def of_pairs(claim: Mapping[str, Any]) -> str:
-    """How many of a claim's pairs are as expected, if it has more than one."""
-    right = claim["pairs"] - len(claim["wrong"])
-    return f" ({right} of {claim['pairs']})" if claim["verdict"] in JUDGED and claim["pairs"] > 1 else ""
+    """How many of a claim's pairs are as expected, if it has more than one, and how many of these in every seed."""
+    if claim["verdict"] not in JUDGED:
+        return ""
+    right, weak = claim["pairs"] - len(claim["wrong"]), len(claim["weak"])
+    found = [f"{right} of {claim['pairs']}"] if claim["pairs"] > 1 else []
+    found += [f"{right - weak} in every seed" if claim["pairs"] > 1 else "not in every seed"] if weak else []
+    return f" ({', '.join(found)})" if found else ""
 
 
 def marks(result: Result, claim: Mapping[str, Any]) -> str:

@@ -60,6 +60,21 @@ def test_an_order_holds_in_part_or_not():
     assert len(grouped.pairs) == 2  # a and b are not told apart
 
 
+def test_a_pair_that_is_so_in_the_mean_but_not_in_every_seed_is_weak():
+    two = {"a": entry("a", [0.5], [0.9]), "b": entry("b", [0.6], [0.7]), "c": entry("c", [0.4], [0.8])}
+    found = verdict(two, kind="order", expect=["a", "b", "c"])
+    assert found.verdict == "holds"  # 0.7, 0.65 and 0.6 in the mean
+    assert found.weak == [("a", "b"), ("b", "c")]  # seed 0 has b first, seed 1 c before b
+    assert verdict(two, kind="gap", expect=["a", "b"], at_least=0.04).weak == [("a", "b")]
+    assert verdict(two, kind="order", expect=["a - c", "b - c"]).weak == [("a - c", "b - c")]
+    assert verdict(two, kind="order", expect=["b", "a"]).weak == []  # not so in the mean: wrong, not weak
+    fast = {"a": entry("a", [0.9, 0.9], [0.9, 0.9]), "b": entry("b", [0.1, 0.9], [0.9, 0.9])}
+    assert verdict(fast, kind="rounds_to", expect=["a", "b"], target=0.8).weak == [
+        ("a", "b")
+    ]  # seed 1: both in 1 round
+    assert verdict({"a": two["a"]}, kind="order", expect=["a", "b"]).weak == []  # not run
+
+
 def test_an_order_is_of_the_best_the_last_or_a_round_averaged_over_seeds():
     at_first = verdict(THREE, kind="order", expect=["a", "b"], at=1)
     assert at_first.values == pytest.approx({"a": 0.6, "b": 0.6})  # a: the mean of 0.5 and 0.7

@@ -260,8 +260,12 @@ def show(findings: list[Finding], scale: Scale) -> None:
         out.print(made)
         if scale == "full":
             so = sum(finding.pairs.values())
-            wrong = ", ".join(f"{better} / {worse}" for (better, worse), holds in finding.pairs.items() if not holds)
-            tell(f"verdict: {finding.verdict} ({so} of {len(finding.pairs)} pairs{f'; not {wrong}' if wrong else ''})")
+            wrong = [pair for pair, holds in finding.pairs.items() if not holds]
+            but = [("not", wrong), ("not in every seed", finding.weak)]
+            told = [
+                f"{what} " + ", ".join(f"{better} / {worse}" for better, worse in them) for what, them in but if them
+            ]
+            tell(f"verdict: {finding.verdict} ({'; '.join([f'{so} of {len(finding.pairs)} pairs', *told])})")
     if scale == "small":
         tell(
             f"\nsmall version: at most {SMALL_TRAIN} training samples and {SMALL_ROUNDS} rounds, one seed, "

@@ -1,7 +1,7 @@
 """A paper's claims held against what was measured: does the ordering, the speed, the gap it reports hold here?
 
 A claim is a record in the experiment file (`config.Claim`). It is split into pairs, "this one is better than that one",
-and holds if all of them do. Values are means over seeds.
+and holds if all of them do. Values are means over seeds; a pair that is so in the mean but not in every seed is weak.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lamina.errors import BadInput, unknown
@@ -32,6 +32,7 @@ class Finding:
     claim: Claim
     values: dict[str, float]  # by label; infinite: never reached or diverged, NaN: not run
     pairs: dict[tuple[str, str], bool]  # (better, worse) as the paper says -> whether it is so here
+    weak: list[tuple[str, str]]  # pairs that are so in the mean, but not in every seed
 
     @property
     def verdict(self) -> Verdict:
@@ -46,7 +47,9 @@ class Finding:
 def evaluate(claim: Claim, entries: Mapping[str, Entry]) -> Finding:
     """Hold a claim against the results, given by ``algorithm`` or ``algorithm@variant``."""
     values = {label: _value(claim, label, entries) for label in labels(claim)}
-    return Finding(claim, values, {pair: _as_expected(claim, *map(values.__getitem__, pair)) for pair in _pairs(claim)})
+    pairs = {pair: _as_expected(claim, *map(values.__getitem__, pair)) for pair in _pairs(claim)}
+    weak = [pair for pair, holds in pairs.items() if holds and not _in_every_seed(claim, pair, entries)]
+    return Finding(claim, values, pairs, weak)
 
 
 def labels(claim: Claim) -> list[str]:
@@ -131,6 +134,16 @@ def _as_expected(claim: Claim, better: float, worse: float) -> bool:
         return lead > 0
     enough = claim.at_least is None or lead >= claim.at_least
     return enough and (claim.at_most is None or abs(lead) <= claim.at_most)
+
+
+def _in_every_seed(claim: Claim, pair: tuple[str, str], entries: Mapping[str, Entry]) -> bool:
+    """Whether a pair is as the paper says in each seed by itself: they share initial weights, clients and batches."""
+    named = {name: entries[name] for label in pair for name in label.split(MINUS)}
+    for i in range(min(len(entry.histories) for entry in named.values())):
+        alone = {name: replace(entry, histories=entry.histories[i : i + 1]) for name, entry in named.items()}
+        if not _as_expected(claim, *(_value(claim, label, alone) for label in pair)):
+            return False
+    return True
 
 
 def _value(claim: Claim, label: str, entries: Mapping[str, Entry]) -> float:
