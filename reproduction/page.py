@@ -78,7 +78,8 @@ To run one again: put [the data](experiments.md) under `data/` (or set `$LAMINA_
 section; `--scale small` shows in about a minute that all runs. P2-text and P2-code in the sections are the protocols of
 Karimi, Li & Li's text and of their public code, P3 is Sun et al.'s; A1, B3 and the like are places where a paper can be
 read in more than one way, [listed with what lamina does](algorithms.md#register). The consistency of a round is the
-mean over its clients of ‖y − x⁺‖², the squared distance of a client's model from the next global one: less is closer."""
+mean over its clients of ‖y − x⁺‖², the squared distance of a client's model from the next global one: less is
+closer."""
     return "\n\n".join([head, *filter(None, sections)]) + "\n"
 
 
