@@ -18,13 +18,13 @@ from lamina.cli import reproduce
 from lamina.history import History
 from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw
 
-# A method has the same colour in every figure; no two methods of one paper share one.
+# A method as given has the same colour in every figure; no two methods of one comparison share one.
 COLOUR = {
     "fedlamb": 0, "fedams": 1, "mime": 4, "mimelamb": 3, "fedadam": 5, "fedavg": 6,
     "fedlada": 0, "scaffold": 1, "fedcm": 2, "localadam": 3, "fedprox": 4, "fedadam_star": 4,
 }  # fmt: skip
 MOST_POINTS = 200  # of a line
-MOST_LINES = 10  # of a row
+MOST_LINES = 10  # more are drawn in two rows
 Line = tuple[str, str]  # variant's folder and algorithm
 DRAWN_FROM = "drawn from"
 
@@ -113,7 +113,9 @@ def figure(result: Result) -> Figure:
 
 
 def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
-    """The lines of every row of a figure: one row, or two if there are many, the second about the variants.
+    """The lines of every row of a figure: one row, or two if there are many.
+
+    The first has what is as given, the second the variants and, as given, the methods they are of.
 
     >>> many = [("as-given", str(i)) for i in range(8)] + [(f"variant {i}", "0") for i in range(8)]
     >>> [len(row) for row in rows_of(many)], rows_of(many)[1][:2], len(rows_of(many[:9]))
@@ -123,7 +125,8 @@ def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
     varied = {name for variant, name in lines if variant != reproduce.FOLDER_AS_GIVEN}
     if len(lines) <= MOST_LINES or not varied:
         return [list(lines)]
-    return [as_given, [line for line in lines if line[0] != reproduce.FOLDER_AS_GIVEN or line[1] in varied]]
+    second = [line for line in lines if line[0] != reproduce.FOLDER_AS_GIVEN or line[1] in varied]
+    return [row for row in (as_given, second) if row]
 
 
 def line_looks(lines: Sequence[Line]) -> dict[Line, int]:

@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 PAGE, FIGURES = HERE.parent / "docs" / "reproduction.md", Path("figures") / "reproduction"
 JUDGED = ("holds", "holds in part", "does not hold")
 DIVERGED = "†"
+NEVER = "never: not in the rounds that were run, which may be fewer than the paper's."
 FEW = 3  # methods: a single comparison of so few is no table
 LAST = 10  # rounds whose mean is told: one alone says little of a method that swings
 VERDICTS = {
@@ -127,7 +128,7 @@ def summary(results: Sequence[Result]) -> str:
             f"{escaped(claim['text'])} ({escaped(claim['unit'])})",
             numbers(claim["paper"])
             or f"{escaped(claim['expected'])}; {'in no paper' if ours(claim) else 'no numbers'}",
-            numbers(claim["here"]),
+            numbers(claim["here"], rounds=claim["target"] is not None),
             verdict(claim) + of_pairs(claim) + marks(result, claim),
         ]
         for result in results
@@ -146,7 +147,7 @@ def summary(results: Sequence[Result]) -> str:
     if any(result.facts["sets"] for result in results):
         parts.append("\\* with other settings than the preset has now: its section says which.")
     if any(unreached(claim) for result in results for claim in result.facts["claims"]):
-        parts.append("never: not in the rounds that were run, which may be fewer than the paper's.")
+        parts.append(NEVER)
     if any(DIVERGED in marks(result, claim) for result in results for claim in result.facts["claims"]):
         parts.append(
             f"{DIVERGED} a final run of one of these methods diverged: by the best round, what it had reached counts; "
@@ -235,7 +236,7 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
         parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds]({FIGURES}/{result.name}.png)")
         window = window_of(result)
         parts[-1] += f"\n\nIn the figure, every point is the mean of {window} rounds." if window > 1 else ""
-    parts += [claim_table(claim, facts["rounds"][0]) for claim in facts["claims"]]
+    parts += [claim_table(claim) for claim in facts["claims"]]
     parts += filter(None, (cost_to_target(result, claim) for claim in facts["claims"]))
     if notes:
         parts.append("\n".join(f"- {note.strip()}" for note in notes))
@@ -314,10 +315,12 @@ def last_rounds(history: History) -> float:
     return 100 * statistics.fmean(kept) if kept else math.nan
 
 
-def claim_table(claim: Mapping[str, Any], rounds: int) -> str:
-    """The paper's numbers beside ours, of so many rounds."""
+def claim_table(claim: Mapping[str, Any]) -> str:
+    """The paper's numbers beside ours."""
     labels = dict.fromkeys([*claim["here"], *claim["paper"]])
-    rows = [[named(label), number(claim["paper"].get(label)), number(claim["here"].get(label))] for label in labels]
+    rounds = claim["target"] is not None
+    here = {label: number(value, rounds=rounds) for label, value in claim["here"].items()}
+    rows = [[named(label), number(claim["paper"].get(label)), here.get(label, NONE)] for label in labels]
     said = f"**{verdict(claim)}**"
     if claim["verdict"] in JUDGED:
         said += f" ({claim['pairs'] - len(claim['wrong'])} of {amount(claim['pairs'], 'pair')}"
@@ -327,7 +330,7 @@ def claim_table(claim: Mapping[str, Any], rounds: int) -> str:
         said += ")"
     told = f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {said}\n\n"
     told += markdown([claim["unit"], "paper", "ours"], rows)
-    return told + (f"\n\nnever: not in the {rounds} rounds that were run." if unreached(claim) else "")
+    return told + (f"\n\n{NEVER}" if unreached(claim) else "")
 
 
 def unreached(claim: Mapping[str, Any]) -> bool:
@@ -414,14 +417,14 @@ def ours(claim: Mapping[str, Any]) -> bool:
     return str(claim["text"]).endswith("(ours)")
 
 
-def numbers(found: Mapping[str, Any]) -> str:
+def numbers(found: Mapping[str, Any], *, rounds: bool = True) -> str:
     """Numbers by label, in a line."""
-    return ", ".join(f"{named(label)}: {number(value)}" for label, value in found.items())
+    return ", ".join(f"{named(label)}: {number(value, rounds=rounds)}" for label, value in found.items())
 
 
-def number(value: Any) -> str:
+def number(value: Any, *, rounds: bool = True) -> str:
     """A number of a claim; JSON has those that are not finite as text."""
-    return NONE if value in (None, "nan") else reproduce.written(float(value))
+    return NONE if value in (None, "nan") else reproduce.written(float(value), rounds=rounds)
 
 
 def named(label: str) -> str:

@@ -25,7 +25,8 @@ CASES = [  # clients, batch, in, out, height, width, kernel, stride, padding
     (3, 7, 512, 512, 4, 4, (3, 3), (1, 1), (1, 1)),
     (2, 3, 64, 72, 9, 11, (5, 3), (1, 1), (2, 1)),
     (2, 3, 40, 24, 13, 6, (3, 3), (1, 1), (2, 2)),
-    (3, 7, 3, 64, 32, 32, (7, 7), (2, 2), (3, 3)),  # ResNet-18 as for ImageNet: 32 pixels become one
+    # ResNet-18 with ImageNet's stem on 32x32: its first layer, and its last ones at 2x2 and 1x1
+    (3, 7, 3, 64, 32, 32, (7, 7), (2, 2), (3, 3)),
     (3, 7, 256, 512, 2, 2, (3, 3), (2, 2), (1, 1)),
     (3, 50, 256, 256, 2, 2, (3, 3), (1, 1), (1, 1)),
     (3, 50, 512, 512, 1, 1, (3, 3), (1, 1), (1, 1)),

@@ -72,6 +72,7 @@ def batch(shape: tuple[int, ...], n: int = 4) -> torch.Tensor:
         ("resnet18", (3, 32, 32), 100, {}, 11_220_132),  # 90 more classes of 513
         ("resnet18", (3, 64, 64), 200, {}, 11_271_432),
         ("resnet18", (3, 32, 32), 10, {"stem": "imagenet"}, 11_181_642),  # torchvision's, 10 classes
+        ("resnet18", (3, 64, 64), 200, {"stem": "imagenet"}, 11_279_112),  # 190 more classes of 513
     ],
 )
 def test_parameter_counts_are_the_published_ones(

@@ -22,6 +22,7 @@ from lamina.experiment.run import build_algorithm, build_partition, build_schedu
 from lamina.experiment.tune import GRIDS
 
 PAPERS = reproduce.papers()
+RESULTS = Path(__file__).parent.parent / "reproduction" / "results"
 
 
 def entry(name, *accuracies, diverged=(), **columns):
@@ -251,6 +252,49 @@ def test_where_a_grid_is_ours_it_is_a_part_of_the_papers(name):
     for algorithm, tried in load(PAPERS[name]).compare.grid.items():
         assert tried.values().keys() == {"lr"}
         assert set(tried.lr) < set(paper_grid(algorithm)["lr"])
+
+
+def without(experiment, *keys):
+    """An experiment's settings but for some, and but for what compares and claims."""
+    tree = experiment.model_dump(exclude={"compare": True, "claim": True})
+    for key in keys:
+        section, _, name = key.partition(".")
+        del tree[section][name]
+    return tree
+
+
+def test_the_small_rate_stands_beside_what_was_chosen():
+    made = reproduce.plan(PAPERS["lamb-small-rate-code"], [])
+    for variant, other in (("", "lamb-mnist-cnn-iid-e1-code"), ("fashion", "lamb-fmnist-cnn-noniid-e1-code")):
+        own, whole = made[variant], load(PAPERS[other])
+        assert without(own, "train.rounds") == without(whole, "train.rounds")
+        assert own.compare.grid["fedams"].values() == {"lr": [min(whole.compare.grid["fedams"].lr)]}
+        facts = json.loads((RESULTS / other / "facts.json").read_text())
+        chosen = facts["variants"]["as-given"]["methods"]["fedlamb"]["settings"]
+        assert {"lr": own.compare.grid["fedlamb"].lr[0], "decay": own.compare.options["fedlamb"]["decay"]} == chosen
+        for name, options in own.compare.options.items():
+            assert options["preset"] == whole.compare.options[name]["preset"]
+
+
+def test_the_rate_that_was_dropped_is_the_best_of_one_epoch():
+    own, whole = load(PAPERS["lamb-mnist-mlp-noniid-e3-rate"]), load(PAPERS["lamb-mnist-mlp-noniid-e3"])
+    assert without(own, "run.precision") == without(whole, "run.precision")
+    settings = {"lr": own.compare.grid["fedlamb"].lr[0], "decay": own.compare.options["fedlamb"]["decay"]}
+    for epochs, name, expected in ((1, "fedlamb", settings), (3, "fedams", {"lr": own.compare.grid["fedams"].lr[0]})):
+        facts = json.loads((RESULTS / f"lamb-mnist-mlp-noniid-e{epochs}" / "facts.json").read_text())
+        assert facts["variants"]["as-given"]["methods"][name]["settings"] == expected
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if load(PAPERS[name]).model.name == "resnet18"])
+def test_fedladas_network_is_he_et_als_with_group_norm(name):
+    assert load(PAPERS[name]).model.options() == {"norm": "group", "stem": "imagenet"}
+
+
+def test_the_simulators_version_differs_in_what_it_says():
+    own, whole = load(PAPERS["lada-table7-cifar10-simulator"]), load(PAPERS["lada-table7-cifar10"])
+    changed = ("train.rounds", "train.clip", "data.augment_flip")
+    assert without(own, *changed) == without(whole, *changed)
+    assert (own.train.clip, own.data.augment_flip, whole.train.clip, whole.data.augment_flip) == (10, True, None, False)
 
 
 @pytest.mark.parametrize("epochs", [1, 3])

@@ -71,6 +71,10 @@ SHAPES = {
     "cnn": (lambda: models.create("small_cnn", (3, 8, 8), 3, seed=0), (3, 8, 8)),
     "resnet9": (lambda: models.create("resnet9", (3, 8, 8), 3, width=4, seed=0), (3, 8, 8)),
     "resnet18": (lambda: models.create("resnet18", (3, 8, 8), 3, width=4, seed=0), (3, 8, 8)),
+    "resnet18_imagenet": (
+        lambda: models.create("resnet18", (3, 16, 16), 3, width=4, stem="imagenet", seed=0),
+        (3, 16, 16),
+    ),
     "batch_norm": (batch_norm_net, (3, 8, 8)),
     "transformer": (Transformer, None),
     "attention": (Attention, (5, 4)),

@@ -256,7 +256,8 @@ def show(findings: list[Finding], scale: Scale) -> None:
             made.add_column(heading, justify="right", no_wrap=True)
         for label in dict.fromkeys([*finding.values, *claim.paper]):
             published = written(claim.paper[label]) if label in claim.paper else "-"
-            made.add_row(escape(label), published, written(in_per_cent(claim, finding.values.get(label, math.nan))))
+            here = in_per_cent(claim, finding.values.get(label, math.nan))
+            made.add_row(escape(label), published, written(here, rounds=claim.target is not None))
         out.print(made)
         if scale == "full":
             so = sum(finding.pairs.values())
@@ -287,8 +288,10 @@ def in_per_cent(claim: Claim, value: float) -> float:
     return 100 * value if claim.target is None and "accuracy" in claim.metric else value
 
 
-def written(value: float) -> str:
-    """A number as text, in characters every terminal has."""
+def written(value: float, *, rounds: bool = True) -> str:
+    """A number as text, in characters every terminal has: infinitely many `rounds` are never, else a run diverged."""
     if math.isnan(value):
         return "-"
-    return "never" if value == math.inf else "diverged" if value == -math.inf else f"{value:.4g}"
+    if math.isinf(value):
+        return "never" if rounds and value > 0 else "diverged"
+    return f"{value:.4g}"

@@ -95,7 +95,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What this process may still take of a GPU: what is free, or less where torch was told to leave some to others."""
+    """What this process may take of a GPU (named with its index): less than is free if torch was told to leave some."""
     gc.collect()  # engines of before are in cycles
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
