@@ -307,6 +307,14 @@ def test_metrics_are_valid_json(here):
     assert rounds_in(here / "r") == [{"round": 1, "loss": None, "x": None, "accuracy": 0.5}]
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """Tests started in the background may have been told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def signal_after(monkeypatch, rounds, times=1):
     """Send this process Ctrl-C while the round after so many is being recorded."""
     record, seen = Simulation.record, []
@@ -321,6 +329,7 @@ def signal_after(monkeypatch, rounds, times=1):
     monkeypatch.setattr(Simulation, "record", counted)
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_stops_after_the_round_and_says_how_to_go_on(here, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         signal_after(patch, 2)
@@ -334,6 +343,7 @@ def test_ctrl_c_stops_after_the_round_and_says_how_to_go_on(here, capsys, monkey
     assert [row["round"] for row in rounds_in(here / "r")] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_a_second_ctrl_c_stops_at_once(here, capsys, monkeypatch):
     signal_after(monkeypatch, 2, times=2)
     assert call("run", "small.toml", "--out", "r") == 130
