@@ -1,5 +1,6 @@
 """`lamina flower up`, run as a user runs it: killed, interrupted, gone on with; and the app of `lamina flower new`."""
 
+import functools
 import json
 import os
 import signal
@@ -45,7 +46,12 @@ def lamina(tmp_path):
     def start(*arguments):
         command = [sys.executable, "-m", "lamina", "flower", *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
-        started.append(subprocess.Popen(command, cwd=tmp_path, text=True, start_new_session=True, **pipes))
+        heeds_ctrl_c = functools.partial(
+            signal.signal, signal.SIGINT, signal.SIG_DFL
+        )  # tests may run in the background
+        started.append(
+            subprocess.Popen(command, cwd=tmp_path, text=True, start_new_session=True, preexec_fn=heeds_ctrl_c, **pipes)
+        )
         return started[-1]
 
     yield start
