@@ -491,6 +491,15 @@ def test_the_scripts_examples_are_true():
         assert not tried.failed
 
 
+def test_what_the_notes_point_to_was_run():
+    notes = page.read_notes(ROOT / "reproduction" / "notes.toml")
+    run = {result.name for result in page.read_results(ROOT / "reproduction" / "results")}
+    texts = [notes["overall"], *(line for lines in notes["notes"].values() for line in lines)]
+    named = {name for text in texts for name in re.findall(r"`([\w-]+)`", text) if name in PAPERS}
+    assert len(named) > 5
+    assert named <= run
+
+
 def test_what_no_paper_claims_is_not_called_reproduced():
     assert page.verdict({"text": "it works", "verdict": "holds"}) == "reproduced"
     assert page.verdict({"text": "it works (ours)", "verdict": "holds"}) == "holds"
