@@ -302,6 +302,14 @@ BROKEN = {  # a function of FedAvg, replaced
 }
 
 
+def test_a_nan_that_is_passed_on_is_no_write():
+    class Divides(registry()["fedavg"]):
+        def step(self, local, down, grad, lr, layers):
+            return LocalModel(local.y * torch.nan)  # the real round says where it diverged
+
+    rehearse(Divides())
+
+
 @pytest.mark.parametrize(("function", "body", "text"), BROKEN.values(), ids=BROKEN.keys())
 def test_an_algorithm_that_breaks_the_contract_is_refused_in_one_line(function, body, text, monkeypatch):
     monkeypatch.setattr(contract, "_REGISTRY", dict(registry()))
