@@ -76,6 +76,21 @@ def test_a_pair_that_is_so_in_the_mean_but_not_in_every_seed_is_weak():
     assert verdict({"a": two["a"]}, kind="order", expect=["a", "b"]).weak == []  # not run
 
 
+def test_what_is_printed_of_weak_pairs_targets_and_runs_that_diverged(capsys):
+    two = {"a": entry("a", [0.5], [0.9]), "b": entry("b", [0.6], [0.7])}
+    reproduce.show([verdict(two, kind="order", expect=["a", "b"])], "full")
+    assert "verdict: holds (1 of 1 pairs; not in every seed a / b)" in capsys.readouterr().out
+    reproduce.show([verdict(two, kind="order", expect=["b", "a"])], "full")
+    assert "verdict: does not hold (0 of 1 pairs; not b / a)" in capsys.readouterr().out
+    reproduce.show([verdict(two, kind="rounds_to", expect=["a", "b"], target=0.99)], "full")
+    assert capsys.readouterr().out.count("never") == 2
+    lost = {"a": entry("a", [0.5]), "b": entry("b", [0.5], diverged=["seed 0"])}
+    reproduce.show([verdict(lost, kind="order", expect=["a", "b"], at="last", lower_is_better=True)], "full")
+    said = capsys.readouterr().out
+    assert "diverged" in said
+    assert "never" not in said
+
+
 def test_an_order_is_of_the_best_the_last_or_a_round_averaged_over_seeds():
     at_first = verdict(THREE, kind="order", expect=["a", "b"], at=1)
     assert at_first.values == pytest.approx({"a": 0.6, "b": 0.6})  # a: the mean of 0.5 and 0.7

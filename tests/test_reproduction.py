@@ -217,6 +217,13 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
     assert "## Not run yet\n\n- `other` No data.\n\n## mine" in text
 
 
+def test_the_record_of_a_claim_has_the_pairs_that_are_not_so_in_every_seed():
+    claim = load(next(iter(PAPERS.values()))).claim[0]
+    finding = claims.Finding(claim, {"a": 1.0, "b": 0.5}, {("a", "b"): True, ("b", "a"): False}, [("a", "b")])
+    told = collect.told(finding, small=False)
+    assert (told["wrong"], told["weak"]) == ([["b", "a"]], [["a", "b"]])
+
+
 def test_pairs_that_are_not_so_in_every_seed_are_said():
     claim = {
         "text": "a", "expected": "b", "unit": "c", "target": None, "paper": {}, "here": {"fedavg": 1.0, "mime": 0.5},
@@ -302,6 +309,8 @@ def test_comparisons_of_the_same_methods_are_one_table():
     assert "four" not in text
     assert "five" not in text
     assert page.at_a_glance(two[:1]) == ""
+    many = result("six", fedavg=[0.5], fedlamb=[0.6], fedams=[0.4], mime=[0.1])  # one, but of more than a few methods
+    assert cells(page.at_a_glance([many]), "[`six`](#six)") == ["50.0", "**60.0**", "40.0", "10.0"]
 
 
 def test_figures_are_small_and_follow_the_results(runs, presets, tmp_path):
