@@ -20,8 +20,9 @@ from lamina.cli import tune as tune_command
 from lamina.errors import MissingExtra
 from lamina.experiment import side_by_side, study
 from lamina.experiment import tune as tuning
-from lamina.experiment.config import as_toml, load, parse
+from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
+from lamina.experiment.toml import as_toml
 from lamina.report import figures
 
 TOML = """

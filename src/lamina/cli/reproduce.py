@@ -25,6 +25,7 @@ from lamina.experiment.claims import AS_GIVEN, Finding
 from lamina.experiment.config import Claim, Experiment, Tried, load
 from lamina.experiment.files import cannot_write, write_json
 from lamina.experiment.run import build_algorithm, build_partition, build_schedule
+from lamina.experiment.toml import complete_text
 
 FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing
 SMALL_TRAIN, SMALL_TEST, SMALL_ROUNDS = 2000, 500, 10
@@ -100,10 +101,11 @@ def find(name: str) -> Path:
 
 
 def write_copy(file: Path, copy: Path) -> None:
-    """Copy an experiment file for the user to edit; nothing is replaced."""
+    """Write a complete copy of an experiment file, without `extends`, for the user to edit; replace nothing."""
+    text = complete_text(file)
     try:
-        with copy.open("x", encoding="utf-8") as made:
-            made.write(file.read_text(encoding="utf-8"))
+        with copy.open("x", encoding="utf-8") as target:
+            target.write(text)
     except OSError as error:
         raise BadInput(f"cannot write '{copy}': {error.strerror or error}") from error
     tell(f"wrote {copy}; run it with: lamina reproduce {copy}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from lamina.errors import BadInput, nearest
+from lamina.experiment.toml import read_tree
 
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -198,16 +197,7 @@ DEFAULT_NAMES = {
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read and validate an experiment file, with ``section.key=value`` overrides applied first."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise BadInput(f"cannot read the experiment file '{path}': {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise BadInput(f"'{path}' is not a text file: an experiment is TOML in UTF-8") from error
-    try:
-        tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise BadInput(f"{path}: not valid TOML: {error}") from error
+    tree = read_tree(path)
     # names first: a new name drops the options of the old one, never those given beside it
     for override in sorted(overrides, key=lambda given: not given.partition("=")[0].strip().endswith(".name")):
         apply_override(tree, override)
@@ -294,35 +284,3 @@ def _keys_at(place: Sequence[str]) -> list[str]:
         # a number is a place in a list of sections
         model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
     return list(model.model_fields)
-
-
-def as_toml(tree: Mapping[str, Any], prefix: str = "") -> str:
-    """Nested tables as TOML, which Python reads but does not write; what is None is left out.
-
-    >>> print(as_toml({"train": {"lr": 0.1, "schedule": {"name": "cosine"}}}), end="")
-    <BLANKLINE>
-    [train]
-    lr = 0.1
-    <BLANKLINE>
-    [train.schedule]
-    name = "cosine"
-    """
-    tables = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
-    values = {key: value for key, value in tree.items() if value is not None and key not in tables}
-    text = f"\n[{prefix}]\n" if values and prefix else ""
-    text += "".join(f"{_toml_key(key)} = {_toml_value(value)}\n" for key, value in values.items())
-    for key, inner in tables.items():
-        text += as_toml(inner, f"{prefix}.{_toml_key(key)}" if prefix else _toml_key(key))
-    return text
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml_value(inner) for inner in value) + "]"
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)

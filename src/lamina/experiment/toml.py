@@ -1,0 +1,161 @@
+"""Experiment files as text: read TOML, follow `extends`, and write nested tables back as TOML."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import BadInput
+
+Tree = dict[str, Any]
+
+# The tables that name something; the other keys in such a table are the options of the thing it names.
+NAMED_TABLES = {("data", "partition"), ("model",), ("algorithm",), ("train", "schedule")}
+
+
+def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
+    """Return the tables of an experiment file, merged over those of the files it extends.
+
+    Args:
+        path: the file; ``extends`` in it names one or several files, relative to its own folder.
+        chain: the files that led here, to notice a file that extends itself.
+    """
+    tree = _read(path)
+    bases = tree.pop("extends", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise BadInput(f"{path}: extends = {bases!r} is neither the name of a file nor a list of names")
+    chain = (*chain, path.resolve())
+    merged: Tree = {}
+    for base in bases:
+        file = path.parent / base
+        if file.resolve() in chain:
+            raise BadInput(f"{path}: extends '{base}', which extends this file again")
+        if not file.is_file():
+            raise BadInput(f"{path}: extends '{base}', but there is no file '{file}'")
+        merged = merge(merged, read_tree(file, chain))
+    merged = merge(merged, tree)
+    if len(chain) == 1:
+        _drop_uncompared(merged, tree)
+    return merged
+
+
+def complete_text(path: Path) -> str:
+    """Return an experiment as one file: the comments at the top of it and of its bases, then all tables."""
+    tree = read_tree(path)
+    comments = "#\n".join(_leading_comment(file) for file in _family(path))
+    return comments + as_toml(tree)
+
+
+def _family(path: Path) -> list[Path]:
+    """Return a file and all files it extends, each once, the file itself first."""
+    bases = _read(path).get("extends", [])
+    files = [path]
+    for base in [bases] if isinstance(bases, str) else bases:
+        files += [file for file in _family(path.parent / base) if file not in files]
+    return files
+
+
+def _leading_comment(path: Path) -> str:
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "".join(lines[:end])
+
+
+def merge(base: Tree, own: Tree) -> Tree:
+    """Lay a file's tables over those of the file it extends.
+
+    Tables are merged key by key; any other value replaces the inherited one. Two more rules: a new
+    name of a model, algorithm, partition or schedule drops the options of the old one, and a file's own claims come
+    before the inherited ones.
+
+    >>> base = {"model": {"name": "mlp", "hidden": 200}, "train": {"epochs": 1, "rounds": 100}}
+    >>> merge(base, {"model": {"name": "cnn"}, "train": {"epochs": 3}})
+    {'model': {'name': 'cnn'}, 'train': {'epochs': 3, 'rounds': 100}}
+    """
+    merged = _merge_tables(base, own, ())
+    if base.get("claim") and own.get("claim"):
+        merged["claim"] = [*own["claim"], *base["claim"]]
+    return merged
+
+
+def _drop_uncompared(tree: Tree, own: Tree) -> None:
+    """Remove inherited grids and options of algorithms that the comparison does not list."""
+    compare, given = _table(tree, "compare"), _table(own, "compare")
+    if isinstance(compare.get("algorithms"), list):
+        for section in ("grid", "options"):
+            kept = [*compare["algorithms"], *_table(given, section)]
+            entries = {name: entry for name, entry in _table(compare, section).items() if name in kept}
+            if isinstance(compare.get(section), dict):
+                compare[section] = entries
+
+
+def _merge_tables(base: Tree, own: Tree, place: tuple[str, ...]) -> Tree:
+    if place in NAMED_TABLES and "name" in own and own["name"] != base.get("name"):
+        return own
+    merged = dict(base)
+    for key, value in own.items():
+        old = base.get(key)
+        both = isinstance(value, dict) and isinstance(old, dict)
+        merged[key] = _merge_tables(old, value, (*place, key)) if both else value
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in merged.items()}
+
+
+def _table(tree: Tree, key: str) -> Tree:
+    """Return the table under a key; an empty one if there is none, or something else, which validation will refuse."""
+    value = tree.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _read(path: Path) -> Tree:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot read the experiment file '{path}': {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"'{path}' is not a text file: an experiment is TOML in UTF-8") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise BadInput(f"{path}: not valid TOML: {error}") from error
+
+
+def as_toml(tree: Mapping[str, Any], prefix: str = "") -> str:
+    """Return nested tables as TOML text, which Python's standard library reads but does not write; None is left out.
+
+    >>> print(as_toml({"train": {"lr": 0.1, "schedule": {"name": "cosine"}}}), end="")
+    <BLANKLINE>
+    [train]
+    lr = 0.1
+    <BLANKLINE>
+    [train.schedule]
+    name = "cosine"
+    """
+    tables = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
+    lists = {key: value for key, value in tree.items() if key == "claim" and not prefix}
+    values = {key: value for key, value in tree.items() if value is not None and key not in tables | lists}
+    text = f"\n[{prefix}]\n" if values and prefix else ""
+    text += "".join(f"{_toml_key(key)} = {_toml_value(value)}\n" for key, value in values.items())
+    for key, inner in tables.items():
+        text += as_toml(inner, f"{prefix}.{_toml_key(key)}" if prefix else _toml_key(key))
+    for key, rows in lists.items():
+        for row in rows:
+            text += f"\n[[{key}]]\n"
+            text += "".join(f"{_toml_key(k)} = {_toml_value(v)}\n" for k, v in row.items() if v is not None)
+    return text
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml_value(inner) for inner in value) + "]"
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else repr(value)

@@ -1,0 +1,104 @@
+"""Experiment files that extend others."""
+
+from pathlib import Path
+
+import pytest
+
+from lamina.errors import BadInput
+from lamina.experiment.config import load
+from lamina.experiment.toml import complete_text
+
+PAPERS = Path(__file__).parent.parent / "src" / "lamina" / "papers"
+
+BASE = """
+[model]
+name = "mlp"
+hidden = 7
+[train]
+rounds = 9
+epochs = 2
+[compare]
+algorithms = ["fedavg", "fedlamb"]
+[compare.grid]
+fedavg.lr = [0.1]
+fedlamb.lr = [0.01]
+[compare.options]
+fedlamb.decay = 0.1
+[[claim]]
+text = "inherited"
+kind = "order"
+expect = ["fedlamb", "fedavg"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "base.toml").write_text(BASE)
+    return tmp_path
+
+
+def write(folder, text, name="own.toml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_file_overrides_single_keys_of_the_file_it_extends(folder):
+    experiment = load(write(folder, 'extends = "base.toml"\n[train]\nepochs = 3\n'))
+    assert (experiment.train.rounds, experiment.train.epochs) == (9, 3)
+    assert experiment.model.options() == {"hidden": 7}
+
+
+def test_a_new_name_drops_the_inherited_options(folder):
+    experiment = load(write(folder, 'extends = "base.toml"\n[model]\nname = "cnn"\n'))
+    assert experiment.model.options() == {}
+    same = load(write(folder, 'extends = "base.toml"\n[model]\nname = "mlp"\ndropout = 0.5\n'))
+    assert same.model.options() == {"hidden": 7, "dropout": 0.5}
+
+
+def test_own_claims_come_before_inherited_ones(folder):
+    own = '[[claim]]\ntext = "own"\nkind = "order"\nexpect = ["fedavg", "fedlamb"]\n'
+    experiment = load(write(folder, f'extends = "base.toml"\n{own}'))
+    assert [claim.text for claim in experiment.claim] == ["own", "inherited"]
+
+
+def test_grids_and_options_are_inherited_only_for_algorithms_that_are_compared(folder):
+    text = 'extends = "base.toml"\n[compare]\nalgorithms = ["fedavg"]\n[compare.grid]\nfedcm.lr = [0.2]\n'
+    compare = load(write(folder, text)).compare
+    assert set(compare.grid) == {"fedavg", "fedcm"}
+    assert compare.options == {}
+
+
+def test_later_files_win_and_chains_are_followed(folder):
+    write(folder, 'extends = "base.toml"\n[train]\nrounds = 4\n', "middle.toml")
+    write(folder, "[train]\nepochs = 8\n", "other.toml")
+    experiment = load(write(folder, 'extends = ["middle.toml", "other.toml"]\n'))
+    assert (experiment.train.rounds, experiment.train.epochs) == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('extends = "nothing.toml"\n', "there is no file"),
+        ("extends = 3\n", "neither the name of a file nor a list"),
+        ('extends = "own.toml"\n', "extends this file again"),
+        ('extends = "base.toml"\n[train]\nepoch = 3\n', "did you mean 'epochs'"),
+    ],
+)
+def test_a_bad_extends_is_one_line(folder, text, reason):
+    with pytest.raises(BadInput, match=reason) as caught:
+        load(write(folder, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_base_is_named(folder):
+    write(folder, "[train\n", "broken.toml")
+    with pytest.raises(BadInput, match=r"broken\.toml: not valid TOML"):
+        load(write(folder, 'extends = "broken.toml"\n'))
+
+
+@pytest.mark.parametrize("file", sorted(PAPERS.glob("*.toml")), ids=lambda file: file.stem)
+def test_a_complete_copy_is_the_same_experiment(file, tmp_path):
+    copy = write(tmp_path, complete_text(file))
+    assert "extends" not in copy.read_text()
+    assert load(copy) == load(file)
