@@ -217,7 +217,7 @@ def edges(entry: Entry, grid: Mapping[str, Any]) -> dict[str, str]:
 
 def seconds(run: Record) -> float:
     """Seconds of training and evaluation; runs that trained side by side share theirs, so that sums are right."""
-    return run.history.total("seconds") + run.history.total("evaluation_seconds")
+    return run.history.total("seconds", optional=True) + run.history.total("evaluation_seconds", optional=True)
 
 
 def distinct(values: Any) -> list[Any]:
@@ -373,7 +373,7 @@ def kept_rounds(entry: Entry, every: int) -> set[int]:
     kept = set()
     for history in entry.histories:
         rounds = [int(row["round"]) for row in history]
-        accuracies = [-math.inf if math.isnan(value) else value for value in history.column("accuracy")]
+        accuracies = [-math.inf if math.isnan(value) else value for value in history.column("accuracy", optional=True)]
         if rounds:
             kept |= {number for number in rounds if number % every == 0}
             kept |= {1, rounds[-1], rounds[accuracies.index(max(accuracies))]}

@@ -49,7 +49,7 @@ def averaged(history: History, column: str, window: int) -> History:
     """Means over windows of rounds; a row for every round, those between the windows' ends empty."""
     if window == 1:
         return history
-    column_of = history.column(column)
+    column_of = history.column(column, optional=True)
     rows = [dict[str, float](round=number) for number in range(1, len(history) + 1)]
     for end in range(window, len(history) + 1, window):
         seen = [value for value in column_of[end - window : end] if not math.isnan(value)]

@@ -107,7 +107,7 @@ def at_a_glance(results: Sequence[Result]) -> str:
         rows = []
         for result in group if len(group) > 1 or len(methods) > FEW else []:
             runs = [result.histories[reproduce.FOLDER_AS_GIVEN, name] for name in methods]
-            best = [values(histories, lambda history: 100 * history.best()) for histories in runs]
+            best = [values(histories, lambda history: 100 * history.best(optional=True)) for histories in runs]
             means = [round(statistics.fmean(own), 1) if own else -math.inf for own in best]  # as they are written
             cells = [mean_and_spread(own) for own in best]
             cells = [f"**{c}**" if mean == max(means) else c for c, mean in zip(cells, means, strict=True)]
@@ -298,12 +298,15 @@ def results_table(result: Result) -> str:
         ]
         diverged = f", {len(method['diverged'])} diverged" if method["diverged"] else ""
         row = [escaped(labelled(name, variant)), ", ".join(settings), f"{len(histories)}{diverged}"]
-        row.append(mean_and_spread(values(histories, lambda history: 100 * history.best())))
+        row.append(mean_and_spread(values(histories, lambda history: 100 * history.best(optional=True))))
         row.append(mean_and_spread(values(histories, last_rounds)))
-        row.append(mean_and_spread(values(histories, lambda history: 100 * history.last())))
+        row.append(mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True))))
         for other in others:
             scale = 100 if other in per_cent else 1
-            last = values(histories, lambda history, of=other, by=scale: by * history.last(of))  # type: ignore[misc]
+            last = values(
+                histories,
+                lambda history, of=other, by=scale: by * history.last(of, optional=True),  # type: ignore[misc]
+            )
             row.append(mean_and_spread(last, significant))
         rows.append(row)
     return markdown(head, rows) + "\n\nMean ± standard deviation over seeds." if rows else "No final run has ended."

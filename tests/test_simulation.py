@@ -419,7 +419,8 @@ def test_history_table(tmp_path):
     assert history[1:][0] is history[1]
     assert history.rounds_to(2.0) is None
     assert history.total("bytes_up") == sum(row["bytes_up"] for row in history)
-    assert math.isnan(history.best("no such column"))
+    with pytest.raises(lamina.BadInput, match="no column 'no such column'"):
+        history.best("no such column")
     assert str(history).count("\n") == 3
 
 

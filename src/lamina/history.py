@@ -8,9 +8,35 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from lamina.errors import missing_extra
+from lamina.errors import BadInput, missing_extra, nearest
 
 Row = Mapping[str, float | int]
+
+# What to do about a column that a run records only under some condition, by the start of its name.
+REMEDIES = {
+    "client_accuracy": "pass client_metrics=True",
+    "trust_ratio": "pass trust_ratios=True and use a layer-wise method",
+    "node_": "evaluate on the nodes: Federation(evaluate_on='nodes')",
+    "accuracy": "accuracy needs class labels, one output per class (or one logit for two classes), and a loss that is "
+    "not 'mse'; use 'loss'",
+}
+NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
+
+
+def smaller_is_better(name: str) -> bool:
+    """Return whether a column improves as it falls: losses, consistency, spreads and costs.
+
+    >>> [name for name in ("accuracy", "loss", "consistency", "update_norm") if smaller_is_better(name)]
+    ['loss', 'consistency']
+    """
+    return name.endswith(("loss", "seconds", "_std")) or name == "consistency" or "bytes" in name
+
+
+def score(row: Row) -> float:
+    """Return how good an evaluated model is, larger is better: accuracy, or minus the loss where there is none."""
+    if "accuracy" in row:
+        return row["accuracy"]
+    return -row["loss"] if "loss" in row else -math.inf
 
 
 class History(Sequence[Row]):
@@ -46,32 +72,55 @@ class History(Sequence[Row]):
         """All column names, in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
-    def column(self, name: str) -> list[float]:
-        """One column; NaN where a round has no such value (it was not evaluated)."""
+    def column(self, name: str, *, optional: bool = False) -> list[float]:
+        """Return one column, with NaN where a round has no such value (it was not evaluated).
+
+        A name that no row has is refused; with `optional` it is a column of NaN.
+        """
+        if self.rows and not optional and not any(name in row for row in self.rows):
+            raise self._no_column(name)
         return [float(row.get(name, math.nan)) for row in self.rows]
 
-    def best(self, name: str = "accuracy") -> float:
-        """The largest value of a column, NaN if there is none."""
-        return max((v for v in self.column(name) if not math.isnan(v)), default=math.nan)
+    def best(self, name: str = "accuracy", *, optional: bool = False) -> float:
+        """Return the best value of a column, NaN if there is none: the smallest loss, the largest accuracy."""
+        best = min if smaller_is_better(name) else max
+        return best((v for v in self.column(name, optional=optional) if not math.isnan(v)), default=math.nan)
 
-    def last(self, name: str = "accuracy") -> float:
-        """The newest value of a column, NaN if there is none."""
-        return next((v for v in reversed(self.column(name)) if not math.isnan(v)), math.nan)
+    def last(self, name: str = "accuracy", *, optional: bool = False) -> float:
+        """Return the newest value of a column, NaN if there is none."""
+        return next((v for v in reversed(self.column(name, optional=optional)) if not math.isnan(v)), math.nan)
 
-    def total(self, name: str) -> float:
-        """The sum of a column (bytes, seconds)."""
-        return sum(v for v in self.column(name) if not math.isnan(v))
+    def total(self, name: str, *, optional: bool = False) -> float:
+        """Return the sum of a column (bytes, seconds)."""
+        return sum(v for v in self.column(name, optional=optional) if not math.isnan(v))
 
-    def rounds_to(self, target: float, name: str = "accuracy") -> int | None:
-        """The first round whose value reaches the target, or None."""
-        return next((int(row["round"]) for row in self.rows if row.get(name, -math.inf) >= target), None)
+    def rounds_to(self, target: float, name: str = "accuracy", *, optional: bool = False) -> int | None:
+        """Return the first round whose value reaches the target (a loss: falls to it), or None."""
+        sign = -1 if smaller_is_better(name) else 1
+        pairs = zip(self.rows, self.column(name, optional=optional), strict=True)
+        return next((int(row["round"]) for row, value in pairs if sign * value >= sign * target), None)
+
+    def _no_column(self, name: str) -> BadInput:
+        """Build the error for a column that no row has: what to do, or the nearest name."""
+        columns = self.columns
+        remedy = next((words for start, words in REMEDIES.items() if name.startswith(start)), "")
+        if name in ("accuracy", "loss") and "loss" not in columns:
+            remedy = NOT_EVALUATED
+        if remedy:
+            return BadInput(f"the history has no column '{name}': {remedy}")
+        known = dict.fromkeys("trust_ratio/…" if column.startswith("trust_ratio/") else column for column in columns)
+        return BadInput(f"the history has no column '{name}'{nearest(name, columns)} (columns: {', '.join(known)})")
 
     def to_csv(self, path: str | Path) -> None:
         """Write the table as CSV."""
-        with Path(path).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, self.columns)
-            writer.writeheader()
-            writer.writerows(self.rows)
+        try:
+            with Path(path).open("w", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, self.columns)
+                writer.writeheader()
+                writer.writerows(self.rows)
+        except (OSError, TypeError, ValueError) as error:  # ValueError: a path with a NUL
+            reason = getattr(error, "strerror", None) or error
+            raise BadInput(f"cannot write the history to {str(path)!r}: {reason}") from error
 
     def to_pandas(self) -> Any:
         """The table as a pandas DataFrame."""

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lamina.engines.stacked.ranks import Ranks
-from lamina.history import Row
+from lamina.history import History, Row
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +42,14 @@ def say(what: str, text: object) -> None:
 def tell(line: str) -> None:
     """Print a line as it is: no markup, no colours, no folding."""
     out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def best_and_last(history: History) -> str:
+    """Say how good a run became: by accuracy, or by the loss where there is no accuracy."""
+    for name in ("accuracy", "loss", "node_accuracy", "node_loss"):
+        if name in history.columns:
+            return f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
+    return "not evaluated"
 
 
 def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:

@@ -121,7 +121,7 @@ class Lines(comparing.Watcher):
 
     def run_ended(self, job: comparing.Job, record: Record) -> None:
         """Say how a run ended."""
-        best = f"best {self._accuracy[job.tuning]} {record.history.best():.4f}"
+        best = f"best {self._accuracy[job.tuning]} {record.history.best(optional=True):.4f}"
         how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
         which = f"tuning {job}, {job.rounds} rounds" if job.tuning else str(job)
         err.print(f"{which}: {how}", markup=False, highlight=False, soft_wrap=True)
@@ -175,7 +175,7 @@ class LiveTable(comparing.Watcher):
             self._ended[job.algorithm][job.seed] = record
             ended = self._ended[job.algorithm]
             if len(ended) == self._experiment.compare.seeds:
-                best = statistics.fmean(other.history.best() for other in ended.values())
+                best = statistics.fmean(other.history.best(optional=True) for other in ended.values())
                 rounds = max(len(other.history) for other in ended.values())
                 seeds = _range([str(seed) for seed in ended])
                 self._rows[job.algorithm] = ["done", f"{job.lr:g}", seeds, str(rounds), f"best {best:.3f}", "", ""]

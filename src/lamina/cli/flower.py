@@ -19,7 +19,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lamina import models
-from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, app, err, interruptible, tell
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, app, best_and_last, err, interruptible, tell
 from lamina.cli.run import TO_GO_ON
 from lamina.data import sources
 from lamina.errors import BadInput, Diverged, LaminaError, missing_extra, unknown
@@ -443,10 +443,7 @@ def summary(job: Job, logs: Path | None) -> None:
     """Say how a run went and what to do with it."""
     history = job.history()
     sent = history.total("bytes_down") + history.total("bytes_up")
-    tell(
-        f"{len(history)} rounds, best accuracy {history.best():.4f}, last {history.last():.4f}, "
-        f"{sent / 1e6:.1f} MB sent, {history.total('seconds'):.1f} s"
-    )
+    tell(f"{len(history)} rounds, {best_and_last(history)}, {sent / 1e6:.1f} MB sent, {history.total('seconds'):.1f} s")
     tell(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
     if logs is not None:
         tell(f"logs of all processes in {logs}/")

@@ -17,6 +17,7 @@ from lamina.cli.base import (
     Stop,
     TensorBoard,
     app,
+    best_and_last,
     interruptible,
     progress_bar,
     tell,
@@ -97,10 +98,10 @@ def train(
         raise Interrupted(f"stopped after round {simulation.state.round} of {experiment.train.rounds}; {to_go_on}")
     if not quiet:
         history = simulation.history
-        sent = history.total("bytes_down") + history.total("bytes_up")
+        sent, seconds = history.total("bytes_down") + history.total("bytes_up"), history.total("seconds")
         tell(
-            f"{simulation.algorithm.card.title}: {len(history)} rounds, best accuracy {history.best():.4f}, "
-            f"last {history.last():.4f}, {sent / 1e6:.1f} MB sent, {history.total('seconds'):.1f} s"
+            f"{simulation.algorithm.card.title}: {len(history)} rounds, {best_and_last(history)}, "
+            f"{sent / 1e6:.1f} MB sent, {seconds:.1f} s"
         )
         tell(f"records and model in {path}/")
 

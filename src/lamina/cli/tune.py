@@ -84,7 +84,7 @@ class Lines:
 
     def __call__(self, run: str, record: Record) -> None:
         """Say how a run ended."""
-        best = tuning.best_of(record.history, self._made.metric)
+        best = record.history.best(self._made.metric, optional=True)
         how = f"{self._made.score_name} {best:.4f}"
         if record.diverged:
             how = f"diverged in round {len(record.history) + 1}"

@@ -89,7 +89,7 @@ class View:
             ("loss", f"{data} loss", min),
             ("train_loss", "training loss", min),
         ):
-            values = finite(history.column(name))
+            values = finite(history.column(name, optional=True))
             if values:
                 lines.add_row(title, f"{sparkline(values, 40, bars())}  {values[-1]:.4g}, best {best(values):.4g}")
         speed = self._speed(record)
@@ -127,7 +127,7 @@ class View:
         # what moves comes first: a terminal shows no more lines than it has
         for record in sorted(records, key=lambda one: list(COLOURS).index(states[one.folder])):
             how, history, speed = states[record.folder], record.history, self._speed(record)
-            accuracies = finite(history.column("accuracy"))
+            accuracies = finite(history.column("accuracy", optional=True))
             checkpoints = Checkpoints(record.folder / "checkpoints").rounds()
             cells: dict[str, str | Text] = {
                 "run": Text(str(record.folder.relative_to(self.folder.resolve()))),
@@ -150,7 +150,7 @@ class View:
         if now > before:
             return (now - before) / (last - first)
         recent = record.history[-RECENT:]
-        seconds = recent.total("seconds") + recent.total("evaluation_seconds")
+        seconds = recent.total("seconds", optional=True) + recent.total("evaluation_seconds", optional=True)
         return len(recent) / seconds if seconds else 0.0
 
 

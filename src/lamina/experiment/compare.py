@@ -318,7 +318,7 @@ def _score(record: Record, rounds: int) -> float:
     """What settings are chosen by, in the first rounds."""
     if record.diverged and len(record.history) < rounds:
         return math.nan
-    return record.history[:rounds].best("accuracy")
+    return record.history[:rounds].best("accuracy", optional=True)
 
 
 def _or_worst(score: float) -> float:

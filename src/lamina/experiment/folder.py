@@ -5,7 +5,7 @@
 - ``metrics.jsonl``: a line per finished round
 - ``log.txt``: what lamina's logger said
 - ``checkpoints/``: see checkpoint.py
-- ``best.safetensors``: the model with the best test accuracy so far
+- ``best.safetensors``: the model with the best test accuracy so far (smallest loss where there is no accuracy)
 - ``model.safetensors``: the model at the end
 - ``diverged.json``: how the training diverged, if it did
 - ``lock``: held by the process that writes here
@@ -49,7 +49,7 @@ from lamina.experiment.records import (
     read_metrics,
     refuse_format,
 )
-from lamina.history import History, Row
+from lamina.history import History, Row, score
 from lamina.objective import Buffers, Objective
 from lamina.simulation import Simulation
 
@@ -275,7 +275,7 @@ class RunFolder:
         if self._fresh:
             return History()
         self.history = self.history[:number]
-        self._best = max((v for v in self.history.column("accuracy") if not math.isnan(v)), default=-math.inf)
+        self._best = max((value for value in map(score, self.history) if not math.isnan(value)), default=-math.inf)
         try:
             self._remove_partial_files()
             if self._model_of > number:  # it is of a round that is run again
@@ -346,8 +346,8 @@ class RunFolder:
             self._metrics.flush()
         except OSError as error:
             raise self._full(error) from error
-        if row.get("accuracy", -math.inf) > self._best:
-            self._best = row["accuracy"]
+        if score(row) > self._best:
+            self._best = score(row)
             self._best_model = int(row["round"]), simulation.state.server.x, simulation.state.buffers
 
     def checkpoint(self, simulation: Trained, facts: Iterable[Any] = ()) -> None:

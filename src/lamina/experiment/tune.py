@@ -145,12 +145,12 @@ class Trial:
     @property
     def best(self) -> list[float]:
         """The best value of every run that has any."""
-        return self._values(lambda history: best_of(history, self.metric))
+        return self._values(lambda history: history.best(self.metric, optional=True))
 
     @property
     def last(self) -> list[float]:
         """The last value of every run that has any."""
-        return self._values(lambda history: history.last(self.metric))
+        return self._values(lambda history: history.last(self.metric, optional=True))
 
     @property
     def score(self) -> float:
@@ -160,13 +160,6 @@ class Trial:
     def _values(self, of: Callable[[History], float]) -> list[float]:
         values = [of(record.history) for record in self.records]
         return [value for value in values if not math.isnan(value)]
-
-
-def best_of(history: History, metric: str) -> float:
-    """The largest accuracy or the smallest loss of a run, NaN if there is none."""
-    if metric == "accuracy":
-        return history.best()
-    return min((value for value in history.column(metric) if not math.isnan(value)), default=math.nan)
 
 
 class Tuning:

@@ -49,8 +49,8 @@ def table(entries: list[Entry], target: float, symbols: Symbols = Symbols()) -> 
         cells = [
             fixed(cost.rounds),
             fixed(cost.bytes / MEGA),
-            mean_and_spread(values(histories, lambda history: 100 * history.best()), spread="±"),
-            mean_and_spread(values(histories, lambda history: 100 * history.last()), spread="±"),
+            mean_and_spread(values(histories, lambda history: 100 * history.best(optional=True)), spread="±"),
+            mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True)), spread="±"),
             fixed(sum(in_all) / len(in_all)) if in_all else NONE,
         ]
         shown = [

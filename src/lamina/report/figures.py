@@ -66,7 +66,9 @@ NOT_DRAWN = {"round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes
 def metrics_of(curves: Sequence[Curve]) -> list[Metric]:
     """What the histories hold: the usual metrics in their order, then any others by their column's name."""
     columns = dict.fromkeys(c for curve in curves for history in curve.histories for c in history.columns)
-    scheduled = any(len(set(history.column("lr"))) > 1 for curve in curves for history in curve.histories)
+    scheduled = any(
+        len(set(history.column("lr", optional=True))) > 1 for curve in curves for history in curve.histories
+    )
     hidden = NOT_DRAWN | (set() if scheduled else {"lr"})
     usual = [metric for metric in METRICS if metric.column in columns]
     if all(run.on_validation_data for curve in curves for run in curve.runs):
@@ -87,7 +89,7 @@ def by_round(histories: Sequence[History], column: str) -> NDArray[np.float64]:
     """[seeds, rounds]: a column of every history, NaN after its end."""
     values = np.full((len(histories), max(len(history) for history in histories)), np.nan)
     for row, history in zip(values, histories, strict=True):
-        row[: len(history)] = history.column(column)
+        row[: len(history)] = history.column(column, optional=True)
     return values
 
 

@@ -144,12 +144,13 @@ def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
 
 def _steps(history: History) -> list[list[float]]:
     """The rounds at which accuracy was higher than ever before: all that rounds-to-target, for any target, needs."""
-    bytes_so_far = np.nancumsum(np.add(history.column("bytes_down"), history.column("bytes_up")))
-    seconds_so_far = np.nancumsum(history.column("seconds"))
+    sent = [history.column(name, optional=True) for name in ("bytes_down", "bytes_up")]
+    bytes_so_far = np.nancumsum(np.add(*sent))
+    seconds_so_far = np.nancumsum(history.column("seconds", optional=True))
     steps: list[list[float]] = []
     highest = -math.inf
     for row, accuracy, *spent_by in zip(
-        history, history.column("accuracy"), bytes_so_far.tolist(), seconds_so_far.tolist(), strict=True
+        history, history.column("accuracy", optional=True), bytes_so_far.tolist(), seconds_so_far.tolist(), strict=True
     ):
         if accuracy > highest:
             highest = accuracy

@@ -111,7 +111,8 @@ def _best(lr: float, runs: Sequence[Record]) -> Tried:
         options = {name: run.config["algorithm"].get(name) for name in tried_options(run)}
         by_others.setdefault(written(options), []).append(run)
     tried = [
-        Tried(lr, [run.history.best() for run in same], _failed(same), others) for others, same in by_others.items()
+        Tried(lr, [run.history.best(optional=True) for run in same], _failed(same), others)
+        for others, same in by_others.items()
     ]
     return max(tried, key=lambda one: (not one.failed, -math.inf if math.isnan(one.mean) else one.mean))
 

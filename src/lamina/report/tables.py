@@ -39,7 +39,7 @@ class Cost(NamedTuple):
 
 def cost_to_target(histories: Sequence[History], target: float) -> Cost:
     """Rounds, bytes (both directions) and seconds of training until test accuracy first reaches the target."""
-    firsts = [history.rounds_to(target) for history in histories]
+    firsts = [history.rounds_to(target, optional=True) for history in histories]
     reached = [
         History([row for row in history if row["round"] <= first])
         for history, first in zip(histories, firsts, strict=True)
@@ -51,7 +51,7 @@ def cost_to_target(histories: Sequence[History], target: float) -> Cost:
     return Cost(
         statistics.fmean(int(history[-1]["round"]) for history in reached),
         statistics.fmean(sent(history) for history in reached),
-        statistics.fmean(history.total("seconds") for history in reached),
+        statistics.fmean(history.total("seconds", optional=True) for history in reached),
         len(reached),
         len(histories),
     )
@@ -59,7 +59,7 @@ def cost_to_target(histories: Sequence[History], target: float) -> Cost:
 
 def sent(history: History) -> float:
     """Bytes in both directions."""
-    return history.total("bytes_down") + history.total("bytes_up")
+    return history.total("bytes_down", optional=True) + history.total("bytes_up", optional=True)
 
 
 def values(histories: Iterable[History], of: Callable[[History], float]) -> list[float]:
@@ -163,28 +163,23 @@ def results_table(curves: Sequence[Curve]) -> Table:
     for curve in curves:
         histories = curve.histories
         if classified:
-            best = mean_and_spread(values(histories, lambda history: 100 * history.best()))
-            last = mean_and_spread(values(histories, lambda history: 100 * history.last()))
+            best = mean_and_spread(values(histories, lambda history: 100 * history.best(optional=True)))
+            last = mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True)))
         else:
-            best = mean_and_spread(values(histories, lowest_loss), significant)
-            last = mean_and_spread(values(histories, lambda history: history.last("loss")), significant)
+            best = mean_and_spread(values(histories, lambda history: history.best("loss", optional=True)), significant)
+            last = mean_and_spread(values(histories, lambda history: history.last("loss", optional=True)), significant)
         lengths = [len(history) for history in histories]
         rounds = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
         row = [curve.label, str(len(histories)), best, last, rounds]
         for of in (
             lambda history: sent(history) / len(history) / unit.bytes,
             lambda history: sent(history) / unit.bytes,
-            lambda history: history.total("seconds") / len(history),
+            lambda history: history.total("seconds", optional=True) / len(history),
         ):
             found = values(histories, of)
             row.append(significant(statistics.fmean(found)) if found else NONE)
         rows.append(row)
     return Table("results", "Results", head, rows)
-
-
-def lowest_loss(history: History) -> float:
-    """The smallest test loss, NaN if there is none."""
-    return min((loss for loss in history.column("loss") if not math.isnan(loss)), default=math.nan)
 
 
 def config_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
