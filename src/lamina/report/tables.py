@@ -118,10 +118,16 @@ def default_targets(curves: Sequence[Curve]) -> list[float]:
 
     A comparison's own target is among them, if some curve reaches it.
     """
-    worst_seeds = [min(values(curve.histories, History.best), default=0.0) for curve in curves] or [0.0]
+    reached = [values(curve.histories, _best_accuracy) for curve in curves]
+    worst_seeds = [min(accuracies, default=0.0) for accuracies in reached] or [0.0]
     steps = {math.floor(20 * best + 1e-9) * 5 / 100 for best in (min(worst_seeds), max(worst_seeds))}
     asked = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.runs}
     return sorted(target for target in steps | {t for t in asked if t <= max(worst_seeds)} if target > 0)
+
+
+def _best_accuracy(history: History) -> float:
+    """Return the best accuracy of a run, NaN if it was never evaluated."""
+    return history.best("accuracy", optional=True)
 
 
 def default_baseline(curves: Sequence[Curve]) -> int:
@@ -163,7 +169,7 @@ def results_table(curves: Sequence[Curve]) -> Table:
     for curve in curves:
         histories = curve.histories
         if classified:
-            best = mean_and_spread(values(histories, lambda history: 100 * history.best(optional=True)))
+            best = mean_and_spread(values(histories, lambda history: 100 * _best_accuracy(history)))
             last = mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True)))
         else:
             best = mean_and_spread(values(histories, lambda history: history.best("loss", optional=True)), significant)
