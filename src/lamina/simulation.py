@@ -297,6 +297,8 @@ class Simulation:
                     outputs = self.objective.outputs(self.objective.start, self.objective.buffers, inputs, train=False)
             except Exception as error:  # whatever a user's forward raises
                 shape, reason = tuple(other.x.shape[1:]), " ".join(str(error).split())
+                if not (other.x.is_floating_point() or other.x.dtype == torch.uint8):
+                    reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
                 raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
             if not isinstance(outputs, Tensor):
                 raise BadInput(f"the model returns a {type(outputs).__name__}; it must return one tensor, its outputs")

@@ -17,6 +17,10 @@ from lamina.data import hub
 from lamina.errors import BadInput
 
 
+ONE_ARRAY = "put the features into one array, for example np.column_stack([table[name] for name in names])"
+NUMBER_CLASSES = "names, y = np.unique(labels, return_inverse=True)"
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """Samples and their labels, checked once when it is made.
@@ -27,7 +31,10 @@ class Dataset:
     """
 
     x: Tensor
-    """[n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features."""
+    """[n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features.
+
+    Arrays and lists are converted. uint8 of one or two axes are no images: they are kept as int64, and reach the model
+    as they are."""
     y: Tensor
     """[n] int64 labels; or floating-point targets [n, ...] for regression."""
     classes: int | None = None
@@ -41,6 +48,11 @@ class Dataset:
     """Further facts per sample, such as the writer of a digit: natural clients are made from them."""
 
     def __post_init__(self) -> None:
+        for what in ("x", "y"):
+            object.__setattr__(self, what, _tensor(self.name, what, getattr(self, what)))
+        if self.x.dtype == torch.uint8 and self.x.dim() <= 2:  # a table or tokens: `prepare` would read intensities
+            object.__setattr__(self, "x", self.x.to(torch.int64))
+        object.__setattr__(self, "columns", {name: np.asarray(values) for name, values in self.columns.items()})
         if self.x.dim() == 0 or self.y.dim() == 0 or len(self.x) != len(self.y):
             raise BadInput(
                 f"{self.name}: x and y must hold one row per sample, found shapes "
@@ -209,14 +221,29 @@ def _tensor(name: str, what: str, values: Any) -> Tensor:
     """A tensor from anything numpy or torch can read, always of its own or of writable memory."""
     if isinstance(values, Tensor):
         return values.detach()
+    if isinstance(values, Mapping):
+        raise BadInput(f"{name}: {what} is a dict, and a model gets one tensor; {ONE_ARRAY}")
     try:
         array = np.asarray(values)
+        _refuse_objects(name, what, array)
         if array.dtype.kind == "u" and array.dtype != np.uint8:
             array = array.astype(np.int64)  # torch computes little with the larger unsigned types
         return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except BadInput:
+        raise
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise BadInput(f"{name}: {what} is not an array of numbers of one shape ({reason})") from error
+
+
+def _refuse_objects(name: str, what: str, array: NDArray[Any]) -> None:
+    """Refuse text and dicts with what to do about them."""
+    first = array.flat[0] if array.size and array.dtype.kind in "OUS" else None
+    if isinstance(first, str | bytes):
+        advice = "tokenise it into whole numbers" if what == "x" else "number the classes: " + NUMBER_CLASSES
+        raise BadInput(f"{name}: {what} holds text ({str(first)[:40]!r}); {advice}")
+    if isinstance(first, Mapping):
+        raise BadInput(f"{name}: {what} holds dicts, and a model gets one tensor; {ONE_ARRAY}")
 
 
 def _check_finite(name: str, what: str, tensor: Tensor) -> None:
