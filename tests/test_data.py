@@ -82,7 +82,7 @@ TWO = torch.tensor([0, 1])
         (lambda: Dataset(GREY, TWO).holdout(0.1, 0), "one side empty"),
         (lambda: Dataset(GREY, TWO).holdout(float("nan"), 0), "one side empty"),
         (lambda: as_dataset(torch.zeros(3)), "pair"),
-        (lambda: as_dataset((["a", "b"], [0, 1])), "not an array of numbers"),
+        (lambda: as_dataset((["a", "b"], [0, 1])), "x holds text"),
         (lambda: as_dataset(([[1], [2, 3]], [0, 1])), "not an array of numbers"),
     ],
 )

@@ -16,7 +16,6 @@ from lamina import rng
 from lamina.data import hub
 from lamina.errors import BadInput
 
-
 ONE_ARRAY = "put the features into one array, for example np.column_stack([table[name] for name in names])"
 NUMBER_CLASSES = "names, y = np.unique(labels, return_inverse=True)"
 

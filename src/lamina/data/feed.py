@@ -19,8 +19,9 @@ def prepare(
 ) -> Tensor:
     """Make model input of stored samples [..., channels, height, width] (or any shape without mean and std).
 
-    uint8 is read as intensity (a `Dataset` holds only images in it): x / 255, then (x - mean) / std per channel, computed in float32 or better and
-    rounded to `dtype` once. Floating-point features are only cast. Other integers are tokens: untouched.
+    uint8 is read as intensity, because a `Dataset` keeps nothing but images in it: x / 255, then (x - mean) / std per
+    channel, computed in float32 or better and rounded to `dtype` once. Floating-point features are only cast. Other
+    integers are tokens: untouched.
     """
     if x.is_floating_point():
         return x.to(dtype)
