@@ -31,7 +31,7 @@ from lamina.plan import Clients, Plan
 from lamina.report import build as report
 
 SAMPLES = 60
-PARTS = [list(range(0, 10)), list(range(10, 35)), list(range(35, 60)), [1, 5, 9]]  # ragged
+PARTS = [list(range(0, 10)), list(range(10, 35)), list(range(35, 57)), [57, 58, 59]]  # ragged
 NODE = 2**63 + 1000  # node ids do not fit a signed 64-bit word
 
 
@@ -77,6 +77,8 @@ class Setup:
         self.algorithm = lamina.algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
         self.model, self.rounds = model, rounds
         self.protocol = {**PROTOCOL, **given}
+        if "local_steps" in given:
+            del self.protocol["epochs"]
         self.more = {"poll": 0.005, "deadline": 5.0, "attempts": 2, **(more or {})}
         self.node_model = node_model or model
         self.other_columns = set()
@@ -186,6 +188,7 @@ def test_a_federation_is_its_simulation(algorithm, tmp_path):
         {"sampling": "bernoulli", "participation": 0.5},
         {"seed": 2**70 + 1},
         {"batch_size": 1000},
+        {"batch_size": None},
     ],
     ids=str,
 )
@@ -282,8 +285,8 @@ def test_a_partition_that_moves_is_refused():
 
 @given(
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
-    batch_size=st.integers(1, 40),
-    epochs=st.integers(1, 3),
+    batch_size=st.none() | st.integers(1, 40),
+    epochs=st.none() | st.integers(1, 3),
     local_steps=st.none() | st.integers(1, 9),
     seed=st.integers(-(2**70), 2**70),
     number=st.integers(1, 1000),
@@ -291,6 +294,7 @@ def test_a_partition_that_moves_is_refused():
 def test_a_client_that_knows_only_itself_plans_the_same_batches(sizes, batch_size, epochs, local_steps, seed, number):
     bounds = np.cumsum([0, *sizes])
     parts = [np.arange(a, b)[::-1] for a, b in itertools.pairwise(bounds)]
+    epochs = None if local_steps else epochs
     settings = {"lr": 0.1, "batch_size": batch_size, "epochs": epochs, "local_steps": local_steps, "seed": seed}
     whole = Plan(Clients(parts, int(bounds[-1])), **settings).round(number)
     alone = Plan(Clients.elsewhere(len(sizes)), **settings)
@@ -1594,7 +1598,7 @@ def test_a_server_cannot_make_a_node_write_elsewhere(tmp_path):
         ("held_digests", "x"),
         ("lr", float("nan")),
         ("seed", "1e5"),
-        ("batch_size", 0),
+        ("batch_size", -1),
         ("local_steps", 2**60),
         ("augment_flip", 1),
         ("app", ""),

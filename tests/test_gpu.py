@@ -45,10 +45,11 @@ def test_stacked_on_a_gpu_is_the_loop(name, algorithm, compiled):
     assert max(errors) < 0.05
 
 
-def simulation(algorithm, engine, model="mlp", rows=None, **settings):
+def simulation(algorithm, engine, model="mlp", rows=None, samples=210, **settings):
     """Seven clients of different sizes."""
     generator = torch.Generator().manual_seed(0)
-    data = torch.randint(0, 256, (210, 1, 28, 28), dtype=torch.uint8, generator=generator), torch.arange(210) % 10
+    images = torch.randint(0, 256, (samples, 1, 28, 28), dtype=torch.uint8, generator=generator)
+    data = images, torch.arange(samples) % 10
     ends = [0, 25, 40, 75, 100, 140, 170, 210]
     settings = {
         "clients": [range(a, b) for a, b in itertools.pairwise(ends)],
@@ -111,7 +112,7 @@ def test_graphs_that_are_garbage_are_not_destroyed_while_another_is_captured(mon
 
 
 def test_a_chunk_that_does_not_fit_is_halved(caplog):
-    many = {"clients": [range(i, i + 20) for i in range(180)], "batch_size": 20}
+    many = {"clients": 180, "batch_size": 20, "samples": 3600}
     reference = simulation("fedlamb", "stacked", "cnn", rows=180, **many)
     before = reserved()
     reference.run(2)

@@ -48,6 +48,8 @@ def simulate(algorithm: Any, **settings: Any) -> lamina.Simulation:
         "seed": 3,
         "device": "cpu",
     } | settings
+    if "local_steps" in settings:
+        del settings["epochs"]
     return lamina.Simulation(T.Network(START), TRAIN, algorithm, **settings)
 
 

@@ -32,8 +32,9 @@ plans = st.fixed_dictionaries(
 
 
 def make(p, **more):
+    length = {} if "local_steps" in more else {"epochs": p["epochs"]}
     return Plan(ragged(p["sizes"]), 0.1, participation=p["participation"], batch_size=p["batch_size"],
-                epochs=p["epochs"], seed=p["seed"], **more)  # fmt: skip
+                seed=p["seed"], **length, **more)  # fmt: skip
 
 
 @given(plans)

@@ -29,7 +29,10 @@ def simulate(algorithm="fedlamb", model=None, data=None, **more):
     data = blobs() if data is None else data
     settings = {"test": data, "clients": 6, "partition": Classes(2), "participation": 0.5, "batch_size": 16,
                 "device": "cpu", "seed": 7}  # fmt: skip
-    return lamina.Simulation(net() if model is None else model, data, algorithm, **settings | more)
+    settings |= more
+    if not isinstance(settings["clients"], int | None):  # lists of samples, which no partition deals
+        del settings["partition"]
+    return lamina.Simulation(net() if model is None else model, data, algorithm, **settings)
 
 
 def weights(simulation):

@@ -98,7 +98,7 @@ def simulation(kind, algorithm, engine, dtype=torch.float64, **more):
     model, data = problem(kind, dtype)
     if kind == "batch_norm":  # no batch of one sample
         more = {"batch_size": 6, "clients": [range(12), range(12, 20), range(20, 30), range(30, 48)]} | more
-    settings = {"clients": PARTS, "participation": 0.6, "batch_size": 4, "epochs": 1, "lr": 0.01, "device": "cpu",
+    settings = {"clients": PARTS, "participation": 0.6, "batch_size": 4, "lr": 0.01, "device": "cpu",
                 "seed": 3, "engine": engine, "trust_ratios": True}  # fmt: skip
     return lamina.Simulation(model, data, algorithm, **settings | more)
 
@@ -229,6 +229,7 @@ def test_chunks_change_nothing(kind, chunk):
         {"sampling": "bernoulli"},
         {"clients": 6, "partition": "reallocate"},
         {"batch_size": 1000},
+        {"batch_size": None},
     ],
     ids=str,
 )

@@ -35,6 +35,7 @@ class Clients:
         self.moving: tuple[Partition, Indices | None, int, int] | None = None
         if not self.parts:
             raise BadInput("a federation needs at least one client")
+        _refuse_shared_samples(self.parts, samples)
 
     @classmethod
     def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
@@ -92,6 +93,20 @@ def _as_indices(client: int, part: Any, samples: int) -> Indices:
     if len(bad):
         raise BadInput(f"client {client} is given sample {bad[0]}, but there are only {samples} samples")
     return array.astype(np.int64)
+
+
+def _refuse_shared_samples(parts: Sequence[Indices], samples: int) -> None:
+    """Refuse a sample that is given out twice: usually a mistake in the lists, and it would count twice."""
+    taken = np.concatenate(parts)
+    counts = np.bincount(taken, minlength=samples)
+    if counts.max() <= 1:
+        return
+    sample = int(np.argmax(counts > 1))
+    owners = [client for client, part in enumerate(parts) for _ in range(int((part == sample).sum()))]
+    whom = f"client {owners[0]} twice" if owners[0] == owners[1] else f"clients {owners[0]} and {owners[1]}"
+    raise BadInput(
+        f"sample {sample} is given to {whom}: give every sample to one client, or repeat it in the data on purpose"
+    )
 
 
 # --- learning rates ---------------------------------------------------------------------------------------------
@@ -246,8 +261,8 @@ class Plan:
     schedule: Schedule = Constant()
     participation: float = 1.0  # C: the fraction of clients active in a round
     sampling: Literal["exact", "bernoulli"] = "exact"
-    batch_size: int = 32
-    epochs: int = 1
+    batch_size: int | None = 32  # None: all of a client's samples
+    epochs: int | None = None  # None: 1, unless there are local_steps
     local_steps: int | None = None  # fixes K for all clients instead of epochs
     seed: int = 0
 
@@ -267,6 +282,11 @@ class Plan:
                 raise BadInput(f"{name} = {value} is not a whole number >= 1")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise BadInput(f"lr = {self.lr} is not a positive number")
+        if self.epochs is not None and self.local_steps is not None:
+            raise BadInput(
+                f"epochs = {self.epochs} and local_steps = {self.local_steps} both say how long a client trains: "
+                "give one of them"
+            )
 
     def cohort(self, round: int) -> Indices:
         """The active clients: exactly max(1, round(C N)) of them, or an independent coin for each."""
@@ -290,8 +310,13 @@ class Plan:
 
     def steps(self, sizes: Indices) -> Indices:
         """K_i of clients with so many samples."""
-        per_epoch = -(-sizes // self.batch_size)  # the last short batch is kept
-        return per_epoch * self.epochs if self.local_steps is None else np.full_like(sizes, self.local_steps)
+        if self.local_steps is not None:
+            return np.full_like(sizes, self.local_steps)
+        return self._steps_per_epoch(sizes) * (1 if self.epochs is None else self.epochs)
+
+    def _steps_per_epoch(self, sizes: Indices) -> Indices:
+        """Batches in one pass over so many samples; the last short one is kept."""
+        return np.ones_like(sizes) if self.batch_size is None else -(-sizes // self.batch_size)
 
     def same_rounds(self, other: Plan) -> bool:
         """Whether all rounds are the same, but for the rate."""
@@ -311,8 +336,9 @@ class Plan:
         """
         sizes = np.array([len(s) for s in samples], dtype=np.int64)
         lr = self.rate(number)
-        width = min(self.batch_size, int(sizes.max()))  # a huge batch size means the whole client, not huge arrays
-        per_epoch, steps = -(-sizes // self.batch_size), self.steps(sizes)
+        # a huge batch size means the whole client, not huge arrays
+        width = int(sizes.max()) if self.batch_size is None else min(self.batch_size, int(sizes.max()))
+        per_epoch, steps = self._steps_per_epoch(sizes), self.steps(sizes)
         passes = int((-(-steps // per_epoch)).max())
 
         # [C, passes, n]: every client's samples in a fresh order for every pass
@@ -325,8 +351,8 @@ class Plan:
 
         # step k of client c takes positions [start, start + B) of pass k // per_epoch
         k = np.arange(steps.max(), dtype=np.int64)[None, :]
-        start = (k % per_epoch[:, None]) * self.batch_size
-        filled = np.where(k < steps[:, None], np.clip(sizes[:, None] - start, 0, self.batch_size), 0)
+        start = (k % per_epoch[:, None]) * width  # no client has more samples than `width` unless that is batch_size
+        filled = np.where(k < steps[:, None], np.clip(sizes[:, None] - start, 0, width), 0)
         at = np.minimum(start[..., None] + np.arange(width), sizes[:, None, None] - 1)
         c = np.arange(len(cohort))[:, None, None]
         padded = np.zeros((len(cohort), int(sizes.max())), dtype=np.int64)

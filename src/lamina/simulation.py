@@ -63,12 +63,13 @@ class Simulation:
         train: the training data: a `Dataset`, a pair of arrays or tensors, or a `datasets.Dataset`.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, accuracy and loss are not reported.
-        clients: number of clients (10 unless the partition names them), or a list of sample indices for each.
-        partition: how samples are dealt: a partition object or the name of one.
+        clients: number of clients (10 unless the partition names them), or a list of sample indices for each; no
+            sample may be given out twice.
+        partition: how samples are dealt to a number of clients: a partition object or the name of one; default "iid".
         participation: fraction of the clients that take part in a round.
         sampling: exactly that fraction, or an independent coin per client ("bernoulli").
-        batch_size: samples per local step.
-        epochs: passes of a client over its data in a round.
+        batch_size: samples per local step; None: all of the client's.
+        epochs: passes of a client over its data in a round; default 1.
         local_steps: a fixed number of local steps instead of epochs.
         lr: the local learning rate; default: the algorithm's card.
         schedule: the learning rate over rounds: a schedule object or the name of one.
@@ -95,11 +96,11 @@ class Simulation:
         *,
         test: Any = None,
         clients: int | Sequence[Any] | None = None,
-        partition: Any = "iid",
+        partition: Any = None,
         participation: float = 1.0,
         sampling: Literal["exact", "bernoulli"] = "exact",
-        batch_size: int = 32,
-        epochs: int = 1,
+        batch_size: int | None = 32,
+        epochs: int | None = None,
         local_steps: int | None = None,
         lr: float | None = None,
         schedule: Schedule | str = "constant",
@@ -120,7 +121,7 @@ class Simulation:
         _check_kind("algorithm", algorithm, (str, Algorithm), "a name or an instance such as lamina.FedLamb()")
         if not isinstance(schedule, str) and not callable(getattr(schedule, "factor", None)):
             raise BadInput(f"schedule = {schedule!r} is neither a name nor a schedule such as lamina.plan.Cosine(100)")
-        if not isinstance(partition, str) and not callable(getattr(partition, "split", None)):
+        if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):
             raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
         if not isinstance(loss, str) and not callable(loss):
             raise BadInput(f"loss = {loss!r} is neither a name nor a function of (outputs, targets)")
@@ -328,7 +329,8 @@ class Simulation:
         if clients.moving is not None and any(v is not None for v in self.algorithm.client_init(self.objective.start)):
             log.warning("clients keep state between rounds, but 'reallocate' gives them other data in every round")
         batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.objective.module.modules())
-        if batch_norm and any(len(part) % self.plan.batch_size == 1 for part in clients.parts):
+        batch = self.plan.batch_size
+        if batch_norm and any((len(part) if batch is None else len(part) % batch) == 1 for part in clients.parts):
             one = prepare(self.train_data.x[:1], self.train_data.mean, self.train_data.std, self.objective.dtype)
             buffers = {n: b.clone() for n, b in self.objective.buffers.items()}
             with torch.no_grad():
@@ -440,7 +442,10 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
     if isinstance(clients, str | bool | float | dict):
         raise BadInput(f"clients = {clients!r} is neither a whole number nor one list of samples per client")
     if clients is not None and not is_whole(clients):
+        if partition is not None:
+            raise BadInput("partition deals samples to a number of clients, and clients are lists: give one of them")
         return Clients(cast(Sequence[Any], clients), samples=len(data))
+    partition = "iid" if partition is None else partition
     chosen = make_partition(partition) if isinstance(partition, str) else partition
     if clients is None and not isinstance(chosen, ByColumn):
         clients = DEFAULT_CLIENTS

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from lamina.errors import BadInput, nearest
+from lamina.errors import BadInput, is_whole, nearest
 from lamina.experiment.toml import read_tree
 
 Positive = Annotated[float, Field(gt=0)]
@@ -21,6 +22,13 @@ def _in_a_list(value: Any) -> Any:
     return [value] if isinstance(value, int | float) else value
 
 
+def _batch_size(value: Any) -> Any:
+    if value == "full" or (is_whole(value) and value >= 1):
+        return value
+    raise PydanticCustomError("batch_size", 'must be a whole number >= 1, or "full"')
+
+
+BatchSize = Annotated[int | Literal["full"], PlainValidator(_batch_size)]  # "full": all of a client's samples
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Item = TypeVar("Item")
 NotEmpty = Annotated[list[Item], Field(min_length=1)]
@@ -85,7 +93,7 @@ class Train(_Section):
     rounds: AtLeastOne = 50
     participation: Annotated[float, Field(gt=0, le=1)] = 0.5
     sampling: Literal["exact", "bernoulli"] = "exact"
-    batch_size: AtLeastOne = 32
+    batch_size: BatchSize = 32
     epochs: AtLeastOne = 1
     local_steps: AtLeastOne | None = None
     lr: Positive | None = None  # None: the algorithm's own default
@@ -94,6 +102,12 @@ class Train(_Section):
     weighting: Literal["clients", "examples"] = "clients"
     loss: Literal["cross_entropy", "mse"] = "cross_entropy"
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Train:
+        if self.local_steps is not None and "epochs" in self.model_fields_set:
+            raise PydanticCustomError("both", "has epochs and local_steps, which say the same: take one out")
+        return self
 
 
 class Run(_Section):
@@ -198,6 +212,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read and validate an experiment file, with ``section.key=value`` overrides applied first."""
     path = Path(path)
     tree = read_tree(path)
+    replace_length(tree, [override.partition("=")[0].strip() for override in overrides])
     # names first: a new name drops the options of the old one, never those given beside it
     for override in sorted(overrides, key=lambda given: not given.partition("=")[0].strip().endswith(".name")):
         apply_override(tree, override)
@@ -257,6 +272,14 @@ def set_key(tree: dict[str, Any], names: Sequence[str], value: Any) -> None:
     if names[-1] == "name" and section in DEFAULT_NAMES and value != tree.get("name", DEFAULT_NAMES[section]):
         tree.clear()
     tree[names[-1]] = value
+
+
+def replace_length(tree: dict[str, Any], keys: Collection[str]) -> None:
+    """Drop a file's train.epochs where train.local_steps is about to be set, and the other way round."""
+    train = tree.get("train")
+    given = [name for name in ("epochs", "local_steps") if f"train.{name}" in keys]
+    if isinstance(train, dict) and len(given) == 1:
+        train.pop("local_steps" if given == ["epochs"] else "epochs", None)
 
 
 def _one_line(error: ValidationError) -> str:

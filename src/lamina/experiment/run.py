@@ -20,7 +20,7 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, Diverged, LaminaError, nearest
 from lamina.experiment.checkpoint import load_newest
-from lamina.experiment.config import Experiment, Named
+from lamina.experiment.config import Experiment, Named, Train
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
 from lamina.experiment.trackers import Trackers
 from lamina.history import Row
@@ -58,9 +58,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
         partition=partition,
         participation=train.participation,
         sampling=train.sampling,
-        batch_size=train.batch_size,
-        epochs=train.epochs,
-        local_steps=train.local_steps,
+        **local_work(train),
         lr=train.lr,
         schedule=schedule,
         clip=train.clip,
@@ -76,6 +74,15 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
         client_metrics=run.client_metrics,
         trust_ratios=run.trust_ratios,
     )
+
+
+def local_work(train: Train) -> dict[str, int | None]:
+    """Return what a client does in a round, as arguments of `Simulation` and `Federation`."""
+    return {
+        "batch_size": None if train.batch_size == "full" else train.batch_size,
+        "epochs": train.epochs if train.local_steps is None else None,
+        "local_steps": train.local_steps,
+    }
 
 
 def check_device(name: str) -> None:

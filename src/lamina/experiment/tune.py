@@ -18,7 +18,7 @@ from typing import Any
 import lamina
 from lamina.data.dataset import Splits
 from lamina.errors import BadInput, unknown
-from lamina.experiment.config import Experiment, parse, set_key
+from lamina.experiment.config import Experiment, parse, replace_length, set_key
 from lamina.experiment.files import as_json, cannot_write, write_csv, write_file, write_json
 from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, differences, is_ours, turn
 from lamina.experiment.records import FORMAT, Record, read_json, read_record
@@ -106,6 +106,7 @@ def _dotted(tree: Mapping[str, Any], leaves: Sequence[str] = (), prefix: str = "
 def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
     """The experiment with some keys set; checked as a file would be."""
     tree = experiment.model_dump(exclude_unset=True)
+    replace_length(tree, list(settings))
     for key in sorted(settings, key=lambda key: not key.endswith(".name")):  # a name drops the old one's options
         for refused in NOT_TUNED:
             if key == refused or key.startswith(f"{refused}."):

@@ -204,8 +204,8 @@ class Node:
         plan = Plan(
             Clients.elsewhere(task.clients),
             task.lr,
-            batch_size=task.batch_size,
-            epochs=task.epochs,
+            batch_size=task.batch_size or None,
+            epochs=None if task.local_steps else task.epochs,
             local_steps=task.local_steps or None,
             seed=int(task.seed),
         )

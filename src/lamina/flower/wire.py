@@ -133,7 +133,7 @@ WHOLE = {  # the least each may be; the most is MOST
     "round": 1,
     "client": 0,
     "clients": 1,
-    "batch_size": 1,
+    "batch_size": 0,
     "epochs": 1,
     "local_steps": 0,
     "augment_pad": -1,
@@ -157,7 +157,7 @@ class Task:
     clients: int
     lr: float
     participation: float
-    batch_size: int
+    batch_size: int  # 0: all of the client's samples
     epochs: int
     local_steps: int  # 0: epochs count
     seed: str  # a seed may be longer than 64 bits

@@ -1,0 +1,123 @@
+"""Arguments that exclude each other are refused, and batch_size=None is the whole client."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.experiment import config
+from lamina.experiment.run import build
+from lamina.experiment.tune import with_settings
+from lamina.plan import Clients, Plan
+
+X, Y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
+
+
+def simulate(algorithm="fedlamb", **more):
+    torch.manual_seed(0)
+    return lamina.Simulation(nn.Linear(4, 3), (X, Y), algorithm, device="cpu", **{"clients": 3} | more)
+
+
+def weights(simulation, rounds=2):
+    simulation.run(rounds)
+    return simulation.state.server.x
+
+
+# --- arguments that exclude each other ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_epochs_beside_local_steps_are_refused(epochs):
+    with pytest.raises(lamina.BadInput, match=r"epochs = . and local_steps = 4.*give one of them"):
+        simulate(epochs=epochs, local_steps=4)
+    with pytest.raises(lamina.BadInput, match="give one of them"):
+        Plan(Clients.elsewhere(3), lr=0.1, epochs=epochs, local_steps=4)
+
+
+def test_each_of_epochs_and_local_steps_alone_is_fine():
+    assert simulate(local_steps=4).plan.round(1).steps.tolist() == [4, 4, 4]
+    assert simulate(epochs=2, batch_size=5).plan.round(1).steps.tolist() == [4, 4, 4]
+    assert simulate(batch_size=5).plan.round(1).steps.tolist() == [2, 2, 2]
+    one, other = simulate(local_steps=4), simulate(local_steps=4, seed=1)
+    assert one.plan.same_rounds(one.plan)
+    assert not one.plan.same_rounds(other.plan)
+
+
+def test_an_experiment_file_with_epochs_and_local_steps_is_refused():
+    with pytest.raises(lamina.BadInput, match=r"train.*epochs and local_steps.*take one out") as error:
+        config.parse({"train": {"epochs": 1, "local_steps": 4}})
+    assert "\n" not in str(error.value)
+    experiment = config.parse({"train": {"local_steps": 4}})
+    assert build(experiment).plan.round(1).steps.tolist() == [4] * 5
+    assert experiment.model_dump()["train"]["epochs"] == 1  # as in the folders of earlier runs
+
+
+def test_local_steps_on_the_command_line_replace_the_epochs_of_the_file(tmp_path):
+    file = tmp_path / "e.toml"
+    file.write_text("[train]\nepochs = 2\n")
+    assert config.load(file, ["train.local_steps=4"]).train.local_steps == 4
+    with pytest.raises(lamina.BadInput, match="take one out"):
+        config.load(file, ["train.epochs=3", "train.local_steps=4"])
+    file.write_text("[train]\nlocal_steps = 2\n")
+    assert config.load(file, ["train.epochs=4"]).train.local_steps is None
+    assert with_settings(config.load(file), {"train.epochs": 3}).train.epochs == 3
+
+
+def test_a_partition_beside_lists_of_samples_is_refused():
+    parts = [range(10), range(10, 20), range(20, 30)]
+    for partition in ("iid", "dirichlet", lamina.data.IID()):
+        with pytest.raises(lamina.BadInput, match=r"partition.*clients.*lists.*give one of them"):
+            simulate(clients=parts, partition=partition)
+    assert simulate(clients=parts).plan.clients.count == 3
+    assert torch.equal(weights(simulate()), weights(simulate(partition="iid")))  # iid is the default
+
+
+@pytest.mark.parametrize(("clients", "message"), [
+    ([[0, 1, 2], [2, 3, 4]], "sample 2 is given to clients 0 and 1"),
+    ([[0, 1], [2, 3, 3], [4]], "sample 3 is given to client 1 twice"),
+    ([np.arange(30) < 20, np.arange(30) >= 19], "sample 19 is given to clients 0 and 1"),
+])  # fmt: skip
+def test_a_sample_given_twice_is_refused(clients, message):
+    with pytest.raises(lamina.BadInput, match=message) as error:
+        simulate(clients=clients)
+    assert "\n" not in str(error.value)
+
+
+# --- the whole client as one batch --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_no_batch_size_is_one_batch_of_all_a_client_has(engine):
+    parts = [range(5), range(5, 15), range(15, 30)]
+    full = simulate(clients=parts, batch_size=None, epochs=2, engine=engine)
+    assert full.plan.round(1).filled.tolist() == [[5, 5], [10, 10], [15, 15]]
+    assert torch.equal(weights(full), weights(simulate(clients=parts, batch_size=15, epochs=2, engine=engine)))
+
+
+def test_a_client_alone_gets_its_whole_data_too():
+    plan = Plan(Clients.elsewhere(3), lr=0.1, batch_size=None, local_steps=2)
+    alone = plan.round_of(1, np.array([1]), [np.arange(5, 15)])
+    together = plan.round_of(1, np.array([0, 1]), [np.arange(15), np.arange(5, 15)])
+    assert alone.batch(0, 1).tolist() == together.batch(1, 1).tolist()
+    assert sorted(alone.batch(0, 1)) == list(range(5, 15))
+
+
+def test_an_experiment_file_says_full(tmp_path):
+    experiment = config.parse({"train": {"batch_size": "full", "participation": 1.0}})
+    assert build(experiment).plan.batch_size is None
+    again = tmp_path / "again.toml"
+    again.write_text(config.as_toml(experiment.model_dump(exclude_unset=True)))
+    assert config.load(again) == experiment
+    for wrong in (0, "half", 2.5, True):
+        with pytest.raises(lamina.BadInput, match=r'train.batch_size = .*whole number >= 1, or "full"') as error:
+            config.parse({"train": {"batch_size": wrong}})
+        assert "\n" not in str(error.value)
+
+
+def test_batch_norm_refuses_clients_of_one_sample_as_one_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    with pytest.raises(lamina.BadInput, match="one sample"):
+        lamina.Simulation(model, (X, Y), "fedavg", clients=[range(29), [29]], batch_size=None, device="cpu")
+    lamina.Simulation(model, (X, Y), "fedavg", clients=[range(15), range(15, 30)], batch_size=None, device="cpu").run(1)
