@@ -26,14 +26,31 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per-sample squared error [n], averaged over any further axes."""
+    """Per-sample squared error [n], averaged over any further axes; outputs must have the targets' shape.
+
+    Last axes of length one do not count: outputs [n, 1] fit targets [n].
+    """
+    if _shape(outputs) != _shape(targets):
+        raise BadInput(
+            f"the squared error needs outputs of the targets' shape, and outputs of shape {list(outputs.shape[1:])} "
+            f"a sample meet targets of shape {list(targets.shape[1:])}"
+        )
     return _per_sample((outputs.reshape(targets.shape) - targets) ** 2)
+
+
+def _shape(values: Tensor) -> tuple[int, ...]:
+    """Return the shape without last axes of length one, but always with the samples' axis."""
+    shape = tuple(values.shape)
+    while len(shape) > 1 and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape
 
 
 def _per_sample(losses: Tensor) -> Tensor:
     return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
 
+REGRESSION_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)  # no sign is a class
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mean_squared_error}
 
 
@@ -127,6 +144,24 @@ class Objective:
         loss = losses.mean()
         (grad,) = torch.autograd.grad(loss, leaf)
         return grad, loss.detach()
+
+    def correct(self, outputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
+        """Return whether each prediction is right (0 or 1), or None where accuracy has no meaning.
+
+        The prediction is the largest of at least `classes` outputs a sample; of a single output and labels 0 and 1 it
+        is the output's sign (one logit). The squared error is regression, even on integers: no accuracy.
+
+        Args:
+            outputs: the module's outputs [n, ...].
+            labels: the targets [n, ...].
+            classes: the number of classes of the data set; None: its targets are no labels.
+        """
+        if classes is None or self.loss is mean_squared_error or isinstance(self.loss, REGRESSION_LOSSES):
+            return None
+        if _shape(outputs) == (len(labels),) and self.loss is not cross_entropy:
+            return ((outputs.flatten() > 0) == (labels == 1)).float() if classes <= 2 else None
+        fits = outputs.dim() == 2 and outputs.shape[1] >= classes
+        return (outputs.argmax(1) == labels).float() if fits else None
 
     def refuse_rate(self, lr: float) -> None:
         """Refuse a learning rate that the parameters' type cannot hold: torch would say so in its own words."""

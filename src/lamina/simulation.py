@@ -62,7 +62,8 @@ class Simulation:
         model: any module; it is copied, and its trainable parameters are the start.
         train: the training data: a `Dataset`, a pair of arrays or tensors, or a `datasets.Dataset`.
         algorithm: an algorithm, or the name of one (its defaults).
-        test: data to evaluate on; without it, accuracy and loss are not reported.
+        test: data to evaluate on; without it, accuracy and loss are not reported. There is an accuracy for class labels
+            and one output per class, or one logit for labels 0 and 1; never with loss="mse".
         clients: number of clients (10 unless the partition names them), or a list of sample indices for each; no
             sample may be given out twice.
         partition: how samples are dealt to a number of clients: a partition object or the name of one; default "iid".
@@ -159,6 +160,7 @@ class Simulation:
         if deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         self.engine_name: str = engine.engine_name if isinstance(engine, Simulation) else engine
+        self.metric = "loss"  # what tells how good the model is: "accuracy" where the model and data have one
         self._check_fit(loss)
         known = isinstance(engine, Simulation) and engine.plan.same_rounds(self.plan)
         self._check_protocol(client_metrics, known)
@@ -318,14 +320,19 @@ class Simulation:
                 ) from error
             if not isinstance(losses, Tensor) or losses.shape != (len(inputs),):
                 raise BadInput("the loss must return one value per sample, a tensor of shape [n]: use reduction='none'")
+            if name == "train" and self.objective.correct(outputs, other.y[:2], other.classes) is not None:
+                self.metric = "accuracy"
 
     def _check_protocol(self, client_metrics: bool, known: bool) -> None:
         """Find what would only fail in some later round; `known`: a simulation with the same rounds has been made."""
         clients = self.plan.clients
         if not known:
             self.plan.round(1)
-        if client_metrics and (not clients.parts or self.train_data.classes is None):
-            raise BadInput("client_metrics needs class labels and clients that keep their data")
+        if client_metrics and (not clients.parts or self.metric != "accuracy"):
+            raise BadInput(
+                "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "
+                "other than 'mse') and clients that keep their data"
+            )
         if clients.moving is not None and any(v is not None for v in self.algorithm.client_init(self.objective.start)):
             log.warning("clients keep state between rounds, but 'reallocate' gives them other data in every round")
         batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.objective.module.modules())
@@ -348,12 +355,12 @@ def evaluate_together(simulations: Sequence[Simulation], *, always: bool = False
 
 
 def evaluate(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> dict[str, float]:
-    """The mean loss of a model on data and, for class labels, its accuracy."""
+    """The mean loss of a model on data and its accuracy where that has a meaning, see `Objective.correct`."""
     return named(measure(objective, x, buffers, data))
 
 
 def measure(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> Tensor:
-    """The mean loss and, for class labels, the accuracy, still on the device."""
+    """The mean loss and, where there is one, the accuracy, still on the device."""
     losses, correct = predict(objective, x, buffers, data)
     return torch.stack([values.double().mean() for values in (losses, correct) if values is not None])
 
@@ -364,7 +371,7 @@ def named(measured: Tensor) -> dict[str, float]:
 
 
 def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> tuple[Tensor, Tensor | None]:
-    """Per-sample losses and, for class labels, whether each prediction is right (as 0 or 1)."""
+    """Per-sample losses and, where there is an accuracy, whether each prediction is right (as 0 or 1)."""
     losses, correct = [], []
     batch = EVALUATION_BATCH
     if objective.device.type != "cpu":
@@ -376,9 +383,9 @@ def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) ->
             outputs = objective.outputs(x, buffers, inputs, train=False)
             targets = data.y[part]
             losses.append(objective.loss(outputs, targets))
-            if data.classes is not None:
-                hits = (outputs.argmax(1) == targets).float()
-                correct.append(hits.flatten(1).mean(1) if hits.dim() > 1 else hits)
+            hits = objective.correct(outputs, targets, data.classes)
+            if hits is not None:
+                correct.append(hits)
     return torch.cat(losses), torch.cat(correct) if correct else None
 
 

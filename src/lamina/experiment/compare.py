@@ -135,6 +135,11 @@ class Comparison:
         simulation = build(first, self._splits)
         if simulation.test_data is not None:  # where they are needed: every run would copy them
             self._splits = Splits(simulation.train_data, simulation.test_data)
+        if simulation.metric != "accuracy":
+            raise BadInput(
+                "a comparison is by accuracy, and this experiment has none (loss = 'mse', or outputs that do not fit "
+                "the classes): use `lamina run` for each method, or `lamina tune`, which takes the loss"
+            )
         self.clients = simulation.plan.clients.count
         self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
         del self._config["algorithm"]  # each method has its own, with its own rate

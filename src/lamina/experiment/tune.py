@@ -213,7 +213,7 @@ class Tuning:
         simulation = build(experiment, self._loaded)
         if simulation.test_data is not None:  # where they are needed: every run would copy them
             self._loaded = Splits(simulation.train_data, simulation.test_data)
-        self.metric = "accuracy" if self._loaded.train.classes is not None else "loss"
+        self.metric = simulation.metric
         self._config = self._describe(resolved(experiment, simulation))
 
     def watch(self, on_round: Callable[[str, Row], None], on_end: Callable[[str, Record], None]) -> None:
