@@ -86,7 +86,7 @@ class Simulation:
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
         client_metrics: also report the accuracy on every client's own data (mean and worst 10 %).
-        trust_ratios: also report the layer-wise trust ratios of the layer-wise methods.
+        trust_ratios: also report the trust ratios of the layer-wise methods, of every client's last local step.
     """
 
     def __init__(

@@ -54,6 +54,7 @@ class Info(NamedTuple):
     steps: Number = 1.0  # K_i in begin and finish; the mean K over the cohort in update
     participation: float = 1.0  # |S| / N
     full_gradient: Tensor | None = None  # grad F_i(x) in finish; its mean over the cohort in broadcast (see Needs)
+    record_trust_ratios: bool = False  # begin then gives Local a field `ratio`, see Algorithm.trust_ratios
 
 
 class Needs(NamedTuple):
@@ -141,11 +142,13 @@ class Algorithm(ABC):
         return {}
 
     def trust_ratios(self, local: Any, down: Any, layers: Layers) -> Tensor | None:
-        """Layer-wise trust ratios [..., number of layers] at a local state, where the algorithm has them.
+        """Return the layer-wise trust ratios of the last local step [..., number of layers], or None.
 
-        Engines record them at the end of local training: the ratios a further step with the same moments would use.
+        A layer-wise method whose `begin` is told to record them keeps what every `step` multiplies its update with
+        in the field ``ratio`` of its `Local` [..., p]: one value per layer, repeated over the layer.
         """
-        return None
+        ratio = getattr(local, "ratio", None)
+        return None if ratio is None else layers.firsts(ratio, getattr(self, "layers", "tensor"))
 
 
 def hyper(

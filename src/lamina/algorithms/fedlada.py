@@ -30,6 +30,7 @@ class Local(NamedTuple):
     m: Tensor
     v: Tensor
     v_hat: Tensor
+    ratio: Tensor | None = None  # FedLADA-LAMB's trust ratio of the last step, if it is recorded
 
 
 class Up(NamedTuple):

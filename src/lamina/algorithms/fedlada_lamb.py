@@ -19,10 +19,11 @@ from lamina.algorithms.primitives import (
     add_l2,
     add_ratio_decay,
     amsgrad,
+    begin_ratio,
     descend,
+    keep_ratio,
     layerwise,
     precondition,
-    trust_ratio,
 )
 from lamina.layers import Layers
 
@@ -50,25 +51,15 @@ class FedLadaLamb(LayerwiseOptions, Algorithm):
 
     def begin(self, down: Server, client: Nothing, info: Info) -> Local:
         v = down.v if self.v_seed == "server" else zeros(down.v)  # B3
-        return Local(down.x, m=zeros(down.x), v=v, v_hat=down.v)  # l.5
+        return Local(down.x, m=zeros(down.x), v=v, v_hat=down.v, ratio=begin_ratio(down.x, self, info))  # l.5
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         g = add_l2(grad, local.y, self)
         m, v, v_hat = amsgrad(local.m, local.v, local.v_hat, g, self.beta1, self.beta2)  # l.8-10
-        own = layerwise(local.y, self._u(local.y, m, v_hat, layers), self, layers)  # eq. 3 of Fed-LAMB
+        u = add_ratio_decay(precondition(m, v_hat), local.y, self, layers)
+        own, ratio = layerwise(local.y, u, self, layers)  # eq. 3 of Fed-LAMB
         direction = self.alpha * own + (1 - self.alpha) * down.g_a  # l.12
-        return Local(descend(local.y, direction, lr, self), m, v, v_hat)
-
-    def _u(self, y: Tensor, m: Tensor, v_hat: Tensor, layers: Layers) -> Tensor:
-        """m_k / sqrt(v_hat_k) + lambda y_{k-1}, the local direction before it is normalised."""
-        return add_ratio_decay(precondition(m, v_hat), y, self, layers)
-
-    def trust_ratios(self, local: Local, down: Server, layers: Layers) -> Tensor | None:
-        return (
-            trust_ratio(local.y, self._u(local.y, local.m, local.v_hat, layers), self, layers)
-            if self.trust_ratio
-            else None
-        )
+        return Local(descend(local.y, direction, lr, self), m, v, v_hat, keep_ratio(local.ratio, ratio))
 
     def finish(self, local: Local, down: Server, client: Nothing, info: Info) -> tuple[Up, Nothing]:
         return Up(local.y - down.x, local.v_hat, mean_step=None), client  # l.14

@@ -15,7 +15,15 @@ from lamina.algorithms import moments
 from lamina.algorithms.contract import Algorithm, Info, Number, algorithm, zeros
 from lamina.algorithms.fedams import Server, Up
 from lamina.algorithms.moments import AmsOptions, Client, Local
-from lamina.algorithms.primitives import LayerwiseOptions, add_l2, add_ratio_decay, descend, layerwise, trust_ratio
+from lamina.algorithms.primitives import (
+    LayerwiseOptions,
+    add_l2,
+    add_ratio_decay,
+    begin_ratio,
+    descend,
+    keep_ratio,
+    layerwise,
+)
 from lamina.layers import Layers
 
 
@@ -50,20 +58,14 @@ class FedLamb(LayerwiseOptions, AmsOptions, Algorithm):
         return server
 
     def begin(self, down: Server, client: Client, info: Info) -> Local:
-        local = moments.begin(self, down.x, client, down.m)  # l.6
+        local = moments.begin(self, down.x, client, down.m)._replace(ratio=begin_ratio(down.x, self, info))  # l.6
         return moments.begin_v(self, local, down.v_hat, client, info)
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         local = moments.advance(self, local, add_l2(grad, local.y, self))  # l.10-11
-        u = self._u(local, down, layers)  # l.12
-        return local._replace(y=descend(local.y, layerwise(local.y, u, self, layers), lr, self))  # l.13, eq. 3
-
-    def _u(self, local: Local, down: Server, layers: Layers) -> Tensor:
-        """psi_k + lambda y_{k-1}, the update before it is normalised."""
-        return add_ratio_decay(moments.psi(self, local, down.v_hat), local.y, self, layers)
-
-    def trust_ratios(self, local: Local, down: Server, layers: Layers) -> Tensor | None:
-        return trust_ratio(local.y, self._u(local, down, layers), self, layers) if self.trust_ratio else None
+        u = add_ratio_decay(moments.psi(self, local, down.v_hat), local.y, self, layers)  # l.12
+        update, ratio = layerwise(local.y, u, self, layers)  # eq. 3
+        return local._replace(y=descend(local.y, update, lr, self), ratio=keep_ratio(local.ratio, ratio))  # l.13
 
     def finish(self, local: Local, down: Server, client: Client, info: Info) -> tuple[Up, Client]:
         v = moments.to_send(self, local, info)  # l.16, A2, A16

@@ -14,7 +14,15 @@ from lamina.algorithms import mime, moments
 from lamina.algorithms.contract import Algorithm, Info, Needs, Number, algorithm
 from lamina.algorithms.mime import Down, MimeOptions, Server, Up
 from lamina.algorithms.moments import Client, Local
-from lamina.algorithms.primitives import LayerwiseOptions, add_l2, add_ratio_decay, descend, layerwise, trust_ratio
+from lamina.algorithms.primitives import (
+    LayerwiseOptions,
+    add_l2,
+    add_ratio_decay,
+    begin_ratio,
+    descend,
+    keep_ratio,
+    layerwise,
+)
 from lamina.layers import Layers
 
 
@@ -39,20 +47,14 @@ class MimeLamb(LayerwiseOptions, MimeOptions, Algorithm):
         return Down(server.x, server.v_hat, server.m, info.full_gradient if self.control_variate else None)
 
     def begin(self, down: Down, client: Client, info: Info) -> Local:
-        return moments.begin(self, down.x, client, down.m)  # l.6
+        return moments.begin(self, down.x, client, down.m)._replace(ratio=begin_ratio(down.x, self, info))  # l.6
 
     def step(self, local: Local, down: Down, grad: Tensor, lr: Number, layers: Layers) -> Local:
         moved = moments.advance(self, local, add_l2(mime.gradient(self, grad, down), local.y, self))  # l.10
-        u = self._u(moved, down, layers)  # l.12
+        u = add_ratio_decay(moments.psi(self, moved, down.v_hat), local.y, self, layers)  # l.12
+        update, ratio = layerwise(local.y, u, self, layers)  # eq. 3
         kept = local if self.momentum == "server" else moved  # A14
-        return kept._replace(y=descend(local.y, layerwise(local.y, u, self, layers), lr, self))  # l.13, eq. 3
-
-    def _u(self, local: Local, down: Down, layers: Layers) -> Tensor:
-        """psi_k + lambda y_{k-1}, the update before it is normalised."""
-        return add_ratio_decay(moments.psi(self, local, down.v_hat), local.y, self, layers)
-
-    def trust_ratios(self, local: Local, down: Down, layers: Layers) -> Tensor | None:
-        return trust_ratio(local.y, self._u(local, down, layers), self, layers) if self.trust_ratio else None
+        return kept._replace(y=descend(local.y, update, lr, self), ratio=keep_ratio(local.ratio, ratio))  # l.13
 
     def finish(self, local: Local, down: Down, client: Client, info: Info) -> tuple[Up, Client]:
         m = local.m if self.momentum == "average" else None

@@ -74,6 +74,7 @@ class Local(NamedTuple):
     v_hat: Tensor | None = None  # local running maximum (A2)
     steps: Tensor | None = None  # steps the momentum has seen (A6)
     round_one: Tensor | None = None  # 1 in round 1, else 0: tells which v to divide by
+    ratio: Tensor | None = None  # the layer-wise methods' trust ratio of the last step, if it is recorded
 
 
 def refuse_zero_divisor(h: MomentOptions) -> None:

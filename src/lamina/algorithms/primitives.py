@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Number, hyper
+from lamina.algorithms.contract import Info, Number, hyper
 from lamina.errors import BadInput
 from lamina.layers import Grouping, Layers
 
@@ -163,9 +163,25 @@ def add_ratio_decay(psi: Tensor, y: Tensor, h: LayerwiseOptions, layers: Layers)
     return psi + decay * y
 
 
-def layerwise(y: Tensor, u: Tensor, h: LayerwiseOptions, layers: Layers) -> Tensor:
-    """The update with every layer rescaled to length phi(||y||), or as it is with the trust ratio off."""
-    return layers.spread(trust_ratio(y, u, h, layers), h.layers) * u if h.trust_ratio else u
+def layerwise(y: Tensor, u: Tensor, h: LayerwiseOptions, layers: Layers) -> tuple[Tensor, Tensor | None]:
+    """Return the update with every layer rescaled to length phi(||y||), and the ratio of each element's layer.
+
+    With the trust ratio off the update is as it is, without a ratio.
+    """
+    if not h.trust_ratio:
+        return u, None
+    ratio = layers.spread(trust_ratio(y, u, h, layers), h.layers)
+    return ratio * u, ratio
+
+
+def begin_ratio(x: Tensor, h: LayerwiseOptions, info: Info) -> Tensor | None:
+    """Return what a `Local` keeps its trust ratios in before the first step; None if nobody asks for them."""
+    return torch.zeros_like(x) if info.record_trust_ratios and h.trust_ratio else None
+
+
+def keep_ratio(old: Tensor | None, ratio: Tensor | None) -> Tensor | None:
+    """Return the ratio of the step just taken, if ratios are recorded."""
+    return None if old is None else ratio
 
 
 def _is_on(value: Number) -> bool:

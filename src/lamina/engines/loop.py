@@ -49,7 +49,13 @@ class Loop:
             full_gradients = [self.full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
         mean_gradient = weighted_sum(full_gradients, weights) if needs.control_variate else None
 
-        info = Info(plan.number, plan.lr, participation=plan.participation, full_gradient=mean_gradient)
+        info = Info(
+            plan.number,
+            plan.lr,
+            participation=plan.participation,
+            full_gradient=mean_gradient,
+            record_trust_ratios=self.record_trust_ratios,
+        )
         down = algorithm.broadcast(state.server, info)
 
         sums, clients = Sums(), dict(state.clients)
@@ -64,13 +70,12 @@ class Loop:
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)
             sums.add(up, buffers, weights[c])
-            sums.losses.append(float(losses.mean()))
+            sums.loss += weights[c] * float(losses.mean())
             sums.bytes_up += sum(payload_bytes(up).values())
             sums.steps += weights[c] * float(plan.steps[c])
             sums.square += weights[c] * float(torch.sum(up.delta.double() ** 2))
             if self.record_trust_ratios:
-                ratios = algorithm.trust_ratios(local, down, layers)
-                sums.trust += [] if ratios is None else [ratios]
+                sums.add_trust(algorithm.trust_ratios(local, down, layers), weights[c])
 
         return close_round(algorithm, layers, state, plan, down, sums, clients)
 

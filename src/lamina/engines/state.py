@@ -37,12 +37,13 @@ class State:
 class RoundReport:
     """What an engine measures while it runs a round."""
 
+    # means over clients are weighted as the algorithm's own
     train_loss: float  # mean over clients of their mean mini-batch loss
     consistency: float  # mean_i ||y_K - x+||^2
     update_norm: float  # ||x+ - x||
     bytes_down: int
     bytes_up: int
-    trust_ratios: dict[str, float]  # mean over the cohort, by layer; empty unless asked for
+    trust_ratios: dict[str, float]  # of the clients' last local steps, mean by layer; empty unless asked for
 
 
 @dataclass
@@ -53,13 +54,18 @@ class Sums:
     buffers: Buffers = field(default_factory=dict)  # the weighted sum of the floating buffers
     steps: float = 0.0  # mean K_i
     square: float = 0.0  # mean ||delta_i||^2
-    losses: list[float] = field(default_factory=list)  # every client's mean loss
+    loss: float = 0.0  # mean over clients of their mean mini-batch loss
     bytes_up: int = 0
-    trust: list[Tensor] = field(default_factory=list)  # every client's trust ratios
+    trust: Tensor | None = None  # mean trust ratio of every layer
 
     def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
         """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
         self.up, self.buffers = self.plus(up, buffers, weight)
+
+    def add_trust(self, ratios: Tensor | None, weight: float) -> None:
+        """Add one client's trust ratios, if its algorithm has them."""
+        if ratios is not None:
+            self.trust = weight * ratios if self.trust is None else self.trust + weight * ratios
 
     def plus(self, up: Any, buffers: Buffers, weight: float = 1.0) -> tuple[Any, Buffers]:
         """What `up` and `buffers` will be once these are added; changes nothing."""
@@ -88,13 +94,13 @@ def close_round(
     extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
     names = [name or "model" for name in layers.group_names(getattr(algorithm, "layers", "tensor"))]
     report = RoundReport(
-        train_loss=sum(sums.losses) / len(sums.losses),
+        train_loss=sums.loss,
         consistency=max(0.0, consistency),
         update_norm=update_norm,
         bytes_down=state.ledger.down(down, algorithm.down_versions(plan.number), plan.cohort)
         + extra * len(plan.cohort),
         bytes_up=sums.bytes_up + extra * len(plan.cohort),
-        trust_ratios=dict(zip(names, torch.stack(sums.trust).mean(0).tolist(), strict=True)) if sums.trust else {},
+        trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
     )
     return State(plan.number, server, state.buffers | sums.buffers, clients, state.ledger), report
 

@@ -386,7 +386,7 @@ class Server:
         sums = Sums()
         for update, weight in zip(updates.values(), weights, strict=True):
             sums.add(update.up, update.buffers, weight)
-            sums.losses.append(update.loss)
+            sums.loss += weight * update.loss
             sums.steps += weight * update.steps
             sums.square += weight * float(torch.sum(update.up.delta.double() ** 2))
         self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, {})

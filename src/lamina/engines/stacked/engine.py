@@ -129,7 +129,7 @@ class Stacked:
 
         if ranks.world > 1:
             layouts = [self._zeros(member, down) for member, down in zip(members, downs, strict=True)]
-            ranks.combine(sums, layouts, failed, [len(member.plan.cohort) for member in members])
+            ranks.combine(sums, layouts, failed)
         for member, total in zip(members, sums, strict=True):
             total.bytes_up = 0 if total.up is None else sum(payload_bytes(total.up).values()) * len(member.plan.cohort)
 
@@ -183,6 +183,7 @@ class Stacked:
             full_gradient=torch.stack([gradients[row.member, row.c] for row in chunk])
             if gradients and algorithm.needs(plans[0].number).full_gradient
             else None,
+            record_trust_ratios=self.record_trust_ratios,
         )
         shares = self._shares(chunk, failed)  # made before the GPU is busy: the host would wait for it otherwise
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
@@ -213,9 +214,9 @@ class Stacked:
             if not math.isfinite(check):
                 continue
             total = sums[row.member]
-            total.losses.append(loss)
+            total.loss += row.weight * loss
             total.square += row.weight * length
-            total.trust += [] if ratios is None else [ratios[r]]
+            total.add_trust(None if ratios is None else ratios[r], row.weight)
             if stateful:
                 clients[row.member][int(plans[r].cohort[row.c])] = kept[r]
         for e, (total_up, total_buffers) in totals.items():
@@ -265,7 +266,12 @@ class Stacked:
         """What a client sends in this round, and its trust ratios, with zeros in them: tells which fields there are."""
         x = member.state.server.x
         needs = member.algorithm.needs(member.plan.number)
-        info = Info(member.plan.number, member.plan.lr, full_gradient=x if needs.full_gradient else None)
+        info = Info(
+            member.plan.number,
+            member.plan.lr,
+            full_gradient=x if needs.full_gradient else None,
+            record_trust_ratios=self.record_trust_ratios,
+        )
         client = member.algorithm.client_init(x)
         local = member.algorithm.begin(down, client, info)
         up, _ = member.algorithm.finish(local, down, client, info)

@@ -39,16 +39,13 @@ class Ranks(NamedTuple):
             dist.all_reduce(vector)
         return vector
 
-    def combine(
-        self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged], cohorts: list[int]
-    ) -> None:
+    def combine(self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged]) -> None:
         """Add up every member's sums over the ranks in one all-reduce.
 
         Args:
             sums: every member's sums over this rank's rows; completed in place.
             layouts: for every member a zero Up and zero trust ratios, which tell an empty rank what the others send.
             failed: the members that diverged here; completed with those that diverged elsewhere.
-            cohorts: the number of active clients of every member.
         """
         if self.world == 1:
             return
@@ -57,23 +54,22 @@ class Ranks(NamedTuple):
             up = zero_up if total.up is None else total.up
             packed += [value for value in up if value is not None]
             packed += [total.buffers[name] for name in sorted(total.buffers)]
-            numbers = [total.square, sum(total.losses), float(e in failed)]
+            numbers = [total.square, total.loss, float(e in failed)]
             packed.append(torch.tensor(numbers, dtype=zero_up.delta.dtype, device=zero_up.delta.device))
-            packed.append(torch.stack(total.trust).sum(0) if total.trust else zero_trust)
+            packed.append(zero_trust if total.trust is None else total.trust)
         flat = self.add(torch.cat([value.reshape(-1).to(packed[0].dtype) for value in packed]))
         pieces = iter(
             piece.reshape(value.shape)
             for piece, value in zip(torch.split(flat, [value.numel() for value in packed]), packed, strict=True)
         )
         somewhere = False
-        for total, (zero_up, _), cohort in zip(sums, layouts, cohorts, strict=True):
+        for total, (zero_up, _) in zip(sums, layouts, strict=True):
             total.up = type(zero_up)(*(None if value is None else next(pieces) for value in zero_up))
             for name in sorted(total.buffers):
                 total.buffers[name] = next(pieces)
-            total.square, losses, flag = next(pieces).tolist()
-            total.losses = [losses / cohort]
+            total.square, total.loss, flag = next(pieces).tolist()
             trust = next(pieces)
-            total.trust = [trust / cohort] if len(trust) else []
+            total.trust = trust if len(trust) else None
             somewhere = somewhere or flag > 0
         if somewhere:
             everyones: list[Any] = [None] * self.world
