@@ -56,6 +56,11 @@ def test_a_new_name_drops_the_inherited_options(folder):
     assert same.model.options() == {"hidden": 7, "dropout": 0.5}
 
 
+def test_local_steps_replace_inherited_epochs(folder):
+    train = load(write(folder, 'extends = "base.toml"\n[train]\nlocal_steps = 5\n')).train
+    assert (train.local_steps, train.epochs) == (5, 1)
+
+
 def test_own_claims_come_before_inherited_ones(folder):
     own = '[[claim]]\ntext = "own"\nkind = "order"\nexpect = ["fedavg", "fedlamb"]\n'
     experiment = load(write(folder, f'extends = "base.toml"\n{own}'))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import PydanticCustomError
 
 from lamina.errors import BadInput, is_whole, nearest
-from lamina.experiment.toml import read_tree
+from lamina.experiment.toml import read_tree, replace_length
 
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -272,14 +272,6 @@ def set_key(tree: dict[str, Any], names: Sequence[str], value: Any) -> None:
     if names[-1] == "name" and section in DEFAULT_NAMES and value != tree.get("name", DEFAULT_NAMES[section]):
         tree.clear()
     tree[names[-1]] = value
-
-
-def replace_length(tree: dict[str, Any], keys: Collection[str]) -> None:
-    """Drop a file's train.epochs where train.local_steps is about to be set, and the other way round."""
-    train = tree.get("train")
-    given = [name for name in ("epochs", "local_steps") if f"train.{name}" in keys]
-    if isinstance(train, dict) and len(given) == 1:
-        train.pop("local_steps" if given == ["epochs"] else "epochs", None)
 
 
 def _one_line(error: ValidationError) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,28 @@ def _leading_comment(path: Path) -> str:
 def merge(base: Tree, own: Tree) -> Tree:
     """Lay a file's tables over those of the file it extends.
 
-    Tables are merged key by key; any other value replaces the inherited one. Two more rules: a new
-    name of a model, algorithm, partition or schedule drops the options of the old one, and a file's own claims come
-    before the inherited ones.
+    Tables are merged key by key; any other value replaces the inherited one. Three more rules: a
+    new name of a model, algorithm, partition or schedule drops the options of the old one; `train.local_steps` replaces
+    inherited `train.epochs` and the other way round; a file's own claims come before the inherited ones.
 
     >>> base = {"model": {"name": "mlp", "hidden": 200}, "train": {"epochs": 1, "rounds": 100}}
     >>> merge(base, {"model": {"name": "cnn"}, "train": {"epochs": 3}})
     {'model': {'name': 'cnn'}, 'train': {'epochs': 3, 'rounds': 100}}
     """
+    base = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
+    replace_length(base, [f"train.{key}" for key in _table(own, "train")])
     merged = _merge_tables(base, own, ())
     if base.get("claim") and own.get("claim"):
         merged["claim"] = [*own["claim"], *base["claim"]]
     return merged
+
+
+def replace_length(tree: dict[str, Any], keys: Collection[str]) -> None:
+    """Drop a file's train.epochs where train.local_steps is about to be set, and the other way round."""
+    train = tree.get("train")
+    given = [name for name in ("epochs", "local_steps") if f"train.{name}" in keys]
+    if isinstance(train, dict) and len(given) == 1:
+        train.pop("local_steps" if given == ["epochs"] else "epochs", None)
 
 
 def _drop_uncompared(tree: Tree, own: Tree) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import lamina
 from lamina.data.dataset import Splits
 from lamina.errors import BadInput, unknown
-from lamina.experiment.config import Experiment, parse, replace_length, set_key
+from lamina.experiment.config import Experiment, parse, set_key
 from lamina.experiment.files import as_json, cannot_write, write_csv, write_file, write_json
 from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, differences, is_ours, turn
 from lamina.experiment.records import FORMAT, Record, read_json, read_record
@@ -34,7 +34,7 @@ from lamina.experiment.run import (
 from lamina.experiment.settings import Grid, Settings, at_ends, bounds_of, folder_name, points, way_beyond, written
 from lamina.experiment.side_by_side import Planned, check_folder, run_side_by_side
 from lamina.experiment.study import Claimed, Range, Study, find_space
-from lamina.experiment.toml import as_toml
+from lamina.experiment.toml import as_toml, replace_length
 from lamina.history import History, Row
 
 MOST_NAMED = 5  # keys that differ, in one line
