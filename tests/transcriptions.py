@@ -190,6 +190,7 @@ def scaffold(
     """SCAFFOLD, option II, with the scale s of FedLADA's eq. 26 (B15)."""
     o, x, c, own = SimpleNamespace(**options), x0.copy(), np.zeros_like(x0), {}
     for rnd in rounds:
+        N = len(rnd.cohort) / rnd.participation  # all clients
         mean, deltas, d_controls = averager(rnd, by_examples), [], []
         for a, i in enumerate(rnd.cohort):
             y, c_i, K = x.copy(), own.get(i, np.zeros_like(x0)), int(rnd.steps[a])
@@ -200,7 +201,7 @@ def scaffold(
             deltas.append(y - x)
             d_controls.append(own[i] - c_i)
         x = x + o.server_lr * mean(deltas)
-        c = c + rnd.participation * mean(d_controls)
+        c = c + sum(d_controls) / N  # whatever the weighting: always c = (1/N) sum of all c_i
         yield Record({"x": x, "c": c}, {i: {"c": c_i} for i, c_i in own.items()}, deltas)
 
 

@@ -15,6 +15,7 @@ Rules that make one definition run in every engine:
 - `Server` and `Down` have a field ``x`` (the model), `Local` a field ``y`` (the local model),
   `Up` a field ``delta`` (y_K - x).
 - A field of `Down` or `Up` that is not None is sent: the ledger counts it, Flower ships it.
+- The mean of the Ups follows the run's weighting, except for the fields named in `uniform_fields`.
 - No branch on a tensor's value, no in-place write, no ``.item()``. Branching on options is fine.
 - A numeric hyper-parameter may be a tensor that broadcasts over the leading axes.
 """
@@ -101,6 +102,8 @@ class Algorithm(ABC):
     """Base of all algorithms: the contract, with defaults for what most of them do not need."""
 
     card: ClassVar[Card]
+    uniform_fields: ClassVar[tuple[str, ...]] = ()
+    """The fields of `Up` whose mean is uniform over the cohort even where clients are weighted by their examples."""
 
     @abstractmethod
     def init(self, x: Tensor) -> Any:

@@ -1,7 +1,8 @@
 """SCAFFOLD, option II, with the scaled correction of the FedLADA paper (eq. 26).
 
 Karimireddy et al. 2020, "SCAFFOLD: stochastic controlled averaging for federated learning", Algorithm 1.
-With clients weighted equally c = (1/N) * sum of all N clients' c_i, and c_i is the mean raw gradient of i's last round.
+Always c = (1/N) * sum of all N clients' c_i, and c_i is the mean raw gradient of i's last round. So the change of c is
+the uniform mean of the cohort's changes times |S|/N, also where the model's mean is weighted by examples.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class Up(NamedTuple):
 )
 class Scaffold(Algorithm):
     """SGD corrected by the difference between the global and the client's mean gradient."""
+
+    uniform_fields = ("delta_c",)
 
     scale: Number = hyper(1.0, "s, weight of the correction; 1 is SCAFFOLD, 0 is FedAvg", low=0.0)
     control: Literal["mean_gradient", "literal"] = hyper(

@@ -17,7 +17,7 @@ from lamina.algorithms.contract import Algorithm, Info
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
+from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round
@@ -69,6 +69,8 @@ class Loop:
 
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)
+            if self.by_examples:
+                up = undo_weighting(algorithm, up, weights[c] * len(plan.cohort))
             sums.add(up, buffers, weights[c])
             sums.loss += weights[c] * float(losses.mean())
             sums.bytes_up += sum(payload_bytes(up).values())

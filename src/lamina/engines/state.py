@@ -111,6 +111,14 @@ def client_weights(plan: Round, by_examples: bool) -> list[float]:
     return [float(w) for w in shares / shares.sum()]
 
 
+def undo_weighting(algorithm: Algorithm, up: Any, relative: float | Tensor) -> Any:
+    """Scale an Up's `uniform_fields` so that the weighted mean over the cohort is the uniform mean of them.
+
+    `relative` is the client's weight times the size of the cohort, or a column of such numbers for several rows.
+    """
+    return up._replace(**{n: v / relative for n in algorithm.uniform_fields if (v := getattr(up, n)) is not None})
+
+
 def diverged(
     layers: Layers, vector: Tensor, round: int, lr: float, client: int | None, step: str = "", fallback: str = "loss"
 ) -> Diverged:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Info
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.engines.loop import weighted_sum
-from lamina.engines.state import State, Sums, client_weights, close_round
+from lamina.engines.state import State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
 from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.folder import RunFolder
@@ -385,7 +385,10 @@ class Server:
         weights = client_weights(plan, self.federation.by_examples)
         sums = Sums()
         for update, weight in zip(updates.values(), weights, strict=True):
-            sums.add(update.up, update.buffers, weight)
+            up = update.up
+            if self.federation.by_examples:
+                up = undo_weighting(self.algorithm, up, weight * len(updates))
+            sums.add(up, update.buffers, weight)
             sums.loss += weight * update.loss
             sums.steps += weight * update.steps
             sums.square += weight * float(torch.sum(update.up.delta.double() ** 2))

@@ -30,7 +30,7 @@ from lamina.engines.stacked.memory import client_home, even_size, in_chunks_that
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import map_record, pad_plans, row_of, row_sums, send, squares, stack_records
 from lamina.engines.stacked.steps import Nowhere, Steps, Summing, SumOfGradients, join, split, works_by_layer
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged
+from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
 from lamina.errors import Diverged, LaminaError
 from lamina.layers import Layers
 from lamina.ledger import payload_bytes
@@ -186,8 +186,13 @@ class Stacked:
             record_trust_ratios=self.record_trust_ratios,
         )
         shares = self._shares(chunk, failed)  # made before the GPU is busy: the host would wait for it otherwise
+        relative = None
+        if self.by_examples and algorithm.uniform_fields:
+            relative = self._column([row.weight * len(plan.cohort) for plan, row in zip(plans, chunk, strict=True)])
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
         up, client = algorithm.finish(local, down, client, info)
+        if relative is not None:
+            up = undo_weighting(algorithm, up, relative)
         client = map_record(lambda value: self._usual(value).to(home), client)
         ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
 
