@@ -371,46 +371,62 @@ def _fed(
     x, v_hat_server, m_server = x0.copy(), np.full_like(x0, o.v_init), np.full_like(x0, o.m_init)
     own: dict[int, dict[str, Any]] = {}
     version = 0  # of v_hat: how many times the server has updated it
+    # A6: how much of a moment is still its start; beta^t after t steps from it. The rest is made of gradients.
+    old_v_hat_server = old_m_server = 1.0
     for r, rnd in enumerate(rounds, 1):
-        mean, deltas, v_up, m_up = averager(rnd, by_examples), [], [], []
+        mean, deltas, v_up, m_up, old_v_up, old_m_up = averager(rnd, by_examples), [], [], [], [], []
         for c, i in enumerate(rnd.cohort):
-            fresh = {"m": np.full_like(x0, o.m_init), "v": np.full_like(x0, o.v_init), "version": -1, "steps": 0}
+            fresh = {"m": np.full_like(x0, o.m_init), "v": np.full_like(x0, o.v_init), "version": -1}
+            fresh |= {"old_m": 1.0, "old_v": 1.0}
             kept = own.get(i, fresh)
             y = x.copy()  # l.6
-            m = {"carry": kept["m"], "restart": fresh["m"], "average": m_server}[o.momentum]  # A5
-            v = v_hat_server  # l.6, A3
+            m, old_m = {
+                "carry": (kept["m"], kept["old_m"]),
+                "restart": (fresh["m"], fresh["old_m"]),
+                "average": (m_server, old_m_server),
+            }[o.momentum]  # A5
+            v, old_v = v_hat_server, old_v_hat_server  # l.6, A3
             if o.v_seed == "client" or (o.lazy == "accumulate" and kept["version"] == version):  # A3, A16
-                v = kept["v"]
-            running = v_hat_server  # A2
-            t = 0 if o.momentum == "restart" else kept["steps"]
+                v, old_v = kept["v"], kept["old_v"]
+            running, old_running = v_hat_server, old_v_hat_server  # A2
             for batch in batches(rnd, c):
-                t += 1
+                old_m, old_v = old_m * o.beta1, old_v * o.beta2
+                old_running = min(old_running, old_v)
                 g = gradient(y, batch) + l2(o, y)  # l.9
                 m = o.beta1 * m + (1 - o.beta1) * g  # l.10
                 v = o.beta2 * v + (1 - o.beta2) * g**2  # l.11
                 running = np.maximum(running, v)
-                under = running if o.second_moment == "running" else v_hat_server
+                under, old = v_hat_server, old_v_hat_server
+                if o.second_moment == "running":
+                    under, old = running, old_running
                 if r == 1 and o.first_round == "running":
-                    under = v
+                    under, old = v, old_v
                 top = m
-                if o.bias_correction:  # A6: copies
-                    top, under = m / (1 - o.beta1**t), under / (1 - o.beta2**t)
+                if o.bias_correction:  # A6: copies; a v_hat that no gradient is in has no bias
+                    top, under = m / (1 - old_m), under / (1 - old) if old < 1 else under
                 psi = top / (np.sqrt(under) + o.eps)  # l.12
                 y = y - rnd.lr * (scale(o, y, psi) + decoupled(o, y))  # l.13
-            own[i] = {"m": m, "v": v, "version": version, "steps": t}
+            own[i] = {"m": m, "v": v, "version": version, "old_m": old_m, "old_v": old_v}
             deltas.append(y - x)
             v_up.append(running if o.second_moment == "running" else v)  # A2: what the steps divided by
+            old_v_up.append(old_running if o.second_moment == "running" else old_v)
             m_up.append(m)
+            old_m_up.append(old_m)
         x = x + o.server_lr * mean(deltas)  # l.19
         if r % o.sync_every == 0:  # A16
             v_hat_server = np.maximum(v_hat_server, mean(v_up))  # l.20
+            old_v_hat_server = min(old_v_hat_server, mean(old_v_up))
             version += 1
-        m_server = mean(m_up)
+        m_server, old_m_server = mean(m_up), mean(old_m_up)
         server = {"x": x, "v_hat": v_hat_server} | ({"m": m_server} if o.momentum == "average" else {})
         names = ["m"] * (o.momentum == "carry")
         names += ["v"] * (o.v_seed == "client" or (o.lazy == "accumulate" and o.sync_every > 1))
-        names += ["steps"] * (o.bias_correction and o.momentum != "restart")
-        yield Record(server, {i: {n: kept[n] for n in names} for i, kept in own.items()}, deltas)
+        clients = {i: {n: kept[n] for n in names} for i, kept in own.items()}
+        if o.bias_correction:
+            server["v_share"] = np.array(1 - old_v_hat_server)
+            for i, kept in own.items():
+                clients[i] |= {f"{n}_share": np.array(1 - kept[f"old_{n}"]) for n in names}
+        yield Record(server, clients, deltas)
 
 
 def mimelamb(
@@ -431,16 +447,17 @@ def _mime(
     x, m_server = x0.copy(), np.full_like(x0, o.m_init)
     v = v_hat = np.full_like(x0, o.v_init)
     own: dict[int, dict[str, Any]] = {}
+    old_m_server = 1.0  # A6, as above
     for r, rnd in enumerate(rounds, 1):
-        mean, deltas, m_up = averager(rnd, by_examples), [], []
+        mean, deltas, m_up, old_m_up = averager(rnd, by_examples), [], [], []
         G = mean([gradient.full(x, samples) for samples in rnd.samples])  # l.17, 21
         for c, i in enumerate(rnd.cohort):
-            fresh = {"m": np.full_like(x0, o.m_init), "steps": 0}
-            kept = own.get(i, fresh)
-            y, t = x.copy(), 0 if o.momentum == "restart" else kept["steps"]
-            m = {"carry": kept["m"], "restart": fresh["m"]}.get(o.momentum, m_server)
+            fresh = {"m": np.full_like(x0, o.m_init), "old_m": 1.0}
+            shared = {"m": m_server, "old_m": old_m_server}
+            kept = {"carry": own.get(i, fresh), "restart": fresh}.get(o.momentum, shared)  # A5
+            y, m, old_m = x.copy(), kept["m"], kept["old_m"]
             for batch in batches(rnd, c):
-                t += 1
+                old_m = old_m * o.beta1
                 g = gradient(y, batch)
                 if o.control_variate:  # A14
                     g = g - gradient(x, batch) + G
@@ -448,12 +465,13 @@ def _mime(
                 new_m = o.beta1 * m + (1 - o.beta1) * g  # l.10
                 if o.momentum != "server":  # the server's statistic is frozen during local steps
                     m = new_m
-                top = new_m / (1 - o.beta1**t) if o.bias_correction else new_m
+                top = new_m / (1 - old_m) if o.bias_correction else new_m
                 psi = top / (np.sqrt(v_hat) + o.eps)  # l.12
                 y = y - rnd.lr * (scale(o, y, psi) + decoupled(o, y))  # l.13
-            own[i] = {"m": m, "steps": t}
+            own[i] = {"m": m, "old_m": old_m}
             deltas.append(y - x)
             m_up.append(m)
+            old_m_up.append(old_m)
         x = x + o.server_lr * mean(deltas)  # l.19
         if r % o.sync_every == 0:
             v = o.beta2 * v + (1 - o.beta2) * G**2  # l.22
@@ -461,10 +479,9 @@ def _mime(
             if o.momentum == "server":
                 m_server = o.beta1 * m_server + (1 - o.beta1) * G
         if o.momentum == "average":
-            m_server = mean(m_up)
+            m_server, old_m_server = mean(m_up), mean(old_m_up)
         server = {"x": x, "v": v, "v_hat": v_hat} | ({"m": m_server} if o.momentum in ("average", "server") else {})
         names = ["m"] * (o.momentum == "carry")
-        names += ["steps"] * (o.bias_correction and o.momentum != "restart")
         yield Record(server, {i: {n: kept[n] for n in names} for i, kept in own.items()}, deltas)
 
 

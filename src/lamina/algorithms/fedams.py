@@ -25,6 +25,8 @@ class Server(NamedTuple):
     x: Tensor
     v_hat: Tensor
     m: Tensor | None
+    v_share: Tensor | None  # of gradients in v_hat, with bias correction (A6)
+    m_share: Tensor | None  # of gradients in m
 
 
 class Up(NamedTuple):
@@ -33,6 +35,8 @@ class Up(NamedTuple):
     delta: Tensor
     v: Tensor | None
     m: Tensor | None
+    v_share: Tensor | None  # of gradients in v, with bias correction (A6)
+    m_share: Tensor | None  # of gradients in m
 
 
 @algorithm(
@@ -50,8 +54,10 @@ class FedAms(AmsOptions, Algorithm):
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")
 
     def init(self, x: Tensor) -> Server:
-        m = zeros(x) + self.m_init if self.momentum == "average" else None
-        return Server(x, v_hat=zeros(x) + self.v_init, m=m)  # l.2
+        v_hat, share = zeros(x) + self.v_init, moments.no_share(self, x)  # l.2
+        if self.momentum == "average":
+            return Server(x, v_hat, m=zeros(x) + self.m_init, v_share=share, m_share=share)
+        return Server(x, v_hat, m=None, v_share=share, m_share=None)
 
     def client_init(self, x: Tensor) -> Client:
         return moments.client_init(self, x)
@@ -60,23 +66,26 @@ class FedAms(AmsOptions, Algorithm):
         return server
 
     def begin(self, down: Server, client: Client, info: Info) -> Local:
-        local = moments.begin(self, down.x, client, down.m)  # l.6
-        return moments.begin_v(self, local, down.v_hat, client, info)
+        local = moments.begin(self, down.x, client, down.m, down.m_share)  # l.6
+        return moments.begin_v(self, local, down.v_hat, down.v_share, client, info)
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         local = moments.advance(self, local, add_l2(grad, local.y, self))  # l.10-11
-        psi = moments.psi(self, local, down.v_hat)  # l.12
+        psi = moments.psi(self, local, down.v_hat, down.v_share)  # l.12
         return local._replace(y=descend(local.y, psi, lr, self))
 
     def finish(self, local: Local, down: Server, client: Client, info: Info) -> tuple[Up, Client]:
-        v = moments.to_send(self, local, info)  # l.16, A2, A16
-        m = local.m if self.momentum == "average" else None
-        return Up(local.y - down.x, v, m), moments.keep(self, local, info)  # l.15
+        v, v_share = moments.to_send(self, local, info)  # l.16, A2, A16
+        m, m_share = (local.m, local.m_share) if self.momentum == "average" else (None, None)
+        return Up(local.y - down.x, v, m, v_share, m_share), moments.keep(self, local, info)  # l.15
 
     def update(self, server: Server, up: Up, info: Info) -> Server:
         x = server.x + self.server_lr * up.delta  # l.19
-        v_hat = server.v_hat if up.v is None else torch.maximum(server.v_hat, up.v)  # l.20
-        return Server(x, v_hat, up.m)
+        v_hat, v_share = server.v_hat, server.v_share
+        if up.v is not None:
+            v_hat = torch.maximum(v_hat, up.v)  # l.20
+            v_share = None if v_share is None else torch.maximum(v_share, up.v_share)  # A6
+        return Server(x, v_hat, up.m, v_share, up.m_share)
 
     def down_versions(self, round: int) -> Mapping[str, int]:
-        return moments.versions(self, round, "v_hat")
+        return moments.versions(self, round, "v_hat", *(("v_share",) if self.bias_correction else ()))

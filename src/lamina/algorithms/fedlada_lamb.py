@@ -24,6 +24,7 @@ from lamina.algorithms.primitives import (
     keep_ratio,
     layerwise,
     precondition,
+    refuse_still_momentum,
 )
 from lamina.layers import Layers
 
@@ -42,6 +43,10 @@ class FedLadaLamb(LayerwiseOptions, Algorithm):
     v_init: Number = hyper(1e-16, "v^0 = epsilon_v^2, the second moment before round 1 (B4)", low=0.0)
     v_seed: Literal["server", "zero"] = hyper("server", "v_{i,0}: the server's v, or 0 (B3)")
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+
+    def check(self) -> None:
+        """Refuse a momentum that never changes."""
+        refuse_still_momentum(self.beta1)
 
     def init(self, x: Tensor) -> Server:
         return Server(x, v=zeros(x) + self.v_init, g_a=zeros(x))

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Info, Nothing, Number, algorithm, hyper, zeros
-from lamina.algorithms.primitives import add_l2, amsgrad, descend, precondition
+from lamina.algorithms.primitives import add_l2, amsgrad, descend, precondition, refuse_still_momentum
 from lamina.layers import Layers
 
 
@@ -51,6 +51,10 @@ class LocalAdam(Algorithm):
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     decay: Number = hyper(1e-2, "lambda, weight decay", low=0.0)
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts (B10)")
+
+    def check(self) -> None:
+        """Refuse a momentum that never changes."""
+        refuse_still_momentum(self.beta1)
 
     def init(self, x: Tensor) -> Server:
         return Server(x, v=zeros(x) + self.v_init if self.sync else None)

@@ -29,6 +29,7 @@ class Server(NamedTuple):
     v: Tensor
     v_hat: Tensor
     m: Tensor | None
+    m_share: Tensor | None  # of gradients in m, with bias correction (A6)
 
 
 class Down(NamedTuple):
@@ -37,6 +38,7 @@ class Down(NamedTuple):
     x: Tensor
     v_hat: Tensor
     m: Tensor | None
+    m_share: Tensor | None
     mean_gradient: Tensor | None
 
 
@@ -46,6 +48,7 @@ class Up(NamedTuple):
     delta: Tensor
     gradient: Tensor | None
     m: Tensor | None
+    m_share: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +80,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 def init(h: MimeOptions, x: Tensor) -> Server:
     """The server before round 1 (l.2; v_0 = v_init, A13)."""
     v = zeros(x) + h.v_init
-    return Server(x, v, v_hat=v, m=zeros(x) + h.m_init if h.momentum in ("average", "server") else None)
+    if h.momentum not in ("average", "server"):
+        return Server(x, v, v_hat=v, m=None, m_share=None)
+    return Server(x, v, v_hat=v, m=zeros(x) + h.m_init, m_share=moments.no_share(h, x))
 
 
 def gradient(h: MimeOptions, grad: Tensor, down: Down) -> Tensor:
@@ -93,7 +98,7 @@ def update(h: MimeOptions, server: Server, up: Up) -> Server:
         v = ema(v, up.gradient**2, h.beta2)  # l.22
         v_hat = torch.maximum(v_hat, v) if h.amsgrad else v  # l.23
         m = ema(server.m, up.gradient, h.beta1) if server.m is not None and h.momentum == "server" else m  # A14
-    return Server(x, v, v_hat, m)
+    return Server(x, v, v_hat, m, up.m_share)
 
 
 @algorithm(
@@ -117,10 +122,11 @@ class Mime(MimeOptions, Algorithm):
         return moments.client_init(self, x)
 
     def broadcast(self, server: Server, info: Info) -> Down:
-        return Down(server.x, server.v_hat, server.m, info.full_gradient if self.control_variate else None)
+        mean_gradient = info.full_gradient if self.control_variate else None
+        return Down(server.x, server.v_hat, server.m, server.m_share, mean_gradient)
 
     def begin(self, down: Down, client: Client, info: Info) -> Local:
-        return moments.begin(self, down.x, client, down.m)  # l.6
+        return moments.begin(self, down.x, client, down.m, down.m_share)  # l.6
 
     def step(self, local: Local, down: Down, grad: Tensor, lr: Number, layers: Layers) -> Local:
         moved = moments.advance(self, local, add_l2(gradient(self, grad, down), local.y, self))  # l.10
@@ -129,8 +135,8 @@ class Mime(MimeOptions, Algorithm):
         return kept._replace(y=descend(local.y, psi, lr, self))
 
     def finish(self, local: Local, down: Down, client: Client, info: Info) -> tuple[Up, Client]:
-        m = local.m if self.momentum == "average" else None
-        return Up(local.y - down.x, info.full_gradient, m), moments.keep(self, local, info)  # l.15, l.17
+        m, m_share = (local.m, local.m_share) if self.momentum == "average" else (None, None)
+        return Up(local.y - down.x, info.full_gradient, m, m_share), moments.keep(self, local, info)  # l.15, l.17
 
     def update(self, server: Server, up: Up, info: Info) -> Server:
         return update(self, server, up)

@@ -44,10 +44,12 @@ class MimeLamb(LayerwiseOptions, MimeOptions, Algorithm):
         return moments.client_init(self, x)
 
     def broadcast(self, server: Server, info: Info) -> Down:
-        return Down(server.x, server.v_hat, server.m, info.full_gradient if self.control_variate else None)
+        mean_gradient = info.full_gradient if self.control_variate else None
+        return Down(server.x, server.v_hat, server.m, server.m_share, mean_gradient)
 
     def begin(self, down: Down, client: Client, info: Info) -> Local:
-        return moments.begin(self, down.x, client, down.m)._replace(ratio=begin_ratio(down.x, self, info))  # l.6
+        local = moments.begin(self, down.x, client, down.m, down.m_share)  # l.6
+        return local._replace(ratio=begin_ratio(down.x, self, info))
 
     def step(self, local: Local, down: Down, grad: Tensor, lr: Number, layers: Layers) -> Local:
         moved = moments.advance(self, local, add_l2(mime.gradient(self, grad, down), local.y, self))  # l.10
@@ -57,8 +59,8 @@ class MimeLamb(LayerwiseOptions, MimeOptions, Algorithm):
         return kept._replace(y=descend(local.y, update, lr, self), ratio=keep_ratio(local.ratio, ratio))  # l.13
 
     def finish(self, local: Local, down: Down, client: Client, info: Info) -> tuple[Up, Client]:
-        m = local.m if self.momentum == "average" else None
-        return Up(local.y - down.x, info.full_gradient, m), moments.keep(self, local, info)  # l.15, l.17
+        m, m_share = (local.m, local.m_share) if self.momentum == "average" else (None, None)
+        return Up(local.y - down.x, info.full_gradient, m, m_share), moments.keep(self, local, info)  # l.15, l.17
 
     def update(self, server: Server, up: Up, info: Info) -> Server:
         return mime.update(self, server, up)  # l.19, l.21-23

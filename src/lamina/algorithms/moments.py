@@ -3,6 +3,11 @@
 The four methods differ in where the global second moment comes from and in the step. Here is what they have in
 common word for word, with the readings of the text that the register names (A2 to A6, A16). Line numbers are
 those of Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1.
+
+Bias correction (A6) divides a copy of a moment by its *share*: how much of the moment is made of gradients, the rest
+being its start. One that started afresh and saw t gradients has the share 1 - beta^t. A moment that was averaged over
+clients, handed down, maximised or restarted has no such t; but its share went through the same operations. So the share
+is kept beside the moment as one number, and whatever is done to the moment is done to it.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Info, Number, hyper, zeros
-from lamina.algorithms.primitives import ema, precondition
+from lamina.algorithms.primitives import ema, precondition, refuse_still_momentum, refuse_uncorrectable
 from lamina.errors import BadInput
 
 
@@ -28,10 +33,14 @@ class MomentOptions:
     v_init: Number = hyper(1e-6, "epsilon, the second moment before round 1 (A4)", low=0.0)
     m_init: Number = hyper(0.0, "the momentum before a client's first step")
     eps: Number = hyper(0.0, "added to the root of v_hat (A4)", low=0.0)
-    bias_correction: bool = hyper(False, "divide copies of the moments by 1 - beta^steps (A6)")
+    bias_correction: bool = hyper(False, "divide copies of the moments by the share of gradients in them (A6)")
     sync_every: int = hyper(1, "Z, synchronise the second moment every Z rounds (A16)", low=1)
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     momentum: str = "carry"  # each method says which readings it has
+
+    def check(self) -> None:
+        """Refuse a momentum that never changes."""
+        refuse_still_momentum(self.beta1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +63,8 @@ class AmsOptions(MomentOptions):
         """Refuse a start that cannot move."""
         if "running" not in (self.second_moment, self.first_round):
             refuse_zero_divisor(self)
+        if self.bias_correction:
+            refuse_uncorrectable(self.beta2)
 
 
 class Client(NamedTuple):
@@ -62,7 +73,8 @@ class Client(NamedTuple):
     m: Tensor | None  # m_i of its last round (A5)
     v: Tensor | None = None  # v_i of its last round (A3, A16)
     v_version: Tensor | None = None  # which v_hat that v started from (A16)
-    steps: Tensor | None = None  # its local steps so far (A6)
+    m_share: Tensor | None = None  # of gradients in that m (A6)
+    v_share: Tensor | None = None  # of gradients in that v (A6)
 
 
 class Local(NamedTuple):
@@ -72,7 +84,9 @@ class Local(NamedTuple):
     m: Tensor
     v: Tensor | None = None
     v_hat: Tensor | None = None  # local running maximum (A2)
-    steps: Tensor | None = None  # steps the momentum has seen (A6)
+    m_share: Tensor | None = None  # of gradients in m (A6)
+    v_share: Tensor | None = None  # of gradients in v (A6)
+    v_hat_share: Tensor | None = None  # of gradients in the local v_hat (A6)
     round_one: Tensor | None = None  # 1 in round 1, else 0: tells which v to divide by
     ratio: Tensor | None = None  # the layer-wise methods' trust ratio of the last step, if it is recorded
 
@@ -108,42 +122,50 @@ def accumulates(h: AmsOptions) -> bool:
     return h.v_seed == "server" and h.lazy == "accumulate" and h.sync_every > 1
 
 
-def keeps_steps(h: MomentOptions) -> bool:
-    """Whether a client counts its steps over rounds; one that restarts its momentum is stateless (A6)."""
-    return h.bias_correction and h.momentum != "restart"
-
-
 def per_client(x: Tensor, value: float) -> Tensor:
     """[..., 1]: one number per client."""
     return torch.zeros_like(x[..., :1]) + value
 
 
+def no_share(h: MomentOptions, x: Tensor) -> Tensor | None:
+    """Return the share of gradients in a moment that has seen none; None without bias correction (A6)."""
+    return per_client(x, 0.0) if h.bias_correction else None
+
+
 def client_init(h: MomentOptions, x: Tensor) -> Client:
     """The state of a client that has not taken part yet (l.2)."""
-    keep_v = isinstance(h, AmsOptions) and keeps_v(h)
+    keep_m, keep_v = h.momentum == "carry", isinstance(h, AmsOptions) and keeps_v(h)
     return Client(
-        m=zeros(x) + h.m_init if h.momentum == "carry" else None,
+        m=zeros(x) + h.m_init if keep_m else None,
         v=zeros(x) + h.v_init if keep_v else None,
         v_version=per_client(x, -1.0) if isinstance(h, AmsOptions) and accumulates(h) else None,
-        steps=per_client(x, 0.0) if keeps_steps(h) else None,
+        m_share=no_share(h, x) if keep_m else None,
+        v_share=no_share(h, x) if keep_v else None,
     )
 
 
-def begin(h: MomentOptions, x: Tensor, client: Client, server_m: Tensor | None) -> Local:
+def begin(h: MomentOptions, x: Tensor, client: Client, server_m: Tensor | None, server_share: Tensor | None) -> Local:
     """The local model and momentum before the first step (l.6)."""
-    m = client.m if server_m is None else server_m  # A5
-    steps = client.steps if client.steps is not None or not h.bias_correction else per_client(x, 0.0)
-    return Local(y=x, m=zeros(x) + h.m_init if m is None else m, steps=steps)
+    if server_m is not None:  # A5
+        return Local(y=x, m=server_m, m_share=server_share)
+    if client.m is not None:
+        return Local(y=x, m=client.m, m_share=client.m_share)
+    return Local(y=x, m=zeros(x) + h.m_init, m_share=no_share(h, x))
 
 
-def begin_v(h: AmsOptions, local: Local, v_hat: Tensor, client: Client, info: Info) -> Local:
+def begin_v(h: AmsOptions, local: Local, v_hat: Tensor, share: Tensor | None, client: Client, info: Info) -> Local:
     """Add the local second moment (l.6) and what the options need to choose the divisor."""
-    v = v_hat if client.v is None else client.v  # A3
+    v, v_share = (v_hat, share) if client.v is None else (client.v, client.v_share)  # A3
     if client.v_version is not None:  # A16: the client's own v goes on only while v_hat is the one it started from
-        v = torch.where(client.v_version == version(h, info.round), v, v_hat)
+        own = client.v_version == version(h, info.round)
+        v = torch.where(own, v, v_hat)
+        v_share = None if v_share is None or share is None else torch.where(own, v_share, share)
+    running = h.second_moment == "running"
     return local._replace(
         v=v,
-        v_hat=v_hat if h.second_moment == "running" else None,
+        v_hat=v_hat if running else None,
+        v_share=v_share,
+        v_hat_share=share if running else None,
         round_one=per_client(v_hat, float(info.round == 1)) if h.first_round == "running" else None,
     )
 
@@ -151,37 +173,60 @@ def begin_v(h: AmsOptions, local: Local, v_hat: Tensor, client: Client, info: In
 def advance(h: MomentOptions, local: Local, g: Tensor) -> Local:
     """The moments after one more gradient."""
     v = None if local.v is None else ema(local.v, g * g, h.beta2)  # l.11, A1
+    v_share = _advance_share(local.v_share, h.beta2)
     return local._replace(
         m=ema(local.m, g, h.beta1),  # l.10
         v=v,
-        v_hat=None if local.v_hat is None or v is None else torch.maximum(local.v_hat, v),  # A2
-        steps=None if local.steps is None else local.steps + 1,
+        v_hat=_larger(local.v_hat, v),  # A2
+        m_share=_advance_share(local.m_share, h.beta1),  # A6
+        v_share=v_share,
+        v_hat_share=_larger(local.v_hat_share, v_share),
     )
 
 
-def psi(h: MomentOptions, local: Local, v_hat: Tensor) -> Tensor:
+def _advance_share(share: Tensor | None, beta: Number) -> Tensor | None:
+    """Return the share after one more gradient: the moment's own recursion with g = 1."""
+    return None if share is None else beta * share + (1 - beta)
+
+
+def _larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return None if one is None or other is None else torch.maximum(one, other)
+
+
+def psi(h: MomentOptions, local: Local, v_hat: Tensor, v_hat_share: Tensor | None = None) -> Tensor:
     """The ratio m_k / sqrt(v_hat) (l.12), under the options for v_hat and bias correction."""
-    m, divisor = local.m, v_hat if local.v_hat is None else local.v_hat  # A2
+    m, divisor, share = local.m, v_hat, v_hat_share
+    if local.v_hat is not None:  # A2
+        divisor, share = local.v_hat, local.v_hat_share
     if local.round_one is not None and local.v is not None:
-        divisor = torch.where(local.round_one > 0, local.v, divisor)
-    if local.steps is not None:  # A6: copies are corrected, the recursions stay as they are
-        m = m / (1 - h.beta1**local.steps)
-        divisor = divisor if local.v is None else divisor / (1 - h.beta2**local.steps)
+        first = local.round_one > 0
+        divisor = torch.where(first, local.v, divisor)
+        if local.v_share is not None and share is not None:
+            share = torch.where(first, local.v_share, share)
+    if local.m_share is not None:  # A6: copies are corrected, the recursions stay as they are
+        m = m / local.m_share
+    if share is not None:
+        divisor = divisor / torch.where(share > 0, share, 1.0)  # v_init has seen no gradient: nothing to correct
     return precondition(m, divisor, h.eps)
 
 
-def to_send(h: AmsOptions, local: Local, info: Info) -> Tensor | None:
-    """What is uploaded of the second moment: v_K, or the running maximum if the steps used that (A2); lazily (A16)."""
+def to_send(h: AmsOptions, local: Local, info: Info) -> tuple[Tensor | None, Tensor | None]:
+    """Return what is uploaded of the second moment, and the share of gradients in it (A6).
+
+    That is v_K, or the running maximum if the steps used that (A2), in rounds that synchronise (A16).
+    """
     if not is_sync(h, info.round):
-        return None
-    return local.v if local.v_hat is None else local.v_hat
+        return None, None
+    return (local.v, local.v_share) if local.v_hat is None else (local.v_hat, local.v_hat_share)
 
 
 def keep(h: MomentOptions, local: Local, info: Info) -> Client:
     """What the client remembers of the round."""
+    keep_m, keep_v = h.momentum == "carry", isinstance(h, AmsOptions) and keeps_v(h)
     return Client(
-        m=local.m if h.momentum == "carry" else None,
-        v=local.v if isinstance(h, AmsOptions) and keeps_v(h) else None,
+        m=local.m if keep_m else None,
+        v=local.v if keep_v else None,
         v_version=per_client(local.y, version(h, info.round)) if isinstance(h, AmsOptions) and accumulates(h) else None,
-        steps=local.steps if keeps_steps(h) else None,
+        m_share=local.m_share if keep_m else None,
+        v_share=local.v_share if keep_v else None,
     )

@@ -44,6 +44,18 @@ def amsgrad(
     return m, v, torch.maximum(v_hat, v)
 
 
+def refuse_still_momentum(beta1: Number) -> None:
+    """Refuse beta1 = 1: the momentum would keep its first value, and nothing would be learned."""
+    if not isinstance(beta1, Tensor) and beta1 == 1:
+        raise BadInput("beta1 = 1 never lets a gradient into the momentum, so nothing is learned: choose beta1 < 1")
+
+
+def refuse_uncorrectable(beta2: Number) -> None:
+    """Refuse beta2 = 1 with bias correction, which would divide by 1 - beta2^t = 0."""
+    if not isinstance(beta2, Tensor) and beta2 == 1:
+        raise BadInput("bias_correction divides by 1 - beta2^t, which is 0 for beta2 = 1: choose beta2 < 1")
+
+
 @dataclass(frozen=True, eq=False)
 class AdamOptions:
     """The options of Adam on the server."""
@@ -56,6 +68,12 @@ class AdamOptions:
     amsgrad: bool = hyper(False, "divide by the running maximum of v")
     bias_correction: bool = hyper(False, "divide copies of m and v by 1 - beta^r")
     server_lr: Number = hyper(0.01, "eta_g, the server's step size", low=0.0, open_low=True)
+
+    def check(self) -> None:
+        """Refuse decay rates that leave the model where it is."""
+        refuse_still_momentum(self.beta1)
+        if self.bias_correction:
+            refuse_uncorrectable(self.beta2)
 
 
 def server_adam(

@@ -1,0 +1,132 @@
+"""Bias correction: with constant gradients every corrected moment is the gradient, for every client in every round."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina import algorithms
+from lamina.errors import BadInput
+from test_flower import Setup
+
+SIZES = (7, 12, 3, 9, 5)  # with batches of 4: K = 2, 3, 1, 3, 2
+PARTS = [list(range(sum(SIZES[:i]), sum(SIZES[: i + 1]))) for i in range(len(SIZES))]
+LR = 0.25
+
+
+def simulate(algorithm, engine="loop", **settings):
+    """A run whose gradient is 1 in every coordinate: inputs of 1, and the sum of the outputs as loss."""
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    data = (torch.ones(sum(SIZES), 3, dtype=torch.float64), torch.zeros(sum(SIZES), 2, dtype=torch.float64))
+    given = {"clients": PARTS, "participation": 0.4, "batch_size": 4, "lr": LR, "seed": 1, "device": "cpu"} | settings
+    return lamina.Simulation(model, data, algorithm, loss=lambda outputs, _: outputs.sum(1), engine=engine, **given)
+
+
+def assert_unit_steps(algorithm, rounds=7, **settings):
+    """m / sqrt(v) is 1 at every step, so a client moves by lr * K_i; the cohort changes, and new clients come late."""
+    run = simulate(algorithm, **settings)
+    seen = set()
+    for r in range(1, rounds + 1):
+        before = run.state.server.x
+        row = run.run(1)[-1]
+        plan = run.plan.round(r)
+        steps = torch.as_tensor(plan.steps, dtype=torch.float64)
+        torch.testing.assert_close(before - run.state.server.x, torch.full_like(before, LR * float(steps.mean())))
+        spread = len(before) * LR**2 * float(((steps - steps.mean()) ** 2).mean())  # each by its own lr * K_i
+        assert row["consistency"] == pytest.approx(spread, rel=1e-6, abs=1e-9)
+        new = set(plan.cohort.tolist()) - seen
+        seen |= new
+    assert seen == set(range(5))
+
+
+AMS = [
+    {"momentum": momentum, "v_seed": v_seed, **second}
+    for momentum, v_seed, second in itertools.product(
+        ("carry", "restart", "average"),
+        ("server", "client"),
+        (
+            {"second_moment": "running"},
+            {"first_round": "running"},  # later rounds divide by the frozen v_hat
+            {"second_moment": "running", "sync_every": 3},
+            {"second_moment": "running", "sync_every": 3, "lazy": "accumulate"},
+        ),
+    )
+    if not (v_seed == "client" and "lazy" in second)
+]
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("options", AMS, ids=str)
+def test_both_moments(options, engine):
+    """v_init = 0: no start is left in v, whose corrected copy is then 1."""
+    assert_unit_steps(lamina.FedAms(bias_correction=True, v_init=0.0, **options), engine=engine)
+
+
+@pytest.mark.parametrize("momentum", ["carry", "restart", "average"])
+@pytest.mark.parametrize("name", ["fedams", "fedlamb", "mime", "mimelamb"])
+def test_the_momentum_alone(name, momentum):
+    """v = v_init = 1: Mime's stays 1, as do the others' until they are synchronised; then no gradient is in them."""
+    options = {"trust_ratio": False} if name.endswith("lamb") else {}
+    options |= {"sync_every": 100} if name.startswith("fed") else {}
+    algorithm = algorithms.create(name, bias_correction=True, momentum=momentum, v_init=1.0, **options)
+    assert_unit_steps(algorithm, engine="stacked")
+    assert_unit_steps(algorithm, weighting="clients", local_steps=3)
+
+
+@pytest.mark.parametrize("weighting", ["clients", "examples"])
+def test_the_averaged_momentum_of_unequal_clients(weighting):
+    """The share of gradients is averaged with the same weights as the momentum."""
+    algorithm = lamina.FedAms(bias_correction=True, momentum="average", v_init=1.0, sync_every=100)
+    run = simulate(algorithm, weighting=weighting)
+    for _ in range(5):
+        run.run(1)
+        corrected = run.state.server.m / run.state.server.m_share
+        torch.testing.assert_close(corrected, torch.ones_like(corrected))
+
+
+@pytest.mark.parametrize("name", ["fedadam", "fedadam_star"])
+@pytest.mark.parametrize("amsgrad", [True, False])
+def test_adam_on_the_server(name, amsgrad):
+    """A constant mean displacement: Adam's direction is its sign, in every round."""
+    options = {"alpha": 1.0} if name == "fedadam_star" else {}
+    algorithm = algorithms.create(
+        name, bias_correction=True, amsgrad=amsgrad, tau=0.0, v_init=0.0, server_lr=0.5, **options
+    )
+    run = simulate(algorithm, local_steps=2)
+    for _ in range(5):
+        before = run.state.server.x
+        run.run(1)
+        torch.testing.assert_close(before - run.state.server.x, torch.full_like(before, 0.5))
+
+
+def test_the_same_in_a_federation(tmp_path):
+    """The shares travel with the moments, and lazily with v_hat."""
+    algorithm = lamina.FedLamb(bias_correction=True, momentum="average", sync_every=2, decay=0.1)
+    setup = Setup(tmp_path, algorithm, weighting="examples")
+    setup.run()
+    alone = setup.simulation()
+    alone.run(setup.rounds)
+    for row, own in zip(setup.rows, alone.history, strict=True):
+        for name in ("loss", "update_norm", "consistency", "bytes_down", "bytes_up"):
+            assert row[name] == pytest.approx(own[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("name", ["fedams", "fedlamb", "fedadam", "fedadam_star"])
+def test_a_second_moment_that_cannot_be_corrected_is_refused(name):
+    with pytest.raises(BadInput, match=r"bias_correction divides by 1 - beta2\^t, which is 0 for beta2 = 1"):
+        algorithms.create(name, beta2=1.0, bias_correction=True)
+    algorithms.create(name, beta2=1.0)  # v = v_init for ever: a fixed preconditioner
+
+
+OPTIONS = {name: algorithms.options(algorithm) for name, algorithm in algorithms.registry().items()}
+
+
+@pytest.mark.parametrize("name", [name for name, own in OPTIONS.items() if "beta1" in own])
+@pytest.mark.parametrize("corrected", [True, False])
+def test_a_momentum_that_never_changes_is_refused(name, corrected):
+    if corrected and "bias_correction" not in OPTIONS[name]:
+        pytest.skip("has no bias correction")
+    with pytest.raises(BadInput, match="beta1 = 1 never lets a gradient into the momentum"):
+        algorithms.create(name, beta1=1.0, **({"bias_correction": True} if corrected else {}))
