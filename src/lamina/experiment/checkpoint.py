@@ -32,7 +32,7 @@ from lamina.errors import BadInput
 from lamina.experiment.files import cannot_write, write_file
 from lamina.ledger import Ledger
 
-FORMAT = 1
+FORMAT = 2
 log = logging.getLogger(__name__)
 OURS = re.compile(r"(round-\d+\.json|(state|clients)-\d+-\w+\.safetensors)(\.partial)?")
 # what every version of safetensors knows; anything else is stored as bytes
@@ -117,8 +117,7 @@ class Checkpoints:
 
     def _write(self, stem: str, tensors: Mapping[str, Tensor]) -> tuple[str, str]:
         """Write tensors to a file whose name tells its content: two different ones never share a name."""
-        data = pack(tensors)
-        sha256 = _sum(data)
+        data, sha256 = _sealed(tensors, {})
         name = f"{stem}-{sha256[:12]}.safetensors"
         write_file(self.folder / name, data)
         return name, sha256
@@ -165,7 +164,10 @@ class Checkpoints:
         if not sound:
             raise Damaged(f"{path} has a wrong checksum")
         if content["format"] != FORMAT:
-            raise BadInput(f"{path} has format {content['format']}; this version of lamina reads {FORMAT}")
+            raise BadInput(
+                f"{path} has format {content['format']}; this version of lamina reads {FORMAT}: "
+                "resume with the version that wrote it, or start anew in another folder"
+            )
         return cast(dict[str, Any], content)
 
     def _read(self, name: str, expected: str) -> dict[str, Tensor]:
@@ -173,11 +175,13 @@ class Checkpoints:
             data = (self.folder / name).read_bytes()
         except OSError as error:
             raise Damaged(f"{self.folder / name} cannot be read ({error.strerror or error})") from error
-        if _sum(data) != expected:
-            raise Damaged(f"{self.folder / name} has a wrong checksum")
         try:
+            if read_facts(data).get("sha256") != expected:
+                raise WrongChecksum
             return unpack(data)
-        except (SafetensorError, ValueError, KeyError) as error:
+        except WrongChecksum as error:
+            raise Damaged(f"{self.folder / name} has a wrong checksum") from error
+        except UNREADABLE as error:
             raise Damaged(f"{self.folder / name} cannot be read ({error})") from error
 
     def _manifest(self, number: int) -> Path:
@@ -253,8 +257,24 @@ def _sum(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+class WrongChecksum(ValueError):
+    """The content of a file is not what its checksum was made of."""
+
+    def __init__(self) -> None:
+        super().__init__("checksum")
+
+
+# what reading a damaged safetensors file may raise
+UNREADABLE = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
+
+
 def pack(tensors: Mapping[str, Tensor], **facts: str) -> bytes:
-    """Tensors of any dtype, and facts about them, as the bytes of a safetensors file."""
+    """Return tensors of any dtype, and facts about them, as the bytes of a safetensors file with a checksum in it."""
+    return _sealed(tensors, facts)[0]
+
+
+def _sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> tuple[bytes, str]:
+    """Return the bytes of `pack`, and their checksum."""
     plain, odd = {}, {}
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
@@ -262,18 +282,61 @@ def pack(tensors: Mapping[str, Tensor], **facts: str) -> bytes:
             odd[name] = [str(value.dtype).removeprefix("torch."), list(value.shape)]
             value = value.reshape(-1).view(torch.uint8)
         plain[name] = value.clone()  # safetensors refuses tensors that share memory
-    return save(plain, metadata={**facts, **({"as_bytes": json.dumps(odd)} if odd else {})})
+    metadata = {**facts, **({"as_bytes": json.dumps(odd)} if odd else {})}
+    sha256 = _checksum(plain, metadata)
+    data = save(plain, metadata={**metadata, "sha256": sha256})
+    return _with_sorted_facts(data) if metadata else data, sha256
+
+
+def _with_sorted_facts(data: bytes) -> bytes:
+    """Return a safetensors file with its facts in order: the library writes them in a random one."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the numbers that follow are aligned
+    return len(text).to_bytes(8, "little") + text + data[end:]
 
 
 def unpack(data: bytes) -> dict[str, Tensor]:
-    """The tensors of `pack`."""
-    tensors = load(data)
-    for name, (dtype, shape) in json.loads(read_facts(data).get("as_bytes", "{}")).items():
+    """Return the tensors of `pack`, or of a safetensors file without a checksum; raises one of `UNREADABLE`."""
+    tensors, facts = load(data), read_facts(data)
+    expected = facts.pop("sha256", None)
+    if expected is not None and expected != _checksum(tensors, facts):
+        raise WrongChecksum
+    for name, (dtype, shape) in json.loads(facts.get("as_bytes", "{}")).items():
         tensors[name] = tensors[name].clone().view(getattr(torch, dtype)).reshape(shape)
     return tensors
+
+
+def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
+    """Return the SHA-256 of names, types, shapes and values, and of the facts: all a reader sees of the file."""
+    total = hashlib.sha256(json.dumps(sorted(facts.items())).encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        total.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
+        if value.numel():
+            total.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+    return total.hexdigest()
 
 
 def read_facts(data: bytes) -> dict[str, str]:
     """The facts in the header of a safetensors file: eight bytes of length, then JSON."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return dict(header.get("__metadata__", {}))
+
+
+def read_model(path: str | Path) -> dict[str, Tensor]:
+    """Return the weights in a run's ``model.safetensors`` or ``best.safetensors``, for `load_state_dict`.
+
+    A file whose checksum is wrong is refused. One without a checksum, made by another program, is taken as it is.
+    """
+    try:
+        return {name: value.clone() for name, value in unpack(Path(path).read_bytes()).items()}
+    except OSError as error:
+        raise BadInput(f"cannot read the model '{path}': {error.strerror or error}") from error
+    except UNREADABLE as error:
+        raise BadInput(
+            f"'{path}' is damaged ({error}): restore it from a copy; if it is a run's model.safetensors, the run's own "
+            "command writes it again"
+        ) from error

@@ -32,13 +32,12 @@ from typing import Any, BinaryIO, Protocol, TextIO
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 import lamina
 from lamina.engines.state import State
 from lamina.errors import BadInput, Diverged
-from lamina.experiment.checkpoint import Checkpoints, pack, read_facts, unpack
+from lamina.experiment.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.experiment.files import PARTIAL, as_json, cannot_write, check_writable, sync_folder, write_file, write_json
 from lamina.experiment.records import (
     FORMAT,
@@ -240,7 +239,7 @@ class RunFolder:
         history, ends, damaged = read_metrics(metrics) if metrics.exists() else Metrics(History(), [0], None)
         model = self.path / "model.safetensors"
         # metrics may be lost or damaged: what was trained is worth as much without them
-        self._model_of = _round_of(model)
+        self._model_of, damage = _round_of(model)
         finished = max(len(history), *self.checkpoints.rounds(), self._model_of)
         how = read_diverged(self.path)
         differing = differences(stored, self.config, finished)
@@ -253,6 +252,12 @@ class RunFolder:
                 f"{CHOOSE_ANOTHER}"
             )
         self._fresh, self.history, self._ends = False, history, ends
+        if damage:
+            self._say(f"'{model}' is damaged ({damage}): it is written again", logging.WARNING)
+        best = self.path / "best.safetensors"
+        _, damage = _round_of(best)
+        if damage:
+            self._say(f"'{best}' is damaged ({damage}): the best model so far is lost", logging.WARNING)
         if damaged is not None:
             self._damage = f"line {damaged} of {metrics} is damaged"
         elif finished > len(history):
@@ -509,14 +514,16 @@ def _shown(value: Any) -> str:
     return "none" if value is None else json.dumps(value)
 
 
-def _round_of(path: Path) -> int:
-    """The round a saved model is of; 0 if there is none that could be loaded."""
+def _round_of(path: Path) -> tuple[int, str]:
+    """The round a saved model is of, and what is wrong with the file; 0 if there is none that could be loaded."""
     try:
         data = path.read_bytes()
         unpack(data)
-        return int(read_facts(data)["round"])
-    except (OSError, ValueError, KeyError, SafetensorError):
-        return 0
+        return int(read_facts(data)["round"]), ""
+    except OSError:
+        return 0, ""
+    except UNREADABLE as error:
+        return 0, str(error)
 
 
 def environment(device: str) -> dict[str, Any]:

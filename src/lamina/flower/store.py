@@ -5,24 +5,28 @@ Under the node's state folder every run has one of its own, and in it every clie
 - ``state-<round>-<token>.safetensors``: the client's state after that exchange. The server names the exchange it last
   accepted (the base), so a reply that was lost never lets the state run ahead;
 - ``held-<field>-<digest>.safetensors``: a cached Down field, which the server need not send again.
+
+All of them carry a checksum. A damaged file counts as lost: the node says so, and the server begins the client anew or
+sends the field again.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from lamina.errors import BadInput, is_whole
-from lamina.experiment.checkpoint import pack, unpack
+from lamina.experiment.checkpoint import UNREADABLE, pack, unpack
 from lamina.experiment.files import cannot_write, write_file
 from lamina.flower.wire import HEX, digest
 
+log = logging.getLogger(__name__)
 STATE = re.compile(r"state-\d+-([0-9a-f]+)\.safetensors")
 
 
@@ -99,7 +103,10 @@ def _sound(name: str) -> str:
 def _read(path: Path) -> dict[str, Tensor] | None:
     try:
         return {name: value.clone() for name, value in unpack(path.read_bytes()).items()}
-    except (OSError, SafetensorError, ValueError, KeyError):
+    except OSError:
+        return None
+    except UNREADABLE as error:
+        log.warning("'%s' is damaged (%s) and not used", path, error)
         return None
 
 
