@@ -221,16 +221,21 @@ class Simulation:
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint, as safetensors; again into the same folder, client by client only what changed."""
         from lamina.experiment.checkpoint import Checkpoints  # here: safetensors is not needed to simulate
+        from lamina.experiment.identity import of_simulation
 
         if self._checkpoints is None or self._checkpoints.folder != Path(folder):
-            self._checkpoints = Checkpoints(Path(folder))
+            self._checkpoints = Checkpoints(Path(folder), of_simulation(self))
         self._checkpoints.save(self.state, self.history)
 
     def restore(self, folder: str | Path) -> None:
-        """Go back to the newest checkpoint of a simulation made with the same arguments, and its history."""
-        from lamina.experiment.checkpoint import Checkpoints, load_newest
+        """Go back to the newest checkpoint of a simulation made with the same arguments, and its history.
 
-        checkpoints = Checkpoints(Path(folder))
+        A checkpoint of other settings is refused. Device, engine, precision, test data and evaluation may differ.
+        """
+        from lamina.experiment.checkpoint import Checkpoints, load_newest
+        from lamina.experiment.identity import of_simulation
+
+        checkpoints = Checkpoints(Path(folder), of_simulation(self))
         home = torch.device("cpu") if isinstance(self.engine, Stacked) else None  # it takes the records it needs
         loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds(), home=home)
         if loaded is None:

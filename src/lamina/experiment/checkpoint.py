@@ -1,6 +1,6 @@
 """Checkpoints: the state between two rounds as safetensors, so that a run can be continued bit for bit.
 
-A checkpoint of round r is a manifest, ``round-<r>.json``, that names with their checksums
+A checkpoint of round r is a manifest, ``round-<r>.json``, with the run's identity, that names with their checksums
 
 - one ``state-<r>-….safetensors``: the server's record, the model's buffers, the ledger;
 - the segments, ``clients-<r>-….safetensors``, that hold the clients' records, and which client is in which.
@@ -30,6 +30,7 @@ from torch import Tensor
 from lamina.engines.state import State
 from lamina.errors import BadInput
 from lamina.experiment.files import cannot_write, write_file
+from lamina.experiment.identity import Identity, refuse_other
 from lamina.ledger import Ledger
 
 FORMAT = 2
@@ -54,10 +55,11 @@ class Segment:
 
 
 class Checkpoints:
-    """The checkpoints of one run in a folder of their own."""
+    """The checkpoints of one run in a folder of their own; with the run's identity, those of others are refused."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, identity: Identity | None = None) -> None:
         self.folder = folder
+        self.identity = identity
         self.forget()
 
     def forget(self) -> None:
@@ -81,6 +83,7 @@ class Checkpoints:
             content = {
                 "format": FORMAT,
                 "round": state.round,
+                "identity": self.identity,
                 "state": {"file": file, "sha256": sha256},
                 "segments": {
                     name: {"sha256": segment.sha256, "written": segment.written, "clients": sorted(segment.alive)}
@@ -123,7 +126,7 @@ class Checkpoints:
         return name, sha256
 
     def load(self, number: int, like: State, client: Any, home: torch.device | None = None) -> tuple[State, list[Any]]:
-        """The state after a round, and the history saved with it; raises `Damaged`.
+        """The state after a round, and the history saved with it; raises `Damaged`, or `BadInput` for another run's.
 
         Args:
             number: the round.
@@ -133,6 +136,8 @@ class Checkpoints:
         """
         home = home or like.server.x.device
         content = self._read_manifest(number)
+        if self.identity is not None and content["identity"] is not None:
+            refuse_other(self.folder, number, content["identity"], self.identity)
         stored = self._read(content["state"]["file"], content["state"]["sha256"])
         segments, records = {}, {}
         try:

@@ -22,6 +22,7 @@ from lamina.errors import BadInput, Diverged, LaminaError, nearest
 from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.config import Experiment, Named, Train
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
+from lamina.experiment.identity import of_simulation
 from lamina.experiment.trackers import Trackers
 from lamina.history import Row
 from lamina.plan import SCHEDULES, Schedule, make_schedule
@@ -280,6 +281,8 @@ def go_on(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankF
         torch.distributed.all_gather_object(everyones, rounds)
         rounds = set.intersection(*everyones)
     stores, starts = [folder.checkpoints for folder in folders], [simulation.start() for simulation in simulations]
+    for store, simulation in zip(stores, simulations, strict=True):
+        store.identity = of_simulation(simulation)
     # the records of all clients might not fit a GPU: the stacked engine takes those it needs, and says where they stay
     home = torch.device("cpu") if isinstance(simulations[0].engine, Stacked) else None
     states = load_newest(stores, starts, rounds, everywhere, home)

@@ -25,6 +25,7 @@ from lamina.engines.state import State, Sums, client_weights, close_round, undo_
 from lamina.errors import Diverged, LaminaError
 from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.folder import RunFolder
+from lamina.experiment.identity import of_run
 from lamina.flower import checks, wire
 from lamina.flower.checks import REMEMBERED, Expected, Gradient, Measured, Refused, Update
 from lamina.flower.mail import LATE, Mail, Traffic
@@ -114,6 +115,14 @@ class Server:
     def _go_on(self) -> None:
         """Take up the run in the folder where its newest sound checkpoint leaves it."""
         start = (self.state, self.algorithm.client_init(self.objective.start))
+        self.folder.checkpoints.identity = of_run(
+            self.algorithm,
+            self.objective,
+            self.plan,
+            clip=self.federation.clip,
+            by_examples=self.federation.by_examples,
+            augmentation=self.federation.augmentation,
+        )
         loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
         if loaded is not None:
             ((self.state, (facts,)),) = loaded

@@ -1,0 +1,235 @@
+"""The identity of a run: the settings that decide its trajectory, stored with every checkpoint.
+
+A checkpoint continues only the run that wrote it. What does not belong to the identity may differ when a run is
+resumed: the number of rounds, the device, the engine, the precision, the test data, what is evaluated and how often.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina import rng
+from lamina.algorithms.contract import Algorithm, options
+from lamina.data.dataset import Dataset
+from lamina.data.feed import Augment, prepare
+from lamina.errors import BadInput
+from lamina.experiment.files import as_json
+from lamina.objective import LOSSES, Objective
+from lamina.plan import Clients, Plan
+
+if TYPE_CHECKING:
+    from lamina.simulation import Simulation
+
+Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
+
+MAX_NAMED_SETTINGS = 5
+CHUNK_BYTES = 1 << 24  # how much of the data is hashed at a time
+PROBED_ROUNDS = 100
+SAME_LOSS = 1e-3  # relative; devices round differently
+
+_data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs of a comparison share their data
+
+
+def of_simulation(simulation: Simulation) -> Identity:
+    """Return the identity of a simulation."""
+    engine, data = simulation.engine, simulation.train_data
+    facts = of_run(
+        simulation.algorithm,
+        simulation.objective,
+        simulation.plan,
+        clip=engine.clip,
+        by_examples=engine.by_examples,
+        augmentation=engine.augmentation,
+    )
+    own = {
+        "samples": len(data),
+        "sample_shape": list(data.x.shape[1:]),
+        "partition": _partition_digest(simulation.plan.clients),
+        "training_data": _data_digest(data),
+        "loss_value": _loss_value(simulation.objective, data),
+    }
+    return {**facts, **own}
+
+
+def of_run(
+    algorithm: Algorithm,
+    objective: Objective,
+    plan: Plan,
+    *,
+    clip: float | None,
+    by_examples: bool,
+    augmentation: Augment | None,
+) -> Identity:
+    """Return the part of the identity that needs no training data: all that a federation's server knows."""
+    facts = {
+        "algorithm": algorithm.card.name,
+        **{f"algorithm.{name}": getattr(algorithm, name) for name in options(type(algorithm))},
+        "model": _model_digest(objective),
+        "parameters": objective.layers.size,
+        "loss": _loss_name(objective),
+        "clients": plan.clients.count,
+        "lr": plan.lr,
+        "schedule": _schedule(plan),
+        "participation": plan.participation,
+        "sampling": plan.sampling,
+        "batch_size": plan.batch_size,
+        "epochs": plan.epochs if plan.local_steps is None else None,
+        "local_steps": plan.local_steps,
+        "clip": clip,
+        "weighting": "examples" if by_examples else "clients",
+        "augmentation": None if augmentation is None else _described(augmentation),
+        "seed": plan.seed,
+    }
+    return {name: _plain(value) for name, value in facts.items()}
+
+
+def refuse_other(folder: Path, number: int, stored: Identity, own: Identity) -> None:
+    """Refuse the checkpoint of another run; the line names the settings that differ, with both values."""
+    differing = [name for name in stored if name in own and not _same(name, stored[name], own[name])]
+    if "algorithm" in differing:  # its options are others, too: the name says enough
+        differing = [name for name in differing if not name.startswith("algorithm.")]
+    if not differing:
+        return
+    if len(differing) == 1:
+        (name,) = differing
+        what = f"of {_shown(name, stored)}, this run has {_shown(name, own)}"
+    else:
+        named = [f"{_shown(name, stored)} (here {_value(own[name])})" for name in differing[:MAX_NAMED_SETTINGS]]
+        more = f" and {len(differing) - MAX_NAMED_SETTINGS} more" if len(differing) > MAX_NAMED_SETTINGS else ""
+        what = f"of another run: {', '.join(named)}{more}"
+    raise BadInput(
+        f"the checkpoint of round {number} in '{folder}' is {what}; use the settings it was written with, "
+        "or another folder"
+    )
+
+
+def _shown(name: str, identity: Identity) -> str:
+    return f"{name} = {_value(identity[name])}"
+
+
+def _value(value: Any) -> str:
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def _same(name: str, stored: Any, own: Any) -> bool:
+    if name != "loss_value":
+        return bool(stored == own)
+    return stored is None or own is None or math.isclose(stored, own, rel_tol=SAME_LOSS, abs_tol=1e-6)
+
+
+# --- settings as text and numbers -----------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON would give it back; numpy's numbers are plain ones."""
+    return as_json(value.item() if isinstance(value, np.generic) else value)
+
+
+def _described(value: Any) -> str:
+    """Return an object in words that are the same in every process: no addresses, as a default repr has."""
+    name = type(value).__qualname__
+    if not dataclasses.is_dataclass(value):
+        return name
+    fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return f"{name}({', '.join(f'{key}={inner}' for key, inner in fields.items())})"
+
+
+def _schedule(plan: Plan) -> str:
+    """Return the schedule in words; one of the user's own that is no dataclass is told by its first rates."""
+    words = _described(plan.schedule)
+    if dataclasses.is_dataclass(plan.schedule):
+        return words
+    factors = [float(plan.schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)]
+    return f"{words} {_hash(factors)}"
+
+
+def _loss_name(objective: Objective) -> str:
+    loss = objective.loss
+    known = [name for name, function in LOSSES.items() if function is loss]
+    return known[0] if known else str(getattr(loss, "__qualname__", type(loss).__qualname__))
+
+
+def _loss_value(objective: Objective, data: Dataset) -> float | None:
+    """Return a user's loss at made-up outputs, because two functions may share a name; None if it cannot be told."""
+    if _loss_name(objective) in LOSSES:
+        return None
+    try:
+        with torch.no_grad():
+            inputs = prepare(data.x[:2], data.mean, data.std, objective.dtype)
+            like = objective.outputs(objective.start, objective.buffers, inputs, train=False)
+            made_up = torch.linspace(-1, 1, like.numel(), dtype=like.dtype, device=like.device).reshape(like.shape)
+            value = float(objective.loss(made_up, data.y[:2]).double().mean())
+    except Exception:  # whatever a user's loss raises on such outputs
+        return None
+    return value if math.isfinite(value) else None
+
+
+# --- digests --------------------------------------------------------------------------------------------------------
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def _model_digest(objective: Objective) -> str:
+    """Return a digest of the module's layers and of the weights that do not train; the others are in the checkpoint."""
+    return _hash(
+        [
+            repr(objective.module),
+            str(objective.dtype),
+            {name: list(shape) for name, shape in objective.layers.shapes.items()},
+            {name: list(buffer.shape) for name, buffer in objective.buffers.items()},
+            {name: content_digest(value) for name, value in objective.frozen.items()},
+        ]
+    )
+
+
+def _partition_digest(clients: Clients) -> str:
+    if clients.moving is not None:
+        partition, _, seed, samples = clients.moving
+        return f"{_described(partition)} {_hash([seed, samples])}"
+    total = hashlib.sha256()
+    for part in clients.parts:
+        total.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
+    return total.hexdigest()[:16]
+
+
+def _data_digest(data: Dataset) -> str:
+    """Return a digest of samples, labels and normalisation; made once per data set."""
+    if data not in _data_digests:
+        facts = [_plain(data.mean), _plain(data.std), content_digest(data.x), content_digest(data.y)]
+        _data_digests[data] = _hash(facts)
+    return _data_digests[data]
+
+
+def content_digest(values: Tensor) -> str:
+    """Return a digest of a tensor's type, shape and bytes that is the same on every device.
+
+    Sums of 64-bit words, each times an odd number that depends on its place, tell any change of one word for certain,
+    and take a few milliseconds on a GPU, where copying the data to the host and hashing them would take seconds.
+    """
+    if values.device.type not in ("cpu", "cuda"):
+        values = values.cpu()
+    flat = values.detach().contiguous().reshape(-1)
+    data = flat.view(torch.uint8) if flat.numel() else flat.new_zeros(0, dtype=torch.uint8)
+    sums, odd = [], torch.zeros(0, dtype=torch.int64, device=values.device)
+    for start in range(0, len(data), CHUNK_BYTES):
+        chunk = data[start : start + CHUNK_BYTES]
+        padded = torch.zeros(-(-len(chunk) // 8) * 8, dtype=torch.uint8, device=values.device)
+        padded[: len(chunk)] = chunk
+        words = padded.view(torch.int64)
+        if len(odd) < len(words):
+            odd = rng.fork(len(data), torch.arange(len(words), device=values.device)) | 1
+        sums.append((words * odd[: len(words)]).sum())
+    return _hash([str(values.dtype), list(values.shape), torch.stack(sums).tolist() if sums else []])

@@ -1,0 +1,262 @@
+"""A checkpoint continues the run that wrote it, and no other."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from helpers import call, rows, sets
+from lamina.data.feed import Augment
+from lamina.errors import BadInput
+from lamina.experiment import identity
+from lamina.experiment.identity import content_digest
+from lamina.plan import Cosine, Exponential
+from test_flower import Setup
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randint(0, 256, (48, 3, 4, 4), dtype=torch.uint8, generator=GENERATOR)
+Y = torch.arange(48) % 3
+
+
+def model(activation=nn.ReLU, hidden=5, frozen=0.0):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(48, hidden), activation(), nn.Linear(hidden, 3))
+    net[1].bias.requires_grad_(False).fill_(frozen)
+    return net
+
+
+def double(outputs, targets):
+    return 2 * nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+def scaled(by):
+    def loss(outputs, targets):
+        return by * nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    return loss
+
+
+class Steps:
+    """A schedule of the user's own."""
+
+    def __init__(self, factor):
+        self._factor = factor
+
+    def factor(self, round):
+        return self._factor**round
+
+
+SETTINGS = {
+    "net": model(), "train": (X, Y), "algorithm": lamina.FedLamb(), "clients": 6, "participation": 0.5,
+    "sampling": "exact", "batch_size": 4, "epochs": 1, "local_steps": None, "lr": 0.05, "schedule": "constant",
+    "clip": None, "weighting": "clients", "loss": "cross_entropy", "augmentation": None, "seed": 1,
+    "partition": "iid", "device": "cpu", "test": None, "engine": "loop",
+}  # fmt: skip
+
+
+def simulate(**changed):
+    settings = {**SETTINGS, **changed}
+    net, train, algorithm = (settings.pop(name) for name in ("net", "train", "algorithm"))
+    return lamina.Simulation(net, train, algorithm, **settings)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    simulation = simulate()
+    simulation.run(2)
+    simulation.save(folder)
+    return folder
+
+
+one_pixel = X.clone()
+one_pixel[17, 2, 1, 3] ^= 1
+parts = [range(8 * i, 8 * i + 8) for i in range(6)]
+OTHERS = {
+    "lr": ({"lr": 0.1}, "lr = 0.05, this run has lr = 0.1"),
+    "algorithm": ({"algorithm": "scaffold"}, "algorithm = fedlamb, this run has algorithm = scaffold"),
+    "option": ({"algorithm": lamina.FedLamb(decay=0.1)}, "algorithm.decay = 0.0, this run has algorithm.decay = 0.1"),
+    "loss": ({"loss": double}, "loss = cross_entropy, this run has loss = double"),
+    "schedule": ({"schedule": Exponential(0.9)}, "= Constant(), this run has schedule = Exponential(gamma=0.9)"),
+    "own schedule": ({"schedule": Steps(0.5)}, "this run has schedule = Steps"),
+    "participation": ({"participation": 1.0}, "participation = 0.5, this run has participation = 1.0"),
+    "sampling": ({"sampling": "bernoulli"}, "sampling = exact, this run has sampling = bernoulli"),
+    "batch size": ({"batch_size": 8}, "batch_size = 4, this run has batch_size = 8"),
+    "epochs": ({"epochs": 2}, "epochs = 1, this run has epochs = 2"),
+    "local steps": ({"local_steps": 2}, r"epochs = 1 (here none), local_steps = none (here 2)"),
+    "clip": ({"clip": 1.0}, "clip = none, this run has clip = 1.0"),
+    "weighting": ({"weighting": "examples"}, "weighting = clients, this run has weighting = examples"),
+    "augmentation": ({"augmentation": Augment(1, True)}, "= none, this run has augmentation = Augment(pad=1"),
+    "seed": ({"seed": 2}, "seed = 1 (here 2)"),  # which deals the samples otherwise, too
+    "clients": ({"clients": 5}, "clients = 6 (here 5)"),
+    "partition": ({"clients": parts}, "partition ="),
+    "samples": ({"train": (X[:42], Y[:42])}, "samples = 48 (here 42)"),
+    "other data": ({"train": (255 - X, Y)}, "training_data ="),
+    "one pixel": ({"train": (one_pixel, Y)}, "training_data ="),
+    "labels": ({"train": (X, Y.flip(0))}, "training_data ="),
+    "data type": ({"train": (X.float(), Y)}, "training_data ="),
+    "width": ({"net": model(hidden=6)}, "parameters = "),
+    "layers": ({"net": model(nn.Tanh)}, "model = "),
+    "frozen weights": ({"net": model(frozen=1.0)}, "model = "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_run_is_refused_by_the_setting_that_differs(name, saved, caplog):
+    changed, expected = OTHERS[name]
+    other = simulate(**changed)
+    before = other.state
+    with pytest.raises(BadInput) as error:
+        other.restore(saved)
+    line = str(error.value)
+    assert f"the checkpoint of round 2 in '{saved}' is of " in line
+    assert expected in line
+    assert "\n" not in line
+    assert "damaged" not in line + caplog.text
+    assert other.state is before
+
+
+@pytest.mark.parametrize(("one", "other"), [(scaled(2), scaled(3)), (nn.CrossEntropyLoss(reduction="none"),
+    nn.CrossEntropyLoss(reduction="none", label_smoothing=0.3))])  # fmt: skip
+def test_two_losses_of_one_name_are_told_apart(one, other, tmp_path):
+    simulation = simulate(loss=one)
+    simulation.run(1)
+    simulation.save(tmp_path)
+    simulate(loss=one).restore(tmp_path)
+    with pytest.raises(BadInput, match="is of loss_value = "):
+        simulate(loss=other).restore(tmp_path)
+
+
+def test_two_schedules_of_one_name_are_told_apart(tmp_path):
+    simulation = simulate(schedule=Steps(0.9))
+    simulation.run(1)
+    simulation.save(tmp_path)
+    simulate(schedule=Steps(0.9)).restore(tmp_path)
+    with pytest.raises(BadInput, match="is of schedule = Steps"):
+        simulate(schedule=Steps(0.8)).restore(tmp_path)
+    with pytest.raises(BadInput, match=r"this run has schedule = Cosine\(rounds=9, floor=0.0\)"):
+        simulate(schedule=Cosine(9)).restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"engine": "stacked"},
+        {"precision": "tf32"},
+        {"deterministic": True},
+        {"test": (X, Y)},
+        {"evaluate_every": 3},
+        {"client_metrics": True},
+        {"trust_ratios": True},
+        {"algorithm": "fedlamb"},
+        {"train": lamina.Dataset(X.clone(), Y.clone(), name="a copy")},
+        {"schedule": lamina.plan.Constant()},
+    ],
+    ids=str,
+)
+def test_what_does_not_change_the_trajectory_may_differ(changed, saved):
+    other = simulate(**changed)
+    other.restore(saved)
+    assert other.state.round == 2
+    other.run(1)
+
+
+def test_other_starting_weights_may_be_restored_over(saved):
+    """The checkpoint holds all weights that train; how the module was initialised no longer matters."""
+    fresh = model()
+    with torch.no_grad():
+        fresh[3].weight.normal_()
+    other = simulate(net=fresh)
+    other.restore(saved)
+    same = simulate()
+    same.restore(saved)
+    other.run(2), same.run(2)
+    assert torch.equal(other.state.server.x, same.state.server.x)
+
+
+def test_a_digest_depends_on_type_shape_and_values_alone():
+    values = torch.arange(1000, dtype=torch.int32).reshape(10, 100)
+    assert content_digest(values) == content_digest(values.t().contiguous().t())
+    assert content_digest(values) == content_digest(
+        torch.cat([values[:1], values])[1:]
+    )  # not at the start of its memory
+    assert content_digest(values) != content_digest(values.reshape(100, 10))
+    assert content_digest(values) != content_digest(values.float())
+    assert content_digest(values[:, :3]) != content_digest(values[:, 1:4])
+    for odd in (
+        torch.zeros(0),
+        torch.tensor(True),
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.zeros(5, dtype=torch.uint8),
+    ):
+        assert content_digest(odd) == content_digest(odd.clone())
+    swapped = values.flatten().clone()
+    swapped[[0, 999]] = swapped[[999, 0]]
+    assert content_digest(values) != content_digest(swapped.reshape(10, 100))
+
+
+def test_a_large_data_set_is_hashed_once(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(identity, "content_digest", lambda values: calls.append(1) or content_digest(values))
+    data = lamina.Dataset(X, Y)
+    for name in ("a", "b"):
+        simulation = simulate(train=data, net=nn.Sequential(nn.Flatten(), nn.Linear(48, 3)))
+        for _ in range(2):
+            simulation.run(1)
+            simulation.save(tmp_path / name)
+    assert len(calls) == 2  # x and y
+
+
+# --- run folders ------------------------------------------------------------------------------------------------------
+
+
+def command(out, seed, rounds):
+    Path("small.toml").write_text("[data]\nclients = 4\n[model]\nname = 'mlp'\nhidden = 6\n[train]\nbatch_size = 64\n")
+    return ["run", "small.toml", "--out", out, "--quiet", *sets(f"train.seed={seed}", f"train.rounds={rounds}")]
+
+
+def test_checkpoints_of_another_seed_in_a_run_folder_are_refused(empty_folder, capsys):
+    for seed in (0, 1):
+        assert call(*command(f"seed{seed}", seed, 2)) == 0
+    shutil.rmtree("seed1/checkpoints")
+    shutil.copytree("seed0/checkpoints", "seed1/checkpoints")
+    before = rows("seed1")
+    capsys.readouterr()
+    assert call(*command("seed1", 1, 4)) == 2
+    said = capsys.readouterr().err
+    assert "the checkpoint of round 2 in 'seed1/checkpoints' is of another run" in said
+    assert "seed = 0 (here 1)" in said
+    assert len(said.splitlines()) == 1
+    assert rows("seed1") == before
+    assert call(*command("seed0", 0, 4)) == 0  # its own are fine, and may run for longer
+
+
+def test_checkpoints_of_other_settings_in_a_federation_are_refused(tmp_path):
+    setup = Setup(tmp_path / "a", "scaffold", rounds=2)
+    setup.run()
+    other = Setup(tmp_path / "b", "scaffold", rounds=2, seed=6)
+    other.run()
+    shutil.rmtree(other.out / "checkpoints")
+    shutil.copytree(setup.out / "checkpoints", other.out / "checkpoints")
+    (other.out / "model.safetensors").unlink()
+    with pytest.raises(BadInput, match="is of seed = 5, this run has seed = 6"):
+        other.run()
+    (manifest,) = (setup.out / "checkpoints").glob("round-000002.json")
+    assert json.loads(manifest.read_text())["content"]["identity"]["seed"] == 5
+
+
+def test_an_older_format_is_refused_with_a_line(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "old")
+    (manifest,) = (tmp_path / "old").glob("round-000002.json")
+    content = json.loads(manifest.read_text())["content"] | {"format": 1}
+    sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    manifest.write_text(json.dumps({"sha256": sha256, "content": content}))
+    with pytest.raises(BadInput, match="has format 1; this version of lamina reads 2: resume with"):
+        simulate().restore(tmp_path / "old")
