@@ -21,6 +21,7 @@ ALGORITHMS = {
     "scaffold": lambda: lamina.Scaffold(),
     "mime": lambda: lamina.create("mime", "mime"),
     "fedlada": lambda: lamina.FedLada(v_init=1e-6),
+    "median": lambda: lamina.create("mime", "mime"),  # needs the uploads, and the first gradients, of all clients
 }
 # 3 of 5 clients active, and 1 of 5: with three ranks some have nothing to do
 CASES = [
@@ -29,7 +30,8 @@ CASES = [
 
 
 def run_case(name, kind, share):
-    run = simulation(kind, ALGORITHMS[name](), "stacked", participation=share)
+    aggregation = name if name == "median" else "mean"
+    run = simulation(kind, ALGORITHMS[name](), "stacked", participation=share, aggregation=aggregation)
     run.run(3)
     return run
 

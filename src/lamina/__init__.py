@@ -15,7 +15,7 @@ import os as _os
 # loaded, so it must be set before torch is imported; a value of the user's own is left alone.
 _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from lamina import data, models, plan
+from lamina import aggregation, data, models, plan
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
 from lamina.algorithms.contract import Info, Needs, Number, algorithm, hyper
@@ -41,6 +41,7 @@ __all__ = [
     "Number",
     "Population",
     "Simulation",
+    "aggregation",
     "algorithm",
     "data",
     "hyper",

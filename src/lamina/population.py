@@ -108,6 +108,8 @@ def mismatch(first: Simulation, other: Simulation) -> str:
             return f"they differ in the option '{name}', which is not a number"
         if a != b and name == "sync_every":
             return "they differ in 'sync_every', which changes what a round does"
+    if first.engine.aggregation != other.engine.aggregation:
+        return "they differ in 'aggregation'"
     difference = first.objective.difference(other.objective)
     if difference:
         return difference

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lamina import algorithms
+from lamina.aggregation import Aggregation, as_aggregation
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.data.dataset import Dataset, as_dataset
@@ -76,6 +77,9 @@ class Simulation:
         schedule: the learning rate over rounds: a schedule object or the name of one.
         clip: largest norm of a mini-batch gradient.
         weighting: mean over clients, or weighted by their number of examples.
+        aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean", "norm_clipping",
+            "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
+            uploads of the whole cohort in memory.
         loss: "cross_entropy", "mse", or a function of (outputs, targets) to one loss per sample.
         augmentation: random crop and flip of training images.
         seed: the source of all randomness.
@@ -107,6 +111,7 @@ class Simulation:
         schedule: Schedule | str = "constant",
         clip: float | None = None,
         weighting: Literal["clients", "examples"] = "clients",
+        aggregation: Aggregation | str = "mean",
         loss: str | Loss = "cross_entropy",
         augmentation: Augment | None = None,
         seed: int = 0,
@@ -172,6 +177,7 @@ class Simulation:
             data=self.train_data,
             clip=clip,
             by_examples=weighting == "examples",
+            aggregation=as_aggregation(aggregation),
             augmentation=augmentation,
             record_trust_ratios=trust_ratios,
         )

@@ -24,7 +24,7 @@ from lamina.experiment import claims, compare
 from lamina.experiment.claims import AS_GIVEN, Finding
 from lamina.experiment.config import Claim, Experiment, Tried, load
 from lamina.experiment.files import cannot_write, write_json
-from lamina.experiment.run import build_algorithm, build_partition, build_schedule
+from lamina.experiment.run import build_aggregation, build_algorithm, build_partition, build_schedule
 from lamina.experiment.toml import complete_text
 
 FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing
@@ -131,7 +131,7 @@ def plan(file: Path, overrides: list[str], scale: Scale = "full") -> dict[str, E
         chosen = "compare.algorithms=[" + ",".join(f'"{name}"' for name in names) + "]"
         own = load(file, [*overrides, *claims.variants(experiment)[variant], chosen])
         own = small(own) if scale == "small" else own
-        build_partition(own), build_schedule(own), compare.tuning_rounds(own)
+        build_partition(own), build_schedule(own), build_aggregation(own), compare.tuning_rounds(own)
         for name in names:
             for settings in compare.points_of(own, name):
                 build_algorithm(compare.with_algorithm(own, name, settings))

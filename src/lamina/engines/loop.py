@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lamina import rng
+from lamina.aggregation import MEAN, Aggregation, combine_vectors
 from lamina.algorithms.contract import Algorithm, Info
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.data.dataset import Dataset
@@ -37,6 +38,7 @@ class Loop:
     by_examples: bool = False  # weight clients by their number of examples instead of equally
     augmentation: Augment | None = None
     record_trust_ratios: bool = False
+    aggregation: Aggregation = MEAN  # how the uploads are combined
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
         """One round: broadcast, local training of every active client, mean, server update."""
@@ -47,7 +49,7 @@ class Loop:
         full_gradients: list[Tensor | None] = [None] * len(plan.cohort)
         if needs.full_gradient or needs.control_variate:  # Mime: grad F_i(x) over all local data
             full_gradients = [self.full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
-        mean_gradient = weighted_sum(full_gradients, weights) if needs.control_variate else None
+        mean_gradient = combine_vectors(self.aggregation, full_gradients, weights) if needs.control_variate else None
 
         info = Info(
             plan.number,
@@ -58,7 +60,8 @@ class Loop:
         )
         down = algorithm.broadcast(state.server, info)
 
-        sums, clients = Sums(), dict(state.clients)
+        sums = Sums(weights=weights, aggregation=self.aggregation, uniform_fields=algorithm.uniform_fields)
+        clients = dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
             info = info._replace(steps=float(plan.steps[c]), full_gradient=full_gradients[c])
             client = clients[client_id] if client_id in clients else algorithm.client_init(x)
@@ -69,6 +72,7 @@ class Loop:
 
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)
+            sums.keep(c, up, buffers)
             if self.by_examples:
                 up = undo_weighting(algorithm, up, weights[c] * len(plan.cohort))
             sums.add(up, buffers, weights[c])
@@ -183,14 +187,6 @@ def seed_dropout(device: torch.device, seed: int) -> None:
             torch.cuda.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
-
-
-def weighted_sum(vectors: list[Any], weights: list[float]) -> Tensor:
-    """The sum of vectors, each times its weight, in this order."""
-    total = torch.zeros_like(vectors[0])
-    for vector, weight in zip(vectors, weights, strict=True):
-        total = total + weight * vector
-    return total
 
 
 def _all_finite(*values: Tensor | None) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lamina.aggregation import MEAN, Aggregation, Mean, combine_uploads
 from lamina.algorithms.contract import Algorithm, Info
 from lamina.errors import Diverged
 from lamina.layers import Layers
@@ -57,6 +58,27 @@ class Sums:
     loss: float = 0.0  # mean over clients of their mean mini-batch loss
     bytes_up: int = 0
     trust: Tensor | None = None  # mean trust ratio of every layer
+    weights: list[float] = field(default_factory=list)  # every client's weight; needed by all aggregations but the mean
+    aggregation: Aggregation = MEAN
+    uniform_fields: tuple[str, ...] = ()  # the algorithm's: fields of Up that are not weighted
+    uploads: dict[int, tuple[Any, Buffers]] = field(default_factory=dict)  # by place in the cohort; see `keep`
+
+    @property
+    def keeps_uploads(self) -> bool:
+        """Whether the round's uploads must be kept: sums are enough for the mean."""
+        return not isinstance(self.aggregation, Mean)
+
+    def keep(self, c: int, up: Any, buffers: Buffers) -> None:
+        """Keep the upload of the c-th active client, if the aggregation is not the mean."""
+        if self.keeps_uploads:
+            self.uploads[c] = up, {name: value for name, value in buffers.items() if value.is_floating_point()}
+
+    def combined(self) -> tuple[Any, Buffers]:
+        """Return what the server's step works on: the uploads, combined by the aggregation."""
+        if not self.keeps_uploads:
+            return self.up, self.buffers
+        uploads = [self.uploads[c] for c in sorted(self.uploads)]
+        return combine_uploads(self.aggregation, uploads, self.weights, self.uniform_fields)
 
     def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
         """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
@@ -83,7 +105,8 @@ def close_round(
 ) -> tuple[State, RoundReport]:
     """The server's step on the means, and the report: the same words in every engine."""
     info = Info(plan.number, plan.lr, steps=sums.steps, participation=plan.participation)
-    server = algorithm.update(state.server, sums.up, info)
+    up, buffers = sums.combined()
+    server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
     measured = [torch.linalg.vector_norm(moved), torch.dot(sums.up.delta.double(), moved)]
     update_norm, along, finite = torch.stack([*measured, torch.isfinite(server.x).all().double()]).tolist()
@@ -102,7 +125,7 @@ def close_round(
         bytes_up=sums.bytes_up + extra * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
     )
-    return State(plan.number, server, state.buffers | sums.buffers, clients, state.ledger), report
+    return State(plan.number, server, state.buffers | buffers, clients, state.ledger), report
 
 
 def client_weights(plan: Round, by_examples: bool) -> list[float]:

@@ -87,6 +87,12 @@ class Schedule(Named):
     name: str = "constant"
 
 
+class Aggregation(Named):
+    """The `[train.aggregation]` section: how the server combines what the clients send."""
+
+    name: str = "mean"
+
+
 class Train(_Section):
     """The federation's protocol."""
 
@@ -100,6 +106,7 @@ class Train(_Section):
     schedule: Schedule = Schedule()
     clip: Positive | None = None
     weighting: Literal["clients", "examples"] = "clients"
+    aggregation: Aggregation = Aggregation()
     loss: Literal["cross_entropy", "mse"] = "cross_entropy"
     seed: int = 0
 
@@ -205,6 +212,7 @@ DEFAULT_NAMES = {
     ("model",): Model().name,
     ("algorithm",): AlgorithmSection().name,
     ("train", "schedule"): Schedule().name,
+    ("train", "aggregation"): Aggregation().name,
 }
 
 
@@ -223,7 +231,7 @@ def parse(tree: Mapping[str, Any], source: str = "experiment") -> Experiment:
     """Validate an experiment given as nested dicts."""
     tree = dict(tree)
     # a plain name is short for a table that holds only the name: partition = "iid"
-    for section, key in (("data", "partition"), ("train", "schedule")):
+    for section, key in (("data", "partition"), ("train", "schedule"), ("train", "aggregation")):
         inner = tree.get(section)
         if isinstance(inner, dict) and isinstance(inner.get(key), str):
             tree[section] = {**inner, key: {"name": inner[key]}}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lamina import algorithms, models, rng
+from lamina import aggregation, algorithms, models, rng
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
@@ -49,6 +49,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
     check_device(run.device)
     algorithm = build_algorithm(experiment)  # before the data are read: a wrong option costs no time
     partition, schedule = build_partition(experiment), build_schedule(experiment)
+    combination = build_aggregation(experiment)
     splits = splits or load_data(experiment)
     return Simulation(
         build_model(experiment, splits.train),
@@ -64,6 +65,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
         schedule=schedule,
         clip=train.clip,
         weighting=train.weighting,
+        aggregation=combination,
         loss=train.loss,
         augmentation=Augment(data.augment_pad, data.augment_flip) if data.augment else None,
         seed=train.seed,
@@ -144,6 +146,20 @@ def build_schedule(experiment: Experiment) -> Schedule:
     return make_schedule(section.name, **options)
 
 
+def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
+    """Return how the experiment combines its clients' uploads."""
+    section = experiment.train.aggregation
+    if section.name in aggregation.AGGREGATIONS:
+        _check_keys("train.aggregation", section, _fields(aggregation.AGGREGATIONS[section.name]))
+    return aggregation.make(section.name, **section.options())
+
+
+def aggregation_record(used: aggregation.Aggregation) -> dict[str, Any]:
+    """Return the `[train.aggregation]` table of a resolved configuration."""
+    options = _values(used) if dataclasses.is_dataclass(used) else {}
+    return {"name": aggregation.name_of(used), **options}
+
+
 def count_clients(experiment: Experiment) -> int | None:
     """How many clients share the data; None if a column names them."""
     if experiment.data.clients is None and experiment.data.partition.name != "by-column":
@@ -189,6 +205,11 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     config["algorithm"] |= _values(simulation.algorithm)
     config["train"]["lr"] = simulation.plan.lr
     config["train"]["schedule"] |= _values(simulation.plan.schedule)
+    combination = simulation.engine.aggregation
+    if isinstance(combination, aggregation.Mean):
+        del config["train"]["aggregation"]  # so that run folders from before there were others can be resumed
+    else:
+        config["train"]["aggregation"] = aggregation_record(combination)
     config["run"]["device"] = str(simulation.device)
     config["run"]["engine"] = engine.forward.name if isinstance(engine := simulation.engine, Stacked) else "loop"
     config["run"]["threads"] = choose_threads(experiment, simulation.objective.start.numel())

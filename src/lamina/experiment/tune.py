@@ -24,6 +24,7 @@ from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, differences, is_ours,
 from lamina.experiment.records import FORMAT, Record, read_json, read_record
 from lamina.experiment.run import (
     build,
+    build_aggregation,
     build_algorithm,
     build_model,
     build_partition,
@@ -115,7 +116,8 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
             raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
         set_key(tree, key.split("."), settings[key])
     made = parse(tree, source="tune")
-    build_algorithm(made), build_partition(made), build_schedule(made)  # a wrong option costs no time
+    # a wrong option costs no time
+    build_algorithm(made), build_partition(made), build_schedule(made), build_aggregation(made)
     return made
 
 

@@ -18,6 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from lamina import algorithms
+from lamina.aggregation import Aggregation, Mean, as_aggregation
 from lamina.algorithms.contract import Algorithm, options
 from lamina.algorithms.rehearsal import rehearse
 from lamina.data.dataset import Dataset, Splits
@@ -54,8 +55,8 @@ class Federation:
         out: the run's folder, on the server; else ``out`` in Flower's run configuration, else ``runs/flower``.
         test: makes test data, on the server.
         node_test: what a node evaluates on; its training data unless given.
-        participation, sampling, batch_size, epochs, local_steps, lr, schedule, clip, weighting, loss, augmentation,
-            seed, device, evaluate_every: as in `lamina.Simulation`.
+        participation, sampling, batch_size, epochs, local_steps, lr, schedule, clip, weighting, aggregation, loss,
+            augmentation, seed, device, evaluate_every: as in `lamina.Simulation`.
         evaluate_on: where the model is evaluated: "central" (the server's test data), "nodes", or "both".
         nodes: Flower's node ids and the client each is, or a JSON file with such a table; else ``nodes`` in Flower's
             run configuration. With it nobody else takes part; without it the first node that says it is client i
@@ -91,6 +92,7 @@ class Federation:
         schedule: Schedule | str = "constant",
         clip: float | None = None,
         weighting: Literal["clients", "examples"] = "clients",
+        aggregation: Aggregation | str = "mean",
         loss: str | Loss = "cross_entropy",
         augmentation: Augment | None = None,
         seed: int = 0,
@@ -128,6 +130,7 @@ class Federation:
         self.rounds, self.out, self.nodes, self.state_dir = rounds, out, nodes, state_dir
         self.clip, self.loss, self.augmentation, self.device = clip, loss, augmentation, device
         self.by_examples = weighting == "examples"
+        self.aggregation = as_aggregation(aggregation)
         self.evaluate_every, self.evaluate_on = evaluate_every, evaluate_on
         self.quorum, self.deadline, self.attempts, self.poll = quorum, deadline, attempts, poll
         self.limits = limits or Limits()
@@ -181,6 +184,7 @@ class Federation:
             "schedule": schedule,
             "clip": train.clip,
             "weighting": train.weighting,
+            "aggregation": running.build_aggregation(experiment),
             "loss": train.loss,
             "augmentation": Augment(data.augment_pad, data.augment_flip) if data.augment else None,
             "seed": train.seed,
@@ -224,6 +228,8 @@ class Federation:
             },
             "run": {"evaluate_every": self.evaluate_every},
         }
+        if not isinstance(self.aggregation, Mean):
+            own["train"]["aggregation"] = running.aggregation_record(self.aggregation)
         config = own if self._resolved is None else self._resolved()
         config["train"]["rounds"] = self.rounds
         config["run"] |= {"device": str(choose_device(self.device)), "engine": "flower"}

@@ -18,9 +18,9 @@ from flwr.app import Array, MessageType, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import Info
 from lamina.data.dataset import Dataset, as_dataset
-from lamina.engines.loop import weighted_sum
 from lamina.engines.state import State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
 from lamina.experiment.checkpoint import load_newest
@@ -325,7 +325,7 @@ class Server:
     def _mean_gradient(self, number: int, gradients: Mapping[int, Gradient]) -> Tensor:
         plan = self._as_round(number, {client: one.examples for client, one in gradients.items()})
         weights = client_weights(plan, self.federation.by_examples)
-        return weighted_sum([one.gradient for one in gradients.values()], weights)
+        return combine_vectors(self.federation.aggregation, [one.gradient for one in gradients.values()], weights)
 
     def _updates(
         self,
@@ -392,8 +392,10 @@ class Server:
         """The server's step on the mean of the updates: the same words as in the engines."""
         plan = self._as_round(number, {client: update.examples for client, update in updates.items()})
         weights = client_weights(plan, self.federation.by_examples)
-        sums = Sums()
-        for update, weight in zip(updates.values(), weights, strict=True):
+        uniform_fields = self.algorithm.uniform_fields
+        sums = Sums(weights=weights, aggregation=self.federation.aggregation, uniform_fields=uniform_fields)
+        for c, (update, weight) in enumerate(zip(updates.values(), weights, strict=True)):
+            sums.keep(c, update.up, update.buffers)
             up = update.up
             if self.federation.by_examples:
                 up = undo_weighting(self.algorithm, up, weight * len(updates))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lamina import rng
+from lamina.aggregation import MEAN, Aggregation, Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, Info, options
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment
@@ -77,6 +78,7 @@ class Stacked:
     by_examples: bool = False
     augmentation: Augment | None = None
     record_trust_ratios: bool = False
+    aggregation: Aggregation = MEAN  # how a member's uploads are combined
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
     most_rows: int | None = None  # in a chunk, once more were seen not to fit
     compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: if it pays
@@ -113,10 +115,7 @@ class Stacked:
         for e, member in enumerate(members):
             mean = None
             if member.algorithm.needs(member.plan.number).control_variate:
-                mean = torch.zeros_like(member.state.server.x)
-                for row in rows:
-                    mean = mean + row.weight * gradients[e, row.c] if row.member == e else mean
-                mean = self._usual(ranks.add(mean))
+                mean = self._mean_gradient(e, member, rows, gradients, ranks)
             info = Info(member.plan.number, member.plan.lr, participation=member.plan.participation, full_gradient=mean)
             downs.append(member.algorithm.broadcast(member.state.server, info))
 
@@ -130,6 +129,7 @@ class Stacked:
         if ranks.world > 1:
             layouts = [self._zeros(member, down) for member, down in zip(members, downs, strict=True)]
             ranks.combine(sums, layouts, failed)
+            ranks.share_uploads(sums, layouts, failed, [len(member.plan.cohort) for member in members])
         for member, total in zip(members, sums, strict=True):
             total.bytes_up = 0 if total.up is None else sum(payload_bytes(total.up).values()) * len(member.plan.cohort)
 
@@ -191,6 +191,7 @@ class Stacked:
             relative = self._column([row.weight * len(plan.cohort) for plan, row in zip(plans, chunk, strict=True)])
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
         up, client = algorithm.finish(local, down, client, info)
+        sent_up = up
         if relative is not None:
             up = undo_weighting(algorithm, up, relative)
         client = map_record(lambda value: self._usual(value).to(home), client)
@@ -213,6 +214,14 @@ class Stacked:
         # records of their own: checkpoints tell what has changed by identity
         kept = [map_record(torch.clone, row_of(client, r)) if stateful else None for r in range(len(chunk))]
         totals = {e: sums[e].plus(own, moved, weight) for e, (own, moved, weight) in added.items()}
+        # copies: the next chunk's captured steps write over this one's results
+        sent = [
+            (
+                map_record(lambda value: self._usual(value).clone(), row_of(sent_up, r)),
+                {n: b[r].clone() for n, b in buffers.items()},
+            )
+            for r in range(len(chunk) if not isinstance(self.aggregation, Mean) else 0)
+        ]
         # Nothing but `failed` was changed so far (who fails, fails again), and from here on nothing needs memory: see
         # `in_chunks_that_fit`, which runs a chunk again that did not fit.
         for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
@@ -222,10 +231,26 @@ class Stacked:
             total.loss += row.weight * loss
             total.square += row.weight * length
             total.add_trust(None if ratios is None else ratios[r], row.weight)
+            if sent:
+                total.keep(row.c, *sent[r])
             if stateful:
                 clients[row.member][int(plans[r].cohort[row.c])] = kept[r]
         for e, (total_up, total_buffers) in totals.items():
             sums[e].up, sums[e].buffers = total_up, total_buffers
+
+    def _mean_gradient(
+        self, e: int, member: Member, rows: list[Row], gradients: dict[tuple[int, int], Tensor], ranks: Ranks
+    ) -> Tensor:
+        """The full gradients of a member's clients, combined as its uploads are."""
+        own = [row for row in rows if row.member == e]
+        mean = torch.zeros_like(member.state.server.x)
+        if isinstance(self.aggregation, Mean):
+            for row in own:
+                mean = mean + row.weight * gradients[e, row.c]
+            return self._usual(ranks.add(mean))
+        vectors = ranks.gather({row.c: gradients[e, row.c] for row in own}, mean, len(member.plan.cohort))
+        combined = combine_vectors(self.aggregation, vectors, client_weights(member.plan, self.by_examples))
+        return self._usual(combined)
 
     def _shares(self, chunk: list[Row], failed: Mapping[int, Diverged]) -> tuple[list[int], Tensor]:
         """The members that still run, and every row's weight in each one's mean [members, rows]."""
@@ -265,7 +290,14 @@ class Stacked:
         """Zeros, and what every rank knows from the plan alone."""
         weights = client_weights(member.plan, self.by_examples)
         buffers = {n: torch.zeros_like(b) for n, b in member.state.buffers.items() if b.is_floating_point()}
-        return Sums(buffers=buffers, steps=float(np.dot(weights, member.plan.steps)))
+        steps = float(np.dot(weights, member.plan.steps))
+        return Sums(
+            buffers=buffers,
+            steps=steps,
+            weights=weights,
+            aggregation=self.aggregation,
+            uniform_fields=member.algorithm.uniform_fields,
+        )
 
     def _zeros(self, member: Member, down: Any) -> tuple[Any, Tensor]:
         """What a client sends in this round, and its trust ratios, with zeros in them: tells which fields there are."""
