@@ -204,7 +204,8 @@ def test_the_servers_weights_count_not_the_nodes(tmp_path):
     assert_like_the_simulation(setup)
 
 
-def test_dropout_and_augmentation_follow_the_plan(tmp_path):
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_dropout_and_augmentation_follow_the_plan(tmp_path, engine):
     def images(context=None):
         generator = torch.Generator().manual_seed(1)
         x = torch.randint(0, 256, (40, 1, 6, 6), generator=generator, dtype=torch.uint8)
@@ -219,7 +220,7 @@ def test_dropout_and_augmentation_follow_the_plan(tmp_path):
 
     protocol = {"batch_size": 8, "augmentation": lamina.data.feed.Augment(2), "seed": 1, "device": "cpu"}
     parts = [list(range(20)), list(range(20, 40))]
-    simulation = lamina.Simulation(model(), images(), "fedams", clients=parts, engine="loop", **protocol)
+    simulation = lamina.Simulation(model(), images(), "fedams", clients=parts, engine=engine, **protocol)
     simulation.run(3)
     federation = Federation("fedams", model, images, clients=2, rounds=3, out=tmp_path / "run", poll=0.005,
                             state_dir=tmp_path / "state", **protocol)  # fmt: skip

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import lamina
+from test_dropout import simulation as dropout_simulation
 from test_stacked import PARTS, simulation
 
 ROOT = Path(__file__).parent.parent
@@ -27,11 +28,15 @@ ALGORITHMS = {
 CASES = [
     (name, kind, share) for name in ALGORITHMS for kind, share in (("cnn", 0.6), ("batch_norm", 1.0), ("mlp", 0.2))
 ]
+CASES += [("fedlamb", "dropout", 0.6), ("mime", "dropout2d", 1.0)]
 
 
 def run_case(name, kind, share):
-    aggregation = name if name == "median" else "mean"
-    run = simulation(kind, ALGORITHMS[name](), "stacked", participation=share, aggregation=aggregation)
+    if kind.startswith("dropout"):
+        run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share)
+    else:
+        aggregation = name if name == "median" else "mean"
+        run = simulation(kind, ALGORITHMS[name](), "stacked", participation=share, aggregation=aggregation)
     run.run(3)
     return run
 

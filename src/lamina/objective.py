@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lamina.dropout import set_streams, with_streams
 from lamina.errors import BadInput, unknown
 from lamina.layers import Layers
+from lamina.likeness import alike, module_difference, same_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Buffers = dict[str, Tensor]
@@ -67,6 +69,7 @@ class Objective:
                 raise unknown("loss", loss, LOSSES)
             loss = LOSSES[loss]
         self.module = module
+        self.seeded, self.dropouts = with_streams(module)  # what is trained: the module with masks from streams
         self.loss = loss
         self.layers = Layers.of(module)
         trainable = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
@@ -95,33 +98,66 @@ class Objective:
         """Why the two are not one model with other weights, in words; empty if they are."""
         if self.layers.shapes != other.layers.shapes:
             return "their models have different shapes"
-        if repr(self.module) != repr(other.module) or self.loss is not other.loss:
-            return "they have different models or losses"
+        if (self.dtype, self.device) != (other.dtype, other.device):
+            return "their models have different types or are on different devices"
+        where = module_difference(self.module, other.module)
+        if where:
+            return f"their models differ in {where}"
+        if self._always_evaluated != other._always_evaluated:
+            return "their models differ in the layers that stay in evaluation mode"
+        if not alike(self.loss, other.loss):
+            return "they have different losses"
         for what, own, theirs in (
             ("frozen parameters", self.frozen, other.frozen),
             ("buffers", self.buffers, other.buffers),
         ):
-            if own.keys() != theirs.keys() or any(not torch.equal(own[name], theirs[name]) for name in own):
+            if own.keys() != theirs.keys() or not all(same_tensor(own[name], theirs[name]) for name in own):
                 return f"their models have different {what}"
         return ""
 
-    def outputs(self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, *, train: bool) -> Tensor:
-        """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do."""
-        return self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train)
+    def outputs(
+        self,
+        x: Tensor,
+        buffers: Mapping[str, Tensor],
+        inputs: Tensor,
+        *,
+        train: bool,
+        streams: Tensor | None = None,
+    ) -> Tensor:
+        """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do.
+
+        `streams`: the random stream [1] that dropout draws its masks from; stream 0 unless given.
+        """
+        return self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
 
     def outputs_at(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Tensor, *, train: bool
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Tensor,
+        *,
+        train: bool,
+        streams: Tensor | None = None,
     ) -> Tensor:
         """The same, with the parameters by name."""
-        self.set_mode(self.module, train)
+        self.set_mode(self.seeded, train)
         state = {**parameters, **self.frozen, **buffers}
         try:
-            made: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.has_tied_weights)
+            set_streams(self.dropouts, self.streams_or_zeros(streams, 1))
+            made: Tensor = functional_call(self.seeded, state, (inputs,), tie_weights=self.has_tied_weights)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise BadInput(ONE_SAMPLE) from error
             raise
+        finally:
+            set_streams(self.dropouts, None)
         return made
+
+    def streams_or_zeros(self, streams: Tensor | None, clients: int) -> Tensor | None:
+        """Stream 0 for every client where none are given; None if nothing draws from them."""
+        if streams is None and self.dropouts:
+            return torch.zeros(clients, dtype=torch.int64, device=self.device)
+        return streams
 
     def set_mode(self, module: nn.Module, train: bool) -> None:
         """Put the module, or its stacked copy, into training or evaluation mode."""
@@ -131,11 +167,18 @@ class Objective:
                 module.get_submodule(name).eval()
 
     def gradient(
-        self, x: Tensor, buffers: Mapping[str, Tensor], inputs: Tensor, targets: Tensor, *, train: bool = True
+        self,
+        x: Tensor,
+        buffers: Mapping[str, Tensor],
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        train: bool = True,
+        streams: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The gradient of the mean loss over the batch, and that loss."""
         leaf = x.detach().requires_grad_()
-        losses = self.loss(self.outputs(leaf, buffers, inputs, train=train), targets)
+        losses = self.loss(self.outputs(leaf, buffers, inputs, train=train, streams=streams), targets)
         if losses.shape != (len(inputs),):
             raise BadInput(
                 f"the loss must return one value per sample, shape ({len(inputs)},), not {tuple(losses.shape)}: "

@@ -252,6 +252,12 @@ def sample_counters(steps: int, width: int) -> Indices:
     return (np.arange(steps, dtype=np.int64)[:, None] << 32) + np.arange(width, dtype=np.int64)
 
 
+def dropout_streams(streams: Indices, steps: int) -> Indices:
+    """[rows, steps]: the random stream of every local step's dropout masks, from the clients' streams [rows]."""
+    own = rng.fork(streams, -1)  # no sample's counter is negative, so augmentation draws other numbers
+    return np.asarray(rng.fork(own[:, None], np.arange(steps, dtype=np.int64)), dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The settings that, with (seed, round), determine a round."""

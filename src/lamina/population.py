@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from lamina.algorithms.contract import options
+from lamina.algorithms.contract import Algorithm, options
+from lamina.data.dataset import Dataset
+from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Member, Stacked
 from lamina.engines.stacked.forward import arithmetic
+from lamina.engines.stacked.steps import works_by_layer
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged
 from lamina.history import History, Row
+from lamina.likeness import alike, same_tensor
 from lamina.plan import Round
 from lamina.simulation import Simulation, evaluate_together
 
@@ -20,8 +25,10 @@ from lamina.simulation import Simulation, evaluate_together
 class Population:
     """Simulations that differ in seed, learning rate and other numbers, trained as one; each ends as if it ran alone.
 
-    They must share the data, the model's shape and the algorithm; a member that diverges is frozen and reported in
-    `diverged`, the others go on. Seconds of a round are shared equally among its members.
+    They may also differ in `clip`, `weighting`, the test data and all that the round plan decides but `batch_size`.
+    What they must share (the training data, the model, the algorithm, ...) is compared; a difference is refused by
+    name. A member that diverges is frozen and reported in `diverged`, the others go on. Seconds of a round are
+    shared equally among its members.
 
     >>> import torch, lamina
     >>> x, y = torch.randn(60, 5), torch.randint(0, 3, (60,))
@@ -37,6 +44,8 @@ class Population:
         if not self.simulations:
             raise BadInput("a population needs at least one simulation")
         for i, simulation in enumerate(self.simulations):
+            if isinstance(simulation.engine, Loop):
+                raise BadInput(f"simulation {i} cannot be stacked, it runs client by client: {simulation.engine.why}")
             problem = mismatch(self.simulations[0], simulation)
             if problem:
                 raise BadInput(f"simulations 0 and {i} cannot be stacked: {problem}")
@@ -65,7 +74,9 @@ class Population:
         leaders = {self._same_rounds[i]: self.simulations[i] for i in reversed(going)}
         plans = {leader: simulation.next_plan() for leader, simulation in leaders.items()}
         members = [
-            Member(s.algorithm, s.state, replace(plan, lr=s.plan.rate(plan.number)))
+            Member(
+                s.algorithm, s.state, replace(plan, lr=s.plan.rate(plan.number)), s.engine.clip, s.engine.by_examples
+            )
             for i, s in zip(going, chosen, strict=True)
             for plan in [plans[self._same_rounds[i]]]
         ]
@@ -102,22 +113,52 @@ def mismatch(first: Simulation, other: Simulation) -> str:
         return "a member does not run on the stacked engine"
     if type(other.algorithm) is not type(first.algorithm):
         return "they run different algorithms"
+    has_other_numbers = False
     for name in options(type(first.algorithm)):
         a, b = getattr(first.algorithm, name), getattr(other.algorithm, name)
         if a != b and not (isinstance(a, float | int) and isinstance(b, float | int) and not isinstance(a, bool)):
             return f"they differ in the option '{name}', which is not a number"
         if a != b and name == "sync_every":
             return "they differ in 'sync_every', which changes what a round does"
-    if first.engine.aggregation != other.engine.aggregation:
-        return "they differ in 'aggregation'"
-    difference = first.objective.difference(other.objective)
+        has_other_numbers = has_other_numbers or a != b
+    if has_other_numbers:
+        number = first.state.round + 1
+        if first.algorithm.needs(number) != other.algorithm.needs(number):
+            return "their algorithms' options give them different needs"
+        if _steps_by_layer(first.algorithm) != _steps_by_layer(other.algorithm):
+            return "their algorithms' options let only one of them step layer by layer"
+    difference = first.objective.difference(other.objective) or _data_difference(first.train_data, other.train_data)
     if difference:
         return difference
-    if first.train_data is not other.train_data and (
-        first.train_data.x.shape != other.train_data.x.shape
-        or not bool((first.train_data.x == other.train_data.x).all())
+    if first.state.round != other.state.round:
+        return f"they are at different rounds ({first.state.round} and {other.state.round})"
+    for name, a, b in (
+        ("batch_size", first.plan.batch_size, other.plan.batch_size),
+        ("precision", first.precision, other.precision),
+        ("deterministic", first.deterministic, other.deterministic),
+        ("aggregation", first.engine.aggregation, other.engine.aggregation),
+        ("augmentation", first.engine.augmentation, other.engine.augmentation),
+        ("trust_ratios", first.engine.record_trust_ratios, other.engine.record_trust_ratios),
     ):
+        if not alike(a, b):
+            return f"they differ in {name} ({a} and {b})"
+    return ""
+
+
+@functools.lru_cache(maxsize=256)
+def _steps_by_layer(algorithm: Algorithm) -> bool:
+    """`works_by_layer`, remembered: it takes many small steps, and every member is asked about several times."""
+    return works_by_layer(algorithm)
+
+
+def _data_difference(one: Dataset, other: Dataset) -> str:
+    """Why two data sets would not give a model the same batches, or an empty string."""
+    if not same_tensor(one.x, other.x):
         return "they have different training data"
-    if first.state.round != other.state.round or first.plan.batch_size != other.plan.batch_size:
-        return "they are at different rounds or have different batch sizes"
+    if not same_tensor(one.y, other.y):
+        return "their training data have different labels or targets"
+    for name in ("mean", "std"):
+        a, b = getattr(one, name), getattr(other, name)
+        if not alike(a, b):
+            return f"their training data differ in {name} ({a} and {b})"
     return ""

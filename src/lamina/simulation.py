@@ -43,6 +43,7 @@ EVALUATION_BATCH = 1000  # samples at a time
 EVALUATION_NUMBERS_GPU = 8 << 20
 MOST_EVALUATED = 16_384  # but not more samples than this: tokens are small, what is made of them is not
 DEFAULT_CLIENTS = 10
+UNCONTROLLED = "the module's forward draws random numbers itself (F.dropout, torch.rand): use layers such as nn.Dropout"
 log = logging.getLogger(__name__)
 
 
@@ -494,14 +495,15 @@ def _lent_engine(lender: Simulation, precision: Precision, **settings: Any) -> L
     """The engine that a simulation of the same model found to fit; None if there is something to find out."""
     objective, engine = settings["objective"], lender.engine
     here = (lender.objective.device, lender.precision) == (objective.device, precision)
-    if not here or lender.objective.difference(objective):
+    kinds = [(d.x.shape[1:], d.x.dtype, d.y.shape[1:], d.y.dtype) for d in (lender.train_data, settings["data"])]
+    if not here or kinds[0] != kinds[1] or lender.objective.difference(objective):
         return None
     if isinstance(engine, Loop):
-        return Loop(**settings)
+        return Loop(**settings, why=engine.why)
     algorithm = settings["algorithm"]
-    if type(algorithm) is not type(lender.algorithm) or (engine.random and algorithm.needs(1).control_variate):
+    if type(algorithm) is not type(lender.algorithm):
         return None  # see _fastest_engine
-    return Stacked(forward=engine.forward, random=engine.random, **settings)
+    return Stacked(forward=engine.forward, **settings)
 
 
 def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Loop | Stacked:
@@ -509,22 +511,19 @@ def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Loop | 
         return Loop(**settings)
     data, objective = settings["data"], settings["objective"]
     sample = prepare(data.x[:4], data.mean, data.std, objective.dtype), data.y[:4]
-    forward, why = choose_forward(objective, sample, precision, name)
-    random = is_random(objective, sample[0])
-    if forward is not None and random and settings["algorithm"].needs(1).control_variate:
-        forward, why = (
-            None,
-            "control variates compare two gradients under one dropout mask, which only the loop can draw",
-        )
+    if is_random(objective, sample[0]):
+        forward, why = None, UNCONTROLLED
+    else:
+        forward, why = choose_forward(objective, sample, precision, name)
     if forward is not None and not works_by_row(settings["algorithm"]):
         forward, why = None, "several clients' step is not each one's own step (a branch on a tensor's value?)"
     if forward is None:
         if name != "auto":
             raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
         log.info("running client by client: %s", why)
-        return Loop(**settings)
+        return Loop(**settings, why=why)
     if why and name == "auto":
         log.info("using torch.func.vmap instead of stacked layers: %s", why)
     if objective.device.type == "cpu":
         keep_freed_memory()
-    return Stacked(forward=forward, random=random, **settings)
+    return Stacked(forward=forward, **settings)

@@ -21,7 +21,7 @@ from lamina.data.feed import Augment, prepare
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
-from lamina.plan import Round
+from lamina.plan import Round, dropout_streams
 
 FULL_GRADIENT_CHUNK = 512  # samples at a time in a full-data gradient; the result does not depend on it,
 WHOLE_BATCH = 64  # but for a model that evaluates samples by the batch they are in: those, in every engine
@@ -39,6 +39,7 @@ class Loop:
     augmentation: Augment | None = None
     record_trust_ratios: bool = False
     aggregation: Aggregation = MEAN  # how the uploads are combined
+    why: str = "engine='loop' was asked for"  # why this engine, for messages
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
         """One round: broadcast, local training of every active client, mean, server update."""
@@ -99,16 +100,17 @@ class Loop:
         algorithm, objective = self.algorithm, self.objective
         local = algorithm.begin(down, client, info)
         losses = []
+        streams = self._dropout_streams(plan, c)
         with torch.random.fork_rng(devices=[objective.device] if objective.device.type == "cuda" else []):
             for k in range(int(plan.steps[c])):
                 inputs, targets = self._batch(plan, c, k)
-                dropout_seed = rng.torch_seed(int(plan.streams[c]), "dropout", k)
-                seed_dropout(objective.device, dropout_seed)
-                grad, loss = objective.gradient(local.y, buffers, inputs, targets)
+                own_seed = rng.torch_seed(int(plan.streams[c]), "dropout", k)
+                seed_torch(objective.device, own_seed)
+                grad, loss = objective.gradient(local.y, buffers, inputs, targets, streams=streams[:, k])
                 if algorithm.needs(plan.number).control_variate:  # the same batch and dropout mask, at x
-                    seed_dropout(objective.device, dropout_seed)
+                    seed_torch(objective.device, own_seed)
                     scratch = {n: b.clone() for n, b in buffers.items()}
-                    grad = grad - objective.gradient(down.x, scratch, inputs, targets)[0]
+                    grad = grad - objective.gradient(down.x, scratch, inputs, targets, streams=streams[:, k])[0]
                 if self.clip is not None:
                     grad = clip_by_norm(grad, self.clip)
                 after = algorithm.step(local, down, grad, info.lr, objective.layers)
@@ -117,6 +119,11 @@ class Loop:
                     watch(k, loss, grad, local, after)
                 local = after
         return local, torch.stack(losses)
+
+    def _dropout_streams(self, plan: Round, c: int) -> Tensor:
+        """The random stream of every local step's dropout masks [1, K_i]."""
+        streams = dropout_streams(plan.streams[c : c + 1], int(plan.steps[c]))
+        return torch.from_numpy(streams).to(self.objective.device)
 
     def _batch(self, plan: Round, c: int, k: int) -> tuple[Tensor, Tensor]:
         """Gather, augment and normalise one batch."""
@@ -148,12 +155,14 @@ class Loop:
 
             return hook
 
-        leaves = [(n, m) for n, m in self.objective.module.named_modules() if not list(m.children())]
+        leaves = [(n, m) for n, m in self.objective.seeded.named_modules() if not list(m.children())]
         handles = [m.register_forward_hook(look(n or type(m).__name__)) for n, m in leaves]
         try:
             inputs, _ = self._batch(plan, c, k)
+            streams = self._dropout_streams(plan, c)[:, k]
             with torch.no_grad():
-                self.objective.outputs(y, {n: b.clone() for n, b in buffers.items()}, inputs, train=True)
+                own = {n: b.clone() for n, b in buffers.items()}
+                self.objective.outputs(y, own, inputs, train=True, streams=streams)
         finally:
             for handle in handles:
                 handle.remove()
@@ -180,8 +189,8 @@ class Loop:
                 raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
 
 
-def seed_dropout(device: torch.device, seed: int) -> None:
-    """Seed the generator dropout draws from; torch.manual_seed visits every device and takes longer than a step."""
+def seed_torch(device: torch.device, seed: int) -> None:
+    """Seed torch's generator, for modules that draw from it themselves; torch.manual_seed visits every device."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)

@@ -24,7 +24,7 @@ from lamina.aggregation import MEAN, Aggregation, Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, Info, options
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment
-from lamina.engines.loop import WHOLE_BATCH, Loop, seed_dropout
+from lamina.engines.loop import WHOLE_BATCH, Loop
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
 from lamina.engines.stacked.memory import client_home, even_size, in_chunks_that_fit, is_out_of_memory, rows_that_fit
@@ -36,7 +36,7 @@ from lamina.errors import Diverged, LaminaError
 from lamina.layers import Layers
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
-from lamina.plan import Round, sample_counters
+from lamina.plan import Round, dropout_streams, sample_counters
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +47,13 @@ COMPILED_FROM = 500_000  # parameters; less is done before its compilation would
 
 @dataclass(frozen=True)
 class Member:
-    """One experiment of a population: its algorithm (with its own numbers), its state and its plan of the round."""
+    """One experiment of a population: its algorithm (with its own numbers), state, plan of the round and settings."""
 
     algorithm: Algorithm
     state: State
     plan: Round
+    clip: float | None = None
+    by_examples: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,6 @@ class Stacked:
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
     most_rows: int | None = None  # in a chunk, once more were seen not to fit
     compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: if it pays
-    random: bool = True  # whether the module draws random numbers (dropout) in training
     meanwhile: Callable[[], None] | None = None  # what the host does while a GPU works on a round
     always_graphed: bool = False  # take the GPU's path on a CPU too, without a graph: for tests
     client_home: torch.device | None = None  # where clients' state is kept; None: decided in the first round
@@ -92,7 +93,7 @@ class Stacked:
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
         """One round of one experiment."""
-        (outcome,) = self.run_members([Member(self.algorithm, state, plan)])
+        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.clip, self.by_examples)])
         if isinstance(outcome, Diverged):
             raise outcome
         return outcome
@@ -103,7 +104,7 @@ class Stacked:
         rows = [
             Row(e, c, weight)
             for e, member in enumerate(members)
-            for c, weight in enumerate(client_weights(member.plan, self.by_examples))
+            for c, weight in enumerate(client_weights(member.plan, member.by_examples))
             if ranks.owns(int(member.plan.cohort[c]))
         ]
         # clients with as many steps as their neighbours waste least on masked steps
@@ -179,17 +180,16 @@ class Stacked:
             plans[0].number,
             self._per_row([plan.lr for plan in plans]),
             steps=self._per_row([float(plan.steps[row.c]) for plan, row in zip(plans, chunk, strict=True)]),
-            participation=plans[0].participation,
+            participation=self._per_row([plan.participation for plan in plans]),
             full_gradient=torch.stack([gradients[row.member, row.c] for row in chunk])
             if gradients and algorithm.needs(plans[0].number).full_gradient
             else None,
             record_trust_ratios=self.record_trust_ratios,
         )
         shares = self._shares(chunk, failed)  # made before the GPU is busy: the host would wait for it otherwise
-        relative = None
-        if self.by_examples and algorithm.uniform_fields:
-            relative = self._column([row.weight * len(plan.cohort) for plan, row in zip(plans, chunk, strict=True)])
-        local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans)
+        relative = self._relative_weights(chunk, members) if algorithm.uniform_fields else None
+        clip = self._row_clip([members[row.member].clip for row in chunk])
+        local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans, clip)
         up, client = algorithm.finish(local, down, client, info)
         sent_up = up
         if relative is not None:
@@ -206,8 +206,8 @@ class Stacked:
         measured = torch.stack([losses, square, torch.stack(sums_of).sum(0)]).tolist()
         for r, (row, check) in enumerate(zip(chunk, measured[2], strict=True)):
             if not math.isfinite(check) and row.member not in failed:
-                sent = map_record(self._usual, row_of(up, r))
-                failed[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, sent)
+                bad = map_record(self._usual, row_of(up, r))
+                failed[row.member] = self._explain(members[row.member], row, downs[row.member], gradients, bad)
         if any(row.member in failed for row in chunk):
             added = self._means(up, buffers, chunk, self._shares(chunk, failed))
         stateful = any(value is not None for value in client)
@@ -249,8 +249,15 @@ class Stacked:
                 mean = mean + row.weight * gradients[e, row.c]
             return self._usual(ranks.add(mean))
         vectors = ranks.gather({row.c: gradients[e, row.c] for row in own}, mean, len(member.plan.cohort))
-        combined = combine_vectors(self.aggregation, vectors, client_weights(member.plan, self.by_examples))
+        combined = combine_vectors(self.aggregation, vectors, client_weights(member.plan, member.by_examples))
         return self._usual(combined)
+
+    def _relative_weights(self, chunk: list[Row], members: Sequence[Member]) -> Tensor | None:
+        """Every row's weight times the size of its cohort; None if no member weights its clients by their examples."""
+        if not any(members[row.member].by_examples for row in chunk):
+            return None
+        weighted = [(row.weight * len(members[row.member].plan.cohort), members[row.member]) for row in chunk]
+        return self._column([relative if member.by_examples else 1.0 for relative, member in weighted])
 
     def _shares(self, chunk: list[Row], failed: Mapping[int, Diverged]) -> tuple[list[int], Tensor]:
         """The members that still run, and every row's weight in each one's mean [members, rows]."""
@@ -288,7 +295,7 @@ class Stacked:
 
     def _start_sums(self, member: Member) -> Sums:
         """Zeros, and what every rank knows from the plan alone."""
-        weights = client_weights(member.plan, self.by_examples)
+        weights = client_weights(member.plan, member.by_examples)
         buffers = {n: torch.zeros_like(b) for n, b in member.state.buffers.items() if b.is_floating_point()}
         steps = float(np.dot(weights, member.plan.steps))
         return Sums(
@@ -348,6 +355,12 @@ class Stacked:
     def _per_row(self, values: list[float]) -> float | Tensor:
         return values[0] if all(v == values[0] for v in values) else self._column(values)
 
+    def _row_clip(self, values: list[float | None]) -> float | Tensor | None:
+        """The largest norm of a gradient, for all rows or one per row; None: any."""
+        if all(value is None for value in values):
+            return None
+        return self._per_row([math.inf if value is None else value for value in values])
+
     def _column(self, values: list[float]) -> Tensor:
         return send(np.array(values), self.objective.device).to(self.objective.dtype).unsqueeze(1)
 
@@ -378,7 +391,9 @@ class Stacked:
         # all of one element: a vector could not be told from one number per row
         return parts if any(part.size > 1 for part in parts) and works_by_layer(self.algorithm) else [layers]
 
-    def steps(self, algorithm: Algorithm | SumOfGradients, *, control: bool = False) -> Steps:
+    def steps(
+        self, algorithm: Algorithm | SumOfGradients, *, control: bool = False, clip: float | Tensor | None = None
+    ) -> Steps:
         """The local steps of rows that run this algorithm."""
         whole = isinstance(algorithm, SumOfGradients)
         return Steps(
@@ -388,7 +403,7 @@ class Stacked:
             algorithm,
             self._parts,
             control=control,
-            clip=None if whole else self.clip,
+            clip=clip,
             augmentation=None if whole else self.augmentation,
             whole=whole,
         )
@@ -402,40 +417,41 @@ class Stacked:
         info: Info,
         chunk: list[Row],
         plans: list[Round],
+        clip: float | Tensor | None,
     ) -> tuple[Any, Tensor]:
         """All local steps of a chunk: the final local state and every row's mean loss."""
         device = self.objective.device
         index, filled = pad_plans(plans, [row.c for row in chunk])
-        keys = None
+        keys, streams = None, None
+        own_streams = np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)])
         if self.augmentation is not None:
-            streams = np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)])
             counters = sample_counters(index.shape[1], index.shape[2])
-            keys = send(rng.bits(streams[:, None, None], counters), device)
+            keys = send(rng.bits(own_streams[:, None, None], counters), device)
+        if self.objective.dropouts:
+            streams = send(dropout_streams(own_streams, index.shape[1]), device)
         samples, counts = send(index, device), send(filled, device)
         local = algorithm.begin(down, client, info)
-        steps = self.steps(algorithm, control=algorithm.needs(info.round).control_variate)
+        steps = self.steps(algorithm, control=algorithm.needs(info.round).control_variate, clip=clip)
         taken = send((filled > 0).sum(1), device)
         ragged = bool((filled < index.shape[2]).any())
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else [], enabled=self.random):
-            if self.random:
-                seed_dropout(device, rng.torch_seed(int(plans[0].streams[chunk[0].c]), "dropout", chunk[0].member))
-            if device.type == "cuda" or self.always_graphed:
-                lone_sample = bool((filled == 1).any())
-                self.forward.announce(lone_sample)  # BatchNorm refuses one while the step is captured
-                masked = counts if ragged else None
-                graph = self._graph(steps, local, down, buffers, samples, masked, keys, lone_sample)
-                local, total = graph.run(algorithm, local, down, buffers, samples, counts, keys, info.lr)
-                return local, total / taken
-            parts, fixed = split(local, steps.parts), split(down, steps.parts)
-            total = torch.zeros(len(chunk), dtype=self.objective.dtype, device=device)
-            for k in range(index.shape[1]):
-                least, most = int(filled[:, k].min()), int(filled[:, k].max())
-                self.forward.announce(bool((filled[:, k] == 1).any()))
-                # batches that are equally short are cut, others padded and masked
-                own_keys = None if keys is None else keys[:, k, :most]
-                some = None if least == most else counts[:, k]
-                parts, losses = steps.step(parts, fixed, buffers, samples[:, k, :most], some, own_keys, info.lr)
-                total = total + losses
+        if device.type == "cuda" or self.always_graphed:
+            lone_sample = bool((filled == 1).any())
+            self.forward.announce(lone_sample)  # BatchNorm refuses one while the step is captured
+            masked = counts if ragged else None
+            graph = self._graph(steps, local, down, buffers, samples, masked, keys, streams, lone_sample)
+            local, total = graph.run(steps, local, down, buffers, samples, counts, keys, streams, info.lr)
+            return local, total / taken
+        parts, fixed = split(local, steps.parts), split(down, steps.parts)
+        total = torch.zeros(len(chunk), dtype=self.objective.dtype, device=device)
+        for k in range(index.shape[1]):
+            least, most = int(filled[:, k].min()), int(filled[:, k].max())
+            self.forward.announce(bool((filled[:, k] == 1).any()))
+            # batches that are equally short are cut, others padded and masked
+            own_keys = None if keys is None else keys[:, k, :most]
+            own_masks = None if streams is None else streams[:, k]
+            some = None if least == most else counts[:, k]
+            parts, losses = steps.step(parts, fixed, buffers, samples[:, k, :most], some, own_keys, own_masks, info.lr)
+            total = total + losses
         return join(parts), total / taken
 
     def _graph(
@@ -447,6 +463,7 @@ class Stacked:
         samples: Tensor,
         counts: Tensor | None,
         keys: Tensor | None,
+        streams: Tensor | None,
         lone_sample: bool,
     ) -> GraphedSteps:
         """The captured step for this shape of chunk; captured once, then replayed in every round."""
@@ -457,6 +474,7 @@ class Stacked:
             (room_for(samples.shape[1]), samples.shape[2]),
             counts is None,
             steps.control,
+            _identity(steps.clip),
             lone_sample,
             tuple(v is None for v in local),
             tuple(None if v is None else v.stride(0) == 0 for v in down),
@@ -472,7 +490,7 @@ class Stacked:
         compiled = self.compiled
         if compiled is None:
             compiled = self.objective.start.numel() >= COMPILED_FROM
-        inputs = (steps, local, down, buffers, samples, counts, keys)
+        inputs = (steps, local, down, buffers, samples, counts, keys, streams)
         if self._pool is None and self.objective.device.type == "cuda":
             self._pool = torch.cuda.graph_pool_handle()
         made, said = None, ""
@@ -531,12 +549,12 @@ class Stacked:
             }
             local, down = Summing(flat, torch.zeros_like(flat)), Nowhere()
             if device.type == "cuda" or self.always_graphed:
-                graph = self._graph(steps, local, down, buffers, samples, counts, None, False)
-                local, _ = graph.run(steps.algorithm, local, down, buffers, samples, counts, None, 0.0)
+                graph = self._graph(steps, local, down, buffers, samples, counts, None, None, False)
+                local, _ = graph.run(steps, local, down, buffers, samples, counts, None, None, 0.0)
             else:
                 parts, fixed = split(local, steps.parts), split(down, steps.parts)
                 for k in range(many):
-                    parts, _ = steps.step(parts, fixed, buffers, samples[:, k], counts[:, k], None, 0.0)
+                    parts, _ = steps.step(parts, fixed, buffers, samples[:, k], counts[:, k], None, None, 0.0)
                 local = join(parts)
             total = local.total / send(sizes, device).to(flat.dtype).unsqueeze(1)
             for r, row in enumerate(chunk):
@@ -549,7 +567,7 @@ class Stacked:
         self, member: Member, row: Row, down: Any, gradients: dict[tuple[int, int], Tensor], up: Any
     ) -> Diverged:
         """Where a row went non-finite: the reference loop runs that client again and looks at every step."""
-        loop = Loop(member.algorithm, self.objective, self.data, self.clip, self.by_examples, self.augmentation)
+        loop = Loop(member.algorithm, self.objective, self.data, member.clip, member.by_examples, self.augmentation)
         client_id = int(member.plan.cohort[row.c])
         client = member.state.clients.get(client_id)
         client = member.algorithm.client_init(member.state.server.x) if client is None else client

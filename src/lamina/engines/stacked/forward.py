@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
+from lamina.dropout import FromStreams, set_streams
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.modules import CannotStack, is_batch_norm, stack, use_kernels
 from lamina.layers import ChannelsLast
@@ -59,9 +62,12 @@ class Forward(Protocol):
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
-        *, train: bool,
+        *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Per-sample losses [C, B]. `buffers` ([C, ...] each) are updated in place in training mode."""
+        """Per-sample losses [C, B]. `buffers` ([C, ...] each) are updated in place in training mode.
+
+        `streams` [C]: the random streams that dropout draws its masks from; stream 0 unless given.
+        """
         ...
 
 
@@ -72,7 +78,8 @@ class StackedForward:
 
     def __init__(self, objective: Objective, precision: Precision = "fp32", channels_last: bool = False) -> None:
         self.objective = objective
-        self.module = stack(objective.module)
+        self.module = stack(objective.seeded)
+        self.dropouts = [layer for layer in self.module.modules() if isinstance(layer, FromStreams)]
         self.precision = precision
         self.layout = objective.layers.channels_last() if channels_last else None
         self.batch_norms = [layer for layer in self.module.modules() if is_batch_norm(layer)]
@@ -102,7 +109,7 @@ class StackedForward:
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
-        *, train: bool,
+        *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Per-sample losses [C, B]."""
         clients, batch = targets.shape[:2]
@@ -115,6 +122,7 @@ class StackedForward:
             layer.sample_mask = mask  # type: ignore[assignment]
         shared = {n: b if n in self.per_client_buffers else b[0] for n, b in buffers.items()}
         state = {**parameters, **fixed, **shared}
+        set_streams(self.dropouts, self.objective.streams_or_zeros(streams, clients))
         outputs: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.objective.has_tied_weights)
         outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
         losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
@@ -140,16 +148,19 @@ class VmapForward:
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
-        *, train: bool,
+        *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Per-sample losses [C, B]."""
         objective = self.objective
 
-        def one(own: Parameters, own_buffers: Buffers, xs: Tensor, ys: Tensor) -> Tensor:
-            made: Tensor = objective.loss(objective.outputs_at(own, own_buffers, xs, train=train), ys)
+        def one(own: Parameters, own_buffers: Buffers, xs: Tensor, ys: Tensor, stream: Tensor | None) -> Tensor:
+            outputs = objective.outputs_at(own, own_buffers, xs, train=train, streams=stream)
+            made: Tensor = objective.loss(outputs, ys)
             return made
 
-        return torch.func.vmap(one, randomness="different")(dict(parameters), buffers, inputs, targets)
+        streams = objective.streams_or_zeros(streams, len(inputs))
+        axes = (0, 0, 0, 0, None if streams is None else 0)
+        return torch.func.vmap(one, in_dims=axes)(dict(parameters), buffers, inputs, targets, streams)
 
 
 def choose_forward(
@@ -186,8 +197,6 @@ def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tens
     real = len(inputs) - 1
     mask = (torch.arange(len(inputs), device=x.device) < real).expand(2, -1)
     for train in (False, True):
-        if train and is_random(objective, inputs):
-            continue  # dropout: the masks differ, so only evaluation mode can be compared
         for padded in (False, True):  # the last sample as padding: it must not count
             if padded and real < 2:
                 continue
@@ -223,13 +232,20 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tens
 
 
 def is_random(objective: Objective, inputs: Tensor) -> bool:
-    """Whether the module draws random numbers in training mode."""
-    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in objective.module.modules()):
-        return True
-    made = []
+    """Whether the module draws random numbers in training mode other than dropout layers' (`F.dropout`, say)."""
+    outputs = []
     with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []), torch.no_grad():
-        for seed in (1, 2):
-            torch.manual_seed(seed)
+        before = _generator_states(inputs.device)
+        for _ in range(2):
             buffers = {n: b.clone() for n, b in objective.buffers.items()}
-            made.append(objective.outputs(objective.start, buffers, inputs, train=True))
-    return not torch.equal(*made)
+            outputs.append(objective.outputs(objective.start, buffers, inputs, train=True).nan_to_num())
+        return _generator_states(inputs.device) != before or not torch.equal(*outputs)
+
+
+def _generator_states(device: torch.device) -> list[Any]:
+    """Where all process-wide generators stand: torch's, Python's and numpy's."""
+    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).tolist())
+    kind, words, *position = np.random.get_state()  # noqa: NPY002  (of modules that use it)
+    return [*states, kind, np.asarray(words).tolist(), position]

@@ -34,6 +34,7 @@ class GraphedSteps:
         samples: Tensor,
         counts: Tensor | None,
         keys: Tensor | None,
+        streams: Tensor | None,
         *,
         compiled: bool,
         pool: Any = None,
@@ -48,7 +49,7 @@ class GraphedSteps:
             self._algorithm,
             steps.parts,
             control=steps.control,
-            clip=steps.clip,
+            clip=steps.clip.clone() if isinstance(steps.clip, Tensor) else steps.clip,
             augmentation=steps.augmentation,
             whole=steps.whole,
         )
@@ -62,6 +63,7 @@ class GraphedSteps:
         self._samples = _with_room(samples)
         self._counts = None if counts is None else _with_room(counts)
         self._keys = None if keys is None else _with_room(keys)
+        self._streams = None if streams is None else _with_room(streams)
         self._lr = torch.zeros(self.rows, 1, dtype=local.y.dtype, device=local.y.device)
         self._losses = torch.zeros(self.rows, dtype=local.y.dtype, device=local.y.device)
         self._k = torch.zeros(1, dtype=torch.long, device=local.y.device)
@@ -98,39 +100,44 @@ class GraphedSteps:
 
     def run(
         self,
-        algorithm: Any,
+        steps: Steps,
         local: Any,
         down: Any,
         buffers: Buffers,
         samples: Tensor,
         counts: Tensor | None,
         keys: Tensor | None,
+        streams: Tensor | None,
         lr: Any,
     ) -> tuple[Any, Tensor]:
         """All steps of a round from these inputs; the returned tensors are valid until the next call.
 
         Fewer rows than there is room for are fine: the rest goes on with what it had, and nobody looks.
         """
-        rows, steps = samples.shape[:2]
-        for name in options(type(algorithm)):
-            value = getattr(algorithm, name)
+        rows, count = samples.shape[:2]
+        for name in options(type(steps.algorithm)):
+            value = getattr(steps.algorithm, name)
             if isinstance(value, Tensor):
                 getattr(self._algorithm, name)[:rows].copy_(value)
+        if isinstance(self._steps.clip, Tensor) and isinstance(steps.clip, Tensor):
+            self._steps.clip[:rows].copy_(steps.clip)
         _write_record(self._local, local, rows)
         _write_record(self._down, down, rows)
         for name, buffer in buffers.items():
             self._buffers[name][:rows].copy_(buffer)
-        self._samples[:rows, :steps].copy_(samples)
+        self._samples[:rows, :count].copy_(samples)
         if self._counts is not None and counts is not None:
-            self._counts[:rows, :steps].copy_(counts)
+            self._counts[:rows, :count].copy_(counts)
         if self._keys is not None and keys is not None:
-            self._keys[:rows, :steps].copy_(keys)
+            self._keys[:rows, :count].copy_(keys)
+        if self._streams is not None and streams is not None:
+            self._streams[:rows, :count].copy_(streams)
         if isinstance(lr, Tensor):
             self._lr[:rows].copy_(lr)
         else:
             self._lr.fill_(lr)
         self._first()
-        for _ in range(steps):
+        for _ in range(count):
             self._next()
         for name, buffer in buffers.items():
             buffer.copy_(self._buffers[name][:rows])
@@ -147,7 +154,10 @@ class GraphedSteps:
         index = self._samples.index_select(1, self._k).squeeze(1)
         filled = None if self._counts is None else self._counts.index_select(1, self._k).squeeze(1)
         keys = None if self._keys is None else self._keys.index_select(1, self._k).squeeze(1)
-        _, losses = self._steps.step(self._local_parts, self._down_parts, self._buffers, index, filled, keys, self._lr)
+        streams = None if self._streams is None else self._streams.index_select(1, self._k).squeeze(1)
+        _, losses = self._steps.step(
+            self._local_parts, self._down_parts, self._buffers, index, filled, keys, streams, self._lr
+        )
         self._losses += losses
         self._k += 1
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from lamina.dropout import StreamAttention
 from lamina.engines.stacked.convolution import convolve, kernels_apply
 from lamina.errors import BadInput
 from lamina.objective import ONE_SAMPLE
@@ -179,10 +180,10 @@ class StackedEmbedding(nn.Embedding):
         return F.embedding((ids + offset).flatten(0, 1), self.weight.reshape(clients * number, features))
 
 
-class StackedMultiheadAttention(nn.MultiheadAttention):
+class StackedMultiheadAttention(StreamAttention):
     """Attention with its four projections per client."""
 
-    def forward(  # noqa: D102
+    def forward(
         self,
         query: Tensor,
         key: Tensor,
@@ -193,44 +194,12 @@ class StackedMultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        if not self.batch_first:  # [T, N, E]: the clients are folded into N, so bring it to the front
-            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
-        wq, wk, wv = self.in_proj_weight.chunk(3, dim=1)
-        bq, bk, bv = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3, dim=1)
-        q, k, v = (self._heads(_linear(t, w, b)) for t, w, b in ((query, wq, bq), (key, wk, bk), (value, wv, bv)))
-        mask = self._mask(attn_mask, key_padding_mask, q, k)
-        dropout = self.dropout if self.training else 0.0
-        weights = None
-        if need_weights:
-            scores = q @ k.transpose(-1, -2) / self.head_dim**0.5
-            scores = scores if mask is None else scores + mask
-            attention = F.dropout(scores.softmax(-1), dropout)
-            mixed = attention @ v
-            weights = attention.mean(1) if average_attn_weights else attention
-        else:
-            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
-        merged = mixed.transpose(1, 2).flatten(2)
-        out = _linear(merged, self.out_proj.weight, self.out_proj.bias)
-        return out if self.batch_first else out.transpose(0, 1), weights
+        """Attend as the layer of every client would, in evaluation as well."""
+        return self.attend(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """[N, T, E] -> [N, heads, T, E / heads]."""
-        return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
-
-    def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """One additive mask of [N or 1, heads or 1, T, S], or None."""
-        total: Tensor | None = None
-        if attn is not None:
-            total = _additive(attn, q.dtype)
-            total = total.reshape(-1, self.num_heads, *total.shape[-2:]) if total.dim() == 3 else total[None, None]
-        if padding is not None:
-            columns = _additive(padding, q.dtype)[:, None, None, :]
-            total = columns if total is None else total + columns
-        return total
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[C * B, T, E] with a weight [C, out, E] per client."""
+        return _linear(x, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -260,6 +229,7 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm2d: StackedBatchNorm2d,
     nn.Embedding: StackedEmbedding,
     nn.MultiheadAttention: StackedMultiheadAttention,
+    StreamAttention: StackedMultiheadAttention,
 }
 
 

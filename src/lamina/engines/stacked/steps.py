@@ -38,7 +38,7 @@ class Steps:
         parts: Sequence[Layers],
         *,
         control: bool,
-        clip: float | None,
+        clip: float | Tensor | None,  # largest norm of a gradient, for all rows or one per row [rows, 1]
         augmentation: Augment | None,
         whole: bool = False,  # for the gradient over all data: the model as it is evaluated, losses summed
     ) -> None:
@@ -54,6 +54,7 @@ class Steps:
         index: Tensor,
         filled: Tensor | None,
         keys: Tensor | None,
+        streams: Tensor | None,
         lr: Any,
         rounded: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Any], Tensor]:
@@ -66,14 +67,16 @@ class Steps:
             index: the samples of the batch [rows, B].
             filled: how many of them are real [rows] (0: the row makes no step); None: all.
             keys: random words for the augmentation [rows, B].
+            streams: random streams for the masks of dropout [rows].
             lr: a number, or one per row [rows, 1].
             rounded: the parameters of `local` by name, already in the precision of the forward pass.
         """
         kept = None if filled is None else {n: b.clone() for n, b in buffers.items()}
-        grads, losses = self.gradient([part.y for part in local], buffers, index, filled, keys, rounded=rounded)
-        if self.control:  # the same batch at x
+        batch = (index, filled, keys, streams)
+        grads, losses = self.gradient([part.y for part in local], buffers, *batch, rounded=rounded)
+        if self.control:  # the same batch and dropout masks at x
             scratch = {n: b.clone() for n, b in buffers.items()}
-            at_x, _ = self.gradient([part.x for part in down], scratch, index, filled, keys)
+            at_x, _ = self.gradient([part.x for part in down], scratch, *batch)
             dtype = self.objective.dtype
             grads = [g.to(dtype) - a.to(dtype) for g, a in zip(grads, at_x, strict=True)]
         after = self.apply(local, down, grads, lr, filled)
@@ -87,12 +90,12 @@ class Steps:
 
     def gradient(
         self, y: list[Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None, keys: Tensor | None,
-        *, rounded: Mapping[str, Tensor] | None = None,
+        streams: Tensor | None, *, rounded: Mapping[str, Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
         """Every row's own gradient of its mean loss, in parts (perhaps rounded), and those losses [rows]."""
         chosen = self.forward.rounded(self.named(y)) if rounded is None else rounded
         leaves = {n: p.detach().requires_grad_() for n, p in chosen.items()}
-        means = self.mean_losses(leaves, buffers, index, filled, keys, train=not self.whole)
+        means = self.mean_losses(leaves, buffers, index, filled, keys, streams, train=not self.whole)
         names = list(leaves)
         found = dict(zip(names, torch.autograd.grad(means.sum(), [leaves[n] for n in names]), strict=True))
         if len(self.parts) == 1:  # a whole vector has one type
@@ -105,12 +108,12 @@ class Steps:
 
     def mean_losses(
         self, parameters: dict[str, Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None,
-        keys: Tensor | None, *, train: bool,
+        keys: Tensor | None, streams: Tensor | None = None, *, train: bool,
     ) -> Tensor:  # fmt: skip
         """Every row's mean loss over the real samples of its batch [rows]; their sum if `whole`."""
         x, y = self._batch(index, keys)
         mask = None if filled is None else torch.arange(y.shape[1], device=y.device) < filled.unsqueeze(1)
-        losses = self.forward.losses(parameters, buffers, x, y, mask, train=train)
+        losses = self.forward.losses(parameters, buffers, x, y, mask, train=train, streams=streams)
         if mask is None or filled is None:
             return losses.sum(1) if self.whole else losses.mean(1)
         sums = torch.where(mask, losses, 0.0).sum(1)
@@ -184,7 +187,7 @@ def _with_own_memory(grads: list[Tensor]) -> list[Tensor]:
     return made
 
 
-def _clipped(grads: list[Tensor], limit: float) -> list[Tensor]:
+def _clipped(grads: list[Tensor], limit: float | Tensor) -> list[Tensor]:
     """Every row's gradient scaled down to norm `limit` if it is longer."""
     norms = torch.stack([torch.linalg.vector_norm(grad, dim=-1) for grad in grads])
     norm = torch.linalg.vector_norm(norms, dim=0).unsqueeze(1)

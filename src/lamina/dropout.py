@@ -1,0 +1,250 @@
+"""Dropout whose masks depend only on (seed, round, client, step, layer), so that every engine draws the same ones.
+
+torch's own dropout layers draw from a process-wide generator: a mask depends on everything drawn before it, hence on
+the clients and experiments that train beside this one. `with_streams` gives those layers another class, which draws
+from one random stream per client (see `lamina.rng`). Element i of a client's tensor always gets the i-th number of its
+stream. The padding of a short batch comes last, so it does not change the masks of the samples before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from lamina import rng
+
+# One counter numbers all draws of a step: the layer, then the call of that layer, then the word.
+CALL_BITS, WORD_BITS = 16, 36
+
+SELU_FLOOR = -1.7580993408473766  # the value that AlphaDropout gives to dropped elements: -scale * alpha of SELU
+
+
+class FromStreams:
+    """Base of the layers that draw masks from streams, one per client."""
+
+    streams: Tensor | None = None  # [clients], or one number under vmap; set before every forward pass
+    number = 0  # of this layer among those of its module
+    calls = 0  # of this layer in this forward pass
+
+    def kept(self, shape: Sequence[int], p: float) -> Tensor:
+        """Draw which elements stay, each with probability 1 - p; the first axis holds the clients' samples in turn."""
+        assert self.streams is not None
+        clients, elements = self.streams.numel(), math.prod(shape)
+        if (shape[0] if shape else 1) % clients:
+            raise ValueError("the first axis of a dropout layer's input does not hold the samples of the batch")
+        first = ((self.number << CALL_BITS) + self.calls) << WORD_BITS
+        self.calls += 1
+        elements //= clients
+        counters = torch.arange((elements + 1) // 2, device=self.streams.device) + first
+        halves = rng.fork(self.streams.reshape(-1, 1), counters).view(torch.int32)[:, :elements]  # two from one word
+        limit = min(round(p * 2**32), 2**32 - 1) - 2**31
+        kept: Tensor = (halves >= limit).reshape(shape)
+        return kept & False if p == 1 else kept
+
+
+class _Mask(FromStreams):
+    """The forward pass of a dropout layer, but for what happens to the elements."""
+
+    sample_axis = 0  # 1 in transformer layers with batch_first=False
+
+    def mask_shape(self, input: Tensor) -> Sequence[int]:
+        """Return the shape of the mask: one entry per element."""
+        return input.shape
+
+    def apply_mask(self, input: Tensor, kept: Tensor, p: float) -> Tensor:
+        """Drop what is not kept and scale the rest, so that the mean stays."""
+        factor = kept.to(input.dtype) * (0.0 if p == 1 else 1 / (1 - p))
+        return input.mul_(factor) if self.inplace else input * factor  # type: ignore[attr-defined]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Drop elements in training mode."""
+        p: float = self.p  # type: ignore[attr-defined]
+        if not self.training:  # type: ignore[attr-defined]
+            unchanged: Tensor = super().forward(input)  # type: ignore[misc]
+            return unchanged
+        turned = input.transpose(0, self.sample_axis) if self.sample_axis else input
+        kept = self.kept(self.mask_shape(turned), p)
+        return self.apply_mask(input, kept.transpose(0, self.sample_axis) if self.sample_axis else kept, p)
+
+
+class _ChannelMask(_Mask):
+    """One entry of the mask per channel [n, channels, ...], as in torch also for some inputs without a batch axis."""
+
+    unbatched_axes = 0  # an input with so many axes is one sample [channels, ...] to torch
+
+    def mask_shape(self, input: Tensor) -> Sequence[int]:
+        """Return the shape of the mask: one entry per sample and channel."""
+        axes = 1 if input.dim() == self.unbatched_axes else 2
+        return (*input.shape[:axes], *[1] * (input.dim() - axes))
+
+
+class _AlphaMask(_Mask):
+    """Dropped elements get SELU's lowest value, and an affine map keeps mean and variance."""
+
+    def apply_mask(self, input: Tensor, kept: Tensor, p: float) -> Tensor:
+        """Set what is not kept to the lowest value, then scale and shift."""
+        if p == 1:
+            return input * 0.0
+        scale = 1 / math.sqrt((1 - p) * (1 + p * SELU_FLOOR**2))
+        noise = kept.to(input.dtype)
+        return input * (noise * scale) + ((1 - noise) * (SELU_FLOOR * scale) - SELU_FLOOR * scale * p)
+
+
+class StreamDropout(_Mask, nn.Dropout):
+    """`nn.Dropout` from streams."""
+
+
+class StreamDropout1d(_ChannelMask, nn.Dropout1d):
+    """`nn.Dropout1d` from streams."""
+
+    unbatched_axes = 2
+
+
+class StreamDropout2d(_ChannelMask, nn.Dropout2d):
+    """`nn.Dropout2d` from streams."""
+
+
+class StreamDropout3d(_ChannelMask, nn.Dropout3d):
+    """`nn.Dropout3d` from streams."""
+
+    unbatched_axes = 4
+
+
+class StreamAlphaDropout(_AlphaMask, nn.AlphaDropout):
+    """`nn.AlphaDropout` from streams."""
+
+
+class StreamFeatureAlphaDropout(_ChannelMask, _AlphaMask, nn.FeatureAlphaDropout):
+    """`nn.FeatureAlphaDropout` from streams."""
+
+
+class StreamAttention(FromStreams, nn.MultiheadAttention):
+    """`nn.MultiheadAttention` written out, with its dropout from streams."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend in training mode; evaluation, and a query without a batch axis, are torch's own matter."""
+        if self.training and query.dim() == 3:
+            return self.attend(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
+        return super().forward(
+            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        need_weights: bool,
+        attn_mask: Tensor | None,
+        average_attn_weights: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs and, if needed, the attention weights."""
+        if not self.batch_first:  # [T, N, E]: bring the samples to the front
+            query, key, value = (t.transpose(0, 1) for t in (query, key, value))
+        weights_in, bias_in = self.in_proj_weight.chunk(3, dim=-2), self.in_proj_bias
+        biases_in = (None,) * 3 if bias_in is None else bias_in.chunk(3, dim=-1)
+        inputs = zip((query, key, value), weights_in, biases_in, strict=True)
+        q, k, v = (self._heads(self.project(t, w, b)) for t, w, b in inputs)
+        mask = self._mask(attn_mask, key_padding_mask, q)
+        p = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights or p:
+            scores = q @ k.transpose(-1, -2) / self.head_dim**0.5
+            attention = (scores if mask is None else scores + mask).softmax(-1)
+            if p:
+                attention = attention * (self.kept(attention.shape, p).to(attention.dtype) * (1 / (1 - p)))
+            mixed = attention @ v
+            if need_weights:
+                weights = attention.mean(1) if average_attn_weights else attention
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        out = self.project(mixed.transpose(1, 2).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        return out if self.batch_first else out.transpose(0, 1), weights
+
+    def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x W^T + b."""
+        return F.linear(x, weight, bias)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[N, T, E] -> [N, heads, T, E / heads]."""
+        return x.reshape(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)
+
+    def _mask(self, attn: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
+        """One additive mask of [N or 1, heads or 1, T, S], or None."""
+        total: Tensor | None = None
+        if attn is not None:
+            total = _additive(attn, q.dtype)
+            total = total.reshape(-1, self.num_heads, *total.shape[-2:]) if total.dim() == 3 else total[None, None]
+        if padding is not None:
+            columns = _additive(padding, q.dtype)[:, None, None, :]
+            total = columns if total is None else total + columns
+        return total
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+
+
+LAYERS: dict[type[nn.Module], type[FromStreams]] = {
+    nn.Dropout: StreamDropout,
+    nn.Dropout1d: StreamDropout1d,
+    nn.Dropout2d: StreamDropout2d,
+    nn.Dropout3d: StreamDropout3d,
+    nn.AlphaDropout: StreamAlphaDropout,
+    nn.FeatureAlphaDropout: StreamFeatureAlphaDropout,
+    nn.MultiheadAttention: StreamAttention,
+}
+
+
+def with_streams(module: nn.Module) -> tuple[nn.Module, list[FromStreams]]:
+    """Return the module with dropout from streams, and those layers; a copy with the same tensors if there are any.
+
+    Subclasses of torch's layers, and what a module's forward draws itself, are left alone.
+    """
+    if not any(_draws(layer) for layer in module.modules()):
+        return module, []
+    tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    module = copy.deepcopy(module, dict(tensors))
+    layers: list[FromStreams] = []
+    for layer in module.modules():
+        if _draws(layer):
+            layer.__class__ = LAYERS[type(layer)]  # type: ignore[assignment]
+            assert isinstance(layer, FromStreams)
+            layer.number = len(layers)
+            layers.append(layer)
+    for block in module.modules():
+        if isinstance(block, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            for child in block.children():
+                if isinstance(child, _Mask):
+                    child.sample_axis = 0 if block.self_attn.batch_first else 1
+    return module, layers
+
+
+def _draws(layer: nn.Module) -> bool:
+    """Whether a layer draws masks in a form that we have, too."""
+    if type(layer) is nn.MultiheadAttention:
+        plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
+        return plain and 0 < layer.dropout < 1
+    return type(layer) in LAYERS and layer.p > 0  # type: ignore[operator]
+
+
+def set_streams(layers: Sequence[FromStreams], streams: Tensor | None) -> None:
+    """Give the layers the clients' streams of the next forward pass, or take them away after it."""
+    for layer in layers:
+        layer.streams, layer.calls = streams, 0
