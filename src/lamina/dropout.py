@@ -244,6 +244,11 @@ def _draws(layer: nn.Module) -> bool:
     return type(layer) in LAYERS and layer.p > 0  # type: ignore[operator]
 
 
+def stream_layers(module: nn.Module) -> list[FromStreams]:
+    """Return the layers of a module, or of a copy of it, that draw from streams."""
+    return [layer for layer in module.modules() if isinstance(layer, FromStreams)]
+
+
 def set_streams(layers: Sequence[FromStreams], streams: Tensor | None) -> None:
     """Give the layers the clients' streams of the next forward pass, or take them away after it."""
     for layer in layers:

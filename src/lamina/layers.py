@@ -71,7 +71,8 @@ class Layers:
         lead = flat.shape[:-1]
         pieces = torch.split(flat, self.sizes, dim=-1)
         return {
-            name: piece.reshape(*lead, *shape) for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
+            name: piece.reshape((*lead, *shape))
+            for (name, shape), piece in zip(self.shapes.items(), pieces, strict=True)
         }
 
     def channels_last(self, device: torch.device | str = "cpu") -> ChannelsLast | None:
@@ -147,5 +148,5 @@ class ChannelsLast(Layers):
                 moved = piece.reshape(*lead, out, kh, kw, inp)
                 made[name] = moved.permute(*range(n), n, n + 3, n + 1, n + 2)
             else:
-                made[name] = piece.reshape(*lead, *shape)
+                made[name] = piece.reshape((*lead, *shape))
         return made

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lamina.dropout import set_streams, with_streams
+from lamina.dropout import set_streams, stream_layers, with_streams
 from lamina.errors import BadInput, unknown
 from lamina.layers import Layers
 from lamina.likeness import alike, module_difference, same_tensor
@@ -68,6 +70,7 @@ class Objective:
             if loss not in LOSSES:
                 raise unknown("loss", loss, LOSSES)
             loss = LOSSES[loss]
+        _refuse_unusable_layers(module)
         self.module = module
         self.seeded, self.dropouts = with_streams(module)  # what is trained: the module with masks from streams
         self.loss = loss
@@ -85,10 +88,8 @@ class Objective:
         self._always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
         self.device = self.start.device
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
-        names = len(list(module.named_parameters(remove_duplicate=False)))
-        self.has_tied_weights = names > len(trainable) + len(
-            self.frozen
-        )  # else looking for them in every step is waste
+        self._other_names = _other_names(module)
+        self._gives_sparse_gradients = any(getattr(m, "sparse", False) is True for m in module.modules())
         self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
         norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         # a sample's output depends on those it is evaluated with
@@ -138,19 +139,22 @@ class Objective:
         *,
         train: bool,
         streams: Tensor | None = None,
+        module: nn.Module | None = None,
     ) -> Tensor:
-        """The same, with the parameters by name."""
-        self.set_mode(self.seeded, train)
-        state = {**parameters, **self.frozen, **buffers}
+        """The same, with the parameters by name; `module`: a copy of `seeded` to run instead of it."""
+        dropouts = self.dropouts if module is None else stream_layers(module)
+        module = self.seeded if module is None else module
+        self.set_mode(module, train)
+        state = self.under_all_names({**parameters, **self.frozen, **buffers})
         try:
-            set_streams(self.dropouts, self.streams_or_zeros(streams, 1))
-            made: Tensor = functional_call(self.seeded, state, (inputs,), tie_weights=self.has_tied_weights)
+            set_streams(dropouts, self.streams_or_zeros(streams, 1))
+            made: Tensor = functional_call(module, state, (inputs,), tie_weights=False)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise BadInput(ONE_SAMPLE) from error
             raise
         finally:
-            set_streams(self.dropouts, None)
+            set_streams(dropouts, None)
         return made
 
     def streams_or_zeros(self, streams: Tensor | None, clients: int) -> Tensor | None:
@@ -158,6 +162,10 @@ class Objective:
         if streams is None and self.dropouts:
             return torch.zeros(clients, dtype=torch.int64, device=self.device)
         return streams
+
+    def under_all_names(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add every tied parameter and shared buffer of a state under its other names."""
+        return state | {other: state[name] for other, name in self._other_names.items()}
 
     def set_mode(self, module: nn.Module, train: bool) -> None:
         """Put the module, or its stacked copy, into training or evaluation mode."""
@@ -178,13 +186,18 @@ class Objective:
     ) -> tuple[Tensor, Tensor]:
         """The gradient of the mean loss over the batch, and that loss."""
         leaf = x.detach().requires_grad_()
-        losses = self.loss(self.outputs(leaf, buffers, inputs, train=train, streams=streams), targets)
+        parameters = self.layers.unflatten(leaf)
+        if self._gives_sparse_gradients:
+            parameters = {n: _WithDenseGradient.apply(p) for n, p in parameters.items()}  # type: ignore[no-untyped-call]
+        losses = self.loss(self.outputs_at(parameters, buffers, inputs, train=train, streams=streams), targets)
         if losses.shape != (len(inputs),):
             raise BadInput(
                 f"the loss must return one value per sample, shape ({len(inputs)},), not {tuple(losses.shape)}: "
                 "use reduction='none'"
             )
         loss = losses.mean()
+        if not loss.requires_grad:
+            raise BadInput("there is no gradient: the loss does not depend on any trainable parameter")
         (grad,) = torch.autograd.grad(loss, leaf)
         return grad, loss.detach()
 
@@ -206,6 +219,19 @@ class Objective:
         fits = outputs.dim() == 2 and outputs.shape[1] >= classes
         return (outputs.argmax(1) == labels).float() if fits else None
 
+    def written_parameter(self, inputs: Tensor) -> str | None:
+        """Return the name of a parameter that the forward pass writes into, if there is one."""
+        devices = [inputs.device] if inputs.is_cuda else []
+        for train in (False, True):
+            parameters = {n: p.clone() for n, p in self.layers.unflatten(self.start).items()}
+            buffers = {n: b.clone() for n, b in self.buffers.items()}
+            with torch.random.fork_rng(devices=devices), torch.no_grad(), contextlib.suppress(Exception):
+                self.outputs_at(parameters, buffers, inputs, train=train)  # whoever trains reports what it raises
+            for name, parameter in parameters.items():
+                if parameter._version > 0:
+                    return name
+        return None
+
     def refuse_rate(self, lr: float) -> None:
         """Refuse a learning rate that the parameters' type cannot hold: torch would say so in its own words."""
         if lr > torch.finfo(self.dtype).max:
@@ -219,6 +245,53 @@ class Objective:
             for name, value in buffers.items():
                 self.module.get_buffer(name).copy_(value)
         return self.module
+
+
+class _WithDenseGradient(torch.autograd.Function):
+    """The parameter as it is; a sparse gradient (`nn.Embedding(sparse=True)`) becomes a dense one of the same value."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.to_dense() if grad.is_sparse else grad
+
+
+def _refuse_unusable_layers(module: nn.Module) -> None:
+    """Refuse parameters that have no shape yet, and layers that change their parameters in the forward pass."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise BadInput(
+                f"the model's parameter '{name}' has no shape yet (a lazy layer): call the model on a sample first, "
+                "model(x[:1])"
+            )
+    for name, layer in module.named_modules():
+        rescales = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None
+        if rescales and layer.weight.requires_grad:
+            raise BadInput(
+                f"layer '{name}' ({type(layer).__name__}) has max_norm={layer.max_norm:g}, which rescales its weight "
+                "in the forward pass, outside of the algorithm's step: set max_norm=None, or freeze the weight"
+            )
+
+
+def _other_names(module: nn.Module) -> dict[str, str]:
+    """Return the first name of every parameter and buffer that is held in several places, by its other names.
+
+    A module held in several places counts once. `functional_call` would tie the parameters of such a module too, and
+    then put a plain tensor in their place: it restores what it replaced, but in the wrong order.
+    """
+    first_names: dict[int, str] = {}
+    other_names = {}
+    for owner, one in module.named_modules():
+        for key, tensor in [*one._parameters.items(), *one._buffers.items()]:
+            if tensor is not None:
+                name = f"{owner}.{key}" if owner else key
+                first = first_names.setdefault(id(tensor), name)
+                if first != name:
+                    other_names[name] = first
+    return other_names
 
 
 def buffer_bytes(buffers: Mapping[str, Tensor]) -> int:

@@ -97,7 +97,9 @@ class Steps:
         leaves = {n: p.detach().requires_grad_() for n, p in chosen.items()}
         means = self.mean_losses(leaves, buffers, index, filled, keys, streams, train=not self.whole)
         names = list(leaves)
-        found = dict(zip(names, torch.autograd.grad(means.sum(), [leaves[n] for n in names]), strict=True))
+        # a parameter that the loss does not reach has a gradient of zero, as in the loop
+        gradients = torch.autograd.grad(means.sum(), [leaves[n] for n in names], materialize_grads=True)
+        found = dict(zip(names, gradients, strict=True))
         if len(self.parts) == 1:  # a whole vector has one type
             found = {n: g.to(self.objective.dtype) for n, g in found.items()}
         return [part.flatten({n: found[n] for n in part.names}) for part in self.parts], means.detach()
