@@ -28,12 +28,14 @@ from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, arithmetic, choose_forward, is_random
 from lamina.engines.stacked.memory import keep_freed_memory
+from lamina.engines.stacked.probe import probe_samples
 from lamina.engines.stacked.steps import works_by_row
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, Diverged, is_number, is_whole, unknown
 from lamina.history import History, Row
 from lamina.objective import Buffers, Loss, Objective
 from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
+from lamina.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from lamina.experiment.checkpoint import Checkpoints
@@ -306,9 +308,16 @@ class Simulation:
         for name, other in (("train", self.train_data), ("test", self.test_data)):
             if other is None:
                 continue
+            check_vocabulary(self.objective, other, name)
+            inputs = prepare(other.x[:2], other.mean, other.std, self.objective.dtype)
+            written = self.objective.written_parameter(inputs) if name == "train" else None
+            if written is not None:
+                raise BadInput(
+                    f"the model's forward pass writes into the parameter '{written}', outside of the algorithm's step: "
+                    "compute a new tensor instead"
+                )
             try:
                 with torch.no_grad():
-                    inputs = prepare(other.x[:2], other.mean, other.std, self.objective.dtype)
                     outputs = self.objective.outputs(self.objective.start, self.objective.buffers, inputs, train=False)
             except Exception as error:  # whatever a user's forward raises
                 shape, reason = tuple(other.x.shape[1:]), " ".join(str(error).split())
@@ -510,7 +519,8 @@ def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Loop | 
     if name == "loop":
         return Loop(**settings)
     data, objective = settings["data"], settings["objective"]
-    sample = prepare(data.x[:4], data.mean, data.std, objective.dtype), data.y[:4]
+    chosen = probe_samples(data.x)
+    sample = prepare(data.x[chosen], data.mean, data.std, objective.dtype), data.y[chosen]
     if is_random(objective, sample[0]):
         forward, why = None, UNCONTROLLED
     else:

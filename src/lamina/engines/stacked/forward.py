@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
@@ -14,7 +15,8 @@ from torch.func import functional_call
 
 from lamina.dropout import FromStreams, set_streams
 from lamina.engines.stacked.convolution import kernels_for
-from lamina.engines.stacked.modules import CannotStack, is_batch_norm, stack, use_kernels
+from lamina.engines.stacked.modules import CannotStack, for_vmap, is_batch_norm, stack, unfold_clients, use_kernels
+from lamina.engines.stacked.probe import PROBE_CLIENTS, value_read
 from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
 
@@ -121,9 +123,9 @@ class StackedForward:
         for layer in self.batch_norms:
             layer.sample_mask = mask  # type: ignore[assignment]
         shared = {n: b if n in self.per_client_buffers else b[0] for n, b in buffers.items()}
-        state = {**parameters, **fixed, **shared}
+        state = self.objective.under_all_names({**parameters, **fixed, **shared})
         set_streams(self.dropouts, self.objective.streams_or_zeros(streams, clients))
-        outputs: Tensor = functional_call(self.module, state, (inputs,), tie_weights=self.objective.has_tied_weights)
+        outputs: Tensor = functional_call(self.module, state, (inputs,), tie_weights=False)
         outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
         losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
         return losses.reshape(clients, batch)
@@ -138,6 +140,7 @@ class VmapForward:
 
     def __init__(self, objective: Objective) -> None:
         self.objective = objective
+        self.module = for_vmap(objective.seeded)
 
     def announce(self, lone_sample: bool) -> None:
         """Nothing to do: a padded batch is refused below, and torch itself refuses a batch of one."""
@@ -154,7 +157,7 @@ class VmapForward:
         objective = self.objective
 
         def one(own: Parameters, own_buffers: Buffers, xs: Tensor, ys: Tensor, stream: Tensor | None) -> Tensor:
-            outputs = objective.outputs_at(own, own_buffers, xs, train=train, streams=stream)
+            outputs = objective.outputs_at(own, own_buffers, xs, train=train, streams=stream, module=self.module)
             made: Tensor = objective.loss(outputs, ys)
             return made
 
@@ -166,7 +169,13 @@ class VmapForward:
 def choose_forward(
     objective: Objective, sample: tuple[Tensor, Tensor], precision: Precision, name: str = "auto"
 ) -> tuple[Forward | None, str]:
-    """The fastest form the module allows, or None for the loop; and one line saying why it is not the stacked one."""
+    """The fastest form the module allows, or None for the loop; and one line saying why it is not the stacked one.
+
+    `sample`: the inputs and targets of several clients' batches, one after the other (see `probe_samples`).
+    """
+    reading = value_read(objective, for_vmap(objective.seeded), *sample)
+    if reading:
+        return None, reading
     reasons = []
     for form in ("stacked", "vmap") if name == "auto" else (name,):
         try:
@@ -180,6 +189,9 @@ def choose_forward(
         else:
             if isinstance(forward, StackedForward):  # out of the try clause: what fails here is no user's module
                 forward.precision = precision
+                if precision == "bf16":
+                    # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.
+                    warnings.filterwarnings("ignore", message=r"mkldnn_\w+ failed, switching to BLAS gemm")
                 if objective.device.type == "cuda":
                     forward.suit_a_gpu()
             return forward, "; ".join(reasons)
@@ -187,33 +199,39 @@ def choose_forward(
 
 
 def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tensor, tolerance: float) -> None:
-    """Compare two stacked clients with the module run alone: catches layers that mix the samples of a batch."""
+    """Compare stacked clients with the module run alone: catches layers that mix the samples of a batch."""
     _refuse_changed_buffers(forward, objective, inputs)
+    clients = PROBE_CLIENTS
+    stacked_inputs, stacked_targets = (unfold_clients(values, clients) for values in (inputs, targets))
     x = objective.start
-    scale = torch.tensor([[1.0], [1.1]], dtype=x.dtype, device=x.device)
+    scale = 1 + 0.1 * torch.arange(clients, dtype=x.dtype, device=x.device).unsqueeze(1)
     flat = (x * scale).requires_grad_()
-    buffers = {n: torch.stack([b, b]) for n, b in objective.buffers.items()}
-    stacked_inputs, stacked_targets = torch.stack([inputs, inputs.flip(0)]), torch.stack([targets, targets.flip(0)])
-    real = len(inputs) - 1
-    mask = (torch.arange(len(inputs), device=x.device) < real).expand(2, -1)
+    buffers = {n: torch.stack([b] * clients) for n, b in objective.buffers.items()}
+    batch = stacked_inputs.shape[1]
+    real = batch // 2
+    mask = (torch.arange(batch, device=x.device) < real).expand(clients, -1)
+    # padding must not count, so it is taken from the batch that differs most
+    padded_inputs = torch.cat([stacked_inputs[:, :real], stacked_inputs.flip(0)[:, real:]], 1)
     for train in (False, True):
-        for padded in (False, True):  # the last sample as padding: it must not count
-            if padded and real < 2:
-                continue
+        for padded in (False, True):
+            if (padded and real < 2) or (real >= 2 and not padded and not train):
+                continue  # rounds evaluate with a mask only
             own = {n: b.clone() for n, b in buffers.items()}
             views = objective.layers.unflatten(flat)
-            losses = forward.losses(views, own, stacked_inputs, stacked_targets, mask if padded else None, train=train)
+            xs = padded_inputs if padded else stacked_inputs
+            losses = forward.losses(views, own, xs, stacked_targets, mask if padded else None, train=train)
             means = torch.where(mask, losses, 0.0).sum(1) / real if padded else losses.mean(1)
             (gradient,) = torch.autograd.grad(means.sum(), flat)
-            for i in range(2):
+            for i in range(clients):
                 part = slice(real if padded else None)
                 alone_buffers = {n: b.clone() for n, b in objective.buffers.items()}
                 alone, _ = objective.gradient(
                     flat[i].detach(), alone_buffers, stacked_inputs[i][part], stacked_targets[i][part], train=train
                 )
-                both_nan = alone.isnan() & gradient[i].isnan()  # a NaN at the start is for the run to report
-                error = torch.linalg.vector_norm(torch.where(both_nan, 0.0, gradient[i] - alone))
-                size = torch.linalg.vector_norm(torch.where(both_nan, 0.0, alone))
+                # a NaN or an infinity at the start is for the run to report
+                odd = ~alone.isfinite() & ~gradient[i].isfinite()
+                error = torch.linalg.vector_norm(torch.where(odd, 0.0, gradient[i] - alone))
+                size = torch.linalg.vector_norm(torch.where(odd, 0.0, alone))
                 if not bool(error <= tolerance * size + 1e-12):
                     raise CannotStack(
                         f"{forward.name}: the module mixes samples of a batch, or uses a layer's parameters directly"

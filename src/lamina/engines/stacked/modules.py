@@ -177,7 +177,21 @@ class StackedEmbedding(nn.Embedding):
         clients, number, features = self.weight.shape
         ids = unfold_clients(input, clients)
         offset = torch.arange(clients, device=ids.device).reshape(clients, *[1] * (ids.dim() - 1)) * number
-        return F.embedding((ids + offset).flatten(0, 1), self.weight.reshape(clients * number, features))
+        rows = F.embedding((ids + offset).flatten(0, 1), self.weight.reshape(clients * number, features))
+        return _without_padding_gradient(rows, input, self.padding_idx)
+
+
+class VmapEmbedding(nn.Embedding):
+    """An Embedding as it is, but right under `torch.func.vmap`, which ignores `padding_idx` for all but one client."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Token ids [B, ...] -> [B, ..., features]."""
+        return _without_padding_gradient(F.embedding(input, self.weight), input, self.padding_idx)
+
+
+def _without_padding_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
+    """Stop the gradient at the rows of the padding token."""
+    return rows if padding_idx is None else torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
 
 
 class StackedMultiheadAttention(StreamAttention):
@@ -253,6 +267,17 @@ def stack(module: nn.Module) -> nn.Module:
     return stacked
 
 
+def for_vmap(module: nn.Module) -> nn.Module:
+    """Return a copy of the module whose layers give their own gradients under `torch.func.vmap`."""
+    made = copy.deepcopy(module)
+    for layer in made.modules():
+        if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
+            layer.__class__ = VmapEmbedding
+        elif isinstance(layer, nn.EmbeddingBag):
+            layer.sparse = False  # the gradient is the same, and vmap has no sparse ones
+    return made
+
+
 def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
     """Let layers use our own kernels where they apply; convolutions' then have their channels last in memory.
 
@@ -274,10 +299,8 @@ def _check_options(name: str, layer: nn.Module) -> None:
         problem = "a cumulative average (momentum=None)"
     elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and not layer.affine and not layer.track_running_stats:
         problem = "neither parameters nor running statistics"
-    elif isinstance(layer, nn.Embedding) and (
-        layer.max_norm is not None or layer.sparse or layer.padding_idx is not None
-    ):
-        problem = "max_norm, sparse or padding_idx"
+    elif isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+        problem = "max_norm or scale_grad_by_freq"
     elif isinstance(layer, nn.MultiheadAttention) and (
         not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn
     ):

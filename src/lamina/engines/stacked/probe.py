@@ -1,0 +1,143 @@
+"""Find out what a module does with the values of a batch: when in doubt, clients are trained one by one."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamina import objective as objective_module
+from lamina.errors import LaminaError
+from lamina.objective import Objective
+
+MOST_SCANNED = 1 << 24  # numbers of a data set that are looked through for extreme samples
+PROBE_CLIENTS, PROBE_BATCH = 4, 4
+
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, objective_module.__file__)
+
+
+def probe_samples(x: Tensor) -> Tensor:
+    """Return the indices of `PROBE_CLIENTS` batches, one after the other, that differ as much as the data allow.
+
+    A module that computes something over its batch (a mean, a largest value, a threshold on one of them) gets other
+    results for all batches together than for each alone, because only one holds the most extreme values, one has the
+    largest mean, one the smallest, and one nothing but ordinary samples.
+    """
+    step = max(1, -(-x.numel() // MOST_SCANNED))
+    rows = x[::step].flatten(1) if x.dim() > 1 else x[::step].unsqueeze(1)
+    if not rows.shape[1]:
+        return torch.zeros(PROBE_CLIENTS * PROBE_BATCH, dtype=torch.long, device=x.device)
+    if rows.dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):  # torch cannot compare all of them
+        rows = rows.double()
+    sums, high, low = rows.sum(1, dtype=torch.float64), rows.amax(1).double(), rows.amin(1).double()
+    usable = torch.isfinite(sums).nonzero().flatten()  # a NaN in the data is for the run to report
+    usable = usable if len(usable) else torch.arange(len(rows), device=x.device)
+    sums, high, low = sums[usable], high[usable], low[usable]
+    spread = torch.linspace(0, len(usable) - 1, PROBE_BATCH, device=x.device).long()[1:-1]
+    batches = [
+        torch.sort(sums, descending=True).indices,
+        torch.cat([spread, torch.stack([low.argmin(), high.argmax()])]),
+        torch.sort(high - low).indices,
+        torch.sort(sums).indices,
+    ]
+    places = torch.arange(PROBE_BATCH, device=x.device)
+    return usable[torch.cat([batch[places % len(batch)] for batch in batches])] * step
+
+
+def value_read(objective: Objective, module: torch.nn.Module, inputs: Tensor, targets: Tensor) -> str:
+    """Return how the module or the loss lets a result depend on the values of the whole batch, or an empty string.
+
+    Several clients at once are one batch, so a Python branch on a value (``if x.max() > 3``) would decide for all.
+    No sample shows that unless its value happens to cross the limit, so what is looked for is the reading itself.
+    """
+    parameters = {n: p.as_subclass(_Watched) for n, p in objective.layers.unflatten(objective.start).items()}
+    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
+        for train in (True, False):
+            buffers = {n: b.clone() for n, b in objective.buffers.items()}
+            try:
+                outputs = objective.outputs_at(
+                    parameters, buffers, inputs.as_subclass(_Watched), train=train, module=module
+                )
+                objective.loss(outputs, targets.as_subclass(_Watched))
+            except _DependsOnBatch as found:
+                return str(found)
+            except LaminaError:
+                raise
+            except Exception as error:  # whatever a user's forward raises on a subclass of Tensor
+                reason = " ".join(str(error).split())[:200]
+                return f"what the model does with values cannot be followed: {type(error).__name__}: {reason}"
+    return ""
+
+
+class _DependsOnBatch(Exception):
+    """A watched value is turned into a Python value, or into a shape; the text says how and where."""
+
+
+class _Watched(Tensor):
+    """A tensor that refuses to give away its values; whatever is computed from it does too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _COPIES_TO_PYTHON:
+            _refuse(f"reads a tensor's values ({func.__name__})")
+        if func in _OPTIONS:
+            option = _OPTIONS[func](*args, **kwargs)
+            if option:
+                _refuse(f"uses {func.__name__} with {option}")
+        if getattr(func, "__module__", "") == F.__name__:  # torch's own functions look at values only to check them
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        with _NoValues():  # type: ignore[no-untyped-call]
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that turn values into a Python number or decide the shape of their result by them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.data_dependent_output in func.tags:
+            _refuse("branches on a tensor's value or reads it")
+        if torch.Tag.dynamic_output_shape in func.tags and not _takes_whole_numbers(func, args):
+            _refuse(f"makes a tensor whose shape depends on values ({func.overloadpacket.__name__})")
+        return func(*args, **(kwargs or {}))
+
+
+def _takes_whole_numbers(func: Any, args: Any) -> bool:
+    """Whether this is indexing by positions, whose result has the shape of the index, and not by a mask."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _refuse(what: str) -> NoReturn:
+    user_frames = (f for f in reversed(traceback.extract_stack()) if not f.filename.startswith(_NOT_THE_USERS))
+    where = next((f" ({Path(f.filename).name}:{f.lineno})" for f in user_frames), "")
+    raise _DependsOnBatch(f"the model or the loss {what}{where}, so clients cannot share a batch")
+
+
+def _embedding_option(
+    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, norm_type: Any = 2.0,
+    scale_grad_by_freq: bool = False, sparse: bool = False,
+) -> str:  # fmt: skip
+    """An option that `torch.func.vmap` gets wrong, or that counts tokens over the batch."""
+    if scale_grad_by_freq:
+        return "scale_grad_by_freq"
+    return "padding_idx" if padding_idx is not None else "max_norm" if max_norm is not None else ""
+
+
+def _bag_option(
+    input: Any, weight: Any, offsets: Any = None, max_norm: Any = None, norm_type: Any = 2,
+    scale_grad_by_freq: bool = False, *more: Any, **options: Any,
+) -> str:  # fmt: skip
+    return "scale_grad_by_freq" if scale_grad_by_freq else "max_norm" if max_norm is not None else ""
+
+
+_OPTIONS: dict[Any, Callable[..., str]] = {F.embedding: _embedding_option, F.embedding_bag: _bag_option}
+# not seen by a dispatch mode: they copy memory
+_COPIES_TO_PYTHON = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)

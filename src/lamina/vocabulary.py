@@ -1,0 +1,77 @@
+"""Check that every token id of a data set has a row in the embeddings of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from lamina.data.dataset import Dataset
+from lamina.data.feed import prepare
+from lamina.errors import BadInput
+from lamina.objective import Objective
+
+CHUNK = 1000  # samples at a time
+
+
+def check_vocabulary(objective: Objective, data: Dataset, name: str) -> None:
+    """Refuse data with a token id that an embedding has no row for; `name` says which data they are.
+
+    An embedding itself may notice too late: on a GPU such an id ends the process, and among stacked clients it is
+    another client's row.
+    """
+    if not any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in objective.module.modules()):
+        return
+    # The largest and smallest values of every position, as two samples: cheap, but they need not occur together.
+    extremes = torch.stack([data.x.amax(0), data.x.amin(0)])
+    if not any(_is_outside(*found) for found in _token_ids(objective, data, [extremes]).values()):
+        return
+    for layer_name, (layer, low, high) in _token_ids(objective, data, torch.split(data.x, CHUNK)).items():
+        if _is_outside(layer, low, high):
+            raise BadInput(
+                f"the {name} data hold the token id {high if low >= 0 else low}, but layer '{layer_name}' "
+                f"({type(layer).__name__}) has a vocabulary of {layer.num_embeddings} ids, 0 to "
+                f"{layer.num_embeddings - 1}: enlarge num_embeddings or map the ids"
+            )
+
+
+def _is_outside(layer: Any, low: int, high: int) -> bool:
+    return low < 0 or high >= layer.num_embeddings
+
+
+def _token_ids(objective: Objective, data: Dataset, chunks: Any) -> dict[str, tuple[Any, int, int]]:
+    """Return every embedding with the smallest and largest id it is given, by its name."""
+    seen: dict[str, tuple[Any, int, int]] = {}
+
+    def watch(name: str) -> Callable[..., Any]:
+        def hook(layer: Any, args: Any, kwargs: Any) -> Any:
+            ids = args[0] if args else kwargs["input"]
+            if not ids.numel():
+                return None
+            _, low, high = seen.get(name, (layer, 0, 0))
+            seen[name] = layer, min(low, int(ids.min())), max(high, int(ids.max()))
+            ids = ids.clamp(0, layer.num_embeddings - 1)  # so that the other embeddings are reached too
+            return ((ids, *args[1:]), kwargs) if args else (args, kwargs | {"input": ids})
+
+        return hook
+
+    with _hooked(objective.seeded, watch), torch.no_grad():
+        for x in chunks:
+            inputs = prepare(x, data.mean, data.std, objective.dtype)
+            with contextlib.suppress(Exception):  # whatever else does not fit is said by whoever runs the model
+                objective.outputs(objective.start, objective.buffers, inputs, train=False)
+    return seen
+
+
+@contextlib.contextmanager
+def _hooked(module: nn.Module, watch: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
+    layers = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    handles = [m.register_forward_pre_hook(watch(n), with_kwargs=True) for n, m in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

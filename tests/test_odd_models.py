@@ -1,0 +1,325 @@
+"""Models that few people build: they train in every engine, or one line says what to do."""
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina import models
+from lamina.algorithms import FedAvg
+from lamina.algorithms.contract import Model, Needs
+from lamina.engines.loop import Loop
+from lamina.experiment.checkpoint import pack
+
+LABELS = torch.arange(48) % 3
+
+
+class Unreached(nn.Module):
+    """Two layers, of which the loss reaches one; with `raw`, the other one has no stacked form."""
+
+    def __init__(self, raw):
+        super().__init__()
+        self.used = nn.Linear(5, 3)
+        self.unused = nn.ParameterList([torch.ones(2, 2)]) if raw else nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+class Twice(nn.Module):
+    """One module under two names, and a weight that two other modules share."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.first, self.a, self.b = nn.Linear(5, 5, bias=False), inner, inner
+        self.last, self.tied = nn.Linear(5, 3), nn.Linear(5, 5)
+        self.tied.weight = self.first.weight
+
+    def forward(self, x):
+        return self.last(self.tied(self.b(torch.tanh(self.a(self.first(x))))))
+
+
+class Scaled(nn.Module):
+    """A parameter without axes."""
+
+    def __init__(self, alone=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.first = nn.Identity() if alone else nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.first(x)[:, :3] * self.scale
+
+
+class Words(nn.Module):
+    def __init__(self, kind=nn.Embedding, **options):
+        super().__init__()
+        self.places, self.words, self.head = nn.Embedding(6, 8), kind(11, 8, **options), nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        places = self.places(torch.arange(tokens.shape[1]).expand(tokens.shape)).mean(1)
+        embedded = self.words(tokens)
+        return self.head(torch.tanh((embedded.mean(1) if embedded.dim() == 3 else embedded) + places))
+
+
+def numbers():
+    return torch.randn(48, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64), LABELS
+
+
+def tokens():
+    return torch.randint(0, 11, (48, 6), generator=torch.Generator().manual_seed(1)), LABELS
+
+
+def simulation(model, data, engine="auto", algorithm="fedavg", **more):
+    parts = [range(13), range(13, 20), range(20, 32), range(32, 48)]
+    settings = {"clients": parts, "batch_size": 5, "lr": 0.05, "device": "cpu", "seed": 3}
+    return lamina.Simulation(model, data, algorithm, engine=engine, **settings | more)
+
+
+def form(run):
+    return "loop" if isinstance(run.engine, Loop) else run.engine.forward.name
+
+
+def assert_all_engines_agree(model, data, forms, algorithms=("fedavg", "fedlamb", "mimelamb", "scaffold")):
+    """The forms that are possible give the loop's result, "auto" takes the first of them."""
+    model = model.double()
+    for algorithm in algorithms:
+        loop = simulation(model, data, "loop", algorithm)
+        loop.run(2)
+        assert form(simulation(model, data, "auto", algorithm)) == forms[0]
+        for name in forms:
+            run = simulation(model, data, name, algorithm)
+            run.run(2)
+            assert torch.allclose(run.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-12), (algorithm, name)
+            for key, value in run.model.state_dict().items():
+                assert torch.allclose(value, loop.model.state_dict()[key], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("raw", "forms"), [(False, ("stacked", "vmap")), (True, ("vmap",))])
+def test_a_parameter_that_the_loss_does_not_reach(raw, forms):
+    torch.manual_seed(0)
+    assert_all_engines_agree(Unreached(raw), numbers(), forms)
+
+
+def test_a_model_that_the_loss_does_not_reach_is_refused():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Linear(5, 3)
+
+        def forward(self, x):
+            return x[:, :3]
+
+    for engine in ("auto", "loop"):
+        with pytest.raises(lamina.BadInput, match="no gradient: the loss does not depend on any trainable parameter"):
+            simulation(Constant().double(), numbers(), engine).run(1)
+
+
+def test_one_module_under_two_names():
+    torch.manual_seed(0)
+    assert_all_engines_agree(Twice(nn.Linear(5, 5)), numbers(), ("stacked", "vmap"))
+
+
+def test_one_batch_norm_under_two_names():
+    torch.manual_seed(0)
+    twice, data = Twice(nn.BatchNorm1d(5)).double(), numbers()
+    runs = [simulation(twice, data, engine, batch_size=8, clients=4) for engine in ("loop", "stacked")]
+    for run in runs:
+        run.run(2)
+        model = run.model
+        assert model.a is model.b
+        assert model.first.weight is model.tied.weight
+        assert isinstance(model.a.weight, nn.Parameter)
+        assert "b.running_mean" in model.state_dict()
+        pack(model.state_dict(), round="2")
+        model(data[0])
+    loop, stacked = (run.model.state_dict() for run in runs)
+    assert all(torch.allclose(loop[key], stacked[key], rtol=1e-9, atol=1e-12) for key in loop)
+
+
+def test_a_buffer_that_two_modules_share():
+    class Shared(nn.Module):
+        """Both norms write into one pair of statistics."""
+
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.head = nn.BatchNorm1d(5), nn.BatchNorm1d(5), nn.Linear(5, 3)
+            self.double()  # before they are shared: it gives every module a buffer of its own
+            self.b.running_mean, self.b.running_var = self.a.running_mean, self.a.running_var
+
+        def forward(self, x):
+            return self.head(self.b(torch.tanh(self.a(x))))
+
+    torch.manual_seed(0)
+    model, data, ends = Shared(), numbers(), []
+    for engine in ("loop", "auto"):
+        run = simulation(model, data, engine, batch_size=8, clients=4)
+        run.run(2)
+        assert torch.equal(run.model.a.running_mean, run.model.b.running_mean)
+        assert not torch.equal(run.model.a.running_mean, model.a.running_mean)
+        ends.append(torch.cat([run.state.server.x, run.model.a.running_mean, run.model.a.running_var]).detach())
+    assert torch.equal(model.a.running_mean, torch.zeros(5, dtype=torch.float64))
+    assert torch.allclose(*ends, rtol=1e-9, atol=1e-12)
+    one_step = simulation(model, data, clients=1, batch_size=48)
+    one_step.run(1)
+    model.train()(data[0])  # what torch itself makes of one batch
+    assert torch.allclose(one_step.model.a.running_mean, model.a.running_mean, rtol=1e-9)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_parameter_without_axes(alone):
+    torch.manual_seed(0)
+    assert_all_engines_agree(
+        Scaled(alone), numbers(), ("vmap",), ("fedavg", "fedlamb", "mimelamb", "fedlada", "fedlada_lamb")
+    )
+
+
+def test_trust_ratios_and_groups_of_a_parameter_without_axes():
+    model = Scaled().double()
+    runs = [
+        simulation(model, numbers(), engine, lamina.FedLamb(layers="module", decay=0.1), trust_ratios=True)
+        for engine in ("loop", "vmap")
+    ]
+    histories = [run.run(2) for run in runs]
+    assert [c for c in histories[0].columns if c.startswith("trust")] == ["trust_ratio/model", "trust_ratio/first"]
+    for name in ("trust_ratio/model", "train_loss"):
+        assert histories[0].column(name) == pytest.approx(histories[1].column(name), rel=1e-9)
+
+
+def test_a_lazy_layer_is_refused_in_one_line():
+    lazy = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 3))
+    with pytest.raises(lamina.BadInput, match=r"parameter '0\.weight' has no shape yet .* call the model on a sample"):
+        simulation(lazy, numbers())
+    lazy.double()(numbers()[0][:1])
+    simulation(lazy, numbers()).run(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "forms"),
+    [
+        (nn.Embedding, ("stacked", "vmap")),
+        pytest.param(nn.EmbeddingBag, ("vmap",), marks=pytest.mark.filterwarnings("ignore:There is a perf")),
+    ],
+)
+def test_sparse_embeddings(kind, forms):
+    torch.manual_seed(0)
+    sparse, dense = Words(kind, sparse=True), Words(kind)
+    dense.load_state_dict(sparse.state_dict())
+    assert_all_engines_agree(sparse, tokens(), forms, ("fedavg", "fedlamb"))
+    ends = [simulation(model.double(), tokens(), "loop") for model in (sparse, dense)]
+    for run in ends:
+        run.run(2)
+    assert torch.allclose(ends[0].state.server.x, ends[1].state.server.x, rtol=1e-12)
+    assert ends[0].model.words.sparse
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_max_norm_is_refused_in_one_line(kind):
+    text = f"layer 'words' .{kind.__name__}. has max_norm=0.5, .* set max_norm=None, or freeze the weight"
+    for engine in ("auto", "loop"):
+        with pytest.raises(lamina.BadInput, match=text):
+            simulation(Words(kind, max_norm=0.5), tokens(), engine)
+
+
+def test_a_frozen_embedding_may_have_a_max_norm():
+    torch.manual_seed(0)
+    model = Words(max_norm=0.5).double()
+    model.words.weight.requires_grad_(False)
+    ends = []
+    for engine in ("auto", "loop"):
+        run = simulation(model, tokens(), engine)
+        assert form(run) == "loop"
+        run.run(2)
+        ends.append(run.state.server.x)
+    assert torch.equal(*ends)
+
+
+def test_a_forward_that_writes_into_its_parameters_is_refused():
+    class Projected(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model = nn.Sequential(Projected(5, 3)).double()
+    start = model[0].weight.clone()
+    for engine in ("auto", "loop"):
+        with pytest.raises(lamina.BadInput, match=r"forward pass writes into the parameter '0\.weight'"):
+            simulation(model, numbers(), engine)
+    assert torch.equal(model[0].weight, start)
+
+
+@pytest.mark.parametrize("engine", ["auto", "stacked", "vmap", "loop"])
+@pytest.mark.parametrize("bad", [57, -1])
+def test_a_token_outside_the_vocabulary_is_named(engine, bad):
+    x, y = tokens()
+    x[40, 2] = bad
+    text = rf"train data hold the token id {bad}, but layer 'words' \(Embedding\) has a vocabulary of 11 ids, 0 to 10"
+    with pytest.raises(lamina.BadInput, match=text):
+        simulation(Words(), (x, y), engine)
+    with pytest.raises(lamina.BadInput, match=text.replace("train", "test")):
+        simulation(Words(), tokens(), engine, test=(x, y))
+
+
+def test_ids_that_do_not_occur_together_are_fine():
+    class Pairs(nn.Module):
+        """The id is made of two columns, whose largest values no sample has at once."""
+
+        def __init__(self):
+            super().__init__()
+            self.pairs, self.head = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.pairs(x[:, 0] + x[:, 1]))
+
+    x = torch.arange(48).unsqueeze(1) % 10
+    simulation(Pairs(), (torch.cat([x, 9 - x], 1), LABELS)).run(1)
+    with pytest.raises(lamina.BadInput, match="the token id 11, but layer 'pairs'"):
+        simulation(Pairs(), (torch.cat([x, 11 - x], 1), LABELS))
+
+
+def own(**functions):
+    made = type("Own", (FedAvg,), {"card": FedAvg.card._replace(name="own"), **functions})
+    return dataclasses.dataclass(frozen=True, eq=False)(made)()
+
+
+ARRAYS = {
+    "init": (lambda self, x: Model(x.numpy()), "init field 'x' must be a tensor .* found a numpy array: compute with"),
+    "step": (
+        lambda self, local, down, grad, lr, layers: local._replace(y=np.asarray(local.y) - lr * np.asarray(grad)),
+        "step field 'y' must be a tensor .* found a numpy array: compute with torch",
+    ),
+    "update": (
+        lambda self, server, up, info: np.asarray(server.x),
+        "update must return a NamedTuple of tensors, found ndarray",
+    ),
+    "trust_ratios": (lambda self, local, down, layers: np.ones(3), "trust_ratios must return a tensor, .* a numpy arr"),
+    "needs": (lambda self, round: None, "needs must return a Needs, found None"),
+    "begin": (
+        lambda self, down, client, info: np.zeros(3) - down.x,
+        r"begin fails on a small model: TypeError: unsupported operand .*\(test_odd_models.py:\d+\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_an_algorithm_that_returns_numpy_is_refused_in_one_line(name):
+    function, text = ARRAYS[name]
+    with pytest.raises(lamina.BadInput, match=f"the algorithm 'own' breaks the contract: {text}") as caught:
+        simulation(nn.Linear(5, 3), numbers(), algorithm=own(**{name: function}))
+    assert "\n" not in str(caught.value)
+    assert Needs() == FedAvg().needs(1)
+
+
+def test_bf16_on_a_cpu_says_nothing():
+    x = torch.randn(32, 1, 28, 28)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = lamina.Simulation(models.create("mlp", (1, 28, 28), 10, seed=0), (x, torch.arange(32) % 10), "fedavg",
+                                clients=2, batch_size=16, device="cpu", precision="bf16")  # fmt: skip
+        run.run(1)
+    assert not [str(w.message).splitlines()[0] for w in caught]
