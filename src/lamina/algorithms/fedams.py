@@ -84,7 +84,7 @@ class FedAms(AmsOptions, Algorithm):
         v_hat, v_share = server.v_hat, server.v_share
         if up.v is not None:
             v_hat = torch.maximum(v_hat, up.v)  # l.20
-            v_share = None if v_share is None else torch.maximum(v_share, up.v_share)  # A6
+            v_share = moments.larger(v_share, up.v_share)  # A6
         return Server(x, v_hat, up.m, v_share, up.m_share)
 
     def down_versions(self, round: int) -> Mapping[str, int]:

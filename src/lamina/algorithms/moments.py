@@ -177,10 +177,10 @@ def advance(h: MomentOptions, local: Local, g: Tensor) -> Local:
     return local._replace(
         m=ema(local.m, g, h.beta1),  # l.10
         v=v,
-        v_hat=_larger(local.v_hat, v),  # A2
+        v_hat=larger(local.v_hat, v),  # A2
         m_share=_advance_share(local.m_share, h.beta1),  # A6
         v_share=v_share,
-        v_hat_share=_larger(local.v_hat_share, v_share),
+        v_hat_share=larger(local.v_hat_share, v_share),
     )
 
 
@@ -189,7 +189,8 @@ def _advance_share(share: Tensor | None, beta: Number) -> Tensor | None:
     return None if share is None else beta * share + (1 - beta)
 
 
-def _larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the elementwise maximum of two tensors that are both there, or both not."""
     return None if one is None or other is None else torch.maximum(one, other)
 
 

@@ -321,7 +321,7 @@ def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
         value = tensors[name]
         total.update(json.dumps([name, str(value.dtype), list(value.shape)]).encode())
         if value.numel():
-            total.update(memoryview(value.reshape(-1).view(torch.uint8).numpy()))
+            total.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
