@@ -7,9 +7,16 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
+from lamina.text import printable
+
+LONGEST_VALUE = 80  # characters of a value in a message
+
 
 class LaminaError(Exception):
     """Base of all errors lamina raises on purpose; its text is one clear line."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())  # names and values in it may hold anything
 
 
 class BadInput(LaminaError, ValueError):
@@ -45,14 +52,35 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{by_folded[match[0]]}'?" if match else ""
 
 
+def short_repr(value: Any) -> str:
+    """Return a value as Python writes it, cut if it is long.
+
+    >>> short_repr("a" * 100)[-4:], short_repr(16**5000), short_repr(0.1)
+    ('aaa…', 'a number of 20001 bits', '0.1')
+    """
+    if isinstance(value, int) and value.bit_length() > 4 * LONGEST_VALUE:  # Python refuses to write thousands of digits
+        return f"a number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except ValueError:  # such a number inside
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= LONGEST_VALUE else text[: LONGEST_VALUE - 1] + "…"
+
+
 def is_whole(value: Any) -> bool:
     """Whether a value is a whole number, numpy's among them."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number, numpy's among them."""
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether a value is a number, numpy's among them; not an int beyond the range of a float."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> BadInput:

@@ -19,11 +19,14 @@ from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.data.partitions import Partition
-from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
+from lamina.errors import BadInput, is_number, is_whole, nearest, short_repr, unknown
+from lamina.limits import MOST, MOST_BATCH, MOST_CLIENTS, check_count, check_memory, check_seed
 
 Indices = NDArray[np.int64]
 
 MOST_REDRAWS = 10_000  # of an empty Bernoulli cohort
+LARGEST_RATE = float(np.finfo(np.float32).max)
+PLAN_COPIES = 2.5  # of a round's orders and batches, in memory at once while it is planned: measured
 
 
 class Clients:
@@ -43,17 +46,15 @@ class Clients:
         if count < 1:
             raise BadInput("a federation needs at least one client")
         self = cls.__new__(cls)
-        self.parts, self.count = [], count
+        self.parts, self.count = [], check_count("clients", count, MOST_CLIENTS)
         self.moving = (partition, labels, seed, samples)
         return self
 
     @classmethod
     def elsewhere(cls, count: int) -> Clients:
         """Clients whose samples lie on machines of their own: here only their number is known."""
-        if not is_whole(count) or count < 1:
-            raise BadInput(f"clients = {count!r} is not a whole number >= 1")
         self = cls.__new__(cls)
-        self.parts, self.count, self.moving = [], int(count), None
+        self.parts, self.count, self.moving = [], check_count("clients", count, MOST_CLIENTS), None
         return self
 
     def samples(self, round: int, cohort: Indices) -> list[Indices]:
@@ -153,7 +154,7 @@ class Milestones:
     def __post_init__(self) -> None:
         _check_numbers(self, gamma=self.gamma)
         if not isinstance(self.at, tuple | list) or not all(is_whole(m) for m in self.at):
-            raise BadInput(f"schedule 'milestones': at = {self.at!r} is not a list of whole rounds")
+            raise BadInput(f"schedule 'milestones': at = {short_repr(self.at)} is not a list of whole rounds")
 
     def factor(self, round: int) -> float:
         """gamma^(number of milestones reached)."""
@@ -182,7 +183,9 @@ def _check_numbers(schedule: Schedule, **values: Any) -> None:
     """Refuse anything but positive finite numbers."""
     for name, value in values.items():
         if not is_number(value) or not math.isfinite(value) or value <= 0:
-            raise BadInput(f"schedule '{type(schedule).__name__.lower()}': {name} = {value!r} is not a number > 0")
+            raise BadInput(
+                f"schedule '{type(schedule).__name__.lower()}': {name} = {short_repr(value)} is not a number > 0"
+            )
 
 
 SCHEDULES: dict[str, type[Any]] = {
@@ -275,17 +278,16 @@ class Plan:
     def __post_init__(self) -> None:
         for name in ("participation", "lr"):
             if not is_number(getattr(self, name)):
-                raise BadInput(f"{name} = {getattr(self, name)!r} is not a number")
-        if not is_whole(self.seed):
-            raise BadInput(f"seed = {self.seed!r} is not a whole number")
+                raise BadInput(f"{name} = {short_repr(getattr(self, name))} is not a number")
+        check_seed(self.seed)
         if not 0 < self.participation <= 1:
             raise BadInput(f"participation = {self.participation} is not a fraction in (0, 1]")
         if self.sampling not in ("exact", "bernoulli"):
             raise unknown("sampling", self.sampling, ("exact", "bernoulli"))
         for name in ("batch_size", "epochs", "local_steps"):
             value = getattr(self, name)
-            if value is not None and (not is_whole(value) or value < 1):
-                raise BadInput(f"{name} = {value} is not a whole number >= 1")
+            if value is not None:
+                check_count(name, value, MOST_BATCH if name == "batch_size" else MOST)
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise BadInput(f"lr = {self.lr} is not a positive number")
         if self.epochs is not None and self.local_steps is not None:
@@ -309,9 +311,15 @@ class Plan:
 
     def rate(self, number: int) -> float:
         """The learning rate of a round."""
-        lr = self.lr * self.schedule.factor(number)
-        if not (math.isfinite(lr) and lr > 0):
-            raise BadInput(f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0")
+        try:
+            lr = self.lr * self.schedule.factor(number)
+        except OverflowError:  # a power beyond the range of a float
+            lr = math.inf
+        if not 0 < lr <= LARGEST_RATE:
+            raise BadInput(
+                f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0 that a "
+                "float32 can hold"
+            )
         return lr
 
     def steps(self, sizes: Indices) -> Indices:
@@ -346,6 +354,12 @@ class Plan:
         width = int(sizes.max()) if self.batch_size is None else min(self.batch_size, int(sizes.max()))
         per_epoch, steps = self._steps_per_epoch(sizes), self.steps(sizes)
         passes = int((-(-steps // per_epoch)).max())
+        numbers = len(cohort) * (passes * int(sizes.max()) + int(steps.max()) * width)
+        check_memory(
+            f"round {number} of {len(cohort)} clients with up to {steps.max()} local steps of {width} samples",
+            int(PLAN_COPIES * numbers * np.dtype(np.int64).itemsize),
+            "lower local_steps, epochs or participation",
+        )
 
         # [C, passes, n]: every client's samples in a fresh order for every pass
         order_streams = rng.fork(rng.key(self.seed, "batches", number), cohort)[:, None, None]

@@ -18,6 +18,7 @@ from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged
 from lamina.history import History, Row
 from lamina.likeness import alike, same_tensor
+from lamina.limits import check_count
 from lamina.plan import Round
 from lamina.simulation import Simulation, evaluate_together
 
@@ -55,7 +56,7 @@ class Population:
 
     def run(self, rounds: int, on_round: Callable[[int, Row], None] | None = None) -> list[History]:
         """Train all members for `rounds` more rounds; `on_round` is called with (member, row) as rounds finish."""
-        for left in range(rounds, 0, -1):
+        for left in range(check_count("run: rounds", rounds, least=0), 0, -1):
             for i, row in self.run_round(evaluate=left == 1).items():
                 if on_round is not None:
                     on_round(i, row)

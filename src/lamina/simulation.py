@@ -33,6 +33,8 @@ from lamina.engines.stacked.steps import works_by_row
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, Diverged, is_number, is_whole, unknown
 from lamina.history import History, Row
+from lamina.limits import MODEL_COPIES, MOST_CLIENTS, check_count, check_memory, check_seed, in_bytes
+from lamina.models.allocation import LargestActivation
 from lamina.objective import Buffers, Loss, Objective
 from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
 from lamina.vocabulary import check_vocabulary
@@ -134,17 +136,16 @@ class Simulation:
             raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
         if not isinstance(loss, str) and not callable(loss):
             raise BadInput(f"loss = {loss!r} is neither a name nor a function of (outputs, targets)")
-        if not is_whole(seed):
-            raise BadInput(f"seed = {seed!r} is not a whole number")
+        check_seed(seed)
         if weighting not in ("clients", "examples"):
             raise unknown("weighting", weighting, ("clients", "examples"))
         if clip is not None and not (is_number(clip) and clip > 0):
             raise BadInput(f"clip = {clip} is not a positive number")
-        if not is_whole(evaluate_every) or evaluate_every < 1:
-            raise BadInput(f"evaluate_every = {evaluate_every} is not a whole number >= 1")
+        check_count("evaluate_every", evaluate_every)
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
         rehearse(self.algorithm)
         self.device = choose_device(device)
+        check_model_fits(model, self.device)
         self.objective = Objective(copy.deepcopy(model).to(self.device), loss)
         self.train_data = as_dataset(train).to(self.device)
         self.test_data = None if test is None else as_dataset(test).to(self.device)
@@ -193,9 +194,7 @@ class Simulation:
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds; `on_round` is called with every finished round's metrics."""
-        if not is_whole(rounds) or rounds < 0:
-            raise BadInput(f"run({rounds!r}): the number of rounds is not a whole number >= 0")
-        last = self.state.round + rounds
+        last = self.state.round + check_count("run: rounds", rounds, least=0)
         while self.state.round < last:
             row = self.run_round(evaluate=self.state.round + 1 == last)
             if on_round is not None:
@@ -317,13 +316,23 @@ class Simulation:
                     "compute a new tensor instead"
                 )
             try:
-                with torch.no_grad():
+                with torch.no_grad(), LargestActivation(len(inputs)) as activation:
                     outputs = self.objective.outputs(self.objective.start, self.objective.buffers, inputs, train=False)
             except Exception as error:  # whatever a user's forward raises
                 shape, reason = tuple(other.x.shape[1:]), " ".join(str(error).split())
                 if not (other.x.is_floating_point() or other.x.dtype == torch.uint8):
                     reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
                 raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
+            rows = min(len(other), EVALUATION_BATCH)
+            if other is self.train_data:  # a step keeps at least the activation and its gradient
+                largest = max(map(len, self.plan.clients.parts), default=1)
+                rows = 2 * min(self.plan.batch_size or largest, largest)
+            check_memory(
+                f"an activation of {in_bytes(activation.bytes)} per sample, for {rows} samples of the {name} data,",
+                activation.bytes * rows,
+                "take a smaller model or smaller batches",
+                self.device,
+            )
             if not isinstance(outputs, Tensor):
                 raise BadInput(f"the model returns a {type(outputs).__name__}; it must return one tensor, its outputs")
             classes = other.classes if loss == "cross_entropy" else None
@@ -465,6 +474,18 @@ def choose_device(device: str | torch.device) -> torch.device:
     return chosen
 
 
+def check_model_fits(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model whose training cannot fit the memory: before it is copied, in words that help."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(isinstance(tensor, nn.parameter.UninitializedTensorMixin) for tensor in tensors):
+        return  # a lazy layer: its size is not known yet
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    count = sum(tensor.numel() for tensor in model.parameters())
+    # one copy is the caller's own, which lies in the host's memory already
+    copies = MODEL_COPIES - 1 if device.type == "cpu" else MODEL_COPIES
+    check_memory(f"training a model of {count:,} parameters", copies * size, "take a smaller model", device)
+
+
 def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, seed: int) -> Clients:
     """Deal the samples of a data set to clients."""
     if isinstance(clients, str | bool | float | dict):
@@ -477,7 +498,7 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
     chosen = make_partition(partition) if isinstance(partition, str) else partition
     if clients is None and not isinstance(chosen, ByColumn):
         clients = DEFAULT_CLIENTS
-    clients = None if clients is None else int(cast(int, clients))
+    clients = None if clients is None else check_count("clients", clients, MOST_CLIENTS)
     if isinstance(chosen, Reallocate):
         return Clients.reallocated(chosen, data.labels, clients or 0, seed, samples=len(data))
     return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))

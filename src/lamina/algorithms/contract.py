@@ -41,7 +41,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from lamina.errors import BadInput, nearest
+from lamina.errors import BadInput, is_number, nearest, short_repr
 from lamina.layers import Layers
 
 Number = float | Tensor
@@ -236,9 +236,9 @@ def _fits(value: Any, hint: Any, meta: Mapping[str, Any]) -> bool:
         return value in get_args(hint)
     if hint is bool or hint is str:
         return isinstance(value, hint)
-    if isinstance(value, bool) or not isinstance(value, int if hint is int else (int, float)):
+    if not isinstance(value, int if hint is int else (int, float)) or not is_number(value) or math.isnan(value):
         return False
-    if math.isnan(value):
+    if isinstance(value, int) and abs(value) >= 2**63:  # torch takes no longer ones
         return False
     low, high = meta.get("low"), meta.get("high")
     too_low = low is not None and (value <= low if meta.get("open_low") else value < low)
@@ -251,7 +251,7 @@ def _check_options(self: Algorithm) -> None:
     for name, field in options(cls).items():
         value = getattr(self, name)
         if not _fits(value, hints[name], field.metadata):
-            raise BadInput(f"{cls.__name__}: {name} = {value!r} is not {allowed(cls, name)}")
+            raise BadInput(f"{cls.__name__}: {name} = {short_repr(value)} is not {allowed(cls, name)}")
 
 
 def check_option_names(cls: type[Algorithm], given: Mapping[str, Any]) -> None:

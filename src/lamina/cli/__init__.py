@@ -28,8 +28,9 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     watch,
 )
 from lamina.cli.base import Interrupted, WarningLines, app, err, out, say, tell
+from lamina.engines.stacked.memory import is_out_of_memory
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import Diverged, LaminaError
+from lamina.errors import Diverged, LaminaError, short_repr
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
 WIDTH_FOR_PROGRAMS = 1000  # output that is not on a terminal is read by a program: nothing is folded
@@ -59,6 +60,16 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(EXIT_DIVERGED)
     except LaminaError as error:
         say("error", error)
+        sys.exit(EXIT_BAD_INPUT)
+    except OSError as error:  # a path that no command looked at before: too long, no permission, ...
+        if error.filename is None:
+            raise
+        say("error", f"cannot use {short_repr(error.filename)}: {error.strerror}")
+        sys.exit(EXIT_BAD_INPUT)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        say("error", f"out of memory ({' '.join(str(error).split())[:200]}): take a smaller model, batch or cohort")
         sys.exit(EXIT_BAD_INPUT)
     except Interrupted as error:
         if Ranks.current().rank == 0:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from lamina.errors import BadInput
+from lamina.paths import checked_path
 
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
 
@@ -19,7 +20,7 @@ def data_directory(given: str | os.PathLike[str] | None = None, expected: str = 
     named = given if given is not None else os.environ.get(ENVIRONMENT_VARIABLE) or None
     if named is None:
         return Path("data")
-    root = Path(named).expanduser()
+    root = checked_path(Path(named).expanduser(), "the data directory")
     if not root.is_dir():
         # A directory somebody named on purpose: going on to a download would hide the mistake.
         raise BadInput(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.images import stack_pictures
 from lamina.errors import BadInput, missing_extra
+from lamina.paths import refuse_special
 
 FOLDER = "tiny-imagenet-200"
 MEAN = (0.4802, 0.4481, 0.3975)
@@ -90,6 +91,7 @@ def _dataset(folder: Path, part: str, samples: Sequence[tuple[Path, int]], size:
 
 
 def _from_cache(cache: Path, count: int) -> NDArray[np.uint8] | None:
+    refuse_special(cache)
     try:
         images = np.load(cache, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -120,6 +122,7 @@ class _Decoded:
         except ImportError as error:
             raise missing_extra("pillow", "images", "reading TinyImageNet") from error
         for path in self.paths:
+            refuse_special(path)
             try:
                 with Image.open(path) as picture:
                     decoded = picture.convert("RGB")

@@ -7,14 +7,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from lamina.errors import BadInput, is_whole, nearest
+from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.toml import read_tree, replace_length
+from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_CLIENTS, MOST_SEED, MOST_SEEDS, MOST_THREADS
+from lamina.paths import checked_path
 
 Positive = Annotated[float, Field(gt=0)]
-AtLeastOne = Annotated[int, Field(ge=1)]
+AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 
 
 def _in_a_list(value: Any) -> Any:
@@ -23,12 +34,23 @@ def _in_a_list(value: Any) -> Any:
 
 
 def _batch_size(value: Any) -> Any:
-    if value == "full" or (is_whole(value) and value >= 1):
+    if value == "full" or (is_whole(value) and 1 <= value <= MOST_BATCH):
         return value
-    raise PydanticCustomError("batch_size", 'must be a whole number >= 1, or "full"')
+    raise PydanticCustomError("batch_size", f'must be a whole number from 1 to {MOST_BATCH}, or "full"')
 
 
 BatchSize = Annotated[int | Literal["full"], PlainValidator(_batch_size)]  # "full": all of a client's samples
+
+
+def _as_path(text: str) -> str:
+    try:
+        checked_path(text, "the value")
+    except BadInput as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_as_path)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Item = TypeVar("Item")
 NotEmpty = Annotated[list[Item], Field(min_length=1)]
@@ -59,8 +81,9 @@ class Data(_Section):
     """Which data, held by how many clients."""
 
     name: str = "digits"
-    dir: str | None = None
-    clients: AtLeastOne | None = None  # None: 10, or as many as the column names (by-column)
+    dir: PathText | None = None
+    # None: 10, or as many as the column names (by-column)
+    clients: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] | None = None
     partition: Partition = Partition()
     augment: bool = False
     augment_pad: Annotated[int, Field(ge=0)] = 4
@@ -108,7 +131,7 @@ class Train(_Section):
     weighting: Literal["clients", "examples"] = "clients"
     aggregation: Aggregation = Aggregation()
     loss: Literal["cross_entropy", "mse"] = "cross_entropy"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)] = 0
 
     @model_validator(mode="after")
     def _one_length(self) -> Train:
@@ -124,12 +147,12 @@ class Run(_Section):
     engine: Literal["auto", "stacked", "vmap", "loop"] = "auto"
     precision: Literal["fp32", "tf32", "bf16"] = "fp32"
     deterministic: bool = False  # on a GPU: the same bits in every run on the same machine
-    threads: AtLeastOne | None = None  # None: chosen from the size of the model
+    threads: Annotated[int, Field(ge=1, le=MOST_THREADS)] | None = None  # None: chosen from the size of the model
     evaluate_every: AtLeastOne = 1
     client_metrics: bool = False
     trust_ratios: bool = False
     checkpoint_every: AtLeastOne = 1  # rounds
-    out: str | None = None  # None: runs/<file>-<algorithm>-seed<seed>
+    out: PathText | None = None  # None: runs/<file>-<algorithm>-seed<seed>
 
 
 class Tried(BaseModel):
@@ -148,7 +171,7 @@ class Compare(_Section):
     """Several algorithms on the same clients, batches and initial weights."""
 
     algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
-    seeds: AtLeastOne = 3
+    seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 3
     target: Annotated[float, Field(gt=0, le=1)] = 0.9
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
@@ -166,7 +189,7 @@ class Tune(_Section):
     space: dict[str, Any] = {}  # dotted keys to {low, high, log} or {choices}
     trials: AtLeastOne = 50  # of the sampler; a grid has as many as it has points
     pruner: Literal["none", "median", "hyperband"] = "none"
-    seeds: AtLeastOne = 1  # the mean over them decides
+    seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 1  # the mean over them decides
     select: Literal["validation", "test"] = "validation"  # the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
 
@@ -218,7 +241,7 @@ DEFAULT_NAMES = {
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read and validate an experiment file, with ``section.key=value`` overrides applied first."""
-    path = Path(path)
+    path = checked_path(path, "the experiment file")
     tree = read_tree(path)
     replace_length(tree, [override.partition("=")[0].strip() for override in overrides])
     # names first: a new name drops the options of the old one, never those given beside it
@@ -261,6 +284,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
+    except (ValueError, RecursionError) as error:  # thousands of digits, thousands of brackets
+        raise BadInput(f"--set {short_repr(override)}: {error}") from error
     try:
         set_key(tree, names, value)
     except BadInput as error:
@@ -293,10 +318,11 @@ def _one_line(error: ValidationError) -> str:
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
         text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"
     else:
-        given = f" = {first['input']!r}" if not isinstance(first["input"], dict) else ""
+        given = f" = {short_repr(first['input'])}" if not isinstance(first["input"], dict) else ""
         said = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list",
                 "too_short": "must not be empty"}  # fmt: skip
-        problem = said.get(first["type"], first["msg"][:1].lower() + first["msg"][1:])
+        message = first["msg"].removeprefix("Value error, ")
+        problem = said.get(first["type"], message[:1].lower() + message[1:])
         text = f"{dotted}{given}: {problem}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 

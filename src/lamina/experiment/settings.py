@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lamina import algorithms
-from lamina.errors import is_number
+from lamina.errors import BadInput, is_number
+from lamina.limits import MOST_POINTS
 
 Settings = dict[str, Any]  # names, or dotted keys of an experiment, to values
 Grid = dict[str, list[Any]]
@@ -22,6 +24,9 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
     [{'lr': 0.1, 'decay': 0.0}, {'lr': 0.3, 'decay': 0.0}]
     """
     once = [[value for i, value in enumerate(values) if value not in values[:i]] for values in grid.values()]
+    count = math.prod(len(values) for values in once)
+    if count > MOST_POINTS:
+        raise BadInput(f"the grid has {count} combinations: give at most {MOST_POINTS}, or sampler = 'tpe' and a space")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*once)]
 
 

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import BadInput
+from lamina.limits import in_bytes
+from lamina.paths import checked_path
 
 Tree = dict[str, Any]
+LONGEST_FILE_BYTES = 10_000_000
 
 # The tables that name something; the other keys in such a table are the options of the thing it names.
 NAMED_TABLES = {("data", "partition"), ("model",), ("algorithm",), ("train", "schedule")}
@@ -32,7 +35,7 @@ def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
     chain = (*chain, path.resolve())
     merged: Tree = {}
     for base in bases:
-        file = path.parent / base
+        file = checked_path(path.parent / base, "extends")
         if file.resolve() in chain:
             raise BadInput(f"{path}: extends '{base}', which extends this file again")
         if not file.is_file():
@@ -61,7 +64,7 @@ def _family(path: Path) -> list[Path]:
 
 
 def _leading_comment(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
     end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "".join(lines[:end])
 
@@ -110,8 +113,10 @@ def _merge_tables(base: Tree, own: Tree, place: tuple[str, ...]) -> Tree:
     merged = dict(base)
     for key, value in own.items():
         old = base.get(key)
-        both = isinstance(value, dict) and isinstance(old, dict)
-        merged[key] = _merge_tables(old, value, (*place, key)) if both else value
+        if isinstance(value, dict) and isinstance(old, dict):
+            merged[key] = _merge_tables(old, value, (*place, key))
+        else:
+            merged[key] = value
     return {key: dict(value) if isinstance(value, dict) else value for key, value in merged.items()}
 
 
@@ -123,14 +128,18 @@ def _table(tree: Tree, key: str) -> Tree:
 
 def _read(path: Path) -> Tree:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(LONGEST_FILE_BYTES + 1)  # /dev/zero has no end
+        if len(content) > LONGEST_FILE_BYTES:
+            raise BadInput(f"'{path}' is no experiment file: it is longer than {in_bytes(LONGEST_FILE_BYTES)}")
+        text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise BadInput(f"cannot read the experiment file '{path}': {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"'{path}' is not a text file: an experiment is TOML in UTF-8") from error
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        return tomllib.loads(text.replace("\r\n", "\n"))
+    except (ValueError, RecursionError) as error:  # TOML's own errors, thousands of digits, thousands of brackets
         raise BadInput(f"{path}: not valid TOML: {error}") from error
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.errors import BadInput, nearest, unknown
+from lamina.errors import BadInput, LaminaError, nearest, short_repr, unknown
 from lamina.models.activations import SMU
+from lamina.models.allocation import BoundedMemory
 from lamina.models.plain import cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
 from lamina.models.registry import GIVEN, Card, Factory, registry
 from lamina.models.resnet import BasicBlock, resnet9, resnet18
@@ -50,12 +51,20 @@ def create(
     """
     factory = find(name)
     arguments = _arguments(name, factory, {"input_shape": input_shape, "classes": classes}, options)
-    if seed is None:
-        made = factory(**arguments)
-    else:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_seed(seed))  # torch.manual_seed would reseed the GPUs as well
-            made = factory(**arguments)
+    given = ", ".join(f"{option} = {short_repr(value)}" for option, value in options.items())
+    bounded = BoundedMemory(f"the model '{name}'" + (f" ({given})" if given else ""))
+    try:
+        if seed is None:
+            with bounded:
+                made = factory(**arguments)
+        else:
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]), bounded:
+                torch.default_generator.manual_seed(_seed(seed))  # torch.manual_seed would reseed the GPUs as well
+                made = factory(**arguments)
+    except LaminaError:
+        raise
+    except Exception as error:  # whatever a factory does with the options it is given
+        raise BadInput(f"cannot make the model '{name}': {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(made, nn.Module):
         raise BadInput(f"the model '{name}' made an object of type {type(made).__name__}, not a torch.nn.Module")
     return made
@@ -81,6 +90,11 @@ def find(name: str) -> Factory:
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(f"cannot load the model '{name}': {reason}") from error
+    if isinstance(found, nn.Module):
+        raise BadInput(
+            f"the model '{name}' is an instance of {type(found).__name__}: name its class, or a function that returns "
+            "a new one, because every run starts from weights of its own"
+        )
     if not callable(found):
         raise BadInput(f"the model '{name}' is of type {type(found).__name__}, not a function or class")
     factory: Factory = found
@@ -110,6 +124,10 @@ def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict
     except TypeError as error:
         raise BadInput(f"cannot call the model '{name}': {error}") from error
     return arguments
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _seed(seed: Any) -> int:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from lamina.errors import BadInput, unknown
+from lamina.errors import BadInput, short_repr, unknown
+from lamina.limits import MOST_UNITS
 
 Factory = Callable[..., nn.Module]
 _F = TypeVar("_F", bound=Factory)
@@ -82,7 +83,9 @@ def _shape(model: str, input_shape: Sequence[int], classes: int) -> tuple[int, .
 def whole(option: str, value: Any) -> int:
     """`value` as an int >= 1."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise BadInput(f"{option} must be a whole number >= 1, not {value!r}")
+        raise BadInput(f"{option} must be a whole number >= 1, not {short_repr(value)}")
+    if value > MOST_UNITS:
+        raise BadInput(f"{option} = {short_repr(value)} is more than a layer can have: give at most {MOST_UNITS}")
     return operator.index(value)
 
 
@@ -90,7 +93,7 @@ def wholes(option: str, value: Any, length: int | None = None) -> tuple[int, ...
     """`value` as a tuple of ints >= 1, of a fixed length where one is given."""
     many = "whole numbers" if length is None else f"{length} whole numbers"
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != (length or len(value)):
-        raise BadInput(f"{option} must be a list of {many}, not {value!r}")
+        raise BadInput(f"{option} must be a list of {many}, not {short_repr(value)}")
     return tuple(whole(option, n) for n in value)
 
 
@@ -99,7 +102,7 @@ def number(option: str, value: Any, low: float, below: float = float("inf")) -> 
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and low <= value < below):
         upper = "" if below == float("inf") else f" and < {below:g}"
-        raise BadInput(f"{option} must be a number >= {low:g}{upper}, not {value!r}")
+        raise BadInput(f"{option} must be a number >= {low:g}{upper}, not {short_repr(value)}")
     return float(value)
 
 

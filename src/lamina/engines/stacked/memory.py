@@ -89,9 +89,10 @@ def in_chunks_that_fit(engine: Stacked, chunks: Sequence[list[Row]], work: Calla
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says so: torch's own allocator, CUDA or one of its libraries."""
+    """Whether an error says so: Python, numpy, torch's own allocators, CUDA or one of its libraries."""
     words = str(error).lower()
-    return isinstance(error, RuntimeError) and ("out of memory" in words or "alloc_failed" in words)
+    of_torch = any(said in words for said in ("out of memory", "alloc_failed", "not enough memory", "can't allocate"))
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)
 
 
 def free_bytes(device: torch.device) -> int:

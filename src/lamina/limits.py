@@ -1,0 +1,136 @@
+"""Upper bounds on sizes, and the memory that is left: an absurd value is refused in one line before it is allocated.
+
+The bounds are far beyond any real experiment. The estimates of memory are lower bounds: what is refused could not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.errors import BadInput, is_whole, short_repr
+
+if TYPE_CHECKING:
+    import torch
+
+MOST = 100_000_000  # rounds, epochs, local steps, trials: anything without a bound of its own
+MOST_BATCH = 10**15  # samples; a batch larger than the client means all of its samples, so this only keeps int64 safe
+MOST_CLIENTS = 10_000_000
+MOST_SEEDS = 10_000
+LEAST_SEED, MOST_SEED = -(10**39), 10**39  # room for any 16 bytes; thousands of digits fit no name and no message
+MOST_THREADS = 1_024
+MOST_POINTS = 100_000  # combinations of a grid's values
+MOST_UNITS = 1_000_000_000  # of one layer of a model
+
+MODEL_COPIES = 8  # of the parameters while a model is trained, at least: measured were 11 (FedAvg) to 19 (Fed-LAMB)
+SURELY_FITS = 64 << 20  # bytes; less is not compared with the memory that is left
+
+
+def check_count(name: str, value: Any, most: int = MOST, least: int = 1) -> int:
+    """Return `value` as an int, or refuse what is no whole number from `least` to `most`."""
+    if not is_whole(value) or value < least:
+        raise BadInput(f"{name} = {short_repr(value)} is not a whole number >= {least}")
+    if value > most:
+        raise BadInput(f"{name} = {short_repr(value)} is more than lamina takes: give at most {most}")
+    return int(value)
+
+
+def check_seed(seed: Any) -> None:
+    """Refuse a seed that is no whole number, or too long to be written in the name of a folder."""
+    if not is_whole(seed) or not LEAST_SEED <= seed <= MOST_SEED:
+        raise BadInput(f"seed = {short_repr(seed)} is not a whole number of at most 39 digits")
+
+
+def check_memory(what: str, needed: int, advice: str, device: torch.device | None = None) -> None:
+    """Refuse what needs more memory than is left, before it is allocated.
+
+    Args:
+        what: the thing that needs it, for the message.
+        needed: bytes, at least.
+        advice: what to do about it.
+        device: where it is allocated; None: in the host's memory.
+    """
+    if needed <= SURELY_FITS:
+        return
+    available = available_bytes(device)
+    if available is not None and needed > available:
+        place = "this machine" if device is None or device.type == "cpu" else f"the device {device}"
+        raise BadInput(f"{what} needs at least {in_bytes(needed)}, {place} has {in_bytes(available)} free: {advice}")
+
+
+def in_bytes(count: int) -> str:
+    """Return a number of bytes for people.
+
+    >>> in_bytes(640), in_bytes(2_500_000), in_bytes(549_755_813_888), in_bytes(10**30)
+    ('640 B', '2.5 MB', '550 GB', '1e+15 PB')
+    """
+    for unit, size in (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"
+
+
+def available_bytes(device: torch.device | None = None) -> int | None:
+    """Return the memory a process could still get on a device (None: the host), or None if nobody knows."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info(device)[0])
+    if device is not None and device.type != "cpu":
+        return None
+    found = _free_on_host(), _free_in_group(), _free_in_process()
+    known = [bytes_left for bytes_left in found if bytes_left is not None]
+    return min(known) if known else None
+
+
+def _free_on_host() -> int | None:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # without /proc: all there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
+
+
+def _free_in_group() -> int | None:
+    """Return what a container's limit (Linux control groups, version 2 or 1) leaves; None without a limit."""
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, name = line.split(":", 2)
+            if controllers not in ("", "memory"):
+                continue
+            root = Path("/sys/fs/cgroup", controllers)
+            files = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+            group = root / name.lstrip("/")
+            # a limit of an outer group holds for the inner ones, too
+            for place in [group, *(outer for outer in group.parents if outer.is_relative_to(root))]:
+                with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+                    limit, used = (int((place / f"memory.{file}").read_text(encoding="ascii")) for file in files)
+                    found.append(max(0, limit - used + _reclaimable(place)))
+    return min(found, default=None)
+
+
+def _free_in_process() -> int | None:
+    """Return what ``ulimit -v`` leaves; None without such a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
+    return None
+
+
+def _reclaimable(group: Path) -> int:
+    """Return the file cache that the kernel drops before it runs out of memory."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
+            key, _, value = line.partition(" ")
+            if key in ("inactive_file", "total_inactive_file"):
+                return int(value)
+    return 0

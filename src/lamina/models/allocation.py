@@ -1,0 +1,53 @@
+"""The memory a model takes: its parameters while it is made, its activations while it is called."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lamina.limits import MODEL_COPIES, check_memory
+
+
+class BoundedMemory(TorchDispatchMode):
+    """A context in which a tensor too large to be trained is refused before it is allocated.
+
+    To make the model on torch's meta device first would count its parameters, too, but would run a user's factory
+    twice, and not every factory can be run there.
+    """
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the size of what an operation without inputs (torch.empty, torch.zeros, ...) is about to make."""
+        kwargs = kwargs or {}
+        if not any(isinstance(value, Tensor) for value in (*args, *kwargs.values())) and "device" in kwargs:
+            like: Any = None
+            with contextlib.suppress(Exception):  # what torch cannot do on the meta device is not looked at
+                like = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
+            if isinstance(like, Tensor):
+                size, shape = like.numel() * like.element_size(), list(like.shape)
+                check_memory(
+                    f"training {self.what} with a tensor of shape {shape}", MODEL_COPIES * size, "take a smaller model"
+                )
+        return func(*args, **kwargs)
+
+
+class LargestActivation(TorchDispatchMode):
+    """A context that notes the largest tensor with a row per sample, in bytes per sample."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()
+        self.samples, self.bytes = samples, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at the result of an operation."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dim() > 1 and len(result) == self.samples:
+            self.bytes = max(self.bytes, result.numel() * result.element_size() // self.samples)
+        return result

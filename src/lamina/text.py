@@ -1,0 +1,55 @@
+"""Text for people: plurals, and text of unknown origin made safe for terminals and spreadsheets."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+# C0 and C1 control characters, DEL, separators of lines, and marks that reverse the direction of text: a terminal
+# obeys them, so that a name could move the cursor, hide text or forge a line
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
+FORMULA_STARTS = ("=", "+", "-", "@")
+
+
+def plural(count: int, what: str) -> str:
+    """Return a count with its noun: the plural has an s unless there is one thing.
+
+    >>> plural(1, "round"), plural(0, "round"), plural(3, "local step")
+    ('1 round', '0 rounds', '3 local steps')
+    """
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
+def printable(text: str, *, lines: bool = False) -> str:
+    r"""Return text with its control characters written out, so that a terminal shows them and obeys none.
+
+    Args:
+        text: any text.
+        lines: keep line breaks as they are.
+
+    >>> printable("a\x1b[2Jb\n")
+    'a\\x1b[2Jb\\n'
+    """
+    pattern = _CONTROL_IN_LINES if lines else _CONTROL
+    return pattern.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def csv_cell(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula: such text gets an apostrophe; numbers stay numbers.
+
+    >>> csv_cell("=1+1"), csv_cell("-0.5"), csv_cell(-0.5), csv_cell("fedlamb")
+    ("'=1+1", '-0.5', -0.5, 'fedlamb')
+    """
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(FORMULA_STARTS) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
