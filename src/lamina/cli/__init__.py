@@ -27,10 +27,11 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     tune,
     watch,
 )
-from lamina.cli.base import Interrupted, WarningLines, app, err, out, say, tell
+from lamina.cli.base import Interrupted, WarningLines, app, out, say, tell, tell_progress
 from lamina.engines.stacked.memory import is_out_of_memory
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import Diverged, LaminaError, short_repr
+from lamina.interrupt import end_guard
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
 WIDTH_FOR_PROGRAMS = 1000  # output that is not on a terminal is read by a program: nothing is folded
@@ -38,6 +39,7 @@ WIDTH_FOR_PROGRAMS = 1000  # output that is not on a terminal is read by a progr
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run the command, turn lamina's own errors into one line and an exit code."""
+    end_guard()
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # algorithms and models of the user's own, "my_module:MyClass"
@@ -73,7 +75,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(EXIT_BAD_INPUT)
     except Interrupted as error:
         if Ranks.current().rank == 0:
-            err.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            tell_progress(str(error))
         sys.exit(EXIT_INTERRUPTED)
     finally:
         logging.getLogger("lamina").removeHandler(warnings)

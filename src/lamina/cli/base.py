@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 
 from lamina.engines.stacked.ranks import Ranks
 from lamina.history import History, Row
+from lamina.text import printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,8 +25,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Layer-wise, locally adaptive federated optimisation: Fed-LAMB, Mime-LAMB, FedLADA and their baselines.",
 )
-out = Console()
-err = Console(stderr=True)
+
+
+class SafeConsole(Console):
+    """A console that writes control characters out: a name from a file or a node cannot command the terminal."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as rich does; only what rich itself adds (`Segment.control`) stays a command."""
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(printable(text, lines=True), style)
+
+
+out = SafeConsole()
+err = SafeConsole(stderr=True)
 
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
@@ -36,12 +50,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but er
 
 def say(what: str, text: object) -> None:
     """Print an error or a warning as one line; its text may hold brackets, which are not markup."""
-    err.print(f"[red]{what}:[/]", escape(str(text)), highlight=False, soft_wrap=True)
+    err.print(f"[red]{what}:[/]", escape(printable(str(text))), highlight=False, soft_wrap=True)
 
 
 def tell(line: str) -> None:
     """Print a line as it is: no markup, no colours, no folding."""
-    out.print(line, markup=False, highlight=False, soft_wrap=True)
+    out.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def tell_progress(line: str) -> None:
+    """Print a line about something that goes on, where it is no part of the result: to standard error."""
+    err.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def best_and_last(history: History) -> str:

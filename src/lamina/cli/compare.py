@@ -29,6 +29,7 @@ from lamina.cli.base import (
     interruptible,
     out,
     tell,
+    tell_progress,
     wanted_trackers,
 )
 from lamina.cli.run import TO_GO_ON
@@ -124,7 +125,7 @@ class Lines(comparing.Watcher):
         best = f"best {self._accuracy[job.tuning]} {record.history.best(optional=True):.4f}"
         how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
         which = f"tuning {job}, {job.rounds} rounds" if job.tuning else str(job)
-        err.print(f"{which}: {how}", markup=False, highlight=False, soft_wrap=True)
+        tell_progress(f"{which}: {how}")
 
 
 class LiveTable(comparing.Watcher):

@@ -18,6 +18,7 @@ from lamina.experiment.files import write_file
 from lamina.experiment.folder import NO_PART_OF_IDENTITY
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trackers import settings
+from lamina.text import csv_cell
 
 IDENTITY = {
     "data": "data.name",
@@ -56,9 +57,9 @@ def table(records: Sequence[Record]) -> str:
     metrics = dict.fromkeys(name for record in records for name in record.history.columns)
     made = io.StringIO()
     writer = csv.writer(made, lineterminator="\n")
-    writer.writerow(["run", *identity, *metrics])
+    writer.writerow([csv_cell(name) for name in ("run", *identity, *metrics)])
     for record, one in zip(records, all_settings, strict=True):
-        run = [short(record.folder), *(_cell(one.get(name)) for name in identity.values())]
+        run = [csv_cell(short(record.folder)), *(_cell(one.get(name)) for name in identity.values())]
         writer.writerows([*run, *(_cell(row.get(name)) for name in metrics)] for row in record.history)
     return made.getvalue()
 
@@ -73,4 +74,4 @@ def _cell(value: Any) -> Any:
     """Empty where there is no number; a list as JSON."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
-    return json.dumps(value) if isinstance(value, list | dict | bool) else value
+    return json.dumps(value) if isinstance(value, list | dict | bool) else csv_cell(value)

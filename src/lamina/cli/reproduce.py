@@ -251,7 +251,8 @@ def show(findings: list[Finding], scale: Scale) -> None:
     """Print the paper's numbers beside ours and, at full scale, a verdict for every claim."""
     for finding in findings:
         claim = finding.claim
-        tell(f"\nclaim: {claim.text}")
+        tell("")
+        tell(f"claim: {claim.text}")
         made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         made.add_column(unit(claim), overflow="fold")
         for heading in ("paper", "here"):
@@ -270,8 +271,9 @@ def show(findings: list[Finding], scale: Scale) -> None:
             ]
             tell(f"verdict: {finding.verdict} ({'; '.join([f'{so} of {len(finding.pairs)} pairs', *told])})")
     if scale == "small":
+        tell("")
         tell(
-            f"\nsmall version: at most {SMALL_TRAIN} training samples and {SMALL_ROUNDS} rounds, one seed, "
+            f"small version: at most {SMALL_TRAIN} training samples and {SMALL_ROUNDS} rounds, one seed, "
             "untuned rates, small_cnn in place of a ResNet; it shows that all runs, and is no verdict about the paper"
         )
 

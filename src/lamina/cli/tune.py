@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from lamina.cli.base import (
@@ -19,12 +20,12 @@ from lamina.cli.base import (
     Set,
     Stop,
     app,
-    err,
     interruptible,
     out,
     progress_bar,
     say,
     tell,
+    tell_progress,
 )
 from lamina.cli.run import TO_GO_ON
 from lamina.experiment import tune as tuning
@@ -90,7 +91,7 @@ class Lines:
             how = f"diverged in round {len(record.history) + 1}"
         elif not record.complete:
             how += f", pruned after round {len(record.history)}"
-        err.print(f"{run}: {how}", markup=False, highlight=False, soft_wrap=True)
+        tell_progress(f"{run}: {how}")
 
 
 def show(made: tuning.Tuning, finished: bool) -> None:
@@ -123,7 +124,7 @@ def table(made: tuning.Tuning) -> Table:
         made_table.add_column(heading, justify="right")
     made_table.add_column("")
     for trial in made.trials:
-        values = [shown(trial.settings[key]) if key in trial.settings else "" for key in made.keys]
+        values = [escape(shown(trial.settings[key])) if key in trial.settings else "" for key in made.keys]
         scores = [_mean(numbers, made.metric) for numbers in (trial.best, trial.last)]
         made_table.add_row(*values, *scores, "best" if trial is made.best else trial.remark)
     return made_table

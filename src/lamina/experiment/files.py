@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import BadInput
+from lamina.text import csv_cell
 
 PARTIAL = ".partial"  # how the name of a file ends that is being written
 
@@ -84,7 +85,7 @@ def cannot_write(folder: Path, error: OSError) -> BadInput:
 def write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
     """Replace a CSV file."""
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns)
-    writer.writeheader()
-    writer.writerows(rows)
+    writer = csv.writer(text)
+    writer.writerow([csv_cell(column) for column in columns])
+    writer.writerows([csv_cell(row.get(column, "")) for column in columns] for row in rows)
     write_file(path, text.getvalue().encode())

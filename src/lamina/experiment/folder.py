@@ -51,6 +51,7 @@ from lamina.experiment.records import (
 from lamina.history import History, Row, score
 from lamina.objective import Buffers, Objective
 from lamina.simulation import Simulation
+from lamina.text import printable
 
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
@@ -140,7 +141,8 @@ class LogLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line; a log that cannot be written is no reason to end a run."""
-        about, line = getattr(record, "about", self.about), self.format(record) + "\n"
+        about = getattr(record, "about", self.about)
+        line = printable(self.format(record), lines=record.exc_info is not None) + "\n"
         self._lines.append((about, line))
         with contextlib.suppress(OSError):
             for folder, file in self._files:

@@ -10,6 +10,7 @@ from typing import Any
 from lamina import algorithms
 from lamina.experiment.records import Record
 from lamina.history import History
+from lamina.text import printable
 
 SEED = "train.seed"
 RATE = "train.lr"
@@ -89,12 +90,12 @@ def text(value: Any) -> str:
         return "none"
     if isinstance(value, float):
         return f"{value:g}"
-    return value if isinstance(value, str) else json.dumps(value)
+    return printable(value) if isinstance(value, str) else json.dumps(value)
 
 
 def folder_name(run: Record) -> str:
     """The last two parts of its path: a comparison calls its folders ``fedavg/seed0``."""
-    return "/".join(run.folder.parts[-2:])
+    return printable("/".join(run.folder.parts[-2:]))
 
 
 def sections(run: Record) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import io
 import re
 
 from lamina.report.tables import NEVER, NONE, SPREAD, Table
+from lamina.text import csv_cell, printable
 
 _NUMBER = re.compile(r"[-+]?[\d.]+%?|\d+/\d+|[∞–]|[-+]?[\d.]+ ± [\d.]+")
 _LATEX = str.maketrans(
@@ -41,7 +42,7 @@ def to_csv(table: Table) -> str:
             for name in ([heading, f"{heading}, std"] if two else [heading])]  # fmt: skip
     made = io.StringIO()
     writer = csv.writer(made, lineterminator="\n")
-    writer.writerow(head)
+    writer.writerow([csv_cell(name) for name in head])
     for row in table.rows:
         cells: list[str] = []
         for cell, two in zip(row, split, strict=True):
@@ -77,8 +78,9 @@ def latex_escape(text: str) -> str:
     >>> print(latex_escape("50% of a_b & {c} ± 1"))
     50\% of a\_b \& \{c\} $\pm$ 1
     """
-    return text.translate(_LATEX)
+    return printable(text, lines=True).translate(_LATEX)
 
 
 def _plain(cell: str) -> str:
-    return {NEVER: "inf", NONE: ""}.get(cell, cell)
+    text: str = csv_cell({NEVER: "inf", NONE: ""}.get(cell, cell))
+    return text
