@@ -140,7 +140,8 @@ def test_a_run_before_its_first_round(capsys):
     assert "no run in 'run'" in capsys.readouterr().err
 
 
-def test_no_folder(capsys):
+def test_no_folder(capsys, monkeypatch):
+    monkeypatch.setattr(watch, "START_TIMEOUT_S", 0.0)
     assert call("watch", "nowhere") == 2
     assert capsys.readouterr().err == "error: no folder 'nowhere'\n"
 

@@ -21,6 +21,7 @@ from lamina import rng
 from lamina.data.partitions import Partition
 from lamina.errors import BadInput, is_number, is_whole, nearest, short_repr, unknown
 from lamina.limits import MOST, MOST_BATCH, MOST_CLIENTS, check_count, check_memory, check_seed
+from lamina.text import plural
 
 Indices = NDArray[np.int64]
 
@@ -65,7 +66,9 @@ class Clients:
         try:
             return partition.split(labels, len(cohort), rng.key(seed, "reallocate", round), samples=samples)
         except BadInput as error:
-            raise BadInput(f"round {round} has {len(cohort)} active clients to share the data: {error}") from error
+            raise BadInput(
+                f"round {round} has {plural(len(cohort), 'active client')} to share the data: {error}"
+            ) from error
 
     def same_as(self, other: Clients) -> bool:
         """Whether all get the same samples in every round."""
@@ -92,7 +95,7 @@ def _as_indices(client: int, part: Any, samples: int) -> Indices:
         )
     bad = array[(array < 0) | (array >= samples)]
     if len(bad):
-        raise BadInput(f"client {client} is given sample {bad[0]}, but there are only {samples} samples")
+        raise BadInput(f"client {client} is given sample {bad[0]}, but the data have {plural(samples, 'sample')}")
     return array.astype(np.int64)
 
 
@@ -307,7 +310,7 @@ class Plan:
             active = rng.uniform(rng.key(self.seed, "cohort", round, attempt), n) < self.participation
             if active.any():
                 return np.flatnonzero(active).astype(np.int64)
-        raise BadInput(f"participation = {self.participation:g} of {n} clients draws nobody: raise it")
+        raise BadInput(f"participation = {self.participation:g} of {plural(n, 'client')} draws nobody: raise it")
 
     def rate(self, number: int) -> float:
         """The learning rate of a round."""
@@ -356,7 +359,8 @@ class Plan:
         passes = int((-(-steps // per_epoch)).max())
         numbers = len(cohort) * (passes * int(sizes.max()) + int(steps.max()) * width)
         check_memory(
-            f"round {number} of {len(cohort)} clients with up to {steps.max()} local steps of {width} samples",
+            f"round {number} of {plural(len(cohort), 'client')}, up to {plural(int(steps.max()), 'local step')} of "
+            f"{plural(width, 'sample')},",
             int(PLAN_COPIES * numbers * np.dtype(np.int64).itemsize),
             "lower local_steps, epochs or participation",
         )

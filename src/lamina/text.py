@@ -12,13 +12,13 @@ _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\
 FORMULA_STARTS = ("=", "+", "-", "@")
 
 
-def plural(count: int, what: str) -> str:
-    """Return a count with its noun: the plural has an s unless there is one thing.
+def plural(count: int, one: str, many: str | None = None) -> str:
+    """Return a count with its noun; the plural is the singular with an s unless given.
 
-    >>> plural(1, "round"), plural(0, "round"), plural(3, "local step")
-    ('1 round', '0 rounds', '3 local steps')
+    >>> plural(1, "round"), plural(0, "round"), plural(2, "class", "classes")
+    ('1 round', '0 rounds', '2 classes')
     """
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+    return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
 
 
 def printable(text: str, *, lines: bool = False) -> str:

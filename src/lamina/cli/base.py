@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
+from rich.table import Table
 
 from lamina.engines.stacked.ranks import Ranks
 from lamina.history import History, Row
@@ -37,6 +38,7 @@ class SafeConsole(Console):
             yield segment if control else Segment(printable(text, lines=True), style)
 
 
+READABLE_TEXT = 20  # characters of a cell in one line; a longer one may be folded
 out = SafeConsole()
 err = SafeConsole(stderr=True)
 
@@ -69,6 +71,25 @@ def best_and_last(history: History) -> str:
         if name in history.columns:
             return f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
     return "not evaluated"
+
+
+def fit_columns(make: Callable[[Sequence[str]], Table], leave_out_first: Sequence[str], console: Console) -> Table:
+    """Return a table with as few columns left out as it takes for the others to stay readable.
+
+    Args:
+        make: makes the table without some columns.
+        leave_out_first: the columns that may be left out, in this order.
+        console: where it is to be printed.
+    """
+    unbounded = console.options.update(max_width=10_000)  # else nothing is wider than the terminal
+    left_out: list[str] = []
+    while True:
+        table, narrow = make(left_out), make(left_out)
+        for column in narrow.columns:
+            column.max_width = None if column.no_wrap else READABLE_TEXT
+        if console.measure(narrow, options=unbounded).maximum <= console.width or len(left_out) == len(leave_out_first):
+            return table
+        left_out.append(leave_out_first[len(left_out)])
 
 
 def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:

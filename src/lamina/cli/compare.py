@@ -8,13 +8,16 @@ import importlib.util
 import io
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
+from lamina import algorithms
 from lamina.cli.base import (
     File,
     Interrupted,
@@ -26,6 +29,7 @@ from lamina.cli.base import (
     TensorBoard,
     app,
     err,
+    fit_columns,
     interruptible,
     out,
     tell,
@@ -37,7 +41,9 @@ from lamina.experiment import compare as comparing
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.files import cannot_write, write_file
 from lamina.experiment.records import Record
+from lamina.experiment.settings import shown_name
 from lamina.history import Row
+from lamina.text import plural
 
 
 @app.command()
@@ -87,14 +93,19 @@ def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
     extra = ", ".join(f"{key}={value}" for key, value in data.partition.options().items())
     dealt = f"{data.partition.name} ({extra})" if extra else data.partition.name
     image = io.BytesIO()
-    report.picture(comparison.entries, image, f"{data.name}, {dealt}, {comparison.clients} clients")
+    report.picture(comparison.entries, image, f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}")
     try:
         write_file(path / "comparison.png", image.getvalue())
     except OSError as error:
         raise cannot_write(path, error) from error
     if not quiet:
         symbols = report.Symbols() if out.encoding.startswith("utf") else report.ASCII
-        out.print(report.table(comparison.entries, comparison.experiment.compare.target, symbols))
+        target = comparison.experiment.compare.target
+        out.print(
+            fit_columns(
+                lambda left_out: report.table(comparison.entries, target, symbols, left_out), report.LEFT_OUT_FIRST, out
+            )
+        )
         for line in comparison.notes():
             tell(f"note: {line}")
     page = write_page(comparison)
@@ -124,7 +135,7 @@ class Lines(comparing.Watcher):
         """Say how a run ended."""
         best = f"best {self._accuracy[job.tuning]} {record.history.best(optional=True):.4f}"
         how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
-        which = f"tuning {job}, {job.rounds} rounds" if job.tuning else str(job)
+        which = f"tuning {job}, {plural(job.rounds, 'round')}" if job.tuning else str(job)
         tell_progress(f"{which}: {how}")
 
 
@@ -134,6 +145,7 @@ class LiveTable(comparing.Watcher):
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._rows = {name: ["waiting", "", "", "", "", "", ""] for name in experiment.compare.algorithms}
+        self._titles = {name: algorithms.find(name).card.title for name in self._rows}
         self._running: dict[comparing.Job, Row] = {}  # the last round of every run of the present group
         self._ended: dict[str, dict[int, Record]] = {name: {} for name in self._rows}  # by seed
         self._began = self._heard = time.perf_counter()  # of the runs that are shown; when there was news before
@@ -182,11 +194,17 @@ class LiveTable(comparing.Watcher):
                 self._rows[job.algorithm] = ["done", f"{job.lr:g}", seeds, str(rounds), f"best {best:.3f}", "", ""]
 
     def _table(self) -> Table:
+        return fit_columns(self._table_without, ("rounds/s", "seed", "lr", "left"), err)
+
+    def _table_without(self, left_out: Sequence[str]) -> Table:
         made = Table(box=None, pad_edge=False)
-        for heading in ("algorithm", "", "lr", "seed", "round", "accuracy", "rounds/s", "left"):
-            made.add_column(heading, justify="left" if heading in ("algorithm", "") else "right")
+        headings = ("algorithm", "", "lr", "seed", "round", "accuracy", "rounds/s", "left")
+        for heading in headings:
+            if heading not in left_out:
+                made.add_column(heading, justify="left" if heading in ("algorithm", "") else "right")
         for name, row in self._rows.items():
-            made.add_row(name, *row)
+            cells = [shown_name(name, self._titles[name]), *row]
+            made.add_row(*(escape(cell) for at, cell in zip(headings, cells, strict=True) if at not in left_out))
         return made
 
 

@@ -21,6 +21,7 @@ from lamina.data.sources import SOURCES
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.errors import BadInput
 from lamina.experiment.folder import processor
+from lamina.text import plural
 
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
 EXTRAS = {  # extra: its package, and what for
@@ -145,7 +146,10 @@ def threads(advice: list[str]) -> dict[str, Any]:
     if count > 1 and (found["OMP_WAIT_POLICY"] or "").upper() != "PASSIVE":
         advice.append("on a machine you share, export OMP_WAIT_POLICY=PASSIVE: OpenMP's waiting threads spin otherwise")
     if count > usable or (os.cpu_count() or 1) > usable:
-        advice.append(f"only {usable} cores are yours: set run.threads and OMP_NUM_THREADS to {usable} at most")
+        advice.append(
+            f"only {plural(usable, 'core')} {'is' if usable == 1 else 'are'} yours: "
+            f"set run.threads and OMP_NUM_THREADS to {usable} at most"
+        )
     return {"torch": count, **found}
 
 

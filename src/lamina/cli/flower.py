@@ -28,6 +28,7 @@ from lamina.experiment.files import cannot_write, check_writable
 from lamina.experiment.folder import FILES, RunFolder, is_ours
 from lamina.experiment.records import read_json, read_metrics
 from lamina.history import History
+from lamina.text import plural
 
 if TYPE_CHECKING:
     from lamina.flower.processes import LocalFederation, RunStatus
@@ -203,7 +204,8 @@ def up(
         job = FileJob(what, overrides, nodes, out_folder, options)
     if job.complete(overwrite=overwrite):
         if not quiet:
-            tell(f"{job.out}/ is complete: {len(job.history())} rounds; more with train.rounds, anew with --overwrite")
+            done = plural(len(job.history()), "round")
+            tell(f"{job.out}/ is complete: {done}; more with train.rounds, anew with --overwrite")
         return
     before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
@@ -229,7 +231,7 @@ def up(
     for name in ("app", "command", "superlink", *(() if keep_logs else ("logs",))):
         shutil.rmtree(place / name, ignore_errors=True)  # keys and the nodes' state stay: more rounds may be wanted
     if not quiet and len(job.history()) == before:
-        tell(f"{job.out}/ is complete: {before} rounds; more with the app's rounds, anew with --overwrite")
+        tell(f"{job.out}/ is complete: {plural(before, 'round')}; more with the app's rounds, anew with --overwrite")
     elif not quiet:
         summary(job, place / "logs" if keep_logs else None)
 
@@ -297,7 +299,7 @@ class FileJob(Job):
         self.config = Federation.from_experiment(experiment, out=self.out.absolute(), **options).config()
         found = int(self.config["data"]["clients"])
         if found != nodes:
-            raise BadInput(f"the experiment has {found} clients: give --nodes {found}")
+            raise BadInput(f"the experiment has {plural(found, 'client')}: give --nodes {found}")
 
     def complete(self, *, overwrite: bool) -> bool:
         """Look into the folder as the server app will."""
@@ -407,7 +409,7 @@ def with_clients(experiment: Experiment, nodes: int) -> Experiment:
         return experiment.model_copy(update={"data": experiment.data.model_copy(update={"clients": nodes})})
     if experiment.data.clients != nodes:
         raise BadInput(
-            f"the experiment has {experiment.data.clients} clients, and every client is a node: give "
+            f"the experiment has {plural(experiment.data.clients, 'client')}, and every client is a node: give "
             f"--nodes {experiment.data.clients}, or --set data.clients={nodes}"
         )
     return experiment
@@ -434,7 +436,8 @@ def fail(job: Job, status: RunStatus, logs: Path) -> NoReturn:
         raise Diverged(how["message"], round=how["round"], client=how["client"], layer=how["layer"])
     said = status.details.removeprefix("ServerApp failed with exception: ").strip()
     rounds = len(job.history())
-    done = f"{rounds} rounds are kept; {TO_GO_ON}; " if rounds else ""
+    kept = f"{plural(rounds, 'round')} {'is' if rounds == 1 else 'are'} kept"
+    done = f"{kept}; {TO_GO_ON}; " if rounds else ""
     ended = status.status.removeprefix("finished:")
     raise FederationFailed(f"the run {ended}{': ' + said if said else ''} ({done}logs: {logs}/)")
 
@@ -443,7 +446,10 @@ def summary(job: Job, logs: Path | None) -> None:
     """Say how a run went and what to do with it."""
     history = job.history()
     sent = history.total("bytes_down") + history.total("bytes_up")
-    tell(f"{len(history)} rounds, {best_and_last(history)}, {sent / 1e6:.1f} MB sent, {history.total('seconds'):.1f} s")
+    tell(
+        f"{plural(len(history), 'round')}, {best_and_last(history)}, {sent / 1e6:.1f} MB sent, "
+        f"{history.total('seconds'):.1f} s"
+    )
     tell(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
     if logs is not None:
         tell(f"logs of all processes in {logs}/")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from lamina import algorithms, models
 from lamina.algorithms.contract import allowed, options
-from lamina.cli.base import app, out, tell
+from lamina.cli.base import app, fit_columns, out, tell
 from lamina.cli.reproduce import list_papers
 from lamina.data import partitions, sources
 from lamina.errors import unknown
@@ -51,15 +53,25 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm")]) -> None:
 
 def list_algorithms() -> None:
     """Name, title, wire cost and paper of every algorithm."""
-    made = Table(box=None, pad_edge=False, caption="down, up, keeps: models (d parameters) per active client and round")
-    for heading in ("name", "title", "down", "up", "keeps", "lr", "reference"):
-        made.add_column(heading, overflow="fold")
+    out.print(fit_columns(algorithms_table, ("reference", "title", "keeps"), out))
+
+
+def algorithms_table(left_out: Sequence[str]) -> Table:
+    """All algorithms, a line each, without some of the columns."""
+    caption = "down, up, keeps: models (d parameters) per active client and round"
+    if left_out:
+        caption += f"; a wider terminal shows {', '.join(reversed(left_out))}"
+    made = Table(box=None, pad_edge=False, caption=caption)
+    headings = ("name", "title", "down", "up", "keeps", "lr", "reference")
+    for heading in headings:
+        if heading not in left_out:
+            made.add_column(heading, overflow="fold", no_wrap=heading == "name")
     for name, cls in sorted(algorithms.registry().items()):
         cost, card = wire_cost(cls()), cls.card
-        made.add_row(
-            name, card.title, f"{cost.down:g}", f"{cost.up:g}", f"{cost.client_state:g}", f"{card.lr:g}", card.reference
-        )
-    out.print(made)
+        numbers = (f"{number:g}" for number in (cost.down, cost.up, cost.client_state, card.lr))
+        cells = (name, card.title, *numbers, card.reference)
+        made.add_row(*(escape(cell) for at, cell in zip(headings, cells, strict=True) if at not in left_out))
+    return made
 
 
 def list_models() -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from lamina.cli.base import Quiet, app, interruptible, tell
+from lamina.text import plural
 
 
 @app.command()
@@ -36,4 +37,4 @@ def report(
             tell(f"note: {line}")
         tell(f"report in {out_file}")
         if figures is not None:
-            tell(f"{len(files)} figures and tables in {figures}/")
+            tell(f"{plural(len(files), 'file')} of figures and tables in {figures}/")

@@ -26,6 +26,7 @@ from lamina.experiment.config import Claim, Experiment, Tried, load
 from lamina.experiment.files import cannot_write, write_json
 from lamina.experiment.run import build_aggregation, build_algorithm, build_partition, build_schedule
 from lamina.experiment.toml import complete_text
+from lamina.text import plural
 
 FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing
 SMALL_TRAIN, SMALL_TEST, SMALL_ROUNDS = 2000, 500, 10
@@ -281,7 +282,7 @@ def show(findings: list[Finding], scale: Scale) -> None:
 def unit(claim: Claim) -> str:
     """What the numbers of a claim are."""
     per_cent = ", %" if in_per_cent(claim, 1) != 1 else ""
-    within = f" of {claim.within} rounds" if claim.within is not None else ""
+    within = f" of {plural(claim.within, 'round')}" if claim.within is not None else ""
     if claim.target is not None:
         return f"rounds to {claim.metric} {claim.target:g}{within and ','}{within}"
     return f"{claim.metric}{per_cent}, " + (f"round {claim.at}" if isinstance(claim.at, int) else claim.at) + within

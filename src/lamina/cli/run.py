@@ -28,6 +28,7 @@ from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
 from lamina.experiment.trackers import Trackers
 from lamina.simulation import Simulation
+from lamina.text import plural
 
 TO_GO_ON = "to go on, start the same command again"
 
@@ -77,7 +78,8 @@ def train(
         raise folder.diverged
     if isinstance(folder, RunFolder) and folder.complete:
         if not quiet:
-            tell(f"{path}/ is complete: {len(folder.history)} rounds; more with train.rounds, anew with --overwrite")
+            finished = plural(len(folder.history), "round")
+            tell(f"{path}/ is complete: {finished}; more with train.rounds, anew with --overwrite")
         return
     done = running.go_on([simulation], [folder])
     if done and not quiet:
@@ -100,7 +102,7 @@ def train(
         history = simulation.history
         sent, seconds = history.total("bytes_down") + history.total("bytes_up"), history.total("seconds")
         tell(
-            f"{simulation.algorithm.card.title}: {len(history)} rounds, {best_and_last(history)}, "
+            f"{simulation.algorithm.card.title}: {plural(len(history), 'round')}, {best_and_last(history)}, "
             f"{sent / 1e6:.1f} MB sent, {seconds:.1f} s"
         )
         tell(f"records and model in {path}/")

@@ -33,6 +33,7 @@ from lamina.experiment.config import load
 from lamina.experiment.files import cannot_write, write_file
 from lamina.experiment.records import Record
 from lamina.experiment.settings import short_names, shown, written
+from lamina.text import plural
 
 RATE = "train.lr"
 
@@ -101,8 +102,10 @@ def show(made: tuning.Tuning, finished: bool) -> None:
     tell(f"chosen on {made.chosen_on()}")
     unfinished = sum(trial.remark == "not finished" for trial in made.trials)
     if finished and unfinished:
-        what = "1 trial is" if unfinished == 1 else f"{unfinished} trials are"
-        tell(f"{what} still run by other workers: the last of them writes the final tables")
+        verb = "is" if unfinished == 1 else "are"
+        tell(
+            f"{plural(unfinished, 'trial')} {verb} still run by other workers: the last of them writes the final tables"
+        )
     if best is None:
         tell("no trial ran to its end: nothing is chosen")
     else:
@@ -151,7 +154,7 @@ def save_picture(made: tuning.Tuning) -> None:
         if RATE in trial.settings:
             same = {key: trial.settings[key] for key in others if key not in ranges}
             tried = rates.Tried(trial.settings[RATE], trial.best or [math.nan], trial.remark)
-            by_others.setdefault(written(same) or made.experiment.algorithm.name, []).append(tried)
+            by_others.setdefault(written(same) or made.title, []).append(tried)
     found = [
         rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr), joined=not ranges)
         for label, tried in by_others.items()

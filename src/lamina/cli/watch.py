@@ -20,17 +20,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lamina.cli.base import app, out
+from lamina.cli.base import app, fit_columns, out
 from lamina.cli.export import short
 from lamina.errors import BadInput
 from lamina.experiment.checkpoint import Checkpoints
 from lamina.experiment.records import Record, find_records
+from lamina.experiment.settings import shown_name
+from lamina.text import plural
 
 EVERY = 1.0  # seconds between two looks
+START_TIMEOUT_S = 20.0  # for a run that was started just before: to import torch and read the data takes a while
 RECENT = 20  # rounds, or looks, that the speed is taken from
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 COLUMNS = ("run", "state", "round", "accuracy", "best", "curve", "rounds/s", "left", "checkpoint")
-LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best")  # where the terminal is too narrow for all
+# where the terminal is too narrow for all
+LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best", "left", "round")
 COLOURS = {"running": "green", "complete": "blue", "stopped": "yellow", "diverged": "red"}
 
 
@@ -40,7 +44,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="print how it stands now, and end")] = False,
 ) -> None:
     """Show runs as they go on: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
-    view = View(folder)
+    view = View(folder, 0.0 if once else START_TIMEOUT_S)
     if once:
         out.print(view.frame())
         return
@@ -53,20 +57,24 @@ def watch(
 class View:
     """What is shown of a folder; every frame reads it again."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, start_timeout: float = 0.0) -> None:
         self.folder = folder
+        self._no_run_until = time.monotonic() + start_timeout  # there need not be any run before
         self.going_on = False  # whether any process writes here, as of the last frame
         self._records: list[Record] = []
         self._looks: dict[Path, deque[tuple[float, int]]] = {}  # when, and how many rounds there were
 
     def frame(self) -> RenderableType:
         """How the runs stand now."""
-        busy = is_locked(self.folder)  # before the records: what ends in between is read as ended
+        # before the records: what ends in between is read as ended
+        busy = any(is_locked(lock.parent) for lock in self.folder.rglob("lock"))
         try:
             self._records = find_records([self.folder])
         except BadInput:
-            if not busy:  # else a run that is about to begin, or to be replaced
+            starting = time.monotonic() < self._no_run_until and not any(self.folder.rglob("metrics.jsonl"))
+            if not busy and not starting:  # else a run that is about to begin, or to be replaced
                 raise
+            busy = True
         states = {record.folder: state(record) for record in self._records}
         self.going_on = busy or "running" in states.values()
         for record in self._records:
@@ -97,8 +105,9 @@ class View:
         if how == "running":
             lines.add_row("time left", time_left(record, speed))
         lines.add_row("checkpoint", f"round {checkpoints[-1]}" if checkpoints else "none")
+        algorithm = shown_name(record.algorithm, record.title)
         heading = Text.assemble(
-            short(record.folder), ": ", record.algorithm, f" lr {record.lr:g} seed {record.seed}, ", (how, COLOURS[how])
+            short(record.folder), ": ", algorithm, f" lr {record.lr:g} seed {record.seed}, ", (how, COLOURS[how])
         )
         stopped = "no process writes here: the same command again goes on" if how == "stopped" else None
         more = record.diverged or stopped
@@ -106,15 +115,8 @@ class View:
 
     def _several(self, records: Sequence[Record], states: dict[Path, str]) -> RenderableType:
         counts = [f"{list(states.values()).count(how)} {how}" for how in COLOURS if how in states.values()]
-        unbounded = out.options.update(max_width=10_000)  # else nothing is wider than the terminal
-        left_out: list[str] = []
-        made = self._table(records, states, left_out)
-        for column in LEFT_OUT_FIRST:
-            if out.measure(made, options=unbounded).maximum <= out.width:
-                break
-            left_out.append(column)
-            made = self._table(records, states, left_out)
-        return Group(made, Text(f"{len(records)} runs: {', '.join(counts)}"))
+        made = fit_columns(lambda left_out: self._table(records, states, left_out), LEFT_OUT_FIRST, out)
+        return Group(made, Text(f"{plural(len(records), 'run')}: {', '.join(counts)}"))
 
     def _table(self, records: Sequence[Record], states: dict[Path, str], left_out: Sequence[str]) -> Table:
         """A line for every run, without some of the columns."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from lamina import rng
 from lamina.data import hub
 from lamina.errors import BadInput
+from lamina.text import plural
 
 ONE_ARRAY = "put the features into one array, for example np.column_stack([table[name] for name in names])"
 NUMBER_CLASSES = "names, y = np.unique(labels, return_inverse=True)"
@@ -66,7 +67,8 @@ class Dataset:
         for column, values in self.columns.items():
             if len(values) != len(self.x):
                 raise BadInput(
-                    f"{self.name}: column '{column}' has {len(values)} values for {len(self.x)} samples; give one each"
+                    f"{self.name}: column '{column}' has {plural(len(values), 'value')} for "
+                    f"{plural(len(self.x), 'sample')}; give one each"
                 )
         self._check_labels()
         self._check_normalisation()
@@ -75,8 +77,8 @@ class Dataset:
         if self.y.is_floating_point():
             if self.classes is not None:
                 raise BadInput(
-                    f"{self.name}: labels of {self.classes} classes must be integers, found {self.y.dtype}; "
-                    "convert them, or leave `classes` out for regression"
+                    f"{self.name}: labels of {plural(self.classes, 'class', 'classes')} must be integers, found "
+                    f"{self.y.dtype}; convert them, or leave `classes` out for regression"
                 )
             return
         if self.y.dim() != 1:
@@ -121,8 +123,9 @@ class Dataset:
         return len(self.x)
 
     def __repr__(self) -> str:
-        target = "regression" if self.classes is None else f"{self.classes} classes"
-        return f"Dataset('{self.name}', {len(self)} samples of {list(self.x.shape[1:])} {self.x.dtype}, {target})"
+        target = "regression" if self.classes is None else plural(self.classes, "class", "classes")
+        samples = f"{plural(len(self), 'sample')} of {list(self.x.shape[1:])} {self.x.dtype}"
+        return f"Dataset('{self.name}', {samples}, {target})"
 
     @property
     def labels(self) -> NDArray[np.int64] | None:
@@ -151,7 +154,7 @@ class Dataset:
         held = round(fraction * len(self)) if 0 < fraction < 1 else 0
         if not 0 < held < len(self):
             raise BadInput(
-                f"{self.name}: a holdout of {fraction} of {len(self)} samples leaves one side empty; "
+                f"{self.name}: a holdout of {fraction} of {plural(len(self), 'sample')} leaves one side empty; "
                 "choose a fraction between 0 and 1 that leaves both at least one sample"
             )
         order = rng.permutation(rng.key(seed, "holdout"), len(self))

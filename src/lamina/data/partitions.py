@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lamina import rng
 from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest, unknown
+from lamina.text import plural
 
 Labels = NDArray[np.int64]
 Parts = list[NDArray[np.int64]]
@@ -180,11 +181,13 @@ class Classes:
         _, clients = _checked_counts("classes", labels, clients, samples)
         values, kinds, pools = np.unique(labels, return_inverse=True, return_counts=True)
         if self.k > len(values):
-            raise BadInput(f"classes: k = {self.k} classes per client, but the data have only {len(values)}")
+            raise BadInput(
+                f"classes: k = {plural(self.k, 'class', 'classes')} per client, but the data have only {len(values)}"
+            )
         if clients * self.k < len(values):
             raise BadInput(
-                f"classes: {clients} clients with {self.k} classes each cannot hold all {len(values)} classes; "
-                f"use at least {-(-len(values) // self.k)} clients or a larger k"
+                f"classes: {plural(clients, 'client')} with {plural(self.k, 'class', 'classes')} each cannot hold all "
+                f"{len(values)} classes; use at least {plural(-(-len(values) // self.k), 'client')} or a larger k"
             )
         holds = self._holders(seed, clients, len(values))
         holders = holds.sum(axis=0)
@@ -192,8 +195,8 @@ class Classes:
         if len(short):
             kind = int(short[0])
             raise BadInput(
-                f"classes: class {values[kind]} has {pools[kind]} samples for {holders[kind]} clients; "
-                "use fewer clients or a smaller k"
+                f"classes: class {values[kind]} has {plural(pools[kind], 'sample')} for "
+                f"{plural(holders[kind], 'client')}; use fewer clients or a smaller k"
             )
         # A holder's turn (0, 1, ...) among those of its class decides who gets the remainder.
         turn = np.cumsum(holds, axis=0) - 1
@@ -242,11 +245,11 @@ class Shards:
         labels = _checked_labels("shards", labels)
         n, clients = _checked_counts("shards", labels, clients, samples)
         if self.shards > n:
-            raise BadInput(f"shards: {n} samples cannot be cut into {self.shards} shards; use at most {n}")
+            raise BadInput(f"shards: {plural(n, 'sample')} cannot be cut into {self.shards} shards; use at most {n}")
         if clients * self.per_client > self.shards:
             raise BadInput(
-                f"shards: {clients} clients with {self.per_client} shards each need {clients * self.per_client}, "
-                f"but there are {self.shards}; use more shards or fewer clients"
+                f"shards: {plural(clients, 'client')} with {self.per_client} shards each need "
+                f"{clients * self.per_client}, but there are {self.shards}; use more shards or fewer clients"
             )
         # What does not divide evenly is dropped before the sort: at the end, it would all be of the last class.
         order = rng.permutation(rng.key(seed, "partition-shards"), n)[: n - n % self.shards]
@@ -288,7 +291,7 @@ class ByColumn:
             raise BadInput(f"by-column: column '{self.column}' misses some values; fill or drop those samples")
         if clients is not None and clients != len(values):
             raise BadInput(
-                f"by-column: column '{self.column}' makes {len(values)} clients, not {clients}; "
+                f"by-column: column '{self.column}' makes {plural(len(values), 'client')}, not {clients}; "
                 "leave the number of clients out"
             )
         return _group(owner, len(values))
@@ -406,7 +409,9 @@ def _checked_counts(name: str, labels: Labels | None, clients: int | None, sampl
     if isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients < 1:
         raise BadInput(f"{name}: the number of clients must be a whole number of at least 1, found {clients!r}")
     if clients > n:
-        raise BadInput(f"{name}: {clients} clients cannot share {n} samples; use at most {n} clients")
+        raise BadInput(
+            f"{name}: {plural(clients, 'client')} cannot share {plural(n, 'sample')}; use at most {plural(n, 'client')}"
+        )
     return n, int(clients)
 
 

@@ -18,6 +18,7 @@ from lamina.errors import BadInput, unknown
 from lamina.experiment.compare import Entry
 from lamina.experiment.config import Claim, Experiment
 from lamina.history import History
+from lamina.text import plural
 
 AS_GIVEN = ""  # the variant that changes nothing
 MINUS = " - "
@@ -98,7 +99,7 @@ def check(experiment: Experiment) -> None:
         if (claim.kind == "rounds_to") != (claim.target is not None):
             raise BadInput(f"{place}: target and kind = 'rounds_to' go together")
         if claim.within is not None and isinstance(claim.at, int) and claim.at > claim.within:
-            raise BadInput(f"{place}: at = {claim.at} is not within = {claim.within} rounds")
+            raise BadInput(f"{place}: at = {claim.at} is not within = {plural(claim.within, 'round')}")
         if (claim.kind == "gap") != (claim.at_least is not None or claim.at_most is not None):
             raise BadInput(f"{place}: at_least or at_most and kind = 'gap' go together")
         for label in [*labels(claim), *claim.paper]:

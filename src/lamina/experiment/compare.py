@@ -27,6 +27,7 @@ from lamina.experiment.settings import Settings, at_ends, bounds_of, folder_name
 from lamina.experiment.side_by_side import Planned, check_folder, run_side_by_side
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row
+from lamina.text import plural
 
 MOST_NAMED = 5  # runs that are left out, in one line
 GOING_ON, FEWEST_GOING_ON = 1 / 3, 3  # of what is tried, from one of several tuning_rounds to the next
@@ -143,6 +144,7 @@ class Comparison:
         self.clients = simulation.plan.clients.count
         self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
         del self._config["algorithm"]  # each method has its own, with its own rate
+        self._config.pop("title", None)  # as it has its own title
         self._config["train"]["lr"] = experiment.train.lr
         self._config["algorithms"] = {}
 
@@ -266,10 +268,8 @@ class Comparison:
             short = f", in the {first}" if rounds < self.experiment.train.rounds else ""
             lines.append(f"{what} were chosen on {on}{short}")
             if stages:
-                after = " and ".join(str(stage) for stage in stages)
-                lines.append(
-                    f"the best third of what was tried went on after {after} rounds (at least {FEWEST_GOING_ON})"
-                )
+                after = " and ".join([*map(str, stages[:-1]), plural(stages[-1], "round")])
+                lines.append(f"the best third of what was tried went on after {after} (at least {FEWEST_GOING_ON})")
         untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")

@@ -51,14 +51,14 @@ from lamina.experiment.records import (
 from lamina.history import History, Row, score
 from lamina.objective import Buffers, Objective
 from lamina.simulation import Simulation
-from lamina.text import printable
+from lamina.text import plural, printable
 
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
     "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
 }  # fmt: skip
 # what does not change the result, and so does not tell one run from another
-NO_PART_OF_IDENTITY = {"lamina", "format", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
+NO_PART_OF_IDENTITY = {"lamina", "format", "title", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
 MOST_NAMED = 5  # keys that differ, in one line
 CHOOSE_ANOTHER = "choose another with --out, or give --overwrite"
 log = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ class RunFolder:
         if damaged is not None:
             self._damage = f"line {damaged} of {metrics} is damaged"
         elif finished > len(history):
-            self._damage = f"{metrics} has {len(history)} of the {finished} rounds that were finished"
+            self._damage = f"{metrics} has {len(history)} of {plural(finished, 'finished round')}"
         if how is not None:
             self.diverged = Diverged(
                 how["message"],
@@ -482,8 +482,9 @@ def summary(config: Mapping[str, Any]) -> str:
     """A run in a line."""
     data, train, run = config["data"], config["train"], config["run"]
     return (
-        f"{config['algorithm']['name']} on {data['name']}, {data['clients']} clients, {config['model']['name']}, "
-        f"lr {train['lr']:g}, seed {train['seed']}, {train['rounds']} rounds, {run['engine']} on {run['device']}"
+        f"{config['algorithm']['name']} on {data['name']}, {plural(data['clients'], 'client')}, "
+        f"{config['model']['name']}, lr {train['lr']:g}, seed {train['seed']}, {plural(train['rounds'], 'round')}, "
+        f"{run['engine']} on {run['device']}"
     )
 
 

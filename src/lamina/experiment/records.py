@@ -1,4 +1,4 @@
-"""Read run folders: what reports, comparisons and tuning are made from. Needs nothing but JSON."""
+"""Read run folders: what reports, comparisons and tuning are made from. They hold nothing but JSON."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lamina import algorithms
 from lamina.errors import BadInput, is_whole
 from lamina.history import History, Row
 
@@ -29,6 +30,15 @@ class Record:
     def algorithm(self) -> str:
         """Its algorithm's name."""
         return str(self.config["algorithm"]["name"])
+
+    @property
+    def title(self) -> str:
+        """Its algorithm as its paper calls it; one of the user's own as its card did when it ran."""
+        known = algorithms.registry()
+        if self.algorithm in known:
+            return known[self.algorithm].card.title
+        stored = self.config.get("title")
+        return stored if isinstance(stored, str) and stored else self.algorithm
 
     @property
     def lr(self) -> float:

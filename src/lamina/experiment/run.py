@@ -214,6 +214,8 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     config["run"]["engine"] = engine.forward.name if isinstance(engine := simulation.engine, Stacked) else "loop"
     config["run"]["threads"] = choose_threads(experiment, simulation.objective.start.numel())
     config["run"]["ranks"] = Ranks.current().world
+    if experiment.algorithm.name not in algorithms.registry():  # a report does not run the user's code to learn it
+        config["title"] = simulation.algorithm.card.title
     return config
 
 

@@ -55,6 +55,15 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
+def shown_name(algorithm: str, title: str) -> str:
+    """An algorithm in a table, for people: by its short name, or by its title if it is of the user's own.
+
+    >>> shown_name("fedlamb", "Fed-LAMB"), shown_name("my_project.methods:Mine", "My-LAMB")
+    ('fedlamb', 'My-LAMB')
+    """
+    return title if ":" in algorithm else algorithm
+
+
 def folder_name(settings: Settings) -> str:
     """A folder's name that tells a grid's points apart.
 

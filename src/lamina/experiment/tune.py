@@ -37,6 +37,7 @@ from lamina.experiment.side_by_side import Planned, check_folder, run_side_by_si
 from lamina.experiment.study import Claimed, Range, Study, find_space
 from lamina.experiment.toml import as_toml, replace_length
 from lamina.history import History, Row
+from lamina.text import plural
 
 MOST_NAMED = 5  # keys that differ, in one line
 NO_MORE_ROUNDS = 1 << 62  # a study compares scores after the same number of rounds: it cannot be trained further
@@ -216,6 +217,7 @@ class Tuning:
         if simulation.test_data is not None:  # where they are needed: every run would copy them
             self._loaded = Splits(simulation.train_data, simulation.test_data)
         self.metric = simulation.metric
+        self.title = simulation.algorithm.card.title
         self._config = self._describe(resolved(experiment, simulation))
 
     def watch(self, on_round: Callable[[str, Row], None], on_end: Callable[[str, Record], None]) -> None:
@@ -436,7 +438,8 @@ class Tuning:
             return
         ended = sum(trial.remark != "not finished" for trial in self.trials)
         head = [
-            f"the best of {ended} trials by {self.score_name}: {best.score:.4f}, mean over {best.seeds} seed(s)",
+            f"the best of {plural(ended, 'trial')} by {self.score_name}: {best.score:.4f}, mean over "
+            f"{plural(best.seeds, 'seed')}",
             f"chosen on {self.chosen_on()}",
         ]
         tree = with_settings(self.experiment, best.settings).model_dump(exclude_unset=True)

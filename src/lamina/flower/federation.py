@@ -230,6 +230,8 @@ class Federation:
         }
         if not isinstance(self.aggregation, Mean):
             own["train"]["aggregation"] = running.aggregation_record(self.aggregation)
+        if not type(self.algorithm).__module__.startswith("lamina."):  # a report may not know the user's code
+            own["title"] = self.algorithm.card.title
         config = own if self._resolved is None else self._resolved()
         config["train"]["rounds"] = self.rounds
         config["run"] |= {"device": str(choose_device(self.device)), "engine": "flower"}

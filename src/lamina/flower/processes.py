@@ -32,6 +32,7 @@ from lamina.experiment.files import cannot_write
 from lamina.experiment.folder import Lock
 from lamina.flower import guard
 from lamina.flower.keys import Authority, make_authority, make_node_key, private_folder, usable
+from lamina.text import plural
 
 LINK = "federation"  # what the flwr command calls our SuperLink
 HOST = "127.0.0.1"
@@ -151,7 +152,7 @@ class LocalFederation:
         warn: Callable[[str], None] | None = None,
     ) -> None:
         if nodes < 1:
-            raise BadInput(f"a federation of {nodes} nodes: give 1 or more")
+            raise BadInput(f"a federation of {plural(nodes, 'node')}: give 1 or more")
         self.folder, self.count, self.secure = folder.absolute(), nodes, secure
         self.port = port or free_port()
         self.node_ids: dict[int, int] = {}  # Flower's number of a node -> number of its client
@@ -192,7 +193,7 @@ class LocalFederation:
         self._start_superlink()
         ids: dict[int, int] = {}
         if self.secure:
-            self._say(f"registering {self.count} nodes")
+            self._say(f"registering {plural(self.count, 'node')}")
             with ThreadPoolExecutor(2) as pool:
                 ids = dict(enumerate(pool.map(self.register, map(self.node_key, range(self.count)))))
         self._say(f"starting {self.count} SuperNodes")

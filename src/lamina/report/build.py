@@ -13,6 +13,7 @@ from lamina.report import export, figures, tables
 from lamina.report.curves import Curve, folder_name, group, without_repeats
 from lamina.report.partition import Dealt, deal_again, describe
 from lamina.report.rates import Response, rates_table, responses
+from lamina.text import plural
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def build(
     final = [run for run in runs if not run.tuning] or runs  # only tuning runs: they are what there is to show
     curves = group(final)
     notes += [
-        f"{folder_name(run)}: {run.diverged or f'{len(run.history)} of {_rounds(run)} rounds, not finished'}"
+        f"{folder_name(run)}: {run.diverged or f'{len(run.history)} of {_in_all(run)}, not finished'}"
         for run in final
         if not run.complete
     ]
@@ -119,6 +120,10 @@ def _check(run: Record) -> None:
 
 def _rounds(run: Record) -> int:
     return int(run.config["train"]["rounds"])
+
+
+def _in_all(run: Record) -> str:
+    return plural(_rounds(run), "round")
 
 
 def _find_baseline(curves: Sequence[Curve], name: str | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -14,11 +15,14 @@ from rich.table import Table
 
 from lamina.errors import BadInput
 from lamina.experiment.compare import Entry
-from lamina.experiment.settings import written
+from lamina.experiment.settings import shown_name, written
 from lamina.report.figures import LEGEND_INSIDE_UP_TO, METRICS, STYLE, draw
 from lamina.report.tables import NEVER, NONE, cost_to_target, fixed, mean_and_spread, sent, values
+from lamina.text import plural
 
 MEGA = 1e6
+COLUMNS = ("lr", "rounds\nto target", "MB to\ntarget", "best\nacc. %", "last\nacc. %", "MB\nin all")
+LEFT_OUT_FIRST = ("MB\nin all", "last\nacc. %", "MB to\ntarget", "lr")  # where the terminal is too narrow for all
 ACCURACY = METRICS[0]
 
 
@@ -33,20 +37,27 @@ class Symbols(NamedTuple):
 ASCII = Symbols("+-", "inf", "-")
 
 
-def table(entries: list[Entry], target: float, symbols: Symbols = Symbols()) -> Table:  # noqa: B008 (immutable)
-    """Rounds and megabytes to the target, best and last accuracy, megabytes in all."""
+def table(
+    entries: list[Entry],
+    target: float,
+    symbols: Symbols = Symbols(),  # noqa: B008 (immutable)
+    left_out: Sequence[str] = (),
+) -> Table:
+    """Rounds and megabytes to the target, best and last accuracy, megabytes in all; without some of the columns."""
     seeds = max(len(entry.histories) for entry in entries)
-    spread = f"mean {symbols.spread} std of {seeds} seeds" if seeds > 1 else "1 seed"
+    spread = f"mean {symbols.spread} std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
     made = Table(
         title=f"{spread}; target: test accuracy {target:.0%}", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     made.add_column("algorithm", overflow="fold")
-    for heading in ("lr", "rounds\nto target", "MB to\ntarget", "best\nacc. %", "last\nacc. %", "MB\nin all"):
-        made.add_column(heading, justify="right", no_wrap=True)
+    for heading in COLUMNS:
+        if heading not in left_out:
+            made.add_column(heading, justify="right", no_wrap=True)
     for entry in entries:
         histories, cost = entry.histories, cost_to_target(entry.histories, target)
         in_all = values(histories, lambda history: sent(history) / MEGA)
         cells = [
+            f"{entry.lr:g}",
             fixed(cost.rounds),
             fixed(cost.bytes / MEGA),
             mean_and_spread(values(histories, lambda history: 100 * history.best(optional=True)), spread="±"),
@@ -55,9 +66,10 @@ def table(entries: list[Entry], target: float, symbols: Symbols = Symbols()) -> 
         ]
         shown = [
             cell.replace("±", symbols.spread).replace(NEVER, symbols.never).replace(NONE, symbols.none)
-            for cell in cells
+            for heading, cell in zip(COLUMNS, cells, strict=True)
+            if heading not in left_out
         ]
-        made.add_row(escape(entry.name), f"{entry.lr:g}", *shown)
+        made.add_row(escape(shown_name(entry.name, entry.title)), *shown)
     return made
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lamina import algorithms
 from lamina.experiment.records import Record
 from lamina.history import History
 from lamina.text import printable
@@ -46,7 +45,8 @@ def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]
     for run in runs:
         members.setdefault(_key(run, ignored(run)), []).append(run)
     ordered = sorted(members.values(), key=lambda same: _place_in_comparison(same[0]))
-    labels = _labels([identity(same[0], ignored(same[0])) for same in ordered])
+    titles = [printable(same[0].title) for same in ordered]
+    labels = _labels(titles, [identity(same[0], ignored(same[0])) for same in ordered])
     return [
         Curve(label, same[0].algorithm, sorted(same, key=lambda run: run.seed))
         for label, same in zip(labels, ordered, strict=True)
@@ -103,12 +103,6 @@ def sections(run: Record) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if isinstance(value, Mapping)}
 
 
-def title(algorithm: str) -> str:
-    """The algorithm as its paper calls it; one of the user's own keeps its name, and its code is not run for that."""
-    known = algorithms.registry()
-    return known[algorithm].card.title if algorithm in known else algorithm
-
-
 def _key(run: Record, ignored: set[str]) -> str:
     return json.dumps([run.tuning, identity(run, ignored)], sort_keys=True)
 
@@ -128,16 +122,16 @@ def _place_in_comparison(run: Record) -> int:
     return order.index(run.algorithm) if run.algorithm in order else len(order)
 
 
-def _labels(identities: list[Flat]) -> list[str]:
+def _labels(titles: list[str], identities: list[Flat]) -> list[str]:
     """The algorithm's title and what differs: its own options are compared with the same algorithm's only."""
     name = "algorithm.name"
     general = [key for key in differing(identities) if not key.startswith("algorithm.")]
     labels: list[str] = []
-    for flat in identities:
+    for title, flat in zip(titles, identities, strict=True):
         siblings = [other for other in identities if other.get(name) == flat.get(name)]
         own = [key for key in differing(siblings) if key.startswith("algorithm.")]
         short = _shortener([*general, *own])
-        parts = [title(str(flat.get(name, "?")))]
+        parts = [title]
         for key in flat:  # an option of another model or partition says nothing here
             if key in general or key in own:
                 parts.append(text(flat[key]) if key.endswith(".name") else f"{short(key)} {text(flat[key])}")

@@ -13,7 +13,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from lamina.data.picture import partition_picture
@@ -30,6 +30,7 @@ DASHES = ("-", "--", ":", "-.")
 # of a rate that did not run to its end: whether it was pruned, then its mark and what a reader is told
 MARKS = {False: ("x", "cross: diverged or not finished"), True: ("v", "triangle: pruned")}
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
+MOST_RATE_LABELS = 7  # beside each other below a figure of this width
 FORMATS = ("pdf", "svg", "png")
 STYLE: Any = {
     "font.size": 10,
@@ -193,11 +194,32 @@ def rates_figure(found: Sequence[Response]) -> Figure:
                         tried.lr, 100 * tried.mean, "o", markersize=10, markerfacecolor="none", color=style["color"]
                     )
         axes.set_xscale("log")
+        rates = rates_to_label([tried.lr for response in found for tried in response.tried])
+        axes.xaxis.set_major_locator(FixedLocator(rates))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         kinds = sorted({tried.failed == "pruned" for response in found for tried in response.tried if tried.failed})
         axes.set_xlabel(f"learning rate ({'; '.join([*(MARKS[kind][1] for kind in kinds), 'ring: best'])})")
         axes.set_ylabel(f"best {' or '.join(dict.fromkeys(response.on for response in found))} accuracy, %")
         _finish(figure, axes)
     return figure
+
+
+def rates_to_label(rates: Sequence[float]) -> list[float]:
+    """Return the rates that have room for a label on a logarithmic axis: both ends, and others that keep apart.
+
+    >>> rates_to_label([0.1, 0.101, 0.001, 0.01, 0.01]), rates_to_label([])
+    ([0.001, 0.01, 0.101], [])
+    """
+    every = sorted(set(rates))
+    if len(every) < 3:
+        return every
+    apart = (math.log(every[-1]) - math.log(every[0])) / MOST_RATE_LABELS
+    kept = every[:1]
+    for rate in every[1:-1]:
+        if min(math.log(rate) - math.log(kept[-1]), math.log(every[-1]) - math.log(rate)) >= apart:
+            kept.append(rate)
+    return [*kept, every[-1]]
 
 
 def save_figures(

@@ -21,6 +21,7 @@ from lamina.report.curves import Curve
 from lamina.report.figures import METRICS, axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.rates import rates_table
 from lamina.report.tables import Table, config_tables, results_table, runs_tables, unit_of_bytes
+from lamina.text import plural
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
 NUMBERS = 100_000  # of all curves together; longer runs are thinned for drawing, so that the page stays small
@@ -35,7 +36,7 @@ def html(report: Report) -> str:
     return Template(_read("page.html")).substitute(
         generator=GENERATOR,
         title=escape(report.title),
-        summary=f"{_plural(len(report.curves), 'curve')} from {_plural(count, 'run')} · lamina {escape(__version__)}",
+        summary=f"{plural(len(report.curves), 'curve')} from {plural(count, 'run')} · lamina {escape(__version__)}",
         notes=_notes(report.notes),
         results=html_table(results_table(report.curves)),
         rates=html_table(rates_table(report.responses)),
@@ -122,7 +123,7 @@ def _curve(curve: Curve, columns: Sequence[str], points: int) -> dict[str, Any]:
     return {
         **made,
         "seeds": [run.seed for run in curve.runs if len(run.history)],
-        "thinned": f"{len(kept)} of {in_all} rounds" if len(kept) < in_all else "",
+        "thinned": f"{len(kept)} of {plural(in_all, 'round')}" if len(kept) < in_all else "",
         "rounds": (kept + 1).tolist(),
         "columns": {column: [_numbers(row) for row in by_round(histories, column)[:, kept]] for column in columns},
         "bytes": [_numbers(row) for row in spent(histories, "bytes")[:, kept]],
@@ -166,10 +167,6 @@ def _numbers(values: Sequence[float] | NDArray[np.float64]) -> list[float | None
 def _notes(lines: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)
     return f'<aside id="notes"><h2>Worth knowing</h2><ul>{items}</ul></aside>' if lines else ""
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
 def _read(name: str) -> str:

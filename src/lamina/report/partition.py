@@ -13,6 +13,7 @@ from lamina.experiment.config import parse
 from lamina.experiment.records import Record
 from lamina.experiment.run import build_partition, count_clients
 from lamina.report.curves import Curve, folder_name, text
+from lamina.text import plural
 
 
 @dataclass(frozen=True)
@@ -66,4 +67,5 @@ def describe(run: Record) -> str:
     partition = data.get("partition", {})
     options = ", ".join(f"{key}={text(value)}" for key, value in partition.items() if key != "name")
     dealt = f"{partition.get('name', 'iid')} ({options})" if options else partition.get("name", "iid")
-    return f"{data.get('name', '?')}, {dealt}, {data.get('clients', '?')} clients"
+    clients = data.get("clients", "?")
+    return f"{text(data.get('name', '?'))}, {dealt}, {plural(clients, 'client')}"

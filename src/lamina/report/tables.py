@@ -12,6 +12,7 @@ from lamina.experiment.records import Record
 from lamina.history import History
 from lamina.report.curves import Curve, differing, flatten, folder_name, sections, text
 
+NO_VERSIONS = {"format", "title"}  # what else stands beside the sections of a run's configuration
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
 
 
@@ -226,7 +227,7 @@ def runs_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
 
 def environment(run: Record) -> dict[str, object]:
     """Versions and machine; of runs without environment.json what config.json says."""
-    versions = {key: value for key, value in run.config.items() if key not in sections(run) and key != "format"}
+    versions = {key: value for key, value in run.config.items() if key not in sections(run) and key not in NO_VERSIONS}
     return {**versions, "device": run.config.get("run", {}).get("device", NONE), **run.environment}
 
 

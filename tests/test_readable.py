@@ -1,0 +1,227 @@
+"""What people read: titles of their own algorithms, plurals, ticks, narrow terminals, and runs that have just begun."""
+
+import itertools
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from helpers import call
+from lamina import History
+from lamina.cli import base, watch
+from lamina.experiment.compare import Entry
+from lamina.experiment.folder import Lock
+from lamina.experiment.records import find_records
+from lamina.report import comparison
+from lamina.report.build import build
+from lamina.report.figures import curve_figure, metrics_of, rates_figure
+from lamina.report.rates import Response, Tried
+from lamina.report.tables import results_table, runs_tables
+
+SMALL = '[data]\nclients = 1\n[model]\nname = "mlp"\nhidden = 4\n[train]\nrounds = 1\n'
+OWN = """
+import lamina
+from lamina.algorithms.fedavg import FedAvg
+
+@lamina.algorithm("mine", title="My-LAMB", reference="mine", lr=0.1)
+class Mine(FedAvg):
+    pass
+"""
+
+
+@pytest.fixture
+def here(empty_folder, monkeypatch):
+    (empty_folder / "small.toml").write_text(SMALL)
+    (empty_folder / "mine_for_titles.py").write_text(OWN)
+    monkeypatch.setattr("lamina.algorithms.contract._REGISTRY", dict(__import__("lamina").algorithms.registry()))
+    return empty_folder
+
+
+# --- titles
+
+
+def test_the_title_of_an_algorithm_of_ones_own_is_kept_in_tables_and_legends(here, capsys, monkeypatch):
+    name = "mine_for_titles:Mine"
+    assert call("run", "small.toml", "--out", "run", "--set", f"algorithm.name={name}") == 0
+    assert call("run", "small.toml", "--out", "other", "--set", "algorithm.name=fedavg") == 0
+    monkeypatch.setattr("lamina.algorithms.contract._REGISTRY", {})  # a report does not import the user's code
+    report = build([here / "run", here / "other"])
+    assert "My-LAMB" in [curve.label for curve in report.curves]
+    assert any(row[0] == "My-LAMB" for row in results_table(report.curves).rows)
+    legend = curve_figure(report.curves, metrics_of(report.curves)[0], "round").axes[0].get_legend()
+    assert "My-LAMB" in [text.get_text() for text in legend.get_texts()]
+    assert all(not heading.startswith("title") for table in runs_tables(report.curves) for heading in table.head)
+    capsys.readouterr()
+    assert call("watch", "run", "--once") == 0
+    assert "run: My-LAMB lr 0.1" in capsys.readouterr().out
+
+
+def test_a_run_with_a_title_is_recognised_when_it_is_started_again(here, capsys):
+    command = ("run", "small.toml", "--out", "run", "--set", "algorithm.name=mine_for_titles:Mine")
+    assert call(*command) == 0
+    config = json.loads((here / "run" / "config.json").read_text())
+    assert config.pop("title") == "My-LAMB"
+    (here / "run" / "config.json").write_text(json.dumps(config))  # as an earlier lamina left it
+    capsys.readouterr()
+    assert call(*command) == 0
+    assert "run/ is complete: 1 round;" in capsys.readouterr().out
+
+
+def test_a_title_that_is_damaged_is_no_reason_to_refuse_a_run(here):
+    assert call("run", "small.toml", "--out", "run", "--quiet") == 0
+    config = json.loads((here / "run" / "config.json").read_text())
+    config["algorithm"]["name"], config["title"] = "mine:Mine", 7
+    (here / "run" / "config.json").write_text(json.dumps(config))
+    assert find_records([here / "run"])[0].title == "mine:Mine"
+
+
+def entries(*names):
+    row = {"bytes_down": 1e6, "bytes_up": 1e6}
+    histories = [History([{"round": 1, "accuracy": value, **row}]) for value in (0.91, 0.93)]
+    return [Entry(name, title, {"lr": 0.003}, [], [0, 1], histories) for name, title in names]
+
+
+def test_the_table_of_a_comparison_has_the_title():
+    made = comparison.table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
+    assert list(made.columns[0].cells) == ["fedlamb", "My-LAMB"]
+
+
+# --- narrow terminals
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_names_of_algorithms_are_whole_on_a_narrow_terminal(width):
+    names = ["fedavg", "fedlada_lamb", "fedadam_star"]
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(
+            base.fit_columns(
+                lambda left_out: comparison.table(entries(*((n, n) for n in names)), 0.9, left_out=left_out),
+                comparison.LEFT_OUT_FIRST,
+                console,
+            )
+        )
+    lines = captured.get().splitlines()
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in names)
+    assert all(len(line) <= width for line in lines)
+    assert "92.0±1.4" in captured.get()  # what was compared is the last to go
+
+
+def test_the_list_of_algorithms_has_whole_names_on_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setattr("lamina.cli.WIDTH_FOR_PROGRAMS", 40)
+    assert call("list", "algorithms") == 0
+    firsts = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert {"fedlada_lamb", "fedadam_star", "mimelamb"} <= set(firsts)
+
+
+def test_watch_shows_whole_names_on_a_narrow_terminal(here, capsys, monkeypatch):
+    monkeypatch.setattr("lamina.cli.WIDTH_FOR_PROGRAMS", 40)
+    for name in ("fedavg", "fedlada_lamb"):
+        assert call("run", "small.toml", "--quiet", "--out", f"{name}/seed0", "--set", f"algorithm.name={name}") == 0
+    assert call("watch", ".", "--once") == 0
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["fedlada_lamb/seed0", "complete"] in [line[:2] for line in words]
+
+
+# --- watch
+
+
+def test_watch_waits_for_a_run_in_a_folder_of_runs_before_its_first_round(here, capsys):
+    lock = Lock(Path("runs/new"))
+    assert call("watch", "runs", "--once") == 0
+    lock.release()
+    assert capsys.readouterr().out == "runs: waiting for the first round\n"
+
+
+def test_watch_goes_on_while_a_second_run_has_not_finished_a_round(here, monkeypatch):
+    assert call("run", "small.toml", "--quiet", "--out", "runs/old") == 0
+    lock = Lock(Path("runs/new"))
+    looks = []
+
+    def look(_):
+        looks.append(1)
+        if len(looks) == 3:
+            lock.release()
+
+    monkeypatch.setattr(time, "sleep", look)
+    assert call("watch", "runs") == 0
+    assert len(looks) == 3
+
+
+def test_watch_waits_for_a_run_that_was_started_just_before(here, monkeypatch, capsys):
+    looks = []
+
+    def look(_):
+        looks.append(1)
+        if len(looks) == 2:
+            assert call("run", "small.toml", "--quiet", "--out", "runs/new") == 0
+
+    monkeypatch.setattr(time, "sleep", look)
+    assert call("watch", "runs/new") == 0
+    assert "1/1" in capsys.readouterr().out
+
+
+def test_watch_does_not_wait_for_ever(here, monkeypatch, capsys):
+    monkeypatch.setattr(watch, "START_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(watch, "EVERY", 0.05)
+    assert call("watch", "nowhere") == 2
+    assert "no folder 'nowhere'" in capsys.readouterr().err
+
+
+def test_watch_shows_a_run_whose_metrics_are_still_empty(here, capsys):
+    assert call("run", "small.toml", "--quiet", "--out", "run") == 0
+    (here / "run" / "metrics.jsonl").write_text("")
+    lock = Lock(Path("run"))
+    assert call("watch", "run", "--once") == 0
+    lock.release()
+    assert "0/1" in capsys.readouterr().out
+
+
+# --- plurals
+
+
+def test_one_is_singular_everywhere(here, capsys):
+    (here / "small.toml").write_text(SMALL + "[compare]\nalgorithms = ['fedavg']\nseeds = 1\n"
+                                     "[compare.grid]\nfedavg = { lr = [0.1, 0.2] }\n"
+                                     "[tune.grid]\n'train.lr' = [0.1]\n")  # fmt: skip
+    for command in (
+        ("run", "small.toml", "--out", "run"),
+        ("run", "small.toml", "--out", "run"),
+        ("compare", "small.toml", "--out", "compared"),
+        ("tune", "small.toml", "--out", "tuned"),
+        ("report", "run", "--out", "page.html", "--figures", "figures"),
+    ):
+        assert call(*command) == 0
+    printed = capsys.readouterr()
+    files = [path for path in here.rglob("*") if path.suffix in (".txt", ".toml", ".csv", ".tex")]
+    page = re.sub(r"<script.*?</script>", "", (here / "page.html").read_text(), flags=re.S)
+    for text in (printed.out, printed.err, page, *(path.read_text() for path in files)):
+        assert not re.search(r"\b1 (rounds|clients|seeds|runs|curves|trials|samples|steps|nodes)\b|\(s\)", text)
+    assert "1 round," in printed.out
+    assert "1 client," in (here / "run" / "log.txt").read_text()
+
+
+# --- figures
+
+
+@pytest.mark.parametrize(
+    "rates",
+    [[0.1, 0.11, 0.12], [0.02, 0.03, 0.05, 0.07], [0.01 * 1.2**i for i in range(14)], [1e-5 * 3**i for i in range(13)],
+     [0.1], [0.001, 0.1, 0.1001, 0.1002, 1]],
+)  # fmt: skip
+def test_the_labels_of_learning_rates_do_not_overlap(rates):
+    figure = rates_figure([Response("FedAvg", "test", [Tried(lr, [0.5 + 0.01 * i], "") for i, lr in enumerate(rates)])])
+    figure.draw_without_rendering()
+    axis = figure.axes[0].xaxis
+    low, high = axis.get_view_interval()
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    boxes = sorted(
+        tick.label1.get_window_extent().extents[[0, 2]].tolist()
+        for tick in ticks
+        if tick.label1.get_text() and low <= tick.get_loc() <= high
+    )
+    assert boxes
+    assert all(right < left for (_, right), (left, _) in itertools.pairwise(boxes))
