@@ -378,7 +378,7 @@ def test_an_app_that_has_nothing_left_to_do_is_complete(tmp_path, monkeypatch, c
     (tmp_path / "runs" / "app" / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5}\n')
     capsys.readouterr()
     assert call("up", "app", "--nodes", "1") == 0
-    assert "runs/app/ is complete: 1 rounds" in capsys.readouterr().out
+    assert "runs/app/ is complete: 1 round" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
