@@ -13,9 +13,8 @@ from typing import Annotated, Any
 import typer
 
 from lamina.cli.base import app
-from lamina.errors import BadInput
-from lamina.experiment.files import write_file
 from lamina.experiment.folder import NO_PART_OF_IDENTITY
+from lamina.experiment.outputs import write_output
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trackers import settings
 from lamina.text import csv_cell
@@ -27,6 +26,7 @@ IDENTITY = {
     "learning_rate": "train.lr",
     "seed": "train.seed",
 }
+FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # every exported table begins with them
 
 
 @app.command()
@@ -39,10 +39,7 @@ def export(
     if out_file is None:
         typer.echo(text, nl=False)
         return
-    try:
-        write_file(out_file, text.encode())
-    except OSError as error:
-        raise BadInput(f"cannot write '{out_file}': {error.strerror or error}") from error
+    write_output(out_file, text.encode(), is_ours=lambda head: head.startswith(FIRST_COLUMNS), kind="exported table")
 
 
 def table(records: Sequence[Record]) -> str:

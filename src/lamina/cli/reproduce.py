@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import math
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +25,7 @@ from lamina.errors import BadInput, unknown
 from lamina.experiment import claims, compare
 from lamina.experiment.claims import AS_GIVEN, Finding
 from lamina.experiment.config import Claim, Experiment, Tried, load
-from lamina.experiment.files import cannot_write, write_json
+from lamina.experiment.files import cannot_write, write_file, write_json
 from lamina.experiment.run import build_aggregation, build_algorithm, build_partition, build_schedule
 from lamina.experiment.toml import complete_text
 from lamina.text import plural
@@ -105,8 +107,9 @@ def write_copy(file: Path, copy: Path) -> None:
     """Write a complete copy of an experiment file, without `extends`, for the user to edit; replace nothing."""
     text = complete_text(file)
     try:
-        with copy.open("x", encoding="utf-8") as target:
-            target.write(text)
+        if os.path.lexists(copy):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        write_file(copy, text.encode())
     except OSError as error:
         raise BadInput(f"cannot write '{copy}': {error.strerror or error}") from error
     tell(f"wrote {copy}; run it with: lamina reproduce {copy}")

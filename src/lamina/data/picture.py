@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
@@ -56,11 +58,26 @@ def partition_picture(
     if title:
         figure.suptitle(title, color=_INK, fontsize=12)
     if path is not None:
-        try:
-            figure.savefig(path, dpi=150)
-        except (OSError, ValueError) as error:
-            raise BadInput(f"cannot save the picture as '{path}': {str(error).splitlines()[0]}") from error
+        save_picture(figure, path)
     return figure
+
+
+def save_picture(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> None:
+    """Save a figure, to a file at once; the ending of its name chooses the format, PNG without one."""
+    from lamina.experiment.files import write_file
+
+    if not isinstance(path, str | os.PathLike):
+        figure.savefig(path, dpi=150)
+        return
+    place, image = Path(path), io.BytesIO()
+    if not place.suffix:
+        place = place.with_name(f"{place.name}.png")
+    try:
+        figure.savefig(image, format=place.suffix.removeprefix("."), dpi=150)
+        write_file(place, image.getvalue())
+    except (OSError, ValueError) as error:
+        reason = str(getattr(error, "strerror", None) or error).splitlines()[0]
+        raise BadInput(f"cannot save the picture as '{path}': {reason}") from error
 
 
 def _draw_sizes(axes: Axes, parts: Parts) -> None:

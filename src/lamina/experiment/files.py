@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import io
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,22 +18,50 @@ from lamina.errors import BadInput
 from lamina.text import csv_cell
 
 PARTIAL = ".partial"  # how the name of a file ends that is being written
+MOST_LINKS = 40  # in a chain, as in the kernel
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Replace a file at once; it is on disk when this returns."""
-    partial = path.with_name(path.name + PARTIAL)
+    """Replace a file at once; it is on disk when this returns.
+
+    A link stays and its target is replaced. A pipe, a device or an open file (``/dev/stdout``) is written into.
+    """
+    target = _replaceable(path)
+    if target is None:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
+            file.write(data)
+        return
+    partial = target.with_name(target.name + PARTIAL)
     try:
-        with partial.open("wb") as file:
+        partial.unlink(missing_ok=True)  # of a killed process
+        with partial.open("xb") as file:
             file.write(data)
             file.flush()
+            if target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             os.fsync(file.fileno())
-        partial.replace(path)
+        partial.replace(target)
     except OSError:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_folder(target.parent)
+
+
+def _replaceable(path: Path) -> Path | None:
+    """Return the file at the end of a chain of links; None if it can only be written into."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            return None
+    target = path
+    for _ in range(MOST_LINKS):
+        if not target.is_symlink():
+            return target
+        if Path(os.path.realpath(target.parent)).is_relative_to("/proc"):  # an open file, whose name others may hold
+            return None
+        target = target.parent / target.readlink()
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
 def sync_folder(folder: Path) -> None:

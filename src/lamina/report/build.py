@@ -8,6 +8,7 @@ from pathlib import Path
 
 from lamina.errors import BadInput, nearest
 from lamina.experiment.files import cannot_write
+from lamina.experiment.outputs import refuse_in_run_folder, write_output
 from lamina.experiment.records import Record, find_records
 from lamina.report import export, figures, tables
 from lamina.report.curves import Curve, folder_name, group, without_repeats
@@ -87,26 +88,36 @@ def save_page(report: Report, path: Path) -> None:
     from lamina.report import page
 
     text = page.html(report)
+    refuse_in_run_folder(path)
     try:
-        if path.exists() and page.GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
-            raise BadInput(f"'{path}' is there and is no report: choose another file with --out")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadInput(f"cannot write '{path}': {error.strerror or error}") from error
+    write_output(path, text.encode(), is_ours=lambda head: page.GENERATOR.encode() in head, kind="report")
 
 
 def save_files(report: Report, folder: Path) -> list[Path]:
-    """Every figure as PDF, SVG and PNG, every table as CSV and LaTeX; returns the files."""
+    """Write every figure as PDF, SVG and PNG, every table as CSV and LaTeX; return the files.
+
+    A file of the same name that is not an earlier figure or table is not replaced.
+    """
+    refuse_in_run_folder(folder / "figure", "--figures")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        files = []
-        for table in report.tables():
-            for ending, write in (("csv", export.to_csv), ("tex", export.to_latex)):
-                files.append(folder / f"{table.name}.{ending}")
-                files[-1].write_text(write(table), encoding="utf-8")
     except OSError as error:
         raise cannot_write(folder, error) from error
+    files = []
+    for table in report.tables():
+        for ending, text in (("csv", export.to_csv(table)), ("tex", export.to_latex(table))):
+            first = text.partition("," if ending == "csv" else "\n")[0].encode()  # the same in every such table
+            files.append(folder / f"{table.name}.{ending}")
+            write_output(
+                files[-1],
+                text.encode(),
+                is_ours=lambda ends, first=first: ends.startswith(first),  # type: ignore[misc]
+                kind="table of a report",
+                option="--figures",
+            )
     return files + figures.save_figures(folder, report.curves, report.responses, report.dealt)
 
 

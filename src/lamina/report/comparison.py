@@ -13,7 +13,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from lamina.errors import BadInput
+from lamina.data.picture import save_picture
 from lamina.experiment.compare import Entry
 from lamina.experiment.settings import shown_name, written
 from lamina.report.figures import LEGEND_INSIDE_UP_TO, METRICS, STYLE, draw
@@ -99,8 +99,5 @@ def picture(entries: list[Entry], path: str | Path | BinaryIO, title: str) -> Fi
             else:
                 against_rounds.legend(handles, labels, loc="lower right", **style)
         figure.suptitle(title, fontsize=11)
-        try:
-            figure.savefig(path, dpi=150)
-        except OSError as error:
-            raise BadInput(f"cannot save the picture as '{path}': {error.strerror or error}") from error
+        save_picture(figure, path)
     return figure

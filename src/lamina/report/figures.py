@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 from numpy.typing import NDArray
 
 from lamina.data.picture import partition_picture
-from lamina.errors import BadInput
+from lamina.experiment.outputs import write_output
 from lamina.history import History
 from lamina.report.curves import Curve
 from lamina.report.partition import Dealt
@@ -32,6 +32,13 @@ MARKS = {False: ("x", "cross: diverged or not finished"), True: ("v", "triangle:
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
 MOST_RATE_LABELS = 7  # beside each other below a figure of this width
 FORMATS = ("pdf", "svg", "png")
+MARK = "lamina report"  # in a figure's metadata: an earlier figure of ours may be replaced
+# without a date the same figure is the same file
+METADATA: dict[str, dict[str, str | None]] = {
+    "pdf": {"Creator": MARK, "CreationDate": None},
+    "svg": {"Creator": MARK, "Date": None},
+    "png": {"Software": MARK},
+}
 STYLE: Any = {
     "font.size": 10,
     "axes.spines.top": False,
@@ -265,16 +272,14 @@ def _file_name(column: str) -> str:
 def _save(figure: Figure, stem: Path) -> Iterator[Path]:
     for ending in FORMATS:
         path = stem.with_name(f"{stem.name}.{ending}")
-        # without a date the same figure is the same file
-        dated = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}.get(ending)
-        with matplotlib.rc_context(STYLE), _writing(path):
-            figure.savefig(path, dpi=300, metadata=dated)
+        image = io.BytesIO()
+        with matplotlib.rc_context(STYLE):
+            figure.savefig(image, format=ending, dpi=300, metadata=METADATA[ending])
+        write_output(
+            path,
+            image.getvalue(),
+            is_ours=lambda ends: MARK.encode() in ends,
+            kind="figure of a report",
+            option="--figures",
+        )
         yield path
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise BadInput(f"cannot save the picture as '{path}': {error.strerror or error}") from error

@@ -1,0 +1,62 @@
+"""Files that a user names with ``--out``: what may be replaced there, and what may not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from lamina.errors import BadInput
+from lamina.experiment.files import write_file
+from lamina.experiment.records import read_json
+
+ENDS_BYTES = 4096  # that are read at either end of a file to recognise it
+
+
+def write_output(
+    path: Path, data: bytes, *, is_ours: Callable[[bytes], bool], kind: str, option: str = "--out"
+) -> None:
+    """Write a file the user named; refuse the files of a run, and files that lamina did not write.
+
+    Args:
+        path: The file; a link is followed, and a pipe or a device is written into.
+        data: Its content.
+        is_ours: Whether a file with these bytes at its beginning and end is an earlier output of the same kind.
+        kind: What lamina writes there, for the error: "report".
+        option: The option that names the file or its folder, for the error.
+    """
+    refuse_in_run_folder(path, option)
+    try:
+        # Never a pipe or a device, since reading one may not end. A file without content may be replaced: it is what
+        # a kill left of an older lamina's output, or was made by mktemp.
+        ends = _read_ends(path) if path.is_file() else b""
+        if ends.strip(b"\0 \t\r\n") and not is_ours(ends):
+            raise BadInput(f"'{path}' is there and is no {kind}: choose another place with {option}")
+        write_file(path, data)
+    except OSError as error:
+        raise BadInput(f"cannot write '{path}': {error.strerror or error}") from error
+
+
+def _read_ends(path: Path) -> bytes:
+    """Return the first and the last bytes of a file, all of a short one."""
+    with path.open("rb") as file:
+        head = file.read(ENDS_BYTES)
+        file.seek(max(file.tell(), os.fstat(file.fileno()).st_size - ENDS_BYTES))
+        return head + file.read(ENDS_BYTES)
+
+
+def refuse_in_run_folder(path: Path, option: str = "--out") -> None:
+    """Refuse a path inside a run's folder, which may hold nothing but the run's own files."""
+    for folder in Path(os.path.realpath(path)).parents:
+        if is_run_folder(folder):
+            raise BadInput(f"'{path}' is inside the run folder '{folder}': choose another place with {option}")
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Whether a folder holds a run; one whose config.json is damaged counts."""
+    if not (folder / "metrics.jsonl").exists() or not (folder / "config.json").exists():
+        return False
+    try:
+        return "lamina" in read_json(folder / "config.json")
+    except BadInput:
+        return True
