@@ -83,6 +83,7 @@ def compare(
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
         raise Interrupted(f"stopped after a round{shown}; {TO_GO_ON}{' without --overwrite' * overwrite}")
+    comparing.refuse_all_diverged(comparison.entries)
 
 
 def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:

@@ -86,6 +86,7 @@ def reproduce(
         show(findings, scale)
         if overrides:
             tell(f"note: not as in the file: {', '.join(overrides)}")
+    compare.refuse_all_diverged(entries.values())
 
 
 def papers() -> dict[str, Path]:

@@ -76,6 +76,7 @@ def tune(
             say("warning", line)
     if not finished:
         raise Interrupted(f"stopped after a round; {TO_GO_ON}{' without --overwrite' * overwrite}")
+    made.refuse_all_diverged()
 
 
 class Lines:

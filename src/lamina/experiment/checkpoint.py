@@ -35,7 +35,8 @@ from lamina.ledger import Ledger
 
 FORMAT = 2
 log = logging.getLogger(__name__)
-OURS = re.compile(r"(round-\d+\.json|(state|clients)-\d+-\w+\.safetensors)(\.partial)?")
+MANIFEST = re.compile(r"round-([0-9]{6,})\.json")
+OURS = re.compile(r"(round-[0-9]{6,}\.json|(state|clients)-[0-9]{6,}-\w+\.safetensors)(\.partial)?")
 # what every version of safetensors knows; anything else is stored as bytes
 PLAIN = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
          torch.uint8, torch.bool}  # fmt: skip
@@ -72,12 +73,15 @@ class Checkpoints:
         """The rounds there are checkpoints of, sound or not."""
         if not self.folder.is_dir():
             return []
-        return sorted(int(path.stem.removeprefix("round-")) for path in self.folder.glob("round-*.json"))
+        names = (MANIFEST.fullmatch(path.name) for path in self.folder.iterdir() if path.is_file())
+        return sorted(int(name[1]) for name in names if name)
 
     def save(self, state: State, history: Iterable[Any] = ()) -> None:
         """Write a checkpoint; until that is done the one before stays the newest."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if not all((self.folder / name).exists() for name in self._newest):
+                self.forget()  # somebody deleted them during the run
             segments = self._save_clients(state)
             file, sha256 = self._write(f"state-{state.round:06}", _state_tensors(state))
             content = {
@@ -97,7 +101,7 @@ class Checkpoints:
             before, self._newest = self._newest, {manifest.name, file, *segments}
             self._segments, self._on_disk = segments, dict(state.clients)
             for path in self.folder.iterdir():
-                if path.name not in self._newest | before and OURS.fullmatch(path.name):
+                if path.name not in self._newest | before and OURS.fullmatch(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(self.folder, error) from error

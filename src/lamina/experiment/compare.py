@@ -9,7 +9,7 @@ only in the final runs, one per seed. (The papers choose on the test data: ``com
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,10 +17,10 @@ from typing import NamedTuple
 import lamina
 from lamina import algorithms
 from lamina.data.dataset import Splits
-from lamina.errors import BadInput
+from lamina.errors import BadInput, Diverged, is_whole
 from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
 from lamina.experiment.files import cannot_write, write_csv, write_json
-from lamina.experiment.folder import Lock, is_ours
+from lamina.experiment.folder import Lock, delete_runs, is_ours, lost
 from lamina.experiment.records import FORMAT, Record, read_json, read_record
 from lamina.experiment.run import build, build_algorithm, build_schedule, load_data, resolved
 from lamina.experiment.settings import Settings, at_ends, bounds_of, folder_name, points, way_beyond, written
@@ -117,6 +117,7 @@ class Comparison:
         self._overwrite, self._watcher, self._stop, self._trackers = overwrite, watcher, stop, trackers
         self.entries: list[Entry] = []
         self._jobs: list[Job] = []  # all that were looked at
+        self._ended: dict[Path, None] = {}  # the folders of those that have ended
         spec = experiment.compare
         if not spec.algorithms:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
@@ -150,13 +151,25 @@ class Comparison:
 
     def run(self) -> bool:
         """Run what is left of it; whether it was finished, not stopped."""
-        lock = Lock(self.folder)
+        self._lock = Lock(self.folder)
         try:
-            if not is_ours(self.folder):  # an earlier comparison's tables stay until its runs are known to be the same
+            if self._overwrite:  # all at first: whatever ends the comparison, no old run is taken for a new one
+                delete_runs([*self.folder.glob("*/seed*"), *self.folder.glob("tuning/*/*")])
+            # an earlier comparison's tables stay until its runs are known to be the same
+            if self._overwrite or not is_ours(self.folder):
                 self._save()
-            return all(self._run_algorithm(name) for name in self._choices)
+            finished = all(self._run_algorithm(name) for name in self._choices)
+            self._refuse_lost()
+            return finished
         finally:
-            lock.release()
+            self._lock.release()
+
+    def _refuse_lost(self) -> None:
+        """Refuse to go on when a run that has ended is gone."""
+        self._lock.refuse_lost()
+        for place in self._ended:
+            if not (place / "metrics.jsonl").exists():
+                raise lost(place)
 
     def _run_algorithm(self, name: str) -> bool:
         """Choose the settings if there is a choice, then run every seed; whether it was finished."""
@@ -168,7 +181,7 @@ class Comparison:
             settings = max(tuning, key=lambda one: _or_worst(one.score)).settings
         seeds = range(first_seed, first_seed + self.experiment.compare.seeds)
         jobs = [Job(name, settings, seed, False, self.experiment.train.rounds) for seed in seeds]
-        finished = self._run_jobs(jobs, overwrite=self._overwrite)
+        finished = self._run_jobs(jobs)
         entry = Entry(name, algorithms.find(name).card.title, settings, tuning)
         for job in jobs:
             place = self.folder / job.folder
@@ -191,7 +204,7 @@ class Comparison:
         for n, rounds in enumerate(stages):
             reached |= dict.fromkeys(going, rounds)
             jobs = [replace(job, rounds=self._rounds_in_folder(job, stages[n:])) for job in going]
-            if not self._run_jobs(jobs, overwrite=self._overwrite and n == 0):
+            if not self._run_jobs(jobs):
                 return None
             scores = {job: _score(read_record(self.folder / job.folder), rounds) for job in going}
             many = max(FEWEST_GOING_ON, math.ceil(GOING_ON * len(going)))
@@ -205,12 +218,19 @@ class Comparison:
     def _rounds_in_folder(self, job: Job, stages: list[int]) -> int:
         """The rounds that a run is to have: those of a later stage if it was on its way there before."""
         place = self.folder / job.folder
-        stored = {} if self._overwrite or not is_ours(place) else read_json(place / "config.json").get("train", {})
-        return int(stored["rounds"]) if stored.get("rounds") in stages else stages[0]
+        stored = read_json(place / "config.json").get("train", {}) if is_ours(place) else {}
+        rounds = stored.get("rounds") if isinstance(stored, Mapping) else None
+        return int(rounds) if is_whole(rounds) and rounds in stages else stages[0]
 
-    def _run_jobs(self, jobs: list[Job], *, overwrite: bool) -> bool:
+    def _run_jobs(self, jobs: list[Job]) -> bool:
         """Run what is left of some runs of one algorithm, side by side where they can be stacked."""
+        self._lock.refuse_lost()
         self._jobs += jobs
+
+        def ended(i: int, record: Record) -> None:
+            self._ended[self.folder / jobs[i].folder] = None
+            self._watcher.run_ended(jobs[i], record)
+
         experiments = [self._experiment(job) for job in jobs]
         splits = self._splits
         if experiments[0].data.validation is not None:  # the same samples for all that is tried
@@ -220,10 +240,9 @@ class Comparison:
                 Planned(experiment, splits, self.folder / job.folder, f"{self.folder.name}/{job.folder.as_posix()}")
                 for job, experiment in zip(jobs, experiments, strict=True)
             ],
-            overwrite=overwrite,
             stop=self._stop,
             on_round=lambda i, row: self._watcher.round_finished(jobs[i], row),
-            on_end=lambda i, record: self._watcher.run_ended(jobs[i], record),
+            on_end=ended,
             trackers=self._trackers,
         )
 
@@ -287,6 +306,7 @@ class Comparison:
 
     def _save(self) -> None:
         """Write the configuration, every finished run's rounds, and what was tried in tuning."""
+        self._lock.refuse_lost()
         histories = [history for entry in self.entries for history in entry.histories]
         columns = dict.fromkeys(column for history in histories for column in history.columns)
         rounds = [
@@ -317,6 +337,14 @@ class Comparison:
             )
         except OSError as error:
             raise cannot_write(self.folder, error) from error
+
+
+def refuse_all_diverged(entries: Iterable[Entry]) -> None:
+    """Raise the error for a comparison without a single run that did not diverge."""
+    lines = [line for entry in entries for line in entry.diverged]
+    rounds = [len(history) for entry in entries for history in entry.histories]
+    if rounds and len(lines) == len(rounds):
+        raise Diverged(f"every run diverged; the first: {lines[0]}", round=rounds[0] + 1, client=None, layer="")
 
 
 def _score(record: Record, rounds: int) -> float:

@@ -95,6 +95,9 @@ def check_writable(folder: Path) -> None:
     try:
         place = folder.absolute()
         while not place.exists():
+            if place.is_symlink():
+                what = f"'{place}' is a link to '{place.readlink()}', which does not exist"
+                raise BadInput(f"{what}: choose another with --out")
             place = place.parent
         if not place.is_dir():
             raise BadInput(f"'{place}' is a file, not a folder: choose another with --out")

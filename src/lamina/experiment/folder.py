@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, TextIO
+from typing import IO, Any, BinaryIO, Protocol, TextIO
 
 import numpy as np
 import torch
@@ -36,12 +36,13 @@ from torch import Tensor
 
 import lamina
 from lamina.engines.state import State
-from lamina.errors import BadInput, Diverged
+from lamina.errors import BadInput, Diverged, is_whole
 from lamina.experiment.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.experiment.files import PARTIAL, as_json, cannot_write, check_writable, sync_folder, write_file, write_json
 from lamina.experiment.records import (
     FORMAT,
     Metrics,
+    check_config,
     read_diverged,
     read_environment,
     read_json,
@@ -94,9 +95,14 @@ class Lock:
         except OSError as error:
             raise cannot_write(folder, error) from error
 
+    def refuse_lost(self) -> None:
+        """Refuse to go on in a folder that was removed, emptied or replaced: its lock is not ours any more."""
+        if not is_at(self._file, self.path):
+            raise lost(self.path.parent)
+
     def release(self, *, delete: bool = False) -> None:
         """Let others write."""
-        if delete:
+        if delete and is_at(self._file, self.path):
             self.path.unlink(missing_ok=True)
         self._file.close()
 
@@ -108,6 +114,22 @@ def turn(folder: Path) -> Iterator[None]:
     with (folder / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # freed when the file is closed, or its process killed
         yield
+
+
+def is_at(file: IO[Any], path: Path) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
+
+
+def lost(folder: Path) -> BadInput:
+    """Return the error for records that are no longer where they were written."""
+    return BadInput(
+        f"the folder '{folder}' was removed, emptied or replaced while this run was writing to it: "
+        "nothing more is written there; run the command again"
+    )
 
 
 class LogLines(logging.Handler):
@@ -237,13 +259,15 @@ class RunFolder:
             return
         stored = read_json(self.path / "config.json")
         refuse_format(self.path, stored, CHOOSE_ANOTHER)
+        check_config(self.path, stored)
         metrics = self.path / "metrics.jsonl"
         history, ends, damaged = read_metrics(metrics) if metrics.exists() else Metrics(History(), [0], None)
         model = self.path / "model.safetensors"
         # metrics may be lost or damaged: what was trained is worth as much without them
         self._model_of, damage = _round_of(model)
         finished = max(len(history), *self.checkpoints.rounds(), self._model_of)
-        how = read_diverged(self.path)
+        # A run that diverged has metrics, too: without them it is what a killed --overwrite has left to delete.
+        how = read_diverged(self.path) if metrics.exists() else None
         differing = differences(stored, self.config, finished)
         if not finished and damaged is None and not model.exists() and (differing or how is None):
             return
@@ -272,6 +296,20 @@ class RunFolder:
                 layer=how.get("layer", ""),
             )
         self.complete = len(history) == self._model_of == self.config["train"]["rounds"]
+        self._refuse_without_checkpoint(stored, finished)
+
+    def _refuse_without_checkpoint(self, stored: Mapping[str, Any], finished: int) -> None:
+        """Refuse to start again at round 1, which would replace the records, because the checkpoints are gone."""
+        if self.complete or self.diverged is not None or self.checkpoints.rounds():
+            return
+        settings = stored.get("run", {})
+        every = settings.get("checkpoint_every", 1) if isinstance(settings, Mapping) else 1
+        # A run that was killed before its first checkpoint has never had one.
+        if self._model_of or not is_whole(every) or finished > every:
+            raise BadInput(
+                f"the folder '{self.path}' has {finished} finished rounds but no checkpoint to resume from: restore "
+                f"'{self.path / 'checkpoints'}', or start again with --overwrite or without the folder"
+            )
 
     def rounds(self) -> list[int]:
         """The rounds after which the run could go on."""
@@ -281,6 +319,8 @@ class RunFolder:
         """Cut the metrics back to a round and return them; the run goes on from there."""
         if self._fresh:
             return History()
+        self.refuse_lost()
+        again = len(self.history) if number == 0 else 0
         self.history = self.history[:number]
         self._best = max((value for value in map(score, self.history) if not math.isnan(value)), default=-math.inf)
         try:
@@ -301,6 +341,9 @@ class RunFolder:
             self._lines.follow(self.path)
         if self._damage:
             self._say(f"{self._damage}: going on after round {number}, what came later is run again", logging.WARNING)
+        elif again:
+            what = "1 finished round is" if again == 1 else f"{again} finished rounds are"
+            self._say(f"{self.path}: there is no checkpoint yet: {what} run again", logging.WARNING)
         self._say(f"{self.path}: going on after round {number} of {self.config['train']['rounds']}")
         if not began:
             self._say(f"{self.path / 'environment.json'} was lost or damaged, and says what is now", logging.WARNING)
@@ -314,11 +357,10 @@ class RunFolder:
         """Make the folder, or empty it of an earlier run, and write what is known before the first round."""
         if self._metrics is not None:
             return
+        self.refuse_lost()
         try:
             self._remove_partial_files()
-            for name in sorted(FILES - {"lock", "config.json"}):  # as long as there is something, it is the old run's
-                old = self.path / name
-                shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+            remove_records(self.path)
             write_json(self.path / "config.json", self.config)
             write_json(self.path / "environment.json", environment(self.config["run"]["device"]))
             self._metrics = (self.path / "metrics.jsonl").open("ab")
@@ -342,9 +384,19 @@ class RunFolder:
         for path in self.path.glob(f"*{PARTIAL}"):
             path.unlink(missing_ok=True)
 
+    def refuse_lost(self) -> None:
+        """Refuse to write where this run's records are no longer."""
+        if self._lock is not None:
+            self._lock.refuse_lost()
+        if self._metrics is not None and not (
+            is_at(self._metrics, self.path / "metrics.jsonl") and (self.path / "config.json").exists()
+        ):
+            raise lost(self.path)
+
     def record(self, row: Row, simulation: Trained) -> None:
         """Append a finished round; the first makes the folder."""
         self.begin()
+        self.refuse_lost()
         assert self._metrics is not None
         # valid JSON has no NaN and no infinity
         numbers = {name: value if math.isfinite(value) else None for name, value in row.items()}
@@ -360,6 +412,7 @@ class RunFolder:
     def checkpoint(self, simulation: Trained, facts: Iterable[Any] = ()) -> None:
         """Save the state after the last recorded round and facts about it, with the best model so far if it is new."""
         assert self._metrics is not None
+        self.refuse_lost()
         try:
             os.fsync(self._metrics.fileno())
             if self._best_model is not None:
@@ -374,6 +427,7 @@ class RunFolder:
     def finish(self, simulation: Trained) -> None:
         """Write the trained model: the run is complete."""
         state = simulation.state
+        self.refuse_lost()
         try:
             self._save_model("model.safetensors", simulation, state.round, state.server.x, state.buffers)
         except OSError as error:
@@ -386,6 +440,7 @@ class RunFolder:
         if self._metrics is None and replaced.exists() and replaced.stat().st_size:
             return  # the earlier run it was to replace is worth more
         self.begin()
+        self.refuse_lost()
         how = {"message": str(error), "round": error.round, "client": error.client, "layer": error.layer}
         try:
             write_json(self.path / "diverged.json", how)
@@ -430,6 +485,8 @@ class RankFolder:
     def __init__(self, path: Path, rank: int, *, found: bool) -> None:
         self.checkpoints = Checkpoints(path / "checkpoints" / f"rank-{rank}")
         self._found = found  # whether the first process goes on with a run
+        self._lock = path / "lock"  # the first process's; on another machine it may not be there
+        self._file = self._lock.open("rb") if self._lock.exists() else None
 
     def rounds(self) -> list[int]:
         """The rounds after which this process could go on."""
@@ -444,6 +501,8 @@ class RankFolder:
 
     def checkpoint(self, simulation: Simulation) -> None:
         """Save the state after this round."""
+        if self._file is not None and not is_at(self._file, self._lock):
+            raise lost(self._lock.parent)
         self.checkpoints.save(simulation.state)
 
     def stopped(self, number: int) -> None:
@@ -456,7 +515,41 @@ class RankFolder:
         """The first process does."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close the first process's lock, which was only looked at."""
+        if self._file is not None:
+            self._file.close()
+
+
+def remove_records(folder: Path) -> None:
+    """Delete the files of a run but for its lock and its config.json, which says until the end whose they are.
+
+    What says that the run has ended goes first: whatever a kill leaves must not look complete.
+    """
+    first = ["metrics.jsonl", "diverged.json", "model.safetensors"]
+    for name in [*first, *sorted(FILES - {"lock", "config.json", *first})]:
+        old = folder / name
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        if name == first[-1]:
+            sync_folder(folder)
+
+
+def delete_runs(folders: Iterable[Path]) -> None:
+    """Delete run folders; refuse, before anything is deleted, one that is in use or holds anything else."""
+    runs = [folder for folder in folders if is_ours(folder)]
+    for run in runs:
+        foreign = [path.name for path in run.iterdir() if path.name not in FILES and path.suffix != PARTIAL]
+        if foreign:
+            raise BadInput(f"the folder '{run}' holds other files ('{foreign[0]}'): choose another with --out")
+        Lock(run).release()
+    for run in runs:
+        lock = Lock(run)
+        try:
+            remove_records(run)
+            shutil.rmtree(run)
+        except OSError as error:
+            raise cannot_write(run, error) from error
+        finally:
+            lock.release()
 
 
 def is_ours(folder: Path) -> bool:

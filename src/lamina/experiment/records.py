@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamina import algorithms
-from lamina.errors import BadInput, is_whole
+from lamina.errors import BadInput, is_number, is_whole
 from lamina.history import History, Row
 
 FORMAT = 1  # of a run's folder; others are refused
+SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def read_record(folder: str | Path) -> Record:
     folder = Path(folder)
     config = read_json(folder / "config.json")
     refuse_format(folder, config, "read it with that one")
+    check_config(folder, config)
     how = read_diverged(folder)
     return Record(
         folder,
@@ -97,6 +99,18 @@ def read_record(folder: str | Path) -> Record:
         read_environment(folder),
         None if how is None else how["message"],
     )
+
+
+def check_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration that lacks what every run's has."""
+    try:
+        for section in SECTIONS:
+            if not isinstance(config.get(section, {}), Mapping):
+                raise TypeError(f"a table [{section}]")
+        record = Record(folder, dict(config), History(), {})
+        _ = record.algorithm, record.lr, record.seed, record.complete, record.tuning
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise BadInput(f"'{folder / 'config.json'}' is not a run's configuration: it lacks {error}") from error
 
 
 def refuse_format(folder: Path, config: Mapping[str, Any], otherwise: str) -> None:
@@ -141,10 +155,10 @@ def read_metrics(path: Path) -> Metrics:
     for line in _read(path).split(b"\n")[:-1]:
         try:
             row = json.loads(line)
-            if row["round"] != len(rows) + 1:
+            if row["round"] != len(rows) + 1 or not all(value is None or _is_finite(value) for value in row.values()):
                 return Metrics(History(rows), ends, len(rows) + 1)
             rows.append({name: math.nan if value is None else value for name, value in row.items()})
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return Metrics(History(rows), ends, len(rows) + 1)
         ends.append(ends[-1] + len(line) + 1)
     return Metrics(History(rows), ends, None)
@@ -154,11 +168,19 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON file that holds a table."""
     try:
         value = json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise BadInput(f"{path}: must hold a table")
     return value
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether a value of a row is a number that a float can hold."""
+    try:
+        return is_number(value) and math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def _read(path: Path) -> bytes:

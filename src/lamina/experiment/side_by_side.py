@@ -48,7 +48,6 @@ class Started:
 def run_side_by_side(
     runs: Sequence[Planned],
     *,
-    overwrite: bool,
     stop: Callable[[], bool],
     on_round: Callable[[int, Row], None],
     on_end: Callable[[int, Record], None],
@@ -65,11 +64,9 @@ def run_side_by_side(
                 lines.about = run.folder  # whatever is said while it is made
                 simulation = build(run.experiment, run.splits, like=_alike(run.experiment, left))
                 config = resolved(run.experiment, simulation)
-                folder = RunFolder(run.folder, config, overwrite=overwrite, lines=lines)
+                folder = RunFolder(run.folder, config, lines=lines)
                 opened.callback(folder.close)
                 tracked = opened.enter_context(Trackers(trackers, run.folder, run.name))
-                if overwrite:
-                    folder.begin()
                 if folder.complete or folder.diverged is not None:
                     if len(folder.history):
                         tracked.write(folder.history)  # asked for only now, or killed before the last round was written

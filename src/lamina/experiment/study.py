@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from lamina import rng
 from lamina.errors import BadInput, is_number, is_whole, missing_extra
-from lamina.experiment.folder import Lock, Locked
+from lamina.experiment.folder import Lock, Locked, delete_runs
 from lamina.experiment.settings import Settings, at_ends
 
 FILE = "study.db"
@@ -141,6 +141,7 @@ class Study:
 
     def remove(self) -> None:
         """Delete the study and its trials' folders."""
+        delete_runs(self._folder.glob("trial[0-9]*/seed*"))
         for path in self._folder.glob(f"{FILE}*"):  # a journal of a killed process would be played back into a new file
             path.unlink()
         for path in self._folder.glob("trial[0-9]*"):

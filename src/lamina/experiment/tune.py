@@ -17,10 +17,10 @@ from typing import Any
 
 import lamina
 from lamina.data.dataset import Splits
-from lamina.errors import BadInput, unknown
+from lamina.errors import BadInput, Diverged, unknown
 from lamina.experiment.config import Experiment, parse, set_key
 from lamina.experiment.files import as_json, cannot_write, write_csv, write_file, write_json
-from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, differences, is_ours, turn
+from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, delete_runs, differences, is_ours, lost, turn
 from lamina.experiment.records import FORMAT, Record, read_json, read_record
 from lamina.experiment.run import (
     build,
@@ -241,6 +241,15 @@ class Tuning:
         sign = 1 if self.metric == "accuracy" else -1
         return max(counting, key=lambda trial: trial.score * sign) if counting else None
 
+    def refuse_all_diverged(self) -> None:
+        """Raise the error for a tuning without a single trial that did not diverge."""
+        diverged = [record for trial in self.trials for record in trial.records if record.diverged]
+        if diverged and all(trial.remark == "diverged" for trial in self.trials):
+            first = diverged[0]
+            raise Diverged(
+                f"every run diverged; the first: {first.diverged}", round=len(first.history) + 1, client=None, layer=""
+            )
+
     def run(self) -> bool:
         """Run what is left of it; whether it was finished, not stopped."""
         try:
@@ -299,6 +308,8 @@ class Tuning:
     def _run_grid(self) -> bool:
         lock = Lock(self.folder)
         try:
+            if self._overwrite:
+                delete_runs(self.folder.glob("*/seed*"))
             if not is_ours(self.folder):  # an earlier tuning's stays until its runs are known to be the same
                 write_json(self.folder / "config.json", self._config)
             names = [folder_name(settings) for settings in self._points]
@@ -307,14 +318,17 @@ class Tuning:
             said = [f"{written(self._points[i])}, seed {seed}" for i, seed in runs]
             finished = run_side_by_side(
                 [self._planned(names[i], self._points[i], seed) for i, seed in runs],
-                overwrite=self._overwrite,
                 stop=self._stop,
                 on_round=lambda i, row: self._on_round(said[i], row),
                 on_end=lambda i, record: self._on_end(said[i], record),
             )
+            lock.refuse_lost()
             write_json(self.folder / "config.json", self._config)
             self.trials = [self._read(name, settings) for name, settings in zip(names, self._points, strict=True)]
             self._save()
+            missing = [trial.name for trial in self.trials if finished and trial.remark == "not finished"]
+            if missing:
+                raise lost(self.folder / missing[0])
             return finished
         finally:
             lock.release()
@@ -372,7 +386,6 @@ class Tuning:
 
         finished = run_side_by_side(
             planned,
-            overwrite=False,
             stop=lambda: pruned or self._stop(),
             on_round=look,
             on_end=lambda i, record: self._on_end(said[i], record),

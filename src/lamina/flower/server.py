@@ -139,6 +139,7 @@ class Server:
     def _record(self, row: Row, record: Attendance) -> None:
         """Keep a finished round."""
         self.history.append(row)
+        self.folder.refuse_lost()
         self.journal.write(record)
         self.folder.record(row, self)
         facts = {
@@ -192,6 +193,7 @@ class Server:
             log.warning(
                 "round %d: %d of %d needed updates, try %d of %d", number, len(updates), needed, attempt, attempts
             )
+            self.folder.refuse_lost()
             self.journal.write(record)
             self._refuse_divergence(number, needed)
         who = "; ".join(record.lines()) or "nobody is connected"

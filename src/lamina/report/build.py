@@ -56,8 +56,6 @@ def build(
         if not 0 < target <= 1:
             raise BadInput(f"--target {target:g}: must be an accuracy above 0 and up to 1, for example 0.9")
     runs = find_records(folders)
-    for run in runs:
-        _check(run)
     runs, notes = without_repeats(runs)
     final = [run for run in runs if not run.tuning] or runs  # only tuning runs: they are what there is to show
     curves = group(final)
@@ -119,14 +117,6 @@ def save_files(report: Report, folder: Path) -> list[Path]:
                 option="--figures",
             )
     return files + figures.save_figures(folder, report.curves, report.responses, report.dealt)
-
-
-def _check(run: Record) -> None:
-    """Refuse a folder whose configuration lacks what every run's has."""
-    try:
-        _ = run.algorithm, run.lr, run.seed, _rounds(run), run.tuning
-    except (KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"'{run.folder / 'config.json'}' is not a run's configuration: it lacks {error}") from error
 
 
 def _rounds(run: Record) -> int:
