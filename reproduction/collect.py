@@ -248,6 +248,8 @@ def defaults_filled(experiment: Experiment) -> dict[str, Any]:
         config["data"]["partition"] |= {"base": "iid", **experiment.data.partition.options()}
     config["model"] = {**models.registry()[experiment.model.name].options, **config["model"]}
     config["train"]["schedule"] |= vars(build_schedule(experiment))
+    if config["train"]["aggregation"]["name"] == "mean":
+        del config["train"]["aggregation"]  # as in a run's folder
     return config
 
 

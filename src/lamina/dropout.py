@@ -41,10 +41,17 @@ class FromStreams:
         self.calls += 1
         elements //= clients
         counters = torch.arange((elements + 1) // 2, device=self.streams.device) + first
-        halves = rng.fork(self.streams.reshape(-1, 1), counters).view(torch.int32)[:, :elements]  # two from one word
+        halves = _halves(rng.fork(self.streams.reshape(-1, 1), counters))[:, :elements]  # two numbers from one word
         limit = min(round(p * 2**32), 2**32 - 1) - 2**31
         kept: Tensor = (halves >= limit).reshape(shape)
         return kept & False if p == 1 else kept
+
+
+def _halves(words: Tensor) -> Tensor:
+    """Return the lower and upper 32 bits of every word in turn, as signed numbers: [n, m] -> [n, 2 m]."""
+    if torch._C._functorch.is_batchedtensor(words):  # vmap cannot view a tensor as another type
+        return torch.stack([words << 32 >> 32, words >> 32], -1).flatten(-2)
+    return words.view(torch.int32)
 
 
 class _Mask(FromStreams):

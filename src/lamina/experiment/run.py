@@ -156,7 +156,7 @@ def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
 
 def aggregation_record(used: aggregation.Aggregation) -> dict[str, Any]:
     """Return the `[train.aggregation]` table of a resolved configuration."""
-    options = _values(used) if dataclasses.is_dataclass(used) else {}
+    options: dict[str, Any] = _values(used) if dataclasses.is_dataclass(used) else {}
     return {"name": aggregation.name_of(used), **options}
 
 
@@ -205,7 +205,7 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     config["algorithm"] |= _values(simulation.algorithm)
     config["train"]["lr"] = simulation.plan.lr
     config["train"]["schedule"] |= _values(simulation.plan.schedule)
-    combination = simulation.engine.aggregation
+    combination = build_aggregation(experiment)
     if isinstance(combination, aggregation.Mean):
         del config["train"]["aggregation"]  # so that run folders from before there were others can be resumed
     else:
