@@ -110,7 +110,7 @@ def test_a_population_ends_as_its_members_do_alone():
     lamina.Population(together).run(3)
     for a, b in zip(together, alone, strict=True):
         assert_close(a, b)
-    with pytest.raises(BadInput, match="'aggregation'"):
+    with pytest.raises(BadInput, match=r"differ in aggregation \(Median\(\) and Mean\(\)\)"):
         lamina.Population([simulation("stacked", "median"), simulation("stacked", "mean")])
 
 

@@ -54,9 +54,9 @@ class Steps:
 
 SETTINGS = {
     "net": model(), "train": (X, Y), "algorithm": lamina.FedLamb(), "clients": 6, "participation": 0.5,
-    "sampling": "exact", "batch_size": 4, "epochs": 1, "local_steps": None, "lr": 0.05, "schedule": "constant",
+    "sampling": "exact", "batch_size": 4, "lr": 0.05, "schedule": "constant",
     "clip": None, "weighting": "clients", "loss": "cross_entropy", "augmentation": None, "seed": 1,
-    "partition": "iid", "device": "cpu", "test": None, "engine": "loop",
+    "device": "cpu", "test": None, "engine": "loop",
 }  # fmt: skip
 
 
@@ -90,6 +90,7 @@ OTHERS = {
     "batch size": ({"batch_size": 8}, "batch_size = 4, this run has batch_size = 8"),
     "epochs": ({"epochs": 2}, "epochs = 1, this run has epochs = 2"),
     "local steps": ({"local_steps": 2}, r"epochs = 1 (here none), local_steps = none (here 2)"),
+    "aggregation": ({"aggregation": "median"}, "aggregation = Mean(), this run has aggregation = Median()"),
     "clip": ({"clip": 1.0}, "clip = none, this run has clip = 1.0"),
     "weighting": ({"weighting": "examples"}, "weighting = clients, this run has weighting = examples"),
     "augmentation": ({"augmentation": Augment(1, True)}, "= none, this run has augmentation = Augment(pad=1"),

@@ -33,7 +33,7 @@ CASES += [("fedlamb", "dropout", 0.6), ("mime", "dropout2d", 1.0)]
 
 def run_case(name, kind, share):
     if kind.startswith("dropout"):
-        run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share)
+        run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share, lr=0.01)
     else:
         aggregation = name if name == "median" else "mean"
         run = simulation(kind, ALGORITHMS[name](), "stacked", participation=share, aggregation=aggregation)

@@ -18,8 +18,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from lamina import rng
 
-# One counter numbers all draws of a step: the layer, then the call of that layer, then the word.
-CALL_BITS, WORD_BITS = 16, 36
+CALL_BITS = 16  # of the counter that numbers all draws of a step: the layer, then the call of that layer
 
 SELU_FLOOR = -1.7580993408473766  # the value that AlphaDropout gives to dropped elements: -scale * alpha of SELU
 
@@ -37,11 +36,11 @@ class FromStreams:
         clients, elements = self.streams.numel(), math.prod(shape)
         if (shape[0] if shape else 1) % clients:
             raise ValueError("the first axis of a dropout layer's input does not hold the samples of the batch")
-        first = ((self.number << CALL_BITS) + self.calls) << WORD_BITS
+        own = rng.fork(self.streams.reshape(-1, 1), (self.number << CALL_BITS) + self.calls)
         self.calls += 1
         elements //= clients
-        counters = torch.arange((elements + 1) // 2, device=self.streams.device) + first
-        halves = _halves(rng.fork(self.streams.reshape(-1, 1), counters))[:, :elements]  # two numbers from one word
+        counters = torch.arange((elements + 1) // 2, device=self.streams.device)
+        halves = _halves(rng.words(own, counters))[:, :elements]  # two numbers from one word
         limit = min(round(p * 2**32), 2**32 - 1) - 2**31
         kept: Tensor = (halves >= limit).reshape(shape)
         return kept & False if p == 1 else kept
@@ -248,7 +247,7 @@ def _draws(layer: nn.Module) -> bool:
     if type(layer) is nn.MultiheadAttention:
         plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
         return plain and 0 < layer.dropout < 1
-    return type(layer) in LAYERS and layer.p > 0  # type: ignore[operator]
+    return type(layer) in LAYERS and float(layer.p) > 0  # type: ignore[arg-type]
 
 
 def stream_layers(module: nn.Module) -> list[FromStreams]:

@@ -66,7 +66,16 @@ def fork(stream: Ints, counter: Ints) -> Ints:
 
     One of the two must be an array or a tensor: only those wrap around at 64 bits as the mixing needs.
     """
-    return _mix((stream ^ (counter * _MIX2)) + _GOLDEN)
+    moved = _signed(counter * _MIX2) if isinstance(counter, int) else counter * _MIX2
+    return _mix((stream ^ moved) + _GOLDEN)
+
+
+def words(stream: Ints, counter: Ints) -> Ints:
+    """One random word for every ``stream`` x ``counter``, faster than `fork` and not to be forked further.
+
+    The counters are not multiplied: torch's compiler would do that with the numbers of an `arange` in exact arithmetic.
+    """
+    return _mix(stream ^ counter)
 
 
 def bits(stream: Ints, counter: Ints) -> Ints:

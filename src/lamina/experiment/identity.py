@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lamina import rng
+from lamina.aggregation import Aggregation
 from lamina.algorithms.contract import Algorithm, options
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
@@ -50,6 +51,7 @@ def of_simulation(simulation: Simulation) -> Identity:
         simulation.plan,
         clip=engine.clip,
         by_examples=engine.by_examples,
+        aggregation=engine.aggregation,
         augmentation=engine.augmentation,
     )
     own = {
@@ -69,6 +71,7 @@ def of_run(
     *,
     clip: float | None,
     by_examples: bool,
+    aggregation: Aggregation,
     augmentation: Augment | None,
 ) -> Identity:
     """Return the part of the identity that needs no training data: all that a federation's server knows."""
@@ -84,10 +87,11 @@ def of_run(
         "participation": plan.participation,
         "sampling": plan.sampling,
         "batch_size": plan.batch_size,
-        "epochs": plan.epochs if plan.local_steps is None else None,
+        "epochs": (plan.epochs or 1) if plan.local_steps is None else None,
         "local_steps": plan.local_steps,
         "clip": clip,
         "weighting": "examples" if by_examples else "clients",
+        "aggregation": _described(aggregation),
         "augmentation": None if augmentation is None else _described(augmentation),
         "seed": plan.seed,
     }

@@ -121,6 +121,7 @@ class Server:
             self.plan,
             clip=self.federation.clip,
             by_examples=self.federation.by_examples,
+            aggregation=self.federation.aggregation,
             augmentation=self.federation.augmentation,
         )
         loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
