@@ -477,7 +477,7 @@ def choose_device(device: str | torch.device) -> torch.device:
 def check_model_fits(model: nn.Module, device: torch.device) -> None:
     """Refuse a model whose training cannot fit the memory: before it is copied, in words that help."""
     tensors = [*model.parameters(), *model.buffers()]
-    if any(isinstance(tensor, nn.parameter.UninitializedTensorMixin) for tensor in tensors):
+    if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
         return  # a lazy layer: its size is not known yet
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     count = sum(tensor.numel() for tensor in model.parameters())

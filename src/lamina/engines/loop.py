@@ -47,7 +47,7 @@ class Loop:
         needs = algorithm.needs(plan.number)
         weights = client_weights(plan, self.by_examples)
 
-        full_gradients: list[Tensor | None] = [None] * len(plan.cohort)
+        full_gradients: list[Any] = [None] * len(plan.cohort)
         if needs.full_gradient or needs.control_variate:  # Mime: grad F_i(x) over all local data
             full_gradients = [self.full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
         mean_gradient = combine_vectors(self.aggregation, full_gradients, weights) if needs.control_variate else None

@@ -208,7 +208,7 @@ class Federation:
         schedule = {"name": type(plan.schedule).__name__.lower()}
         if dataclasses.is_dataclass(plan.schedule):
             schedule |= {f.name: getattr(plan.schedule, f.name) for f in dataclasses.fields(plan.schedule)}
-        own = {
+        own: dict[str, Any] = {
             "data": {"name": "the nodes' own", "clients": plan.clients.count, "partition": {"name": "own"}},
             "model": {"name": getattr(self.make_model, "__qualname__", type(self.make_model).__name__)},
             "algorithm": {"name": self.algorithm.card.name, "preset": None, **named},

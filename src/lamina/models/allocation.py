@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lamina.limits import MODEL_COPIES, check_memory
 
 
-class BoundedMemory(TorchDispatchMode):
+class BoundedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context in which a tensor too large to be trained is refused before it is allocated.
 
     To make the model on torch's meta device first would count its parameters, too, but would run a user's factory
@@ -20,7 +20,7 @@ class BoundedMemory(TorchDispatchMode):
     """
 
     def __init__(self, what: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.what = what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -38,11 +38,11 @@ class BoundedMemory(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class LargestActivation(TorchDispatchMode):
+class LargestActivation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A context that notes the largest tensor with a row per sample, in bytes per sample."""
 
     def __init__(self, samples: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.samples, self.bytes = samples, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -145,8 +145,8 @@ def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
 
 def _steps(history: History) -> list[list[float]]:
     """The rounds at which accuracy was higher than ever before: all that rounds-to-target, for any target, needs."""
-    sent = [history.column(name, optional=True) for name in ("bytes_down", "bytes_up")]
-    bytes_so_far = np.nancumsum(np.add(*sent))
+    down, up = (history.column(name, optional=True) for name in ("bytes_down", "bytes_up"))
+    bytes_so_far = np.nancumsum(np.add(down, up))
     seconds_so_far = np.nancumsum(history.column("seconds", optional=True))
     steps: list[list[float]] = []
     highest = -math.inf
