@@ -3,12 +3,32 @@
 Every message goes through Flower's protobuf form and back on each hop, as it would over a network.
 """
 
+import functools
+import tempfile
 import time
+from pathlib import Path
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+
+from lamina.flower import wire
+from lamina.flower.signing import Signer, make_signing_key
+
+KEYS = tempfile.TemporaryDirectory(prefix="lamina-keys-")  # removed when the process ends
+
+
+@functools.cache
+def signing_keys():
+    """The keys of every federation in this process: the server's private one, the nodes' public one."""
+    return tuple(map(str, make_signing_key(Path(KEYS.name))))
+
+
+def signed(message):
+    """Sign a message anew, as the server signs its own."""
+    Signer(Path(signing_keys()[0])).sign(message)
+    return message
 
 
 def over_the_wire(message):
@@ -35,7 +55,13 @@ class LoopGrid(Grid):
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
         self.apps = apps if isinstance(apps, dict) else dict.fromkeys(node_configs, apps)
         self.contexts = {
-            node: Context(1, node, dict(config), RecordDict(), dict(run_config or {}))
+            node: Context(
+                1,
+                node,
+                {"server-key": signing_keys()[1], **config},
+                RecordDict(),
+                {"signing-key": signing_keys()[0], **(run_config or {})},
+            )
             for node, config in node_configs.items()
         }
         self.offline = set()
@@ -89,6 +115,8 @@ class LoopGrid(Grid):
             replies = reply if self.on_reply is None else self.on_reply(self, node, received, reply)
             for one in replies if isinstance(replies, list) else [replies]:
                 if one is not None:
+                    if one.has_content():  # whoever makes up a reply knows what it is to answer
+                        one.content.setdefault("answer", ConfigRecord({"to": wire.token_of(received.content)}))
                     self.put(one)
         return ids
 

@@ -111,7 +111,9 @@ def test_an_experiment_file_says_full(tmp_path):
     again.write_text(as_toml(experiment.model_dump(exclude_unset=True)))
     assert config.load(again) == experiment
     for wrong in (0, "half", 2.5, True):
-        with pytest.raises(lamina.BadInput, match=r'train.batch_size = .*whole number from 1 to \d+, or "full"') as error:
+        with pytest.raises(
+            lamina.BadInput, match=r'train.batch_size = .*whole number from 1 to \d+, or "full"'
+        ) as error:
             config.parse({"train": {"batch_size": wrong}})
         assert "\n" not in str(error.value)
 

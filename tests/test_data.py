@@ -58,10 +58,10 @@ TWO = torch.tensor([0, 1])
         (lambda: Dataset(torch.zeros(3, 2), TWO), r"\[3, 2\] and \[2\]"),
         (lambda: Dataset(torch.tensor(1.0), torch.tensor(1)), "one row per sample"),
         (lambda: Dataset(torch.zeros(0, 2), torch.zeros(0)), "empty"),
-        (lambda: Dataset(torch.zeros(2, 2), torch.tensor([0, -1])), "label -1 of sample 1"),
+        (lambda: Dataset(torch.zeros(2, 2), torch.tensor([0, -1])), "the label of sample 1"),
         (
             lambda: Dataset(torch.zeros(3, 2), torch.tensor([0, 7, 9]), classes=7),
-            "label 7 of sample 1 is not one of 0..6",
+            "the label of sample 1 is not one of 0..6",
         ),
         (lambda: Dataset(torch.zeros(2, 2), torch.zeros(2, 3, dtype=torch.int64)), r"shape \[n\]"),
         (lambda: Dataset(torch.zeros(2, 2), torch.zeros(2), classes=2), "must be integers"),

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 import lamina
-from flower_grid import Expired, LoopGrid, error_reply, over_the_wire
+from flower_grid import Expired, LoopGrid, error_reply, over_the_wire, signed
 from lamina.algorithms.contract import Displacement
 from lamina.errors import BadInput, Diverged
 from lamina.experiment import run as running
@@ -1512,6 +1512,7 @@ class Forgetful(lamina.FedAvg):
         ({"rounds": 1.5}, "rounds = 1.5 is not a whole number"),
         ({"quorum": 1.5}, "quorum = 1.5 is neither a fraction"),
         ({"quorum": 0}, "quorum = 0 is not a number > 0"),
+        ({"quorum": 3}, "quorum = 3 of 2 clients can never answer: give at most 2"),
         ({"deadline": -1}, "deadline = -1 is not a number > 0"),
         ({"evaluate_on": "node"}, "unknown evaluate_on 'node'; did you mean 'nodes'"),
         ({"weighting": "sample"}, "unknown weighting"),
@@ -1611,11 +1612,15 @@ def test_a_task_that_makes_no_sense_is_not_begun(name, value, tmp_path):
     def on_send(grid, node, message):
         if is_train(message) and client_of(node) == 1:
             message.content["task"] = ConfigRecord({**message.content["task"], name: value})
+            signed(message)
         return message
 
-    setup.run(setup.grid(on_send))
-    (missing,) = setup.journal[0]["missing"]
-    assert missing["client"] == 1
-    assert missing["why"].startswith("the server's message ")
+    def on_reply(grid, node, message, reply):
+        if is_train(message) and client_of(node) == 1:
+            assert reply.content["problem"]["text"].startswith("the server's message ")
+        return reply
+
+    setup.run(setup.grid(on_send, on_reply))
+    assert [one["client"] for one in setup.journal[0]["took_part"]] == [0, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
     assert not list((tmp_path / "here" / "state").glob("*/client-1"))

@@ -67,7 +67,8 @@ class Job:
 
     def __init__(self, federation, spec, folder, *, more="", **options):
         self.federation, self.spec, self.out = federation, spec, folder / "run"
-        write_app(folder / "app", spec, self.out, federation.node_ids, {"poll": 0.2, **options}, more)
+        options = {"poll": 0.2, "signing_key": str(federation.signing_key), **options}
+        write_app(folder / "app", spec, self.out, federation.node_ids, options, more)
         self._app = folder / "app"
         self.submit()
 

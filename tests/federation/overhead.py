@@ -56,7 +56,7 @@ from lamina import algorithms
 
 federation = Federation(
     algorithms.create(algorithm, **extra), make_model, mine, clients={nodes}, rounds=rounds, batch_size=16,
-    local_steps=4, out={out!r}, nodes={ids!r},
+    local_steps=4, out={out!r}, nodes={ids!r}, signing_key={key!r},
 )
 server = federation.server_app()
 client = federation.client_app()
@@ -111,7 +111,9 @@ def measure(federation, folder, case):
     package = folder / "app" / "lamina_up"
     package.mkdir(parents=True)
     (package.parent / "pyproject.toml").write_text(PROJECT)
-    text = APP.format(settings=case, nodes=NODES, out=str(out), ids=federation.node_ids)
+    text = APP.format(
+        settings=case, nodes=NODES, out=str(out), ids=federation.node_ids, key=str(federation.signing_key)
+    )
     (package / "__init__.py").write_text(text)
     before = federation.meter.up, federation.meter.down
     run = federation.submit(package.parent)

@@ -64,13 +64,16 @@ def keys(
     ] = None,
     nodes: Annotated[int, typer.Option("--nodes", min=0, help="also make keys of so many nodes, to try it out")] = 0,
 ) -> None:
-    """Make the server's side of a federation's keys: an authority, and a TLS certificate for the SuperLink."""
+    """Make the server's keys: an authority, a TLS certificate for the SuperLink, a key that signs tasks."""
     need_flower()
-    from lamina.flower.keys import make_authority, make_node_key
+    from lamina.flower.keys import make_authority, make_node_key, refuse_existing
+    from lamina.flower.signing import key_files, make_signing_key
 
+    refuse_existing(*key_files(folder))
     made = make_authority(folder, hosts or [])
-    tell(f"secret, stays here: {made.key}, {made.server_key}")
-    tell(f"for every node:     {made.certificate}")
+    signing, verifying = make_signing_key(folder)
+    tell(f"secret, stays here: {made.key}, {made.server_key}, {signing}")
+    tell(f"for every node:     {made.certificate}, {verifying}")
     tell(f"for the SuperLink:  {made.server_certificate}")
     for number in range(nodes):
         private, public = make_node_key(folder / f"node-{number}")
@@ -190,7 +193,7 @@ def up(
     runs the experiment, and ends them all.
     """
     need_flower()
-    from lamina.flower.processes import LocalFederation
+    from lamina.flower.processes import LocalFederation, private_files
 
     options: dict[str, float] = {} if deadline is None else {"deadline": deadline}
     if quorum is not None:
@@ -210,7 +213,7 @@ def up(
     before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
-    with terminate_as_interrupt(), Display(job, quiet, anew=overwrite) as display:
+    with terminate_as_interrupt(), private_files(), Display(job, quiet, anew=overwrite) as display:
         federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=display.line)
         with federation:
             if overwrite:
@@ -311,7 +314,8 @@ class FileJob(Job):
     def submission(self, federation: LocalFederation) -> tuple[Path, dict[str, str | int | float | bool]]:
         """Write the app."""
         folder = federation.folder / "app"
-        write_app(folder, self.experiment, self.out, federation.node_ids, self.options)
+        options = {**self.options, "signing_key": str(federation.signing_key)}
+        write_app(folder, self.experiment, self.out, federation.node_ids, options)
         return folder, {}
 
 
@@ -382,7 +386,7 @@ class AppJob(Job):
                 f"'{folder}' is not the folder of a Flower app (pyproject.toml with [tool.flwr.app.config]): "
                 "give an experiment file, or make an app with `lamina flower new`"
             ) from error
-        missing = [key for key in ("out", "nodes") if key not in config]
+        missing = [key for key in ("out", "nodes", "signing-key") if key not in config]
         if missing:
             keys = ", ".join(f'{key} = ""' for key in missing)
             raise BadInput(f"{folder / 'pyproject.toml'}: [tool.flwr.app.config] lacks {keys}")
@@ -395,10 +399,11 @@ class AppJob(Job):
         return False
 
     def submission(self, federation: LocalFederation) -> tuple[Path, dict[str, str | int | float | bool]]:
-        """Tell the app where its records go, and which node is which client."""
+        """Tell the app where its records go, which node is which client, and what it signs tasks with."""
         nodes = federation.folder / "nodes.json"
         nodes.write_text(json.dumps({str(node): client for node, client in federation.node_ids.items()}))
-        return self.folder, {"out": str(self.out.absolute()), "nodes": str(nodes)}
+        signing_key = str(federation.signing_key)
+        return self.folder, {"out": str(self.out.absolute()), "nodes": str(nodes), "signing-key": signing_key}
 
 
 def with_clients(experiment: Experiment, nodes: int) -> Experiment:

@@ -89,7 +89,7 @@ class Dataset:
         if len(bad):
             first = int(bad[0])
             known = f"0..{classes - 1}" if self.classes is not None else "0, 1, 2, ..."
-            raise BadInput(f"{self.name}: label {int(labels[first])} of sample {first} is not one of {known}")
+            raise BadInput(f"{self.name}: the label of sample {first} is not one of {known}")
         object.__setattr__(self, "y", labels)
         object.__setattr__(self, "classes", classes)
 

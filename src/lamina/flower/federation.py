@@ -24,13 +24,14 @@ from lamina.algorithms.rehearsal import rehearse
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.partitions import Partition
-from lamina.errors import BadInput, is_number, is_whole, unknown
+from lamina.errors import BadInput, LaminaError, is_number, is_whole, unknown
 from lamina.experiment import run as running
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import LogLines, RunFolder
 from lamina.flower.checks import Limits
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
+from lamina.flower.signing import SERVER_OPTION, read_signer
 from lamina.objective import LOSSES, Loss
 from lamina.plan import Clients, Plan, Schedule, make_schedule
 from lamina.simulation import choose_device, deal
@@ -68,6 +69,9 @@ class Federation:
         attempts: how often a round that misses the quorum is tried before the run stops.
         poll: seconds between two looks for replies.
         limits: what an update may be.
+        signing_key: the file with the server's private key, which signs every message to a node; else
+            ``signing-key`` in Flower's run configuration. Nodes verify messages with ``server-key`` in their node
+            configuration, the file with the public key. Only Flower's simulation does without.
         state_dir: where a node keeps its clients' state; ``state-dir`` in its node configuration goes first; else
             ``lamina`` in the user's state folder.
     """
@@ -106,6 +110,7 @@ class Federation:
         poll: float = 0.2,
         limits: Limits | None = None,
         state_dir: str | Path | None = None,
+        signing_key: str | Path | None = None,
     ) -> None:
         for name, made in (("model", model), ("data", data), ("test", test), ("node_test", node_test)):
             if isinstance(made, nn.Module) or (made is not None and not callable(made)):
@@ -128,6 +133,7 @@ class Federation:
         rehearse(self.algorithm)
         self.make_model, self.data, self.test, self.node_test = model, data, test, node_test
         self.rounds, self.out, self.nodes, self.state_dir = rounds, out, nodes, state_dir
+        self.signing_key = signing_key
         self.clip, self.loss, self.augmentation, self.device = clip, loss, augmentation, device
         self.by_examples = weighting == "examples"
         self.aggregation = as_aggregation(aggregation)
@@ -145,6 +151,8 @@ class Federation:
             local_steps=local_steps,
             seed=seed,
         )
+        if is_whole(quorum) and quorum > clients:
+            raise BadInput(f"quorum = {quorum} of {clients} clients can never answer: give at most {clients}")
         self._resolved: Callable[[], dict[str, Any]] | None = None  # of an experiment file
 
     @classmethod
@@ -246,6 +254,7 @@ class Federation:
         def main(grid: Grid, context: Context) -> None:
             out = Path(str(self.out or context.run_config.get("out") or "runs/flower"))
             nodes = read_nodes(self.nodes or context.run_config.get("nodes") or None, self.plan.clients.count)
+            signer = read_signer(self.signing_key or context.run_config.get(SERVER_OPTION), grid)
             with LogLines() as lines, RunFolder(out, self.config(), lines=lines) as folder:
                 if folder.diverged is not None:
                     raise folder.diverged
@@ -255,7 +264,12 @@ class Federation:
                 log.info(
                     "quorum %s, deadline %g s, %d attempts, %s", self.quorum, self.deadline, self.attempts, self.limits
                 )
-                Server(self, grid, folder, nodes).run()
+                try:
+                    Server(self, grid, folder, nodes, signer).run()
+                except Exception as error:  # Flower's log may be gone when somebody asks why
+                    why = str(error) if isinstance(error, LaminaError) else f"{type(error).__name__}: {error}"
+                    log.error("the run stopped: %s", why)
+                    raise
 
         return app
 

@@ -1,7 +1,8 @@
 """Keys of a federation: an authority, the server's certificate, a key pair for every node.
 
 Who keeps what: the authority's key and the server's key stay with whoever runs the SuperLink; a node's private key
-never leaves the node. Everybody gets ``ca.crt``; the server gets every node's ``.pub``.
+never leaves the node. Everybody gets ``ca.crt``; the server gets every node's ``.pub``. The key pair that signs the
+server's tasks is in `lamina.flower.signing`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS)
     Refuses to replace keys: whoever trusts the old ones would trust nobody afterwards.
     """
     made = Authority(folder)
-    _refuse_existing(*made.files)
+    refuse_existing(*made.files)
     names = list(dict.fromkeys((*LOOPBACK, *hosts)))
     alternatives = [_general_name(host) for host in names]
     ca_key, server_key = ec.generate_private_key(CURVE), ec.generate_private_key(CURVE)
@@ -89,25 +90,25 @@ def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS)
         .sign(ca_key, hashes.SHA384())
     )
     private_folder(folder)
-    _write(made.key, _pem(ca_key), secret=True)
-    _write(made.certificate, authority.public_bytes(serialization.Encoding.PEM))
-    _write(made.server_key, _pem(server_key), secret=True)
-    _write(made.server_certificate, server.public_bytes(serialization.Encoding.PEM))
+    write_key(made.key, _pem(ca_key), secret=True)
+    write_key(made.certificate, authority.public_bytes(serialization.Encoding.PEM))
+    write_key(made.server_key, _pem(server_key), secret=True)
+    write_key(made.server_certificate, server.public_bytes(serialization.Encoding.PEM))
     return made
 
 
 def make_node_key(path: Path) -> tuple[Path, Path]:
     """Make a node's key pair: the private key at this path, in OpenSSH's format, the public one at ``<path>.pub``."""
     public = path.with_name(path.name + ".pub")
-    _refuse_existing(path, public)
+    refuse_existing(path, public)
     key = ec.generate_private_key(CURVE)
     openssh = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )
     line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     private_folder(path.parent)
-    _write(path, openssh, secret=True)
-    _write(public, line + b" " + path.name.encode() + b"\n")
+    write_key(path, openssh, secret=True)
+    write_key(public, line + b" " + path.name.encode() + b"\n")
     return path, public
 
 
@@ -139,7 +140,7 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
+def write_key(path: Path, data: bytes, *, secret: bool = False) -> None:
     """Write a new file; a secret one is never, not even for a moment, readable by others."""
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
@@ -148,7 +149,8 @@ def _write(path: Path, data: bytes, *, secret: bool = False) -> None:
         raise cannot_write(path.parent, error) from error
 
 
-def _refuse_existing(*paths: Path) -> None:
+def refuse_existing(*paths: Path) -> None:
+    """Refuse to replace a key."""
     for path in paths:
         if path.exists() or path.is_symlink():
             raise BadInput(f"'{path}' exists: a key is never replaced; choose another folder, or delete it yourself")

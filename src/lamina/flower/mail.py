@@ -8,6 +8,7 @@ content that always holds a random token.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +18,9 @@ from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from lamina.flower import wire
+from lamina.flower.pull import Puller
 from lamina.flower.records import Attendance
+from lamina.flower.signing import Signer
 
 ERRORS = {  # Flower's error codes, in words
     0: "an unknown error",
@@ -30,6 +33,8 @@ ERRORS = {  # Flower's error codes, in words
     7: "it refused the app",
     8: "its app crashed",
 }
+RAISED = (0, 2, 6)  # their reasons are texts of exceptions, which may quote a node's data: only the type is shown
+EXCEPTION = re.compile(r"(?:<class ')?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning))\b")
 EXPIRED = (3, 4)  # what Flower says of a message whose time is over, too
 MOST_REMEMBERED = 10_000  # answers
 LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
@@ -66,18 +71,25 @@ class Mail:
     grid: Grid
     poll: float  # seconds between two looks for replies
     name: Callable[[int], str]  # a node, in words
+    signer: Signer | None = None  # None: in a simulation, where nodes verify nothing
     traffic: Traffic = field(default_factory=Traffic)
     _sent: dict[str, Sent] = field(default_factory=dict)  # unanswered
     _late: set[str] = field(default_factory=set)  # of those, the ones nobody waits for any more
     _answered: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._puller = Puller(self.grid)
 
     def send(self, node: int, content: RecordDict, kind: str, group: str, ttl: float) -> tuple[str | None, str]:
         """Send one message; its id, or None and why it could not be sent. Never raises: only this node is concerned."""
         if ttl <= 0:
             return None, "no time was left to send it a message"
         began = time.monotonic()  # its time runs while it is handed over, too
+        message = Message(content, node, kind, ttl=ttl, group_id=group)
+        if self.signer is not None:
+            self.signer.sign(message)
         try:
-            ids = list(self.grid.push_messages([Message(content, node, kind, ttl=ttl, group_id=group)]))
+            ids = list(self.grid.push_messages([message]))
         except Exception as error:  # the SuperLink refuses it: expired on its way, too large, an unknown node
             return None, f"the message could not be sent ({wire.shorten(f'{type(error).__name__}: {error}')})"
         if len(ids) != 1 or not ids[0]:
@@ -96,17 +108,15 @@ class Mail:
         found: dict[str, Message | str] = {}
         self._drop_expired()
         # one at a time: a reply that cannot be read must not take others with it
-        for wanted in [*waiting, *self._late]:
-            try:
-                replies = list(self.grid.pull_messages([wanted]))
-            except Exception as error:
+        for wanted, pull in self._puller.look([*waiting, *self._late]).items():
+            if pull.error is not None:
+                error = pull.error
                 if type(error).__module__.partition(".")[0] in ("httpx", "httpcore"):
-                    raise  # the connection, not the reply
+                    raise error  # the connection, not the reply
                 self._late.discard(wanted)
                 if self._sent.pop(wanted, None) and wanted in waiting:
                     found[wanted] = f"its reply cannot be read ({wire.shorten(f'{type(error).__name__}: {error}')})"
-                continue
-            for reply in replies:
+            for reply in pull.replies:
                 self._sort(reply, waiting, found, record)
         return found
 
@@ -137,6 +147,9 @@ class Mail:
             elif reply.has_error():
                 words = ERRORS.get(reply.error.code, f"error {reply.error.code}")
                 reason = wire.shorten((reply.error.reason or "").strip().rpartition("\n")[2])
+                if reply.error.code in RAISED:
+                    raised = EXCEPTION.match(reason)
+                    reason = raised[1] if raised else ""
                 found[about] = f"{words}: {reason}" if reason else words
             else:
                 found[about] = reply
@@ -205,7 +218,9 @@ class Mail:
             waits(waiting.values())
             time.sleep(min(self.poll, max(0.0, until - time.monotonic())))
         self.give_up(waiting)
-        failed |= dict.fromkeys(waiting.values(), late(seconds))
+        for message, node in waiting.items():
+            stalled = self._puller.is_uploading(message)
+            failed[node] = late(seconds) + " (it began to send one, and did not complete it)" * stalled
         return failed
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -21,7 +22,8 @@ from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.run import THREADED_FROM
-from lamina.flower import wire
+from lamina.flower import signing, wire
+from lamina.flower.bounds import refuse_work
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
 from lamina.objective import Buffers, Objective
@@ -30,6 +32,10 @@ from lamina.simulation import choose_device, evaluate
 
 if TYPE_CHECKING:
     from lamina.flower.federation import Federation
+
+
+log = logging.getLogger(__name__)
+OTHER = "install the same version of lamina on both sides"
 
 
 class Missing(Exception):
@@ -57,17 +63,30 @@ class Node:
         return app
 
     def _answering(self, do: Callable[[RecordDict, Context], RecordDict]) -> Callable[[Message, Context], Message]:
-        """A handler of messages: what this node cannot do is said in one line, not as a traceback."""
+        """A handler of messages: what this node cannot do is said in one line, not as a traceback.
+
+        An exception's own text stays on the node: it may quote the node's data.
+        """
 
         def handle(message: Message, context: Context) -> Message:
+            token = ""
             try:
+                token = wire.token_of(message.content)
+                signing.authenticate(message, context)
                 content = do(message.content, context)
             except Missing as error:
                 content = wire.content_of({"problem": {"text": str(error), "missing": error.names}})
             except Diverged as error:
                 content = wire.content_of({"problem": {"text": str(error), "diverged": error.layer}})
             except LaminaError as error:
-                content = wire.content_of({"problem": {"text": wire.shorten(str(error), 1000)}})
+                text = own_words(error)
+                log.warning("round %s: %s", message.metadata.group_id or "-", text)
+                content = wire.content_of({"problem": {"text": wire.shorten(text, 1000)}})
+            except Exception as error:
+                log.exception("this node cannot answer a message of the server")
+                text = f"its app raised {type(error).__name__}; the node's own log says more"
+                content = wire.content_of({"problem": {"text": text}})
+            content[wire.ANSWER] = ConfigRecord({"to": token})
             return Message(content, reply_to=message)
 
         return handle
@@ -114,7 +133,7 @@ class Node:
 
     def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
         """The loss and accuracy of the server's model on this node's data."""
-        self._check_app(Task.read(content))
+        self._accept(content, context)
         data = self._data(self.federation.node_test or self.federation.data, context)
         figures = evaluate(self.objective, self._tensor(content, "x"), self._buffers(content), data)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
@@ -131,12 +150,19 @@ class Node:
         return objective
 
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
+        task, store = self._accept(content, context)
+        return task, store, self._data(self.federation.data, context)
+
+    def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:
+        """The task in a message, if it is for this node and no replay, and where the client's files are."""
         task = Task.read(content)
         self._check_app(task)
         self._check_number(task, context)
         root = context.node_config.get("state-dir") or self.federation.state_dir or default_folder()
         store = Store(Path(str(root)).expanduser(), task.run, task.client)
-        return task, store, self._data(self.federation.data, context)
+        if not signing.is_simulated():
+            store.refuse_replay(task.issued)
+        return task, store
 
     def _check_app(self, task: Task) -> None:
         if task.app != wire.fingerprint(self.algorithm, self.objective):
@@ -160,6 +186,13 @@ class Node:
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
         """The round's Down, from the message and from disk; the buffers; and the client's state at its base."""
         start, algorithm = self.objective.start, self.algorithm
+        mean_gradient = start if algorithm.needs(task.round).control_variate else None
+        like_down = algorithm.broadcast(algorithm.init(start), Info(task.round, task.lr, full_gradient=mean_gradient))
+        wanted = {name for name, value in zip(like_down._fields, like_down, strict=True) if value is not None}
+        names = {*wire.arrays_of(content, "down"), *task.held}
+        if names != wanted:
+            odd = wire.shorten(", ".join(sorted(names ^ wanted)), 80)
+            raise BadInput(f"the server's message lacks, or has beside those it needs, the fields {odd}: {OTHER}")
         sent = {name: self._tensor(content, name) for name in wire.arrays_of(content, "down")}
         held = {
             name: store.load_held(name, tag)
@@ -177,23 +210,23 @@ class Node:
         for name in algorithm.down_versions(task.round):  # kept from now on, and not sent again
             if name in sent:
                 store.save_held(name, wire.digest(sent[name]), sent[name])
-        kind = type(algorithm.broadcast(algorithm.init(start), Info(task.round, task.lr, full_gradient=start)))
-        down = kind(*(_on({**held, **sent}.get(name), start) for name in kind._fields))
+        down = type(like_down)(*(_on({**held, **sent}.get(name), start) for name in like_down._fields))
         if client is None:
             client = algorithm.client_init(down.x)
         return down, self._buffers(content), type(client)(*(_on(value, start) for value in client))
 
     def _tensor(self, content: RecordDict, name: str) -> Tensor:
-        """A Down field: by the contract one number per parameter, or one alone."""
-        array = wire.arrays_of(content, "down")[name]
+        """A Down field: by the contract one number per parameter, or, but for x, one alone."""
         start = self.objective.start
-        return wire.decode(array, start[:1] if tuple(array.shape) == (1,) else start)
+        array = wire.arrays_of(content, "down").get(name)
+        single = name != "x" and array is not None and tuple(array.shape) == (1,)
+        return _decode(name, array, start[:1] if single else start)
 
     def _buffers(self, content: RecordDict) -> Buffers:
         """Buffers of our own to train with: the server's floating ones, and the others as they always are."""
         own = {name: value.clone() for name, value in self.objective.buffers.items()}
         arrays = wire.arrays_of(content, "buffers")
-        return own | {name: wire.decode(arrays[name], value) for name, value in wire.floating(own).items()}
+        return own | {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(own).items()}
 
     def _loop(self, task: Task, data: Dataset) -> Loop:
         augmentation = Augment(task.augment_pad, task.augment_flip) if task.augment_pad >= 0 else None
@@ -209,8 +242,40 @@ class Node:
             local_steps=task.local_steps or None,
             seed=int(task.seed),
         )
+        refuse_work(len(data), int(plan.steps(np.array([len(data)]))[0]), plan.batch_size)
         own = plan.round_of(task.round, np.array([task.client]), [np.arange(len(data))])
         return dataclasses.replace(own, participation=task.participation)
+
+
+def _decode(name: str, array: Array | None, like: Tensor) -> Tensor:
+    """The tensor in a message of the server's, which must have this dtype and shape."""
+    if array is None:
+        raise BadInput(f"the server's message lacks '{name}': {OTHER}")
+    try:
+        return wire.decode(array, like)
+    except wire.Unreadable as error:
+        raise BadInput(f"the server's message: '{name}' {error}: {OTHER}") from None
+
+
+def own_words(error: LaminaError) -> str:
+    """An error's text without the words of the exceptions behind it, which may quote data: their types remain.
+
+    >>> try:
+    ...     try:
+    ...         float("J. Smith")
+    ...     except ValueError as cause:
+    ...         raise BadInput(f"x is no array ({cause})") from cause
+    ... except BadInput as error:
+    ...     print(own_words(error))
+    x is no array (ValueError)
+    """
+    text, cause, depth = str(error), error.__cause__ or error.__context__, 0
+    while cause is not None and depth < 10:
+        if type(cause).__module__.partition(".")[0] != "lamina":
+            for words in sorted({str(cause), *str(cause).splitlines()}, key=len, reverse=True):
+                text = text.replace(words, type(cause).__name__) if len(words) > 2 else text
+        cause, depth = cause.__cause__ or cause.__context__, depth + 1
+    return text
 
 
 def client_number(context: Context) -> int:

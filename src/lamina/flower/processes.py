@@ -20,7 +20,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +32,7 @@ from lamina.experiment.files import cannot_write
 from lamina.experiment.folder import Lock
 from lamina.flower import guard
 from lamina.flower.keys import Authority, make_authority, make_node_key, private_folder, usable
+from lamina.flower.signing import NODE_OPTION, is_pair, key_files, make_signing_key
 from lamina.text import plural
 
 LINK = "federation"  # what the flwr command calls our SuperLink
@@ -40,6 +41,7 @@ START, COMMAND, GRACE = 90.0, 120.0, 8.0  # seconds: to come up, for a flwr comm
 RETRY = 5.0  # seconds between two tries to start a SuperNode again
 REFUSED = 75.0  # seconds that a SuperLink may refuse the key of a SuperNode that died: seen for 55
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+PRIVATE = 0o077  # the umask of all processes: databases, logs and records are their owner's alone
 NODE_ID = re.compile(r"SuperNode ID: (\d+)")
 
 
@@ -53,7 +55,7 @@ class Process:
     def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.name, self.log = name, log
         self._from = log.stat().st_size if log.exists() else 0  # a log goes on when its process is started again
-        with log.open("ab") as file:
+        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             self._child = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -61,6 +63,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
+                umask=PRIVATE,
             )
         self.pid = self._child.pid  # also its group's number
         self._over = False  # it and its group have been ended: the number may be somebody else's by now
@@ -111,6 +114,16 @@ def telling_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     marks = ("Error", "ERROR", "error", "Failed", "failed", "exception", "Exit code")
     return next((line for line in reversed(lines) if any(mark in line for mark in marks)), lines[-1] if lines else "")
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Make all files that this process writes meanwhile readable by their owner alone."""
+    before = os.umask(PRIVATE)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @dataclass(frozen=True)
@@ -179,13 +192,19 @@ class LocalFederation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.close()
 
+    @private_files()
     def start(self) -> None:
         """Make the keys that are missing; start the SuperLink and the nodes; wait until all have joined."""
         if not is_free(self.port):
             raise BadInput(f"port {self.port} is in use: choose another with --port, or none for a free one")
         self._lock = Lock(private_folder(self.folder))
+        self.folder.chmod(0o700)  # also one from before
         for name in ("keys", "superlink", "command", "logs", "app", *map(node_name, range(self.count))):
-            private_folder(self.folder / name)
+            private_folder(self.folder / name).chmod(0o700)
+        if not is_pair(*key_files(self.folder / "keys")):
+            for file in key_files(self.folder / "keys"):
+                file.unlink(missing_ok=True)
+            make_signing_key(self.folder / "keys")
         if self.secure:
             self._make_keys()
         self._start_guard()
@@ -295,6 +314,11 @@ class LocalFederation:
         """The private key of a client's node."""
         return self.folder / "keys" / node_name(client)
 
+    @property
+    def signing_key(self) -> Path:
+        """The server's private key that signs tasks."""
+        return key_files(self.folder / "keys")[0]
+
     def _make_keys(self) -> None:
         """Make the keys that are not there; an authority that cannot be used any more is made anew."""
         if not usable(self.authority):
@@ -365,6 +389,7 @@ class LocalFederation:
             "partition-id": client,
             "num-partitions": self.count,
             "state-dir": str(self.folder / node_name(client) / "state"),
+            NODE_OPTION: str(key_files(self.folder / "keys")[1]),
             **self._node_config,
         }
         self.nodes[client] = self._start_supernode(node_name(client), settings)
@@ -456,6 +481,7 @@ class LocalFederation:
                 stdin=subprocess.DEVNULL,
                 timeout=COMMAND,
                 start_new_session=True,
+                umask=PRIVATE,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:

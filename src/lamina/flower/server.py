@@ -27,10 +27,12 @@ from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.identity import of_run
 from lamina.flower import checks, wire
+from lamina.flower.bounds import absurd_losses
 from lamina.flower.checks import REMEMBERED, Expected, Gradient, Measured, Refused, Update
 from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal
 from lamina.flower.roster import Roster
+from lamina.flower.signing import Signer
 from lamina.flower.wire import Task
 from lamina.history import History, Row
 from lamina.objective import Objective
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from lamina.flower.federation import Federation
 
 log = logging.getLogger(__name__)
+SHORT, MOST_DIGESTS = 16, 100  # characters of an update's digest, and how many of them are remembered per client
 PATIENCE, AGAIN = 10.0, 60.0  # seconds until a line says who is waited for, and until it is said again
 
 
@@ -52,7 +55,12 @@ class Server:
     """One run of a federation."""
 
     def __init__(
-        self, federation: Federation, grid: Grid, folder: RunFolder, nodes: Mapping[int, int] | None = None
+        self,
+        federation: Federation,
+        grid: Grid,
+        folder: RunFolder,
+        nodes: Mapping[int, int] | None = None,
+        signer: Signer | None = None,
     ) -> None:
         self.federation, self.folder = federation, folder
         self.algorithm, self.plan, self.limits = federation.algorithm, federation.plan, federation.limits
@@ -63,7 +71,7 @@ class Server:
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.app = wire.fingerprint(self.algorithm, self.objective)
-        self.mail = Mail(grid, federation.poll, lambda node: self.roster.name(node))
+        self.mail = Mail(grid, federation.poll, lambda node: self.roster.name(node), signer)
         self.roster = Roster(self.mail, self.plan.clients.count, nodes)
         self.journal = Journal(folder.path)
         # what must survive a restart together with the state: all in one checkpoint, so rounds are never mixed
@@ -72,6 +80,8 @@ class Server:
         self._older_base: dict[int, tuple[int, str]] = {}  # as of the checkpoint before the last
         self.examples: dict[int, int] = {}  # by client: how many it had when it last took part
         self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
+        self.accepted: dict[int, list[str]] = {}  # by client: digests of its last updates
+        self.issued = 0  # of the last task
         # of this attempt
         self._tokens: dict[int, str] = {}  # by client: the exchange
         self._measured: dict[str, Measured] = {}
@@ -132,6 +142,8 @@ class Server:
             self._older_base = _bases(facts.get("older", {}))
             self.examples = {int(client): int(count) for client, count in facts.get("examples", {}).items()}
             self.recent = {str(name): [float(v) for v in values] for name, values in facts.get("recent", {}).items()}
+            self.accepted = {int(client): list(map(str, d)) for client, d in facts.get("accepted", {}).items()}
+            self.issued = int(facts.get("issued", 0))
             if self.roster.fixed is None:
                 self.roster.bound = {int(client): int(node) for client, node in facts["nodes"].items()}
         self.history = self.folder.go_on_after(self.state.round)
@@ -149,6 +161,8 @@ class Server:
             "older": {str(client): list(base) for client, base in self._older_base.items()},
             "examples": {str(client): count for client, count in self.examples.items()},
             "recent": self.recent,
+            "accepted": {str(client): digests for client, digests in self.accepted.items()},
+            "issued": self.issued,
             "nodes": {str(client): str(node) for client, node in self.roster.bound.items()},
         }
         self.folder.checkpoint(self, [facts])
@@ -284,7 +298,20 @@ class Server:
     ) -> None:
         """Messages to nodes and their replies, with a deadline of their own; who does not reply is in the record."""
         seconds = self.federation.deadline
-        failed = self.mail.exchange(contents, kind, str(number), seconds, record, take, self._waits_for_nodes)
+        tokens = {node: wire.token_of(content) for node, content in contents.items()}
+
+        def answer(node: int, content: RecordDict) -> RecordDict | None:
+            if wire.take_answer(content) != tokens[node]:
+                record.refuse(
+                    self._client(node), node, "its reply does not name the task it was sent: an old one again?"
+                )
+                return None
+            again = take(node, content)
+            if again is not None:
+                tokens[node] = wire.token_of(again)
+            return again
+
+        failed = self.mail.exchange(contents, kind, str(number), seconds, record, answer, self._waits_for_nodes)
         for node, why in failed.items():
             record.miss(self._client(node), node, why)
 
@@ -385,9 +412,30 @@ class Server:
             for client, node in there.items()
         }
         self._exchange(contents, MessageType.TRAIN, number, record, take)
+        self._refuse_repeated(updates, there, record)
         self._refuse_odd(updates, checks.measure(updates, self.limits), there, record)
+        self._bound_losses(updates, record)
         self._tokens = tokens
         return dict(sorted(updates.items()))
+
+    def _refuse_repeated(self, updates: dict[int, Update], there: Mapping[int, int], record: Attendance) -> None:
+        """Take out updates that were in the mean of an earlier round; that nothing moves is no sign of a replay."""
+        for client, update in list(updates.items()):
+            if bool(update.up.delta.any()) and wire.digest(update.up.delta)[:SHORT] in self.accepted.get(client, []):
+                record.refuse(client, there[client], "its update is one it has sent before")
+                del updates[client]
+
+    def _bound_losses(self, updates: dict[int, Update], record: Attendance) -> None:
+        """Replace training losses that are out of all proportion by the round's typical one: they are only claims."""
+        reference, absurd = absurd_losses({client: update.loss for client, update in updates.items()}, self._last_loss)
+        for client in absurd:
+            name = self.roster.name(self.roster.bound[client])
+            record.note(f"{name}: its training loss {updates[client].loss:.3g} is out of all proportion: not recorded")
+            updates[client] = updates[client]._replace(loss=reference)
+
+    @property
+    def _last_loss(self) -> float | None:
+        return float(self.history[-1]["train_loss"]) if len(self.history) else None
 
     def _close(
         self, number: int, down: Any, updates: dict[int, Update], record: Attendance
@@ -412,6 +460,8 @@ class Server:
             self.base[client] = (number, self._tokens[client])
             record.accept(client, self.roster.bound[client])
             self.examples[client] = updates[client].examples
+            digests = [*self.accepted.get(client, []), wire.digest(updates[client].up.delta)[:SHORT]]
+            self.accepted[client] = digests[-MOST_DIGESTS:]
         for name, median in checks.medians(self._measured, updates).items():
             self.recent[name] = [*self.recent.get(name, []), median][-REMEMBERED:]
         record.complete = True
@@ -456,6 +506,11 @@ class Server:
         for client, why in checks.outliers(checks.measure_counts(counts, self.limits)).items():
             said.refuse(client, clients[client], why)
             del results[client]
+        for client in absurd_losses({client: loss for client, (loss, _, _) in results.items()}, None)[1]:
+            said.refuse(
+                client, clients[client], f"its evaluation loss {results[client][0]:.3g} is out of all proportion"
+            )
+            del results[client]
         for line in said.lines():
             record.note(f"evaluation: {line}")
         metrics: dict[str, float | int] = {"evaluating_nodes": len(results)}
@@ -481,12 +536,14 @@ class Server:
         return client
 
     def _task(self, number: int, client: int, token: str) -> Task:
+        self.issued = max(self.issued + 1, time.time_ns() // 1000)
         plan, federation = self.plan, self.federation
         augment = federation.augmentation
         return Task(
             run=self.run_name,
             token=token,
             app=self.app,
+            issued=self.issued,
             round=number,
             client=client,
             clients=plan.clients.count,

@@ -4,6 +4,7 @@ Under the node's state folder every run has one of its own, and in it every clie
 
 - ``state-<round>-<token>.safetensors``: the client's state after that exchange. The server names the exchange it last
   accepted (the base), so a reply that was lost never lets the state run ahead;
+- ``issued``: when the server issued the newest task that was begun; an older one is a replay;
 - ``held-<field>-<digest>.safetensors``: a cached Down field, which the server need not send again.
 
 All of them carry a checksum. A damaged file counts as lost: the node says so, and the server begins the client anew or
@@ -44,6 +45,21 @@ class Store:
         if not is_whole(client) or client < 0:
             raise BadInput(f"'{str(client)[:40]}' is not the number of a client: the server speaks another protocol")
         self.folder = root / run / f"client-{int(client)}"
+
+    def refuse_replay(self, issued: int) -> None:
+        """Refuse a task that is not newer than every one before it, and remember this one."""
+        path = self.folder / "issued"
+        try:
+            last = int(path.read_text(encoding="ascii"))
+        except (OSError, ValueError):
+            last = 0
+        if issued <= last:
+            raise BadInput("refused a task that is older than one this node has already had: it is a replay")
+        try:
+            self._make_folder()
+            write_file(path, str(issued).encode())
+        except OSError as error:
+            raise cannot_write(self.folder, error) from error
 
     def load_state(self, token: str, like: Any) -> Any | None:
         """The client's state after an exchange; None if it is not here, or not as it should be."""
@@ -86,12 +102,15 @@ class Store:
 
     def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
         try:
-            self.folder.parent.parent.parent.mkdir(parents=True, exist_ok=True)
-            for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
-                folder.mkdir(mode=0o700, exist_ok=True)  # what a client remembers tells something about its data
+            self._make_folder()
             write_file(self.folder / name, pack(tensors))
         except OSError as error:
             raise cannot_write(self.folder, error) from error
+
+    def _make_folder(self) -> None:
+        self.folder.parent.parent.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+            folder.mkdir(mode=0o700, exist_ok=True)  # what a client remembers tells something about its data
 
 
 def _sound(name: str) -> str:

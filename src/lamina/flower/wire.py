@@ -7,13 +7,13 @@ A message down holds
 - ``task``: a `ConfigRecord` with the numbers of `Task`: all a node has to know about the round.
 
 A reply holds ``up`` and ``buffers`` likewise, and ``figures``, a `MetricRecord`; or only ``problem``, a `ConfigRecord`.
+Its ``answer`` repeats the token of the message it replies to. Messages down are signed, see `lamina.flower.signing`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import sys
 from collections.abc import Mapping
@@ -30,6 +30,7 @@ from lamina.errors import BadInput, is_number, is_whole
 from lamina.objective import Buffers, Objective
 
 RAW = "lamina.raw"  # how the bytes of an array are to be read: the numbers one after another, little-endian
+ANSWER = "answer"  # the record of a reply that says to which message it is one
 GRADIENT = "train.gradient"  # Mime's first exchange: the full gradient at x
 
 
@@ -96,6 +97,23 @@ def arrays_of(content: RecordDict, name: str) -> dict[str, Array]:
     return dict(record.items()) if isinstance(record, ArrayRecord) else {}
 
 
+def token_of(content: RecordDict) -> str:
+    """Return the token of a message down; empty if it has none."""
+    for name in ("task", "question"):
+        record = content.get(name)
+        token = record.get("token") if isinstance(record, ConfigRecord) else None
+        if isinstance(token, str) and HEX.fullmatch(token):
+            return token
+    return ""
+
+
+def take_answer(content: RecordDict) -> str:
+    """Take out of a reply the token of the message it says it answers; empty if it says none."""
+    record = content.pop(ANSWER, None)
+    token = record.get("to") if isinstance(record, ConfigRecord) else None
+    return token if isinstance(token, str) else ""
+
+
 def digest(tensor: Tensor) -> str:
     """What tells a tensor from any other."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -129,20 +147,20 @@ def shorten(text: str, most: int = 200) -> str:
 HEX = re.compile(r"[0-9a-f]{8,64}")  # names of runs and exchanges, and digests: never a path
 FIELD = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # of a Down record
 SEED = re.compile(r"-?[0-9]{1,1000}")
-WHOLE = {  # the least each may be; the most is MOST
-    "round": 1,
-    "client": 0,
-    "clients": 1,
-    "batch_size": 0,
-    "epochs": 1,
-    "local_steps": 0,
-    "augment_pad": -1,
+WHOLE = {  # the least and the most each may be
+    "round": (1, 10**9),
+    "issued": (1, 2**53),
+    "client": (0, 10**9),
+    "clients": (1, 10**9),
+    "batch_size": (0, 10**9),  # 0: all of a client's samples
+    "epochs": (1, 10**6),
+    "local_steps": (0, 10**7),
+    "augment_pad": (-1, 1024),
 }
-MOST = 2**53
 TEXTS = {"run": HEX, "token": HEX, "app": HEX, "seed": SEED}
 MAY_BE_EMPTY = {"base": HEX, "gradient": HEX}
 LISTS = {"keep": HEX, "held": FIELD, "held_digests": HEX}
-NUMBERS = ("lr", "participation", "clip")
+NUMBERS = {"lr": sys.float_info.max, "participation": 1.0, "clip": sys.float_info.max}  # the most each may be
 
 
 @dataclass(frozen=True)
@@ -152,6 +170,7 @@ class Task:
     run: str  # lamina's own name of the run: a restarted server goes on under it
     token: str  # of this exchange: names the client state it makes
     app: str  # what server and node must agree on, see `fingerprint`
+    issued: int  # microseconds since 1970, later for every task of a run: a node refuses an older one, a replay
     round: int
     client: int
     clients: int
@@ -195,9 +214,10 @@ class Task:
 def _is_sound(name: str, value: Any) -> bool:
     """Whether a value is what a field of `Task` may be."""
     if name in WHOLE:
-        return is_whole(value) and WHOLE[name] <= value <= MOST
+        least, most = WHOLE[name]
+        return is_whole(value) and least <= value <= most
     if name in NUMBERS:
-        return is_number(value) and math.isfinite(value)
+        return is_number(value) and 0 <= value <= NUMBERS[name] and (value > 0 or name == "clip")
     if name in LISTS:
         texts = value if isinstance(value, list) else [None]
         return len(texts) <= 100 and all(isinstance(t, str) and LISTS[name].fullmatch(t) for t in texts)

@@ -1,0 +1,79 @@
+"""Pull replies from Flower's Grid in threads, so that a node that never completes its upload delays only itself.
+
+A node announces a reply first and uploads its parts afterwards. ``Grid.pull_messages`` waits for parts that are
+missing, for minutes or hours if the node wants, and cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+AT_ONCE = 8  # pulls that are waited for at the same time
+PATIENCE_S = 1.0  # after that a pull goes on alone, and a later look finds what it brought
+
+
+class Pull(threading.Thread):
+    """One attempt to pull the reply to a message. A daemon: a pull that hangs does not keep the process alive."""
+
+    def __init__(self, grid: Grid, message: str) -> None:
+        super().__init__(name=f"pull {message[:12]}", daemon=True)
+        self.replies: list[Message] = []
+        self.error: Exception | None = None
+        self._grid, self._message = grid, message
+
+    def run(self) -> None:
+        """Pull; what comes of it is in `replies` or `error`."""
+        try:
+            self.replies = list(self._grid.pull_messages([self._message]))
+        except Exception as error:
+            self.error = error
+
+
+class Puller:
+    """Looks for replies. Used from one thread; only the pulls themselves run in others."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._pulls: dict[str, Pull] = {}  # by message, those that are not finished
+
+    def look(self, messages: Iterable[str]) -> dict[str, Pull]:
+        """Return the finished pulls of these messages, in this order; any other message is forgotten.
+
+        A message whose pull is still going on from an earlier look is not pulled a second time.
+        """
+        wanted = list(messages)
+        self._pulls = {message: pull for message, pull in self._pulls.items() if message in set(wanted)}
+        fresh: list[Pull] = []
+        for message in wanted:
+            if message in self._pulls:
+                continue
+            if len(fresh) >= AT_ONCE:
+                fresh = _wait(fresh, AT_ONCE - 1)
+            pull = self._pulls[message] = Pull(self._grid, message)
+            pull.start()
+            fresh.append(pull)
+        _wait(fresh, 0)
+        finished = {message: self._pulls[message] for message in wanted if not self._pulls[message].is_alive()}
+        for message in finished:
+            del self._pulls[message]
+        return finished
+
+    def is_uploading(self, message: str) -> bool:
+        """Return whether the reply to a message was announced and is not complete."""
+        return message in self._pulls
+
+
+def _wait(pulls: list[Pull], most: int) -> list[Pull]:
+    """Wait until at most so many pulls are left, but not longer than the patience; return them, or none."""
+    until = time.monotonic() + PATIENCE_S
+    while len(pulls) > most:
+        pulls[0].join(max(0.0, until - time.monotonic()))
+        pulls = [pull for pull in pulls if pull.is_alive()]
+        if time.monotonic() >= until:
+            return []
+    return pulls

@@ -1,0 +1,198 @@
+"""Sign the server's messages and verify them on the nodes (Ed25519).
+
+Flower's SuperLink does not check who sends a message: any registered node can address one to another node in the
+server's name. So the server signs every message with a private key, and every node verifies it with the public key it
+was given at set-up, before it reads anything else. A signature covers the whole content, the receiving node, Flower's
+run, the message type and the round: a message to one node cannot be passed on to another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid
+
+from lamina.errors import BadInput
+from lamina.flower.keys import private_folder, refuse_existing, write_key
+
+SIGNATURE = "signature"  # the record that holds it
+CONTEXT = b"lamina federation message 1\n"  # so that a signature means nothing elsewhere
+SERVER_OPTION, NODE_OPTION = "signing-key", "server-key"  # in Flower's run configuration, and in a node's
+HOW = "`lamina flower keys` makes both, tasks.key for the server and tasks.pub for the nodes"
+
+
+# --- keys ------------------------------------------------------------------------------------------------------------
+
+
+def key_files(folder: Path) -> tuple[Path, Path]:
+    """Return the paths of the server's private key and of the nodes' public key in a folder of keys."""
+    return folder / "tasks.key", folder / "tasks.pub"
+
+
+def make_signing_key(folder: Path) -> tuple[Path, Path]:
+    """Make the server's signing key and the public key for the nodes; never replaces an existing one."""
+    private, public = key_files(folder)
+    refuse_existing(private, public)
+    key = Ed25519PrivateKey.generate()
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private_folder(folder)
+    write_key(private, key.private_bytes(pem, pkcs8, serialization.NoEncryption()), secret=True)
+    write_key(public, _public_pem(key.public_key()))
+    return private, public
+
+
+def is_pair(private: Path, public: Path) -> bool:
+    """Return whether both key files are there and belong together."""
+    try:
+        return _public_pem(_private_key(private).public_key()) == _public_pem(_public_key(public))
+    except BadInput:
+        return False
+
+
+def _private_key(path: Path) -> Ed25519PrivateKey:
+    try:
+        is_open = os.name == "posix" and bool(path.stat().st_mode & 0o077)
+        key = serialization.load_pem_private_key(path.read_bytes(), None)
+    except OSError as error:
+        raise BadInput(f"cannot read the signing key '{path}': {error.strerror}; {HOW}") from error
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"'{path}' is not a signing key; {HOW}") from error
+    if is_open:
+        raise BadInput(f"the signing key '{path}' can be read by others: chmod 600 '{path}'")
+    if not isinstance(key, Ed25519PrivateKey):
+        raise BadInput(f"'{path}' is not an Ed25519 key; {HOW}")
+    return key
+
+
+def _public_key(path: Path) -> Ed25519PublicKey:
+    try:
+        key = serialization.load_pem_public_key(path.read_bytes())
+    except OSError as error:
+        raise BadInput(f"cannot read the server's public key '{path}': {error.strerror}; {HOW}") from error
+    except ValueError as error:
+        raise BadInput(f"'{path}' is not the server's public key; {HOW}") from error
+    if not isinstance(key, Ed25519PublicKey):
+        raise BadInput(f"'{path}' is not an Ed25519 key; {HOW}")
+    return key
+
+
+def _public_pem(key: Ed25519PublicKey) -> bytes:
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+# --- the server ------------------------------------------------------------------------------------------------------
+
+
+class Signer:
+    """Signs messages with the server's private key."""
+
+    def __init__(self, key: Path) -> None:
+        self._key = _private_key(key)
+
+    def sign(self, message: Message) -> None:
+        """Add the signature to a message."""
+        signature = self._key.sign(_statement(message))
+        message.content[SIGNATURE] = ConfigRecord({"ed25519": signature})
+
+
+def read_signer(path: Any, grid: Grid) -> Signer | None:
+    """Return the server's signer; None in Flower's simulation, where all nodes are processes of this machine."""
+    if path:
+        return Signer(Path(str(path)).expanduser())
+    if type(grid).__name__ == "InMemoryGrid":
+        return None
+    raise BadInput(
+        "the server has no key to sign tasks with, and nodes refuse tasks without a signature: give its path as "
+        f"{SERVER_OPTION} in the run configuration, or as Federation(signing_key=...); {HOW}"
+    )
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def authenticate(message: Message, context: Context) -> None:
+    """Raise `BadInput` unless the server signed this message for this node and this run.
+
+    In Flower's simulation there is nothing to verify with, and nobody else who could send a message.
+    """
+    path = context.node_config.get(NODE_OPTION)
+    if not path and is_simulated():
+        return
+    if not path:
+        raise BadInput(
+            "this node has no public key of its server, so it cannot tell whether a task is the server's: start it "
+            f"with --node-config '{NODE_OPTION}=\"/path/to/tasks.pub\"'; {HOW}"
+        )
+    key = _public_key(Path(str(path)).expanduser())
+    record = message.content.get(SIGNATURE)
+    signature = record.get("ed25519") if isinstance(record, ConfigRecord) else None
+    if not isinstance(signature, bytes):
+        raise BadInput("refused a message without a signature: it is not from the server")
+    metadata = message.metadata
+    if metadata.dst_node_id != context.node_id or metadata.run_id != context.run_id:
+        raise BadInput("refused a message that was signed for another node or another run")
+    try:
+        key.verify(signature, _statement(message))
+    except InvalidSignature:
+        raise BadInput(
+            "refused a message whose signature is not the server's: it is forged, or this node's "
+            f"{NODE_OPTION} does not belong to the server's {SERVER_OPTION}"
+        ) from None
+
+
+def is_simulated() -> bool:
+    """Return whether this process is an actor of Ray, as a node in Flower's simulation is, and nowhere else."""
+    ray = sys.modules.get("ray")
+    return bool(ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
+
+
+# --- what is signed --------------------------------------------------------------------------------------------------
+
+
+def _statement(message: Message) -> bytes:
+    """Return what a signature covers, in one canonical form on both sides."""
+    metadata = message.metadata
+    facts = {
+        "node": str(metadata.dst_node_id),
+        "run": str(metadata.run_id),
+        "type": metadata.message_type,
+        "group": metadata.group_id,
+        "content": _facts_of(message.content),
+    }
+    return CONTEXT + json.dumps(facts, sort_keys=True).encode()
+
+
+def _facts_of(content: RecordDict) -> dict[str, Any]:
+    facts: dict[str, Any] = {}
+    for name, record in content.items():
+        entries: dict[str, Any] = dict(record)
+        if name == SIGNATURE:
+            continue
+        if isinstance(record, ArrayRecord):
+            arrays = {
+                key: [a.dtype, list(a.shape), a.stype, hashlib.sha256(a.data).hexdigest()] for key, a in entries.items()
+            }
+            facts[name] = ["ArrayRecord", arrays]
+        else:
+            facts[name] = [type(record).__name__, {key: _value(value) for key, value in entries.items()}]
+    return facts
+
+
+def _value(value: Any) -> list[Any]:
+    """Return a value with its type, so that 1, 1.0, True and "1" are different statements."""
+    if isinstance(value, list):
+        return ["list", [_value(entry) for entry in value]]
+    if isinstance(value, float):
+        return ["float", float(value).hex()]
+    if isinstance(value, bytes):
+        return ["bytes", value.hex()]
+    return [type(value).__name__, str(value)]
