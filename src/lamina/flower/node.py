@@ -242,7 +242,7 @@ class Node:
             local_steps=task.local_steps or None,
             seed=int(task.seed),
         )
-        refuse_work(len(data), int(plan.steps(np.array([len(data)]))[0]), plan.batch_size)
+        refuse_work(len(data), int(plan.steps(np.array([len(data)]))[0]), plan.batch_size or len(data))
         own = plan.round_of(task.round, np.array([task.client]), [np.arange(len(data))])
         return dataclasses.replace(own, participation=task.participation)
 
