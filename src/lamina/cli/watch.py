@@ -44,7 +44,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="print how it stands now, and end")] = False,
 ) -> None:
     """Show runs as they go on: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
-    view = View(folder, 0.0 if once else START_TIMEOUT_S)
+    view = View(folder, no_run_until=-math.inf if once else time.monotonic() + START_TIMEOUT_S)
     if once:
         out.print(view.frame())
         return
@@ -57,9 +57,9 @@ def watch(
 class View:
     """What is shown of a folder; every frame reads it again."""
 
-    def __init__(self, folder: Path, start_timeout: float = 0.0) -> None:
+    def __init__(self, folder: Path, *, no_run_until: float = -math.inf) -> None:
         self.folder = folder
-        self._no_run_until = time.monotonic() + start_timeout  # there need not be any run before
+        self._no_run_until = no_run_until  # a time before which there need not be any run
         self.going_on = False  # whether any process writes here, as of the last frame
         self._records: list[Record] = []
         self._looks: dict[Path, deque[tuple[float, int]]] = {}  # when, and how many rounds there were
