@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamina import models
+from lamina import algorithms, models
 from lamina.cli import reproduce
 from lamina.experiment import claims
 from lamina.experiment.compare import Entry
@@ -27,7 +27,7 @@ from lamina.experiment.records import Record, find_records, read_json
 from lamina.experiment.run import build_partition, build_schedule
 from lamina.experiment.settings import at_ends, bounds_of, way_beyond
 from lamina.history import Row
-from lamina.report.curves import flatten, title
+from lamina.report.curves import flatten
 
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # said once on the page
 RESULTS = Path(__file__).parent / "results"
@@ -125,7 +125,7 @@ def read_variant(folder: Path, algorithms: Sequence[str]) -> Variant:
     train = config["train"]
     entries, missing = [], []
     for name in algorithms:
-        entry = Entry(name, title(name), {}, [])
+        entry = Entry(name, algorithms.find(name).card.title, {}, [])
         for seed in range(train["seed"], train["seed"] + config["compare"]["seeds"]):
             run = by_folder.get(place(folder, name, seed))
             if run is None or not run.ended or run.config["train"]["rounds"] != train["rounds"]:
@@ -301,7 +301,10 @@ def called(label: str) -> str:
     >>> called("fedlamb@Z=3 - mime"), called("fedavg")
     ('Fed-LAMB Z=3 − Mime', 'FedAvg (Fed-SGD)')
     """
-    names = [(title(algorithm).removesuffix(MIME_IS), variant) for algorithm, variant in claims.named_in(label)]
+    names = [
+        (algorithms.find(algorithm).card.title.removesuffix(MIME_IS), variant)
+        for algorithm, variant in claims.named_in(label)
+    ]
     return " − ".join(f"{name} {variant}".strip() for name, variant in names)
 
 

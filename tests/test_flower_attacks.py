@@ -470,7 +470,7 @@ def gives_a_secret_label(context):
     [
         (raises_value_error, "its app raised ValueError; the node's own log says more"),
         (raises_bad_input, "cannot read the table (ValueError)"),
-        (gives_text, "is not an array of numbers"),
+        (gives_text, "x holds text"),
         (gives_a_secret_label, "the label of sample 2 is not one of"),
     ],
 )

@@ -163,7 +163,7 @@ def test_schedules():
         (lambda: Plan(ragged([1]), 0.1, sampling="bernouli"), "did you mean 'bernoulli'"),
         (lambda: ragged([3, 0]), "client 1 has no samples"),
         (lambda: Clients([], samples=3), "at least one client"),
-        (lambda: Clients([[0, 5]], samples=3), "only 3 samples"),
+        (lambda: Clients([[0, 5]], samples=3), "client 0 is given sample 5, but the data have 3 samples"),
         (lambda: make_schedule("cosin"), "did you mean 'cosine'"),
         (lambda: make_schedule("cosine"), "rounds"),
         (lambda: make_schedule("exponential", gama=0.9), "did you mean 'gamma'"),

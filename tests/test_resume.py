@@ -274,9 +274,7 @@ def test_damaged_metrics_are_named_and_run_again(half, capsys, damage, name):
         assert not read_record(place).complete
     assert call(*command(place, rounds=6)) == 0
     said = capsys.readouterr().err
-    line = {damage_line_1: "line 1 of", damage_line_2: "line 2 of", delete_line_2: "line 2 of"}.get(
-        damage, "has 0 of the"
-    )
+    line = {damage_line_1: "line 1 of", damage_line_2: "line 2 of", delete_line_2: "line 2 of"}.get(damage, "has 0 of ")
     assert len(said.splitlines()) == 1
     assert line in said
     assert "metrics.jsonl" in said

@@ -348,7 +348,7 @@ NAN[17, 2] = float("nan")
         (lambda: simulate(clients=[[0, 1], []]), "client 1 has no samples"),
         (lambda: simulate(clients=241, partition="iid"), "240"),
         (lambda: simulate(data=(NAN, Y)), "17"),
-        (lambda: simulate(data=(X, Y - 1)), "-1"),
+        (lambda: simulate(data=(X, Y - 1)), "the label of sample 0 is not one of 0, 1, 2"),
         (lambda: simulate(data=(X[:5], Y)), "240"),
         (lambda: simulate(model=net(classes=2)), "it needs 3"),
         (lambda: simulate(model=net(features=5)), r"the model cannot take the train data, samples of shape \(4,\)"),

@@ -26,7 +26,6 @@ from lamina.text import plural
 Indices = NDArray[np.int64]
 
 MOST_REDRAWS = 10_000  # of an empty Bernoulli cohort
-LARGEST_RATE = float(np.finfo(np.float32).max)
 PLAN_COPIES = 2.5  # of a round's orders and batches, in memory at once while it is planned: measured
 
 
@@ -318,11 +317,8 @@ class Plan:
             lr = self.lr * self.schedule.factor(number)
         except OverflowError:  # a power beyond the range of a float
             lr = math.inf
-        if not 0 < lr <= LARGEST_RATE:
-            raise BadInput(
-                f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0 that a "
-                "float32 can hold"
-            )
+        if not (math.isfinite(lr) and lr > 0):
+            raise BadInput(f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0")
         return lr
 
     def steps(self, sizes: Indices) -> Indices:

@@ -218,7 +218,10 @@ class Simulation:
         """The plan of the round to come."""
         number = self.state.round + 1
         planned, self._planned = self._planned, None
-        return planned if planned is not None and planned.number == number else self.plan.round(number)
+        if planned is None or planned.number != number:
+            planned = self.plan.round(number)
+        self.objective.refuse_rate(planned.lr)
+        return planned
 
     def plan_ahead(self) -> None:
         """Plan the round after the one that runs now: the host has time while a GPU works."""

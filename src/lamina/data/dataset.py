@@ -243,7 +243,7 @@ def _refuse_objects(name: str, what: str, array: NDArray[Any]) -> None:
     first = array.flat[0] if array.size and array.dtype.kind in "OUS" else None
     if isinstance(first, str | bytes):
         advice = "tokenise it into whole numbers" if what == "x" else "number the classes: " + NUMBER_CLASSES
-        raise BadInput(f"{name}: {what} holds text ({str(first)[:40]!r}); {advice}")
+        raise BadInput(f"{name}: {what} holds text; {advice}")  # not quoted: a node's messages reach the server
     if isinstance(first, Mapping):
         raise BadInput(f"{name}: {what} holds dicts, and a model gets one tensor; {ONE_ARRAY}")
 
