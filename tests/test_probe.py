@@ -265,3 +265,20 @@ def test_a_small_data_set_can_be_probed(samples, shape, dtype):
     chosen = probe_samples(torch.ones(samples, *shape).to(dtype))
     assert len(chosen) == PROBE_CLIENTS * PROBE_BATCH
     assert set(chosen.tolist()) <= set(range(samples))
+
+
+def test_float32_rounding_is_no_reason_to_fall_back():
+    class Steps(nn.Module):
+        """Rounds what the norm gives, so that an error in the last bit becomes one in the first."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.GroupNorm(4, 64), nn.Linear(64, 3)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(h * torch.remainder(h.detach() * 2.0**20, 1.0).round())
+
+    torch.manual_seed(0)
+    data = torch.randn(48, 64), torch.arange(48) % 3
+    assert form(lamina.Simulation(Steps(), data, "fedavg", clients=4, device="cpu")) == "stacked"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -115,6 +116,11 @@ class Objective:
             if own.keys() != theirs.keys() or not all(same_tensor(own[name], theirs[name]) for name in own):
                 return f"their models have different {what}"
         return ""
+
+    def double(self) -> Objective:
+        """Return the same objective in float64."""
+        self.set_mode(self.module, True)  # so that the copy knows which layers the user froze with .eval()
+        return Objective(copy.deepcopy(self.module).double(), self.loss)
 
     def outputs(
         self,

@@ -179,9 +179,9 @@ def choose_forward(
     reasons = []
     for form in ("stacked", "vmap") if name == "auto" else (name,):
         try:
-            forward: Forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
+            forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
             with arithmetic("fp32"):  # whether a form is right has nothing to do with the precision it will run in
-                _probe(forward, objective, *sample, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
+                _compare(forward, objective, *sample)
         except CannotStack as error:
             reasons.append(str(error))
         except Exception as error:  # whatever a user's module raises under vmap or stacking
@@ -196,6 +196,21 @@ def choose_forward(
                     forward.suit_a_gpu()
             return forward, "; ".join(reasons)
     return None, "; ".join(reasons)
+
+
+def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs: Tensor, targets: Tensor) -> None:
+    """Raise `CannotStack` for a form that does not give the module's own gradients."""
+    try:
+        _probe(forward, objective, inputs, targets, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
+    except CannotStack as mismatch:
+        if objective.dtype == torch.float64:
+            raise
+        try:  # rounding may flip a ReLU in float32, which float64 tells from a real mismatch
+            exact = objective.double()
+            inputs, targets = (v.double() if v.is_floating_point() else v for v in (inputs, targets))
+            _probe(type(forward)(exact), exact, inputs, targets, tolerance=1e-9)
+        except Exception:  # it is one, or the module cannot compute in float64
+            raise mismatch from None
 
 
 def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tensor, tolerance: float) -> None:
