@@ -1,5 +1,6 @@
 """Files that commands write for the user: nothing foreign is replaced, and a kill leaves no half file."""
 
+import json
 import os
 import shutil
 import stat
@@ -248,3 +249,52 @@ def test_a_copy_of_a_papers_experiment_is_whole_or_not_there(here, killed_while_
     with pytest.raises(Killed):
         call("reproduce", "lamb-mnist-cnn-iid-e1", "--write", "mine.toml")
     assert not Path("mine.toml").exists()
+
+
+# --- the two streams ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "r"],
+        ["list", "algorithms"],
+        ["--help"],
+        ["version"],
+        ["run", "small.toml", "--out", "r"],
+        ["watch", "r", "--once"],
+    ],
+)
+def test_a_full_disk_behind_the_output_is_one_line(here, capsys, monkeypatch, arguments):
+    with open("/dev/full", "w") as full:  # noqa: PTH123 (as the shell opens it)
+        monkeypatch.setattr("sys.stdout", full)
+        assert call(*arguments) == 2
+    assert said_in_one_line(capsys) == "error: cannot write to the standard output: No space left on device\n"
+
+
+def test_much_output_to_a_full_disk_is_one_line(here, capsys, monkeypatch):
+    metrics = Path("r/metrics.jsonl")
+    first = json.loads(metrics.read_text().splitlines()[0])
+    metrics.write_text("".join(json.dumps({**first, "round": i}) + "\n" for i in range(1, 500)))
+    with open("/dev/full", "w") as full:  # noqa: PTH123 (as the shell opens it)
+        monkeypatch.setattr("sys.stdout", full)
+        assert call("export", "r") == 2
+    assert "cannot write to the standard output" in said_in_one_line(capsys)
+
+
+def test_a_closed_pipe_ends_the_output_in_silence(here, capsys, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+        assert call("list", "algorithms") == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_warnings_that_cannot_be_printed_do_not_end_a_run(here, monkeypatch):
+    Path("r/environment.json").unlink()
+    with open("/dev/full", "w") as full:  # noqa: PTH123 (as the shell opens it)
+        monkeypatch.setattr("sys.stderr", full)
+        assert call("run", "small.toml", "--out", "r", "--quiet", "--set", "train.rounds=3") == 0
+        assert call("run", "small.toml", "--out", "r", "--quiet", "--set", "train.rounds=1") == 2
+    assert len(Path("r/metrics.jsonl").read_text().splitlines()) == 3

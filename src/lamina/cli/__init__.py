@@ -27,7 +27,7 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     tune,
     watch,
 )
-from lamina.cli.base import Interrupted, WarningLines, app, out, say, tell, tell_progress
+from lamina.cli.base import Interrupted, WarningLines, app, checked_output, out, say, tell, tell_progress
 from lamina.engines.stacked.memory import is_out_of_memory
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import Diverged, LaminaError, short_repr
@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> None:
     warnings = WarningLines()
     logging.getLogger("lamina").addHandler(warnings)
     try:
-        sys.exit(app(arguments, prog_name="lamina", standalone_mode=False))
+        with checked_output():
+            code = app(arguments, prog_name="lamina", standalone_mode=False)
+        sys.exit(code)
     except click.UsageError as error:
         say_usage(error)
         sys.exit(EXIT_BAD_INPUT)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -17,9 +19,11 @@ from rich.segment import Segment
 from rich.table import Table
 
 from lamina.engines.stacked.ranks import Ranks
+from lamina.errors import LaminaError
 from lamina.history import History, Row
 from lamina.text import printable
 
+T = TypeVar("T")
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -38,9 +42,73 @@ class SafeConsole(Console):
             yield segment if control else Segment(printable(text, lines=True), style)
 
 
+def discard(stream: TextIO) -> None:
+    """Send what a stream still holds, and all that follows, nowhere; else Python fails again when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+class OutputFailed(LaminaError):
+    """The standard output cannot be written to: a full disk behind it, say."""
+
+
+class CheckedOutput:
+    """A stream that raises `OutputFailed`, which tells its errors from those of any other file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write as the stream does."""
+        return self._checked(lambda: self._stream.write(text))
+
+    def flush(self) -> None:
+        """Flush as the stream does."""
+        self._checked(self._stream.flush)
+
+    def _checked(self, act: Callable[[], T]) -> T:
+        try:
+            return act()
+        except BrokenPipeError:  # the reader has seen enough: rich and click end in silence
+            raise
+        except OSError as error:
+            discard(self._stream)
+            raise OutputFailed(f"cannot write to the standard output: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def checked_output() -> Iterator[None]:
+    """Turn what goes wrong with the standard output into one line."""
+    stream = sys.stdout
+    if stream is None:  # it was closed by whoever started the command
+        yield
+        return
+    sys.stdout = cast(TextIO, CheckedOutput(stream))
+    try:
+        yield
+    finally:
+        sys.stdout = stream
+
+
+class ErrorConsole(SafeConsole):
+    """The console of warnings, errors and progress; a full disk behind it is no reason to end a command."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print as rich does, if it can be printed."""
+        try:
+            super().print(*args, **kwargs)
+        except OSError:
+            discard(sys.stderr)
+
+
 READABLE_TEXT = 20  # characters of a cell in one line; a longer one may be folded
 out = SafeConsole()
-err = SafeConsole(stderr=True)
+err = ErrorConsole(stderr=True)
 
 File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
