@@ -54,6 +54,10 @@ class Layers:
         """The names of the layers under a grouping."""
         return self._names[by]
 
+    def group_sizes(self, by: Grouping = "tensor") -> list[int]:
+        """The sizes of the layers under a grouping."""
+        return self._sizes[by]
+
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Concatenate named tensors (each with the same leading axes) into [..., p]."""
         pieces = []

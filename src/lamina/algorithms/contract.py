@@ -144,6 +144,21 @@ class Algorithm(ABC):
         """
         return {}
 
+    def inherited_moments(self, down: Any, info: Info) -> Mapping[str, Tensor]:
+        """Name the Up fields that are second moments, each with the part of it that comes from the broadcast.
+
+        The rest is what the client added from its own gradients, with ``info.steps`` local steps. A federation's
+        server refuses negative second moments, and compares what clients added.
+        """
+        return {}
+
+    def implied_fields(self, up: Any, down: Any, info: Info) -> Mapping[str, Tensor]:
+        """Name the Up fields that follow from the others, each with the value it must have after K_i local steps.
+
+        A federation's server refuses an upload that contradicts itself.
+        """
+        return {}
+
     def trust_ratios(self, local: Any, down: Any, layers: Layers) -> Tensor | None:
         """Return the layer-wise trust ratios of the last local step [..., number of layers], or None.
 

@@ -6,6 +6,7 @@ Algorithm 3 ("l." below), read as in B1 to B10: K steps, v seeded from the serve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -95,3 +96,9 @@ class FedLada(Algorithm):
         x = server.x + self.server_lr * up.delta  # l.17
         mean_step = -up.delta / (info.lr * info.steps) if up.mean_step is None else up.mean_step
         return Server(x, v=up.v_hat, g_a=mean_step)  # l.16; l.18, where eta_g cancels
+
+    def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
+        return {"v_hat": down.v}  # the running maximum starts from it
+
+    def implied_fields(self, up: Up, down: Server, info: Info) -> Mapping[str, Tensor]:
+        return {} if up.mean_step is None else {"mean_step": -up.delta / (info.lr * info.steps)}  # B9

@@ -8,6 +8,7 @@ g_a+ = alpha * mean(local direction) + (1 - alpha) * g_a holds unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from torch import Tensor
@@ -72,3 +73,6 @@ class FedLadaLamb(LayerwiseOptions, Algorithm):
     def update(self, server: Server, up: Up, info: Info) -> Server:
         x = server.x + self.server_lr * up.delta  # l.17
         return Server(x, v=up.v_hat, g_a=-up.delta / (info.lr * info.steps))  # l.16, l.18
+
+    def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
+        return {"v_hat": down.v}  # the running maximum starts from it

@@ -83,5 +83,8 @@ class FedLamb(LayerwiseOptions, AmsOptions, Algorithm):
             v_share = moments.larger(v_share, up.v_share)  # A6
         return Server(x, v_hat, up.m, v_share, up.m_share)
 
+    def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
+        return moments.inherited(self, down.v_hat, info)
+
     def down_versions(self, round: int) -> Mapping[str, int]:
         return moments.versions(self, round, "v_hat", *(("v_share",) if self.bias_correction else ()))

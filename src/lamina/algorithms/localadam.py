@@ -6,6 +6,7 @@ Sun et al. 2023, Algorithm 2 and Tables 3, 5, 11, read as in B1 and B13: the sec
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -78,3 +79,10 @@ class LocalAdam(Algorithm):
 
     def update(self, server: Server, up: Up, info: Info) -> Server:
         return Server(server.x + self.server_lr * up.delta, v=up.v_hat)  # l.14-15
+
+    def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
+        if down.v is None:
+            return {}
+        if self.amsgrad:
+            return {"v_hat": down.v}  # the running maximum starts from it
+        return {"v_hat": self.beta2**info.steps * down.v if self.v_seed == "server" else zeros(down.v)}

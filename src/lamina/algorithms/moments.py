@@ -211,6 +211,17 @@ def psi(h: MomentOptions, local: Local, v_hat: Tensor, v_hat_share: Tensor | Non
     return precondition(m, divisor, h.eps)
 
 
+def inherited(h: AmsOptions, v_hat: Tensor, info: Info) -> Mapping[str, Tensor]:
+    """The part of an uploaded second moment that comes from the broadcast v_hat (see `Algorithm.inherited_moments`)."""
+    if not is_sync(h, info.round):
+        return {}
+    if h.v_seed == "client":
+        return {"v": zeros(v_hat)}
+    if h.second_moment == "running" or accumulates(h):  # a maximum with v_hat; or v_hat of an earlier round
+        return {"v": v_hat}
+    return {"v": h.beta2**info.steps * v_hat}
+
+
 def to_send(h: AmsOptions, local: Local, info: Info) -> tuple[Tensor | None, Tensor | None]:
     """Return what is uploaded of the second moment, and the share of gradients in it (A6).
 

@@ -7,6 +7,7 @@ the uniform mean of the cohort's changes times |S|/N, also where the model's mea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -90,3 +91,8 @@ class Scaffold(Algorithm):
         x = server.x + self.server_lr * up.delta  # l.16
         c = server.c + info.participation * up.delta_c  # l.17
         return Server(x, c)
+
+    def implied_fields(self, up: Up, down: Server, info: Info) -> Mapping[str, Tensor]:
+        if self.control == "mean_gradient" and (isinstance(self.scale, Tensor) or self.scale != 1):
+            return {}  # the change of c_i then depends on c_i, which only the client knows
+        return {"delta_c": -up.delta / (info.steps * info.lr) - down.c}  # l.12, where c_i cancels

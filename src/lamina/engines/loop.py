@@ -70,6 +70,7 @@ class Loop:
 
             local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
+            sums.keep(c, up, buffers)
 
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)

@@ -7,7 +7,6 @@ Everything here is a pure function of the reply; nothing it contains can make th
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
@@ -16,13 +15,14 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from lamina.errors import BadInput, is_number, is_whole, unknown
+from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
 from lamina.flower.wire import Unreadable, decode, shorten
 from lamina.objective import Buffers
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
 FEWEST_FOR_A_MEDIAN = 3
-REMEMBERED = 5  # rounds whose medians judge a round with fewer answers than that
+CONTRADICTION = 0.01  # of its norm: how far a field may be from what the others imply
+ROUNDING = 1e-4  # of the broadcast's norm: the same
 MOST_GROWTH = 10  # times the number of examples a client had when it last took part
 LARGEST_LOSS = 1e30  # so that no mean of losses overflows
 
@@ -36,13 +36,19 @@ class Limits:
     """What an update may be, beside being well-formed and finite.
 
     Args:
-        max_norm: the largest norm of ``delta``; or a norm for each of several fields, by name; ``gradient`` is that of
-            the original Mime's first exchange, too.
+        max_norm: the largest norm of ``delta``; or a norm for each of several fields of the algorithm's Up, by name;
+            ``gradient`` is that of the original Mime's first exchange, too.
         on_large: what happens to a larger one: the update is refused, or the field is scaled down to the limit.
-        times_median: an update is refused whose ``delta``, full gradient or number of examples is more than so many
-            times the round's median; for other fields and buffers, more than its square. With fewer than three answers
-            the medians of the last rounds count instead. A client's number of examples must not have become more than
-            ten times what it was when the client last took part, either. None switches all this off.
+        times_median: an update is refused if a field has more than so many times the round's median norm (a single
+            module: twice as many), if its second moments grow by more than twice as many times what the others' do, or
+            if a buffer is more than so many times as far from the round's median as the others'. With fewer than ten
+            answers all limits are wider, by ten divided by the number of answers. With fewer than three, norms are
+            compared with the medians of the last rounds, and 20 times as much is allowed. None switches all
+            comparisons off, those of the next two settings included.
+        times_against: an update is refused that points against the mean of the others with more than so many times the
+            median norm.
+        times_examples: a client is refused that claims more than so many times the round's median number of examples.
+            Nor must its number be more than ten times what it was when the client last took part.
         max_examples: the most examples a client may say it has.
         non_negative: fields of which a negative entry is refused; unless given, the second moments ``v`` and ``v_hat``
             of lamina's own algorithms.
@@ -50,16 +56,20 @@ class Limits:
 
     max_norm: float | Mapping[str, float] | None = None
     on_large: Literal["reject", "clip"] = "reject"
-    times_median: float | None = 100.0
+    times_median: float | None = 5.0
+    times_against: float = 1.75
+    times_examples: float = 8.0
     max_examples: int = 10_000_000
     non_negative: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         if self.on_large not in ("reject", "clip"):
             raise unknown("limits.on_large", self.on_large, ("reject", "clip"))
-        given: list[tuple[str, Any]] = [*self.norms.items(), ("times_median", self.times_median)]
+        names = ("times_median", "times_against", "times_examples")
+        given: list[tuple[str, Any]] = [*self.norms.items(), *((name, getattr(self, name)) for name in names)]
         for name, value in given:
-            if value is not None and not (is_number(value) and value > 0):
+            is_off = value is None and name == "times_median"
+            if not is_off and not (is_number(value) and value > 0):
                 raise BadInput(f"limits: {name} = {value!r} is not a number > 0")
         if not is_whole(self.max_examples) or self.max_examples < 1:
             raise BadInput(f"limits: max_examples = {self.max_examples!r} is not a whole number >= 1")
@@ -70,6 +80,16 @@ class Limits:
         if self.max_norm is None:
             return {}
         return self.max_norm if isinstance(self.max_norm, Mapping) else {"delta": self.max_norm}
+
+    def check_fields(self, fields: Sequence[str]) -> None:
+        """Refuse a limit for a field that the algorithm does not send."""
+        for place, names in (("max_norm", self.norms), ("non_negative", self.non_negative or ())):
+            for name in names:
+                if name not in fields:
+                    raise BadInput(
+                        f"limits: {place} names '{name}', which is not a field of the uploads"
+                        f"{nearest(str(name), fields)} (fields: {', '.join(fields)})"
+                    )
 
 
 class Gradient(NamedTuple):
@@ -107,14 +127,8 @@ class Expected(NamedTuple):
     steps: Callable[[int], int]  # K_i of a client with so many examples
     limits: Limits
     non_negative: Sequence[str] = ()
-
-
-class Measured(NamedTuple):
-    """A size of every answer of a round."""
-
-    what: str  # in words
-    values: Mapping[int, float]  # by client
-    times: float | None  # how many times the median is too much; None: any is allowed
+    implied: Callable[[Any, int], Mapping[str, Tensor]] = lambda up, steps: {}  # fields that follow from the others
+    broadcast_norm: float = 0.0  # of all that was broadcast but the model: what rounding errors are relative to
 
 
 def read_update(content: RecordDict, expected: Expected, said: int | None = None) -> Update:
@@ -148,6 +162,11 @@ def read_update(content: RecordDict, expected: Expected, said: int | None = None
                       f"{expected.steps(examples)}")  # fmt: skip
     if not is_loss(loss):
         raise Refused(f"its training loss is {shorten(repr(loss), 40)}")
+    sent = type(expected.up)(*(tensors.get(name) for name in expected.up._fields))
+    for name, implied in expected.implied(sent, int(steps)).items():
+        gap, size = _norm([tensors[name] - implied]), _norm([implied])
+        if gap > CONTRADICTION * size + ROUNDING * expected.broadcast_norm:
+            raise Refused(f"'{name}' contradicts the other fields: its distance from what they imply is {gap:.3g}")
     clipped = _limit(tensors, expected.limits)
     up = type(expected.up)(*(tensors.get(name) for name in expected.up._fields))
     return Update(up, buffers, examples, int(steps), loss, clipped)
@@ -207,69 +226,6 @@ def read_problem(content: RecordDict) -> Problem | None:
     names = [m for m in missing if isinstance(m, str)] if isinstance(missing, list) else []
     layer = problem.get("diverged")
     return Problem(shorten(str(text)), names[:100], shorten(layer, 80) if isinstance(layer, str) else None)
-
-
-def measure(updates: Mapping[int, Update], limits: Limits) -> dict[str, Measured]:
-    """The sizes of a round's updates, by a name under which they are remembered."""
-    times = limits.times_median
-    wider = None if times is None else times**2  # second moments are squares, and control variates of newcomers large
-    fields = next(iter(updates.values())).up._fields if updates else ()
-    made = {
-        name: Measured(
-            f"'{name}' has norm",
-            {c: _norm([u.up[at]]) for c, u in updates.items()},
-            times if name in ("delta", "gradient") else wider,
-        )
-        for at, name in enumerate(fields)
-        if all(u.up[at] is not None for u in updates.values())
-    }
-    made["buffers"] = Measured(
-        "its buffers have norm", {c: _norm(u.buffers.values()) for c, u in updates.items()}, wider
-    )
-    return made | {"examples": _counts({c: u.examples for c, u in updates.items()}, limits)}
-
-
-def measure_gradients(gradients: Mapping[int, Gradient], limits: Limits) -> dict[str, Measured]:
-    """The sizes of what Mime's first exchange brought."""
-    norms = {c: _norm([g.gradient]) for c, g in gradients.items()}
-    counts = _counts({c: g.examples for c, g in gradients.items()}, limits)
-    return {"gradient": Measured("'gradient' has norm", norms, limits.times_median), "examples": counts}
-
-
-def measure_counts(examples: Mapping[int, int], limits: Limits) -> dict[str, Measured]:
-    """The sizes of the nodes' evaluations."""
-    return {"examples": _counts(examples, limits)}
-
-
-def _counts(examples: Mapping[int, int], limits: Limits) -> Measured:
-    return Measured("its number of examples is", {c: float(n) for c, n in examples.items()}, limits.times_median)
-
-
-def outliers(measured: Mapping[str, Measured], recent: Mapping[str, Sequence[float]] | None = None) -> dict[int, str]:
-    """The clients that sent something absurdly larger than the others did, each with the reason.
-
-    With too few answers to speak of a median, `recent` counts: the medians of the last rounds, if there are any.
-    """
-    found: dict[int, str] = {}
-    for name, (what, values, times) in measured.items():
-        if times is None:
-            continue
-        if len(values) >= FEWEST_FOR_A_MEDIAN:
-            median, whose = statistics.median(values.values()), "the round's median"
-        elif recent and recent.get(name):
-            median, whose = statistics.median(recent[name]), "the median of the last rounds"
-        else:
-            continue
-        for client, value in values.items():
-            if value > times * median > 0 and client not in found:
-                found[client] = f"{what} {value:.4g}, more than {times:g} times {whose}, {median:.4g}"
-    return found
-
-
-def medians(measured: Mapping[str, Measured], kept: Iterable[int]) -> dict[str, float]:
-    """The median of every size over the clients whose answers are used."""
-    chosen = list(kept)
-    return {name: statistics.median([one.values[c] for c in chosen]) for name, one in measured.items() if chosen}
 
 
 def grown(examples: Mapping[int, int], before: Mapping[int, int], limits: Limits) -> dict[int, str]:

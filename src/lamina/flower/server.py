@@ -26,9 +26,9 @@ from lamina.errors import Diverged, LaminaError
 from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.identity import of_run
-from lamina.flower import checks, wire
+from lamina.flower import checks, outliers, wire
 from lamina.flower.bounds import absurd_losses
-from lamina.flower.checks import REMEMBERED, Expected, Gradient, Measured, Refused, Update
+from lamina.flower.checks import Expected, Gradient, Refused, Update
 from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal
 from lamina.flower.roster import Roster
@@ -71,6 +71,7 @@ class Server:
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.app = wire.fingerprint(self.algorithm, self.objective)
+        self.limits.check_fields(self._upload_fields())
         self.mail = Mail(grid, federation.poll, lambda node: self.roster.name(node), signer)
         self.roster = Roster(self.mail, self.plan.clients.count, nodes)
         self.journal = Journal(folder.path)
@@ -84,7 +85,7 @@ class Server:
         self.issued = 0  # of the last task
         # of this attempt
         self._tokens: dict[int, str] = {}  # by client: the exchange
-        self._measured: dict[str, Measured] = {}
+        self._sizes: outliers.Sizes = {}
         self._diverged: dict[int, str] = {}  # by client: the layer in which it says its training went non-finite
         self._waits_since, self._waits_said = 0.0, 0.0
         self._said: set[str] = set()  # the warnings of the last attempt
@@ -264,7 +265,7 @@ class Server:
         self, number: int, cohort: list[int], needed: int, record: Attendance
     ) -> tuple[Any, dict[int, Update]]:
         """Ask the clients of a round for their updates: what was broadcast, and the sound updates by client."""
-        self._measured, self._diverged = {}, {}
+        self._sizes, self._diverged = {}, {}
         there = {}
         for client in cohort:
             node = self.roster.node_of(client)
@@ -334,17 +335,23 @@ class Server:
             node: self._message(arrays, self._task(number, client, tokens[client])) for client, node in there.items()
         }
         self._exchange(contents, wire.GRADIENT, number, record, take)
-        self._refuse_odd(gradients, checks.measure_gradients(gradients, self.limits), there, record)
+        odd = outliers.judge_gradients(gradients, self._broadcast(None, number), self.limits)
+        self._refuse_odd(gradients, odd, outliers.sizes_of_gradients(gradients), there, record)
         return dict(sorted(gradients.items()))
 
     def _refuse_odd(
-        self, answers: dict[int, Any], measured: dict[str, Measured], there: Mapping[int, int], record: Attendance
+        self,
+        answers: dict[int, Any],
+        odd: Mapping[int, str],
+        sizes: outliers.Sizes,
+        there: Mapping[int, int],
+        record: Attendance,
     ) -> None:
-        """Take out answers that are absurdly larger than the others, or than those of the last rounds."""
-        self._measured |= measured
+        """Take out answers that stand out from the others, or are absurd beside those of the last rounds."""
+        self._sizes |= sizes
         counts = {client: answer.examples for client, answer in answers.items()}
-        odd = checks.outliers(measured, self.recent) | checks.grown(counts, self.examples, self.limits)
-        for client, why in odd.items():
+        few = outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
+        for client, why in {**odd, **few, **checks.grown(counts, self.examples, self.limits)}.items():
             record.refuse(client, there[client], why)
             del answers[client]
 
@@ -413,7 +420,10 @@ class Server:
         }
         self._exchange(contents, MessageType.TRAIN, number, record, take)
         self._refuse_repeated(updates, there, record)
-        self._refuse_odd(updates, checks.measure(updates, self.limits), there, record)
+        known = self._broadcast(down, number)
+        implied = tuple(expected.implied(expected.up, 1))
+        odd = outliers.judge_updates(updates, known._replace(implied=implied), self.limits)
+        self._refuse_odd(updates, odd, outliers.sizes_of_updates(updates, known), there, record)
         self._bound_losses(updates, record)
         self._tokens = tokens
         return dict(sorted(updates.items()))
@@ -462,8 +472,8 @@ class Server:
             self.examples[client] = updates[client].examples
             digests = [*self.accepted.get(client, []), wire.digest(updates[client].up.delta)[:SHORT]]
             self.accepted[client] = digests[-MOST_DIGESTS:]
-        for name, median in checks.medians(self._measured, updates).items():
-            self.recent[name] = [*self.recent.get(name, []), median][-REMEMBERED:]
+        for name, median in outliers.medians(self._sizes, list(updates)).items():
+            self.recent[name] = [*self.recent.get(name, []), median][-outliers.REMEMBERED :]
         record.complete = True
         traffic = self.mail.traffic
         return plan, replace(report, bytes_down=traffic.down, bytes_up=traffic.up), record
@@ -503,7 +513,7 @@ class Server:
         }
         self._exchange(contents, MessageType.EVALUATE, number, said, take)
         counts = {client: examples for client, (_, _, examples) in results.items()}
-        for client, why in checks.outliers(checks.measure_counts(counts, self.limits)).items():
+        for client, why in outliers.judge_counts(counts, self.limits).items():
             said.refuse(client, clients[client], why)
             del results[client]
         for client in absurd_losses({client: loss for client, (loss, _, _) in results.items()}, None)[1]:
@@ -575,17 +585,39 @@ class Server:
         zero = torch.zeros_like(x)
         local = algorithm.step(algorithm.begin(down, client, info), down, zero, info.lr, self.objective.layers)
         up, _ = algorithm.finish(local, down, client, info)
-        ours = type(algorithm).__module__.startswith("lamina.algorithms.")
         second_moments = self.limits.non_negative
         if second_moments is None:
-            second_moments = ("v", "v_hat") if ours else ()
+            second_moments = tuple(algorithm.inherited_moments(down, info))
         return Expected(
             up,
             wire.floating(self.state.buffers),
             lambda examples: int(self.plan.steps(np.array([examples]))[0]),
             self.limits,
             second_moments,
+            lambda up, steps: algorithm.implied_fields(up, down, info._replace(steps=float(steps))),
+            sum(float(value.norm()) for name, value in down._asdict().items() if name != "x" and value is not None),
         )
+
+    def _broadcast(self, down: Any, number: int) -> outliers.Broadcast:
+        """What answers are compared by; without a `down` there are no second moments yet."""
+
+        def inherited(steps: int) -> Mapping[str, Tensor]:
+            info = Info(number, self.plan.rate(number), steps=float(steps))
+            return {} if down is None else self.algorithm.inherited_moments(down, info)
+
+        buffers = wire.floating(self.state.buffers)
+        return outliers.Broadcast(self.objective.layers, buffers, inherited, self.federation.by_examples)
+
+    def _upload_fields(self) -> tuple[str, ...]:
+        """The names of what a client may send: the algorithm's Up."""
+        zero = torch.zeros_like(self.state.server.x)
+        info = Info(1, self.plan.rate(1), full_gradient=zero)
+        down = self.algorithm.broadcast(self.state.server, info)
+        client = self.algorithm.client_init(zero)
+        local = self.algorithm.step(self.algorithm.begin(down, client, info), down, zero, 1.0, self.objective.layers)
+        up, _ = self.algorithm.finish(local, down, client, info)
+        fields: tuple[str, ...] = up._fields
+        return fields
 
     def _judge(self, node: int, content: RecordDict, record: Attendance, read: Callable[[], Any]) -> Any:
         """What is read of a reply, or None if there is nothing sound: then the record says why."""

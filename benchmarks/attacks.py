@@ -1,0 +1,361 @@
+"""What one hostile node of ten costs a federation with the default limits, and how near honest nodes come to them.
+
+    python benchmarks/attacks.py                         # points of accuracy lost on digits, by algorithm and attack
+    python benchmarks/attacks.py --honest                # honest nodes that would be refused, by partition
+    python benchmarks/attacks.py fedlamb scaffold --rounds 30
+
+The clients are trained by the stacked engine; the server's part of a round is the federation's own: its checks, the
+comparison of the answers, and the mean of what is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lamina
+from lamina.algorithms.contract import Info
+from lamina.data import load, partitions
+from lamina.engines.stacked import engine as stacked
+from lamina.engines.state import Sums, close_round
+from lamina.flower import Limits, outliers
+from lamina.flower.checks import CONTRADICTION, Update
+
+RATES = {
+    "fedadam": 0.1, "fedadam_star": 0.3, "fedams": 1e-3, "fedavg": 0.1, "fedcm": 0.3, "fedlada": 0.01,
+    "fedlada_lamb": 0.03, "fedlamb": 0.01, "fedprox": 0.1, "localadam": 3e-3, "mime": 1e-3, "mimelamb": 0.01,
+    "scaffold": 0.1,
+}  # fmt: skip
+PARTITIONS = {
+    "iid": ("iid", {}),
+    "two classes": ("classes", {"k": 2}),
+    "Dirichlet 0.3": ("dirichlet", {"alpha": 0.3}),
+    "Dirichlet 0.5, unequal sizes": ("dirichlet", {"alpha": 0.5, "sizes": "natural"}),
+}
+HOSTILE = 0  # the hostile client
+NEAR = 0.97  # how near a cunning attack comes to a limit
+SPLITS = load("digits")
+
+
+class Server:
+    """The federation's part of a round; counts whom it refuses."""
+
+    def __init__(self, algorithm: Any, attack: Attack | None, by_examples: bool, limits: Limits) -> None:
+        self.algorithm, self.attack, self.by_examples, self.limits = algorithm, attack, by_examples, limits
+        self.refused: dict[int, list[str]] = {}
+
+    def close(self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any) -> Any:
+        """Stand in for the engine's `close_round`."""
+
+        def info(steps: int) -> Info:
+            return Info(plan.number, plan.lr, steps=float(steps))
+
+        updates = {
+            int(plan.cohort[c]): Update(up, buffers, int(plan.examples[c]), int(plan.steps[c]), 0.0)
+            for c, (up, buffers) in sorted(sums.uploads.items())
+        }
+        first = next(iter(updates.values())).up
+        known = outliers.Broadcast(
+            layers,
+            {n: b for n, b in state.buffers.items() if b.is_floating_point()},
+            lambda steps: algorithm.inherited_moments(down, info(steps)),
+            self.by_examples,
+            tuple(algorithm.implied_fields(first, down, info(1))),
+        )
+        if self.attack is not None and HOSTILE in updates:
+            others = [update for client, update in updates.items() if client != HOSTILE]
+            updates[HOSTILE] = self.attack(updates[HOSTILE], others, known, state, down, plan.number, self.limits)
+        odd = {}
+        for client, update in updates.items():
+            for name, value in algorithm.implied_fields(update.up, down, info(update.steps)).items():
+                if float((getattr(update.up, name) - value).norm()) > CONTRADICTION * float(value.norm()):
+                    odd[client] = f"'{name}' contradicts the other fields"
+        odd |= outliers.judge_updates(updates, known, self.limits)
+        for client, why in odd.items():
+            self.refused.setdefault(client, []).append(why)
+            del updates[client]
+        shares = [update.examples if self.by_examples else 1 for update in updates.values()]
+        kept = Sums(losses=sums.losses, square=sums.square)
+        for update, share in zip(updates.values(), shares, strict=True):
+            kept.add(update.up, update.buffers, share / sum(shares))
+            kept.steps += share / sum(shares) * update.steps
+        return close_round(algorithm, layers, state, plan, down, kept, clients)
+
+
+# --- attacks ---------------------------------------------------------------------------------------------------------
+
+Attack = Callable[[Update, list[Update], outliers.Broadcast, Any, Any, int, Limits], Update]
+
+
+def moments(update: Update, known: outliers.Broadcast) -> list[str]:
+    """The fields that are second moments."""
+    return [name for name in known.inherited(update.steps) if getattr(update.up, name) is not None]
+
+
+def times(factor: float) -> Attack:
+    """All fields but second moments, times a factor."""
+
+    def attack(own: Update, others: Any, known: Any, *_: Any) -> Update:
+        fields = {n: v for n, v in own.up._asdict().items() if v is not None and n not in moments(own, known)}
+        return own._replace(up=own.up._replace(**{n: factor * v for n, v in fields.items()}))
+
+    return attack
+
+
+def only(field: str, factor: float) -> Attack:
+    """One field times a factor."""
+
+    def attack(own: Update, *_: Any) -> Update:
+        return own._replace(up=own.up._replace(**{field: factor * getattr(own.up, field)}))
+
+    return attack
+
+
+def consistent(attack: Attack, algorithm: Any, lr: float) -> Attack:
+    """An attack whose implied fields follow from its other fields."""
+
+    def also(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+        made = attack(own, others, known, state, down, number, limits)
+        fields = algorithm.implied_fields(made.up, down, Info(number, lr, steps=float(made.steps)))
+        return made._replace(up=made.up._replace(**fields))
+
+    return also
+
+
+def opposed(aside: str = "", factor: float = 1.0) -> Attack:
+    """Every field but second moments against the others' mean, just below the limit; the rest goes aside."""
+    start: list[Tensor] = []
+
+    def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+        if number == 1:
+            start[:] = [state.server.x]
+        fields = {}
+        for name in (n for n, v in own.up._asdict().items() if v is not None and n not in moments(own, known)):
+            rows = torch.stack([getattr(other.up, name) for other in others])
+            norm, mean = NEAR * factor * rows.norm(dim=1).median(), rows.mean(0)
+            against = -mean / mean.norm()
+            made = limits.times_against * norm * against
+            if aside:
+                if aside == "undo":
+                    away = start[0] - state.server.x
+                else:
+                    away = torch.randn(mean.shape, generator=torch.Generator().manual_seed(number), dtype=mean.dtype)
+                away = away - (away @ against) * against
+                rest = math.sqrt(limits.times_median**2 - limits.times_against**2)
+                made = made + rest * norm * away / away.norm().clamp(min=1e-30)
+            fields[name] = made
+        return own._replace(up=own.up._replace(**fields))
+
+    return attack
+
+
+def last_layer() -> Attack:
+    """The last module's step against the others' mean, just below the limits."""
+
+    def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+        size = known.layers.group_sizes("module")[-1]
+        rows = torch.stack([other.up.delta for other in others])[:, -size:]
+        whole = torch.stack([other.up.delta for other in others])
+        mean = rows.mean(0)
+        share = float(mean.norm() / whole.mean(0).norm())  # of the opposition of the whole vector
+        norm = min(
+            outliers.PER_LAYER * limits.times_against * float(rows.norm(dim=1).median()),
+            limits.times_against * float(whole.norm(dim=1).median()) / max(share, 1e-3),
+            limits.times_median * float(whole.norm(dim=1).median()),
+        )
+        delta = torch.zeros_like(own.up.delta)
+        delta[-size:] = -0.9 * norm * mean / mean.norm()
+        return own._replace(up=own.up._replace(delta=delta))
+
+    return attack
+
+
+def poisoned(kind: str) -> Attack:
+    """Second moments just below the limits, in every round: spread in several ways, or zero."""
+
+    def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+        fields, generator = {}, torch.Generator().manual_seed(number)
+        for name in moments(own, known):
+            pieces = []
+            base = known.inherited(own.steps)[name].double()
+            rows = torch.stack([getattr(o.up, name).double() - known.inherited(o.steps)[name] for o in others])
+            for added, began in zip(
+                torch.split(rows.clamp(min=0), known.layers.sizes, -1),
+                torch.split(base, known.layers.sizes),
+                strict=True,
+            ):
+                size = added.shape[1]
+                usual = max(float(added.sum(1).median()), outliers.FREE_GROWTH * float(began.sum()))
+                share = torch.zeros(size, dtype=torch.float64)
+                if kind == "spread":
+                    share[:] = 1
+                elif kind == "smallest":
+                    share[(added.mean(0) + began).argsort()[: max(1, size // 2)]] = 1
+                elif kind == "first tenth":
+                    share[: max(1, size // 10)] = 1
+                elif kind == "other hundredth":
+                    share[torch.randperm(size, generator=generator)[: max(1, size // 100)]] = 1
+                sums = NEAR * outliers.SUM_OF_MOMENTS * limits.times_median * usual
+                largest = torch.maximum(added.amax(0), began).clamp(min=float(added.amax(1).median()))
+                most = NEAR * outliers.ONE_MOMENT * limits.times_median * largest
+                pieces.append(torch.minimum(sums * share / share.sum().clamp(min=1), most))
+            made = torch.zeros_like(base) if kind == "zero" else base + torch.cat(pieces)
+            fields[name] = made.to(getattr(own.up, name).dtype)
+        return own._replace(up=own.up._replace(**fields))
+
+    return attack
+
+
+def many_examples(attack: Attack | None = None) -> Attack:
+    """As many examples as may be claimed, and the steps they make; with another attack on top."""
+
+    def claim(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+        factor = NEAR * limits.times_examples
+        own = own._replace(examples=int(own.examples * factor), steps=int(own.steps * factor))
+        return own if attack is None else attack(own, others, known, state, down, number, limits)
+
+    return claim
+
+
+def poisoned_buffers(sign: float) -> Attack:
+    """BatchNorm's statistics just below the limit."""
+
+    def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+        buffers = {}
+        for name in own.buffers:
+            rows = torch.stack([other.buffers[name] for other in others])
+            median = rows.median(0).values
+            distance = (rows - median).abs()
+            moved = (median - known.buffers[name]).abs()
+            reference = torch.maximum(distance.amax(0), moved).clamp(min=float(distance.amax(1).median()))
+            value = median + sign * 0.9 * limits.times_median * reference
+            buffers[name] = value.clamp(min=0) if name.endswith("running_var") else value
+        return own._replace(buffers=buffers)
+
+    return attack
+
+
+def attacks(algorithm: Any, lr: float) -> dict[str, tuple[Attack, dict[str, Any]]]:
+    """All attacks that concern an algorithm, each with settings of the simulation."""
+    tiny = nn.Linear(2, 1)
+    x = torch.cat([p.detach().flatten() for p in tiny.parameters()])
+    layers = lamina.Layers.of(tiny)
+    info = Info(1, lr, full_gradient=torch.zeros_like(x))
+    server = algorithm.init(x)
+    down, client = algorithm.broadcast(server, info), algorithm.client_init(x)
+    up, _ = algorithm.finish(
+        algorithm.step(algorithm.begin(down, client, info), down, x, lr, layers), down, client, info
+    )
+
+    def honestly(attack: Attack) -> Attack:
+        return consistent(attack, algorithm, lr)
+
+    made: dict[str, tuple[Attack, dict[str, Any]]] = {
+        "sign flip": (honestly(times(-1.0)), {}),
+        "x -10": (honestly(times(-10.0)), {}),
+        "x -50": (honestly(times(-50.0)), {}),
+        "just below: opposed": (honestly(opposed()), {}),
+        "just below: opposed + noise": (honestly(opposed("noise")), {}),
+        "just below: undo": (honestly(opposed("undo")), {}),
+        "just below: last layer": (honestly(last_layer()), {}),
+        "many examples": (honestly(many_examples()), {}),
+        "many examples, weighted": (honestly(many_examples()), {"weighting": "examples"}),
+        "many examples, weighted, flip": (honestly(many_examples(times(-1.0))), {"weighting": "examples"}),
+    }
+    if algorithm.inherited_moments(down, info):
+        kinds = ("spread", "smallest", "first tenth", "other hundredth", "zero")
+        made |= {f"second moments: {kind}": (poisoned(kind), {}) for kind in kinds}
+    for field in algorithm.implied_fields(up, down, info):
+        made[f"{field} x -1"] = (only(field, -1.0), {})
+        made[f"{field} x -10"] = (only(field, -10.0), {})
+    if algorithm.card.name in ("fedavg", "fedlamb"):
+        made |= {f"BatchNorm {sign:+.0f}": (poisoned_buffers(sign), {"batch_norm": True}) for sign in (1.0, -1.0)}
+    return made
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def model(batch_norm: bool, seed: int) -> nn.Module:
+    """A perceptron with 64 hidden units."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        norm = [nn.BatchNorm1d(64)] if batch_norm else []
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), *norm, nn.ReLU(), nn.Linear(64, 10))
+
+
+def run(
+    name: str,
+    attack: Attack | None = None,
+    *,
+    rounds: int = 15,
+    clients: int = 10,
+    partition: str = "iid",
+    batch_norm: bool = False,
+    weighting: Any = "clients",
+    limits: Limits | None = None,
+    seed: int = 0,
+) -> tuple[float, dict[int, list[str]]]:
+    """The accuracy (mean of the last three rounds) and who was refused."""
+    kind, options = PARTITIONS[partition]
+    algorithm = lamina.create(name)
+    server = Server(algorithm, attack, weighting == "examples", limits or Limits())
+    simulation = lamina.Simulation(
+        model(batch_norm, seed), SPLITS.train, algorithm, test=SPLITS.test, clients=clients, lr=RATES[name], epochs=2,
+        batch_size=16, weighting=weighting, partition=partitions.make(kind, **options), engine="stacked", seed=seed,
+        aggregation="median",  # so that the engine keeps the uploads; `close` takes their mean
+    )  # fmt: skip
+    stacked.close_round = server.close
+    try:
+        history = simulation.run(rounds)
+    except lamina.Diverged:
+        return math.nan, server.refused
+    finally:
+        stacked.close_round = close_round
+    last = [row["accuracy"] for row in history[-3:]]
+    return sum(last) / len(last), server.refused
+
+
+def main() -> None:
+    """Print one of the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("algorithms", nargs="*", default=sorted(RATES))
+    parser.add_argument("--honest", action="store_true")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    same = {"rounds": given.rounds, "clients": given.clients, "seed": given.seed}
+    for name in given.algorithms:
+        if given.honest:
+            for partition in PARTITIONS:
+                if partition == "two classes" and given.clients < 5:
+                    continue
+                started = time.perf_counter()
+                accuracy, refused = run(name, partition=partition, **same)
+                said = "; ".join(f"{len(why)} x client {c}: {why[0]}" for c, why in sorted(refused.items()))
+                print(f"{name:13} {partition:30} {accuracy:.3f} refused: {said or 'nobody'}"
+                      f" ({time.perf_counter() - started:.0f} s)", flush=True)  # fmt: skip
+            continue
+        honest: dict[str, float] = {}
+        for what, (attack, settings) in attacks(lamina.create(name), RATES[name]).items():
+            key = str(settings)
+            if key not in honest:
+                honest[key], _ = run(name, **same, **settings)
+                print(f"{name:13} {'honest ' + key:35} {honest[key]:.3f}", flush=True)
+            accuracy, refused = run(name, attack, **same, **settings)
+            cost = 100 * (honest[key] - accuracy)
+            hostile = len(refused.pop(HOSTILE, []))
+            others = f", honest refused: {refused}" if refused else ""
+            print(f"{name:13} {what:35} {cost:6.2f} points, refused {hostile} of {given.rounds}{others}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,287 @@
+"""Find the answers of a round that stand out from the others: what one node of ten could do harm with.
+
+An answer is compared with the other answers of the same round and with nothing else, because anything remembered or
+broadcast may be the work of an earlier attack. The statistics are medians and order statistics over the clients, which
+a minority cannot set. `Limits` has the factors; docs/federation.md says which attacks they stop, and what honest nodes
+were measured to need.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lamina.flower.checks import FEWEST_FOR_A_MEDIAN, Gradient, Limits, Update
+from lamina.layers import Layers
+from lamina.objective import Buffers
+
+FULL_COHORT = 10  # answers; with fewer, a median says less, and the limits are wider by as much
+STEPS_CREDIT = 3.0  # times the median number of local steps for which a longer update is due to more data
+OTHER_FIELDS = 1.5  # times `times_against`: gradients of honest clients are opposed more often than their steps
+PER_LAYER = 2.0  # a layer's norm varies more between honest clients than that of the whole vector
+SUM_OF_MOMENTS = 10.0  # times `times_median`: the limit for the sum of a layer's second moments
+ONE_MOMENT = 40.0  # times `times_median`: the limit for a single second moment
+FREE_GROWTH = 0.02  # of what was broadcast: the least size that second moments of a round are measured with
+REMEMBERED = 5  # rounds whose medians judge a round with fewer than three answers
+FEW_ANSWERS = 20.0  # times `times_median`: the limit in such a round
+HOSTILE_SHARE = 0.1  # of the clients, at least one: so many of the largest values are not believed
+
+
+class Broadcast(NamedTuple):
+    """What the server knows of a round beside the answers."""
+
+    layers: Layers
+    buffers: Buffers  # the floating buffers that were broadcast
+    inherited: Callable[[int], Mapping[str, Tensor]]  # by local steps: what a client's second moments began with
+    by_examples: bool
+    implied: Sequence[str] = ()  # fields that follow from others, which is checked: they are not judged again
+
+
+class Segment(NamedTuple):
+    """A part of the flat vector: all of it, or one module."""
+
+    name: str
+    products: Tensor  # [clients, clients]: the inner products of the clients' vectors
+    wider: float
+
+
+def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limits) -> dict[int, str]:
+    """Return the clients whose updates stand out, each with the reason; nothing with fewer than three updates."""
+    if limits.times_median is None or len(updates) < FEWEST_FOR_A_MEDIAN:
+        return {}
+    clients, answers = list(updates), list(updates.values())
+    found = _judge_counts(clients, [answer.examples for answer in answers], limits)
+    steps = torch.tensor([float(answer.steps) for answer in answers], dtype=torch.float64)
+    weights = _relative_weights([answer.examples for answer in answers], known.by_examples)
+    inherited = [known.inherited(answer.steps) for answer in answers]
+    for at, name in enumerate(answers[0].up._fields):
+        vectors = [answer.up[at] for answer in answers]
+        if vectors[0] is None or name in known.implied:
+            continue
+        if name in inherited[0]:
+            own = [base[name] for base in inherited]
+            reasons = _judge_second_moments(name, vectors, own, steps, known.layers, limits.times_median)
+        else:
+            reasons = _judge_vectors(name, vectors, weights, steps, known.layers, limits)
+        found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
+    for name in answers[0].buffers:
+        values = [answer.buffers[name] for answer in answers]
+        reasons = _judge_buffer(name, values, known.buffers[name], limits.times_median)
+        found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
+    return found
+
+
+def judge_gradients(gradients: Mapping[int, Gradient], known: Broadcast, limits: Limits) -> dict[int, str]:
+    """Return the clients whose full gradients (Mime's first exchange) stand out, each with the reason."""
+    if limits.times_median is None or len(gradients) < FEWEST_FOR_A_MEDIAN:
+        return {}
+    clients, answers = list(gradients), list(gradients.values())
+    found = _judge_counts(clients, [answer.examples for answer in answers], limits)
+    weights = _relative_weights([answer.examples for answer in answers], known.by_examples)
+    vectors = [answer.gradient for answer in answers]
+    reasons = _judge_vectors("gradient", vectors, weights, torch.ones(len(answers)).double(), known.layers, limits)
+    return {clients[i]: why for i, why in reasons.items()} | found
+
+
+Sizes = dict[str, dict[int, float]]  # a size of every answer, by what is measured and client
+
+
+def sizes_of_updates(updates: Mapping[int, Update], known: Broadcast) -> Sizes:
+    """Return the norms of the fields and buffers, what second moments grew by, and the numbers of examples."""
+    sizes: Sizes = {}
+    for client, update in updates.items():
+        inherited = known.inherited(update.steps)
+        for name, value in zip(update.up._fields, update.up, strict=True):
+            if value is not None:
+                own = value.double() - inherited[name] if name in inherited else value.double()
+                sizes.setdefault(f"'{name}' has norm", {})[client] = float(torch.linalg.vector_norm(own))
+        if update.buffers:
+            norms = torch.stack([torch.linalg.vector_norm(value.double()) for value in update.buffers.values()])
+            sizes.setdefault("its buffers have norm", {})[client] = float(torch.linalg.vector_norm(norms))
+        sizes.setdefault("its number of examples is", {})[client] = float(update.examples)
+    return sizes
+
+
+def sizes_of_gradients(gradients: Mapping[int, Gradient]) -> Sizes:
+    """Return the norms and numbers of examples of Mime's first exchange."""
+    return {
+        "'gradient' has norm": {c: float(torch.linalg.vector_norm(g.gradient.double())) for c, g in gradients.items()},
+        "its number of examples is": {c: float(g.examples) for c, g in gradients.items()},
+    }
+
+
+def medians(sizes: Sizes, used: Sequence[int]) -> dict[str, float]:
+    """Return what to remember of a round: the medians over the answers used, or nothing if they are too few."""
+    if len(used) < FEWEST_FOR_A_MEDIAN:
+        return {}  # a single hostile node could set them
+    return {what: statistics.median([values[client] for client in used]) for what, values in sizes.items()}
+
+
+def judge_by_earlier_rounds(sizes: Sizes, recent: Mapping[str, Sequence[float]], limits: Limits) -> dict[int, str]:
+    """Return the clients of a round with fewer than three answers that sent something absurd, each with the reason."""
+    found: dict[int, str] = {}
+    for what, values in sizes.items():
+        if limits.times_median is None or len(values) >= FEWEST_FOR_A_MEDIAN or not recent.get(what):
+            continue
+        median, times = statistics.median(recent[what]), FEW_ANSWERS * limits.times_median
+        for client, value in values.items():
+            if value > times * median > 0:
+                found.setdefault(
+                    client, f"{what} {value:.4g}, more than {times:g} times the median of the last rounds, {median:.4g}"
+                )
+    return found
+
+
+def judge_counts(examples: Mapping[int, int], limits: Limits) -> dict[int, str]:
+    """Return the clients that claim far more examples than the others, each with the reason."""
+    if limits.times_median is None or len(examples) < FEWEST_FOR_A_MEDIAN:
+        return {}
+    return _judge_counts(list(examples), list(examples.values()), limits)
+
+
+def _judge_counts(clients: Sequence[int], examples: Sequence[int], limits: Limits) -> dict[int, str]:
+    counts = torch.tensor(examples, dtype=torch.float64)
+    times = limits.times_examples * _wider(len(clients))
+    median = float(_median(counts))
+    return {
+        clients[i]: f"its number of examples is {examples[i]}, more than {times:.3g} times the round's median, "
+        f"{median:.4g} (limits: times_examples)"
+        for i in torch.nonzero(counts > times * median).flatten().tolist()
+    }
+
+
+def _judge_vectors(
+    name: str, vectors: Sequence[Tensor], weights: Tensor, steps: Tensor, layers: Layers, limits: Limits
+) -> dict[int, str]:
+    """Find vectors that are much longer than the others, or long and opposed to them.
+
+    A vector that is longer because its client took more local steps is not too long. Its weight in the mean counts
+    where it is opposed to the others: a node must not undo by its weight what it may not undo by its length.
+    """
+    assert limits.times_median is not None
+    wider = _wider(len(vectors))
+    credit = steps.clamp(max=STEPS_CREDIT * float(_median(steps)))
+    found: dict[int, str] = {}
+    for where, products, more in _segments(vectors, layers):
+        norms = products.diagonal().clamp(min=0).sqrt()
+        median, per_step = _median(norms), _median(norms / steps)
+        if not float(median) > 0:
+            continue
+        ratio = torch.minimum(norms / median, (norms / credit) / per_step)
+        longest = limits.times_median * wider * more
+        what = f"'{name}'" + (f" of '{where}'" if where else "")
+        for i in torch.nonzero(ratio > longest).flatten().tolist():
+            found.setdefault(
+                i,
+                f"{what} has norm {float(norms[i]):.4g}, more than {longest:.3g} times the round's median, "
+                f"{float(median):.4g}",
+            )
+        against = _opposition(products, norms, median) * weights
+        most = limits.times_against * wider * more * (1.0 if name == "delta" else OTHER_FIELDS)
+        for i in torch.nonzero(against > most).flatten().tolist():
+            found.setdefault(
+                i,
+                f"{what} is opposed to the others with {float(against[i]):.3g} times the weight of a median one; "
+                f"at most {most:.3g} is allowed",
+            )
+    return found
+
+
+def _opposition(products: Tensor, norms: Tensor, median: Tensor) -> Tensor:
+    """Return how far every vector points against the mean of the others, in units of the median norm.
+
+    The others are scaled down to the median norm first, so that no single one decides what their mean is.
+    """
+    scale = torch.where(norms > median, median / norms, 1.0)
+    others = scale.repeat(len(norms), 1).fill_diagonal_(0.0)  # row i: the weights of all but i
+    along = (others * products).sum(1)
+    lengths = ((others @ products) * others).sum(1).clamp(min=0).sqrt()
+    return torch.where(lengths > 0, -along / (lengths * median), 0.0)
+
+
+def _segments(vectors: Sequence[Tensor], layers: Layers) -> list[Segment]:
+    """The inner products of the whole vectors and, for vectors of the model's size, of every module."""
+    sizes = layers.group_sizes("module") if vectors[0].numel() == layers.size else [vectors[0].numel()]
+    names = layers.group_names("module") if len(sizes) > 1 else ("",)
+    pieces = zip(*(torch.split(vector.flatten(), sizes) for vector in vectors), strict=True)
+    parts = []
+    for name, rows in zip(names, pieces, strict=True):
+        stacked = torch.stack(rows).double().cpu()
+        parts.append(Segment(name or "model", stacked @ stacked.T, PER_LAYER))
+    whole = Segment("", torch.stack([part.products for part in parts]).sum(0), 1.0)
+    return [whole, *parts] if len(parts) > 1 else [whole]
+
+
+def _judge_second_moments(
+    name: str, vectors: Sequence[Tensor], inherited: Sequence[Tensor], steps: Tensor, layers: Layers, times: float
+) -> dict[int, str]:
+    """Find second moments that grow more than the others' do: in the sum over a layer, or in a single coordinate.
+
+    Only what a client added in this round is compared: what it inherited from the broadcast may have been poisoned
+    before, and would hide or excuse more of it.
+    """
+    wider = _wider(len(vectors))
+    steps = steps.clamp(max=STEPS_CREDIT * float(_median(steps)))
+    sizes = layers.sizes if vectors[0].numel() == layers.size else [vectors[0].numel()]
+    names = layers.names if len(sizes) == len(layers.names) else (name,)
+    sent = zip(*(torch.split(vector, sizes) for vector in vectors), strict=True)
+    began = zip(*(torch.split(vector, sizes) for vector in inherited), strict=True)
+    found: dict[int, str] = {}
+    for layer, rows, bases in zip(names, sent, began, strict=True):
+        base = torch.stack(bases).double()
+        added = (torch.stack(rows).double() - base).clamp(min=0)
+        sums, free = added.sum(1), FREE_GROWTH * float(_median(base.sum(1)))
+        usual = _median(sums).clamp(min=free)
+        usual_per_step = _median(sums / steps).clamp(min=free / float(_median(steps)))
+        most = times * SUM_OF_MOMENTS * wider
+        over = (sums > most * usual) & (sums / steps > most * usual_per_step)
+        for i in torch.nonzero(over).flatten().tolist():
+            found.setdefault(
+                i, f"'{name}' of '{layer}' grew by {float(sums[i]):.4g} in sum, more than {most:.3g} times what the "
+                f"others' did, {float(usual):.4g}",
+            )  # fmt: skip
+        reference = torch.maximum(_believed_maximum(added), base.amin(0)).clamp(min=float(_median(added.amax(1))))
+        most = times * ONE_MOMENT * wider
+        for i in torch.nonzero((added > most * reference).any(1)).flatten().tolist():
+            found.setdefault(i, f"'{name}' of '{layer}' has entries more than {most:.3g} times as large as the others'")
+    return found
+
+
+def _judge_buffer(name: str, values: Sequence[Tensor], broadcast: Tensor, times: float) -> dict[int, str]:
+    """Find buffers (BatchNorm's statistics) with entries that are much further from the median than the others' are."""
+    rows = torch.stack([value.flatten() for value in values]).double()
+    median = _median(rows)
+    distance = (rows - median).abs()
+    moved = (median - broadcast.flatten().double()).abs()
+    reference = torch.maximum(_believed_maximum(distance), moved).clamp(min=float(_median(distance.amax(1))))
+    most = times * _wider(len(values))
+    return dict.fromkeys(
+        torch.nonzero((distance > most * reference).any(1)).flatten().tolist(),
+        f"the buffer '{name}' has entries more than {most:.3g} times as far from the round's median as the others'",
+    )
+
+
+def _believed_maximum(rows: Tensor) -> Tensor:
+    """Return the largest value of every coordinate, without those that a hostile minority may have sent."""
+    hostile = max(1, round(HOSTILE_SHARE * len(rows)))
+    return torch.topk(rows, hostile + 1, dim=0).values[-1]
+
+
+def _median(values: Tensor) -> Tensor:
+    """Return the median over the first axis: the mean of the two middle values of an even number."""
+    ordered = values.sort(dim=0).values
+    return 0.5 * (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2])
+
+
+def _relative_weights(examples: Sequence[int], by_examples: bool) -> Tensor:
+    """Return every client's weight in the mean, relative to that of a client with the median number of examples."""
+    counts = torch.tensor(examples, dtype=torch.float64)
+    return counts / _median(counts) if by_examples else torch.ones_like(counts)
+
+
+def _wider(answers: int) -> float:
+    return max(1.0, FULL_COHORT / answers)
