@@ -381,7 +381,7 @@ def test_the_median_pruner_waits_for_a_quarter_of_the_rounds(here):
 def picture_of(trials, keys, monkeypatch, **study):
     """What `save_picture` draws of a study's trials: (rate, accuracy, remark, the other settings)."""
     made = SimpleNamespace(
-        keys=keys, metric="accuracy", grid={}, folder=Path(), spec=SimpleNamespace(select="validation"),
+        keys=keys, metric="accuracy", title="Fed-LAMB", grid={}, folder=Path(), spec=SimpleNamespace(select="validation"),
         experiment=SimpleNamespace(algorithm=SimpleNamespace(name="fedlamb")), space=study,
         trials=[
             SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark)
@@ -418,7 +418,7 @@ def test_points_that_differ_in_a_number_are_not_joined(here, monkeypatch):
     space = {"train.lr": study.Range(0.1, 1.0), "algorithm.decay": study.Range(0.0, 1.0)}
     trials = [(lr, 0.5, "", {"algorithm.decay": lr / 2}) for lr in (0.1, 0.2, 0.3)]
     _, figure = picture_of(trials, ["train.lr", "algorithm.decay"], monkeypatch, **space)
-    (points,) = [line for line in figure.axes[0].lines if line.get_label() == "fedlamb"]
+    (points,) = [line for line in figure.axes[0].lines if line.get_label() == "Fed-LAMB"]
     assert points.get_linestyle() == "None"
     assert points.get_marker() == "o"
 

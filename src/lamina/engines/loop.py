@@ -61,8 +61,7 @@ class Loop:
         )
         down = algorithm.broadcast(state.server, info)
 
-        sums = Sums(weights=weights, aggregation=self.aggregation, uniform_fields=algorithm.uniform_fields)
-        clients = dict(state.clients)
+        sums, clients = Sums(weights=weights, aggregation=self.aggregation), dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
             info = info._replace(steps=float(plan.steps[c]), full_gradient=full_gradients[c])
             client = clients[client_id] if client_id in clients else algorithm.client_init(x)

@@ -60,7 +60,6 @@ class Sums:
     trust: Tensor | None = None  # mean trust ratio of every layer
     weights: list[float] = field(default_factory=list)  # every client's weight; needed by all aggregations but the mean
     aggregation: Aggregation = MEAN
-    uniform_fields: tuple[str, ...] = ()  # the algorithm's: fields of Up that are not weighted
     uploads: dict[int, tuple[Any, Buffers]] = field(default_factory=dict)  # by place in the cohort; see `keep`
 
     @property
@@ -73,12 +72,12 @@ class Sums:
         if self.keeps_uploads:
             self.uploads[c] = up, {name: value for name, value in buffers.items() if value.is_floating_point()}
 
-    def combined(self) -> tuple[Any, Buffers]:
+    def combined(self, algorithm: Algorithm) -> tuple[Any, Buffers]:
         """Return what the server's step works on: the uploads, combined by the aggregation."""
         if not self.keeps_uploads:
             return self.up, self.buffers
         uploads = [self.uploads[c] for c in sorted(self.uploads)]
-        return combine_uploads(self.aggregation, uploads, self.weights, self.uniform_fields)
+        return combine_uploads(self.aggregation, uploads, self.weights, algorithm.uniform_fields)
 
     def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
         """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
@@ -105,7 +104,7 @@ def close_round(
 ) -> tuple[State, RoundReport]:
     """The server's step on the means, and the report: the same words in every engine."""
     info = Info(plan.number, plan.lr, steps=sums.steps, participation=plan.participation)
-    up, buffers = sums.combined()
+    up, buffers = sums.combined(algorithm)
     server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
     measured = [torch.linalg.vector_norm(moved), torch.dot(sums.up.delta.double(), moved)]

@@ -453,8 +453,7 @@ class Server:
         """The server's step on the mean of the updates: the same words as in the engines."""
         plan = self._as_round(number, {client: update.examples for client, update in updates.items()})
         weights = client_weights(plan, self.federation.by_examples)
-        uniform_fields = self.algorithm.uniform_fields
-        sums = Sums(weights=weights, aggregation=self.federation.aggregation, uniform_fields=uniform_fields)
+        sums = Sums(weights=weights, aggregation=self.federation.aggregation)
         for c, (update, weight) in enumerate(zip(updates.values(), weights, strict=True)):
             sums.keep(c, update.up, update.buffers)
             up = update.up

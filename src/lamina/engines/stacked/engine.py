@@ -303,7 +303,6 @@ class Stacked:
             steps=steps,
             weights=weights,
             aggregation=self.aggregation,
-            uniform_fields=member.algorithm.uniform_fields,
         )
 
     def _zeros(self, member: Member, down: Any) -> tuple[Any, Tensor]:
