@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamina import algorithms, models
+from lamina import models
+from lamina.algorithms import find as find_algorithm
 from lamina.cli import reproduce
 from lamina.experiment import claims
 from lamina.experiment.compare import Entry
@@ -125,7 +126,7 @@ def read_variant(folder: Path, algorithms: Sequence[str]) -> Variant:
     train = config["train"]
     entries, missing = [], []
     for name in algorithms:
-        entry = Entry(name, algorithms.find(name).card.title, {}, [])
+        entry = Entry(name, find_algorithm(name).card.title, {}, [])
         for seed in range(train["seed"], train["seed"] + config["compare"]["seeds"]):
             run = by_folder.get(place(folder, name, seed))
             if run is None or not run.ended or run.config["train"]["rounds"] != train["rounds"]:
@@ -302,7 +303,7 @@ def called(label: str) -> str:
     ('Fed-LAMB Z=3 − Mime', 'FedAvg (Fed-SGD)')
     """
     names = [
-        (algorithms.find(algorithm).card.title.removesuffix(MIME_IS), variant)
+        (find_algorithm(algorithm).card.title.removesuffix(MIME_IS), variant)
         for algorithm, variant in claims.named_in(label)
     ]
     return " − ".join(f"{name} {variant}".strip() for name, variant in names)

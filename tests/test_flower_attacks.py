@@ -356,7 +356,7 @@ def test_what_a_task_may_ask_for_is_bounded(asked, why, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("how", ["the whole reply", "only its arrays"])
 def test_an_old_update_is_not_accepted_again(how, tmp_path):
-    setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=4)
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=4)  # no field that contradicts an old one
     old = {}
 
     def on_reply(grid, node, message, reply):

@@ -287,6 +287,7 @@ def test_a_closed_pipe_ends_the_output_in_silence(here, capsys, monkeypatch):
     os.close(reading)
     with os.fdopen(writing, "w") as closed:
         monkeypatch.setattr("sys.stdout", closed)
+        monkeypatch.setattr("lamina.cli.base.out.quiet", False)  # rich silences its console for good: undo that
         assert call("list", "algorithms") == 1
     assert capsys.readouterr().err == ""
 
