@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from lamina import algorithms
 from lamina.aggregation import Aggregation, as_aggregation
@@ -480,7 +481,7 @@ def choose_device(device: str | torch.device) -> torch.device:
 def check_model_fits(model: nn.Module, device: torch.device) -> None:
     """Refuse a model whose training cannot fit the memory: before it is copied, in words that help."""
     tensors = [*model.parameters(), *model.buffers()]
-    if any(nn.parameter.is_lazy(tensor) for tensor in tensors):
+    if any(map(is_lazy, tensors)):
         return  # a lazy layer: its size is not known yet
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     count = sum(tensor.numel() for tensor in model.parameters())
