@@ -218,7 +218,7 @@ def test_masks_have_the_right_rate_and_scale_and_differ_between_layers_calls_cli
 def test_nothing_or_everything_is_dropped(p):
     net, layers = with_streams(nn.Sequential(nn.Dropout(p), nn.Dropout2d(p)).train())
     set_streams(layers, torch.tensor([5]))
-    assert torch.equal(net(torch.ones(3, 4, 5)), torch.full((3, 4, 5), 1 - p))
+    assert torch.equal(net(torch.ones(3, 4, 5, 2)), torch.full((3, 4, 5, 2), 1 - p))
 
 
 def test_alpha_dropout_keeps_mean_and_variance():

@@ -40,17 +40,17 @@ class FromStreams:
         self.calls += 1
         elements //= clients
         counters = torch.arange((elements + 1) // 2, device=self.streams.device)
-        halves = _halves(rng.words(own, counters))[:, :elements]  # two numbers from one word
+        words = rng.words(own, counters)  # two numbers from one word
+        under_vmap = self.streams.dim() == 0  # where a tensor cannot be viewed as another type
+        halves = (_halves(words) if under_vmap else words.view(torch.int32))[:, :elements]
         limit = min(round(p * 2**32), 2**32 - 1) - 2**31
         kept: Tensor = (halves >= limit).reshape(shape)
         return kept & False if p == 1 else kept
 
 
 def _halves(words: Tensor) -> Tensor:
-    """Return the lower and upper 32 bits of every word in turn, as signed numbers: [n, m] -> [n, 2 m]."""
-    if torch._C._functorch.is_batchedtensor(words):  # vmap cannot view a tensor as another type
-        return torch.stack([words << 32 >> 32, words >> 32], -1).flatten(-2)
-    return words.view(torch.int32)
+    """Return what ``words.view(torch.int32)`` does, by arithmetic: the lower and the upper bits of every word in turn."""
+    return torch.stack([words << 32 >> 32, words >> 32], -1).flatten(-2)
 
 
 class _Mask(FromStreams):

@@ -53,7 +53,7 @@ class Info(NamedTuple):
     round: int  # r, from 1
     lr: Number  # eta_l of this round
     steps: Number = 1.0  # K_i in begin and finish; the mean K over the cohort in update
-    participation: float = 1.0  # |S| / N
+    participation: Number = 1.0  # |S| / N
     full_gradient: Tensor | None = None  # grad F_i(x) in finish; its mean over the cohort in broadcast (see Needs)
     record_trust_ratios: bool = False  # begin then gives Local a field `ratio`, see Algorithm.trust_ratios
 
