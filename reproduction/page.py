@@ -24,6 +24,7 @@ from lamina.cli import reproduce
 from lamina.errors import unknown
 from lamina.experiment.claims import named_in
 from lamina.experiment.settings import shown
+from lamina.experiment.toml import complete_text
 from lamina.history import History
 from lamina.report.figures import METRICS
 from lamina.report.tables import NONE, mean_and_spread, significant, values
@@ -245,9 +246,9 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
 
 def about(preset: Path) -> str:
     """The comment at the head of a preset: what the paper says, by which protocol, and where ours deviates."""
-    lines = preset.read_text(encoding="utf-8").splitlines()
+    lines = complete_text(preset).splitlines()
     first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return escaped(" ".join(line.lstrip("# ") for line in lines[:first]))
+    return escaped(" ".join(line.lstrip("# ") for line in lines[:first] if line != "#"))
 
 
 def command(result: Result) -> str:

@@ -381,7 +381,8 @@ def test_the_median_pruner_waits_for_a_quarter_of_the_rounds(here):
 def picture_of(trials, keys, monkeypatch, **study):
     """What `save_picture` draws of a study's trials: (rate, accuracy, remark, the other settings)."""
     made = SimpleNamespace(
-        keys=keys, metric="accuracy", title="Fed-LAMB", grid={}, folder=Path(), spec=SimpleNamespace(select="validation"),
+        keys=keys, metric="accuracy", title="Fed-LAMB", grid={}, folder=Path(),
+        spec=SimpleNamespace(select="validation"),
         experiment=SimpleNamespace(algorithm=SimpleNamespace(name="fedlamb")), space=study,
         trials=[
             SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark)

@@ -49,7 +49,7 @@ class FromStreams:
 
 
 def _halves(words: Tensor) -> Tensor:
-    """Return what ``words.view(torch.int32)`` does, by arithmetic: the lower and the upper bits of every word in turn."""
+    """Return ``words.view(torch.int32)``, computed: the lower and the upper bits of every word in turn."""
     return torch.stack([words << 32 >> 32, words >> 32], -1).flatten(-2)
 
 

@@ -50,7 +50,7 @@ def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
 def complete_text(path: Path) -> str:
     """Return an experiment as one file: the comments at the top of it and of its bases, then all tables."""
     tree = read_tree(path)
-    comments = "#\n".join(_leading_comment(file) for file in _family(path))
+    comments = "#\n".join(filter(None, map(_leading_comment, _family(path))))
     return comments + as_toml(tree)
 
 
