@@ -180,7 +180,7 @@ class Stacked:
             plans[0].number,
             self._per_row([plan.lr for plan in plans]),
             steps=self._per_row([float(plan.steps[row.c]) for plan, row in zip(plans, chunk, strict=True)]),
-            participation=self._per_row([plan.participation for plan in plans]),  # type: ignore[arg-type]
+            participation=self._per_row([plan.participation for plan in plans]),
             full_gradient=torch.stack([gradients[row.member, row.c] for row in chunk])
             if gradients and algorithm.needs(plans[0].number).full_gradient
             else None,
