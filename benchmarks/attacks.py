@@ -49,6 +49,7 @@ class Server:
     def __init__(self, algorithm: Any, attack: Attack | None, by_examples: bool, limits: Limits) -> None:
         self.algorithm, self.attack, self.by_examples, self.limits = algorithm, attack, by_examples, limits
         self.refused: dict[int, list[str]] = {}
+        self.growth: dict[str, float] = {}
 
     def close(self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any) -> Any:
         """Stand in for the engine's `close_round`."""
@@ -66,6 +67,7 @@ class Server:
             {n: b for n, b in state.buffers.items() if b.is_floating_point()},
             lambda steps: algorithm.inherited_moments(down, info(steps)),
             self.by_examples,
+            self.growth,
             tuple(algorithm.implied_fields(first, down, info(1))),
         )
         if self.attack is not None and HOSTILE in updates:
@@ -80,8 +82,10 @@ class Server:
         for client, why in odd.items():
             self.refused.setdefault(client, []).append(why)
             del updates[client]
+        for name, value in outliers.median_growth(updates, known).items():
+            self.growth[name] = max(value, self.growth.get(name, 0.0))
         shares = [update.examples if self.by_examples else 1 for update in updates.values()]
-        kept = Sums(losses=sums.losses, square=sums.square)
+        kept = Sums(loss=sums.loss, square=sums.square)
         for update, share in zip(updates.values(), shares, strict=True):
             kept.add(update.up, update.buffers, share / sum(shares))
             kept.steps += share / sum(shares) * update.steps
@@ -185,13 +189,14 @@ def poisoned(kind: str) -> Attack:
             pieces = []
             base = known.inherited(own.steps)[name].double()
             rows = torch.stack([getattr(o.up, name).double() - known.inherited(o.steps)[name] for o in others])
-            for added, began in zip(
+            for layer, added, began in zip(
+                known.layers.names,
                 torch.split(rows.clamp(min=0), known.layers.sizes, -1),
                 torch.split(base, known.layers.sizes),
                 strict=True,
             ):
                 size = added.shape[1]
-                usual = max(float(added.sum(1).median()), outliers.FREE_GROWTH * float(began.sum()))
+                usual = max(float(added.sum(1).median()), known.growth.get(f"{name} of {layer}", 0.0))
                 share = torch.zeros(size, dtype=torch.float64)
                 if kind == "spread":
                     share[:] = 1

@@ -9,7 +9,7 @@ were measured to need.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,9 +23,8 @@ FULL_COHORT = 10  # answers; with fewer, a median says less, and the limits are 
 STEPS_CREDIT = 3.0  # times the median number of local steps for which a longer update is due to more data
 OTHER_FIELDS = 1.5  # times `times_against`: gradients of honest clients are opposed more often than their steps
 PER_LAYER = 2.0  # a layer's norm varies more between honest clients than that of the whole vector
-SUM_OF_MOMENTS = 10.0  # times `times_median`: the limit for the sum of a layer's second moments
+SUM_OF_MOMENTS = 3.0  # times `times_median`: the limit for the sum of a layer's second moments
 ONE_MOMENT = 40.0  # times `times_median`: the limit for a single second moment
-FREE_GROWTH = 0.02  # of what was broadcast: the least size that second moments of a round are measured with
 REMEMBERED = 5  # rounds whose medians judge a round with fewer than three answers
 FEW_ANSWERS = 20.0  # times `times_median`: the limit in such a round
 HOSTILE_SHARE = 0.1  # of the clients, at least one: so many of the largest values are not believed
@@ -38,6 +37,7 @@ class Broadcast(NamedTuple):
     buffers: Buffers  # the floating buffers that were broadcast
     inherited: Callable[[int], Mapping[str, Tensor]]  # by local steps: what a client's second moments began with
     by_examples: bool
+    growth: Mapping[str, float] = {}  # by layer of a second moment: the largest of all rounds' `median_growth`
     implied: Sequence[str] = ()  # fields that follow from others, which is checked: they are not judged again
 
 
@@ -64,7 +64,7 @@ def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limit
             continue
         if name in inherited[0]:
             own = [base[name] for base in inherited]
-            reasons = _judge_second_moments(name, vectors, own, steps, known.layers, limits.times_median)
+            reasons = _judge_second_moments(name, vectors, own, steps, known, limits.times_median)
         else:
             reasons = _judge_vectors(name, vectors, weights, steps, known.layers, limits)
         found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
@@ -217,26 +217,21 @@ def _segments(vectors: Sequence[Tensor], layers: Layers) -> list[Segment]:
 
 
 def _judge_second_moments(
-    name: str, vectors: Sequence[Tensor], inherited: Sequence[Tensor], steps: Tensor, layers: Layers, times: float
+    name: str, vectors: Sequence[Tensor], inherited: Sequence[Tensor], steps: Tensor, known: Broadcast, times: float
 ) -> dict[int, str]:
     """Find second moments that grow more than the others' do: in the sum over a layer, or in a single coordinate.
 
     Only what a client added in this round is compared: what it inherited from the broadcast may have been poisoned
-    before, and would hide or excuse more of it.
+    before, and would hide or excuse more of it. Late in a run most clients add next to nothing, so the sum may be as
+    large as is usual in any round so far.
     """
     wider = _wider(len(vectors))
     steps = steps.clamp(max=STEPS_CREDIT * float(_median(steps)))
-    sizes = layers.sizes if vectors[0].numel() == layers.size else [vectors[0].numel()]
-    names = layers.names if len(sizes) == len(layers.names) else (name,)
-    sent = zip(*(torch.split(vector, sizes) for vector in vectors), strict=True)
-    began = zip(*(torch.split(vector, sizes) for vector in inherited), strict=True)
     found: dict[int, str] = {}
-    for layer, rows, bases in zip(names, sent, began, strict=True):
-        base = torch.stack(bases).double()
-        added = (torch.stack(rows).double() - base).clamp(min=0)
-        sums, free = added.sum(1), FREE_GROWTH * float(_median(base.sum(1)))
-        usual = _median(sums).clamp(min=free)
-        usual_per_step = _median(sums / steps).clamp(min=free / float(_median(steps)))
+    for layer, base, added in _added(name, vectors, inherited, known.layers):
+        sums = added.sum(1)
+        usual = _median(sums).clamp(min=known.growth.get(f"{name} of {layer}", 0.0))
+        usual_per_step = torch.maximum(_median(sums / steps), usual / _median(steps))
         most = times * SUM_OF_MOMENTS * wider
         over = (sums > most * usual) & (sums / steps > most * usual_per_step)
         for i in torch.nonzero(over).flatten().tolist():
@@ -249,6 +244,34 @@ def _judge_second_moments(
         for i in torch.nonzero((added > most * reference).any(1)).flatten().tolist():
             found.setdefault(i, f"'{name}' of '{layer}' has entries more than {most:.3g} times as large as the others'")
     return found
+
+
+def _added(
+    name: str, vectors: Sequence[Tensor], inherited: Sequence[Tensor], layers: Layers
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield every layer's name, what its second moments began with, and what was added: [clients, size]."""
+    sizes = layers.sizes if vectors[0].numel() == layers.size else [vectors[0].numel()]
+    names = layers.names if len(sizes) == len(layers.names) else (name,)
+    sent = zip(*(torch.split(vector, sizes) for vector in vectors), strict=True)
+    began = zip(*(torch.split(vector, sizes) for vector in inherited), strict=True)
+    for layer, rows, bases in zip(names, sent, began, strict=True):
+        base = torch.stack(bases).double()
+        yield layer, base, (torch.stack(rows).double() - base).clamp(min=0)
+
+
+def median_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[str, float]:
+    """Return the medians over the clients of what every layer's second moments grew by, or nothing if they are few."""
+    if len(updates) < FEWEST_FOR_A_MEDIAN:
+        return {}  # a single hostile node could set them
+    answers = list(updates.values())
+    inherited = [known.inherited(answer.steps) for answer in answers]
+    medians: dict[str, float] = {}
+    for name in inherited[0]:
+        vectors = [getattr(answer.up, name) for answer in answers]
+        if vectors[0] is not None:
+            for layer, _, added in _added(name, vectors, [base[name] for base in inherited], known.layers):
+                medians[f"{name} of {layer}"] = float(_median(added.sum(1)))
+    return medians
 
 
 def _judge_buffer(name: str, values: Sequence[Tensor], broadcast: Tensor, times: float) -> dict[int, str]:

@@ -83,6 +83,7 @@ class Server:
         self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
         self.accepted: dict[int, list[str]] = {}  # by client: digests of its last updates
         self.issued = 0  # of the last task
+        self.growth: dict[str, float] = {}  # the largest median growth of any round, by layer of a second moment
         # of this attempt
         self._tokens: dict[int, str] = {}  # by client: the exchange
         self._sizes: outliers.Sizes = {}
@@ -145,6 +146,7 @@ class Server:
             self.recent = {str(name): [float(v) for v in values] for name, values in facts.get("recent", {}).items()}
             self.accepted = {int(client): list(map(str, d)) for client, d in facts.get("accepted", {}).items()}
             self.issued = int(facts.get("issued", 0))
+            self.growth = {str(name): float(value) for name, value in facts.get("growth", {}).items()}
             if self.roster.fixed is None:
                 self.roster.bound = {int(client): int(node) for client, node in facts["nodes"].items()}
         self.history = self.folder.go_on_after(self.state.round)
@@ -164,6 +166,7 @@ class Server:
             "recent": self.recent,
             "accepted": {str(client): digests for client, digests in self.accepted.items()},
             "issued": self.issued,
+            "growth": self.growth,
             "nodes": {str(client): str(node) for client, node in self.roster.bound.items()},
         }
         self.folder.checkpoint(self, [facts])
@@ -471,6 +474,8 @@ class Server:
             self.examples[client] = updates[client].examples
             digests = [*self.accepted.get(client, []), wire.digest(updates[client].up.delta)[:SHORT]]
             self.accepted[client] = digests[-MOST_DIGESTS:]
+        for name, value in outliers.median_growth(updates, self._broadcast(down, number)).items():
+            self.growth[name] = max(value, self.growth.get(name, 0.0))
         for name, median in outliers.medians(self._sizes, list(updates)).items():
             self.recent[name] = [*self.recent.get(name, []), median][-outliers.REMEMBERED :]
         record.complete = True
@@ -605,7 +610,7 @@ class Server:
             return {} if down is None else self.algorithm.inherited_moments(down, info)
 
         buffers = wire.floating(self.state.buffers)
-        return outliers.Broadcast(self.objective.layers, buffers, inherited, self.federation.by_examples)
+        return outliers.Broadcast(self.objective.layers, buffers, inherited, self.federation.by_examples, self.growth)
 
     def _upload_fields(self) -> tuple[str, ...]:
         """The names of what a client may send: the algorithm's Up."""
