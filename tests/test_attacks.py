@@ -43,7 +43,8 @@ def federation(folder, algorithm, spoil=None, *, norm=False, rounds=ROUNDS, kind
         return digits().train.subset(parts(kind)[context.node_config["partition-id"]])
 
     made = Federation(
-        algorithm, lambda: model(norm), part_of, clients=NODES, rounds=rounds, out=folder / "run", test=lambda: digits().test,
+        algorithm, lambda: model(norm), part_of, clients=NODES, rounds=rounds, out=folder / "run",
+        test=lambda: digits().test,
         batch_size=48, epochs=2, lr=RATES[algorithm], device="cpu", poll=0.002, state_dir=folder / "state",
         evaluate_every=rounds, **more,
     )  # fmt: skip
