@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 import lamina
 from lamina.dropout import set_streams, with_streams
@@ -247,3 +248,21 @@ def test_the_model_keeps_torchs_own_layers():
     run = simulation("dropout2d")
     run.run(1)
     assert [type(layer) for layer in run.model][1] is nn.Dropout2d
+
+
+class Checkpointed(nn.Module):
+    """Runs a part of its forward pass again in the backward pass, where no engine can give it a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(8, 3), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.drop(self.fc(x)).tanh(), x, use_reentrant=False)
+
+
+def test_dropout_that_is_recomputed_is_refused():
+    data = (torch.randn(48, 8), torch.arange(48) % 3)
+    run = lamina.Simulation(Checkpointed(), data, "fedavg", clients=PARTS, device="cpu")
+    with pytest.raises(lamina.BadInput, match="activation checkpointing"):
+        run.run(1)

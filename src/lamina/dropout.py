@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina import rng
+from lamina.errors import BadInput
 
 CALL_BITS = 16  # of the counter that numbers all draws of a step: the layer, then the call of that layer
 
@@ -32,7 +33,8 @@ class FromStreams:
 
     def kept(self, shape: Sequence[int], p: float) -> Tensor:
         """Draw which elements stay, each with probability 1 - p; the first axis holds the clients' samples in turn."""
-        assert self.streams is not None
+        if self.streams is None:
+            raise BadInput("a dropout layer runs outside the forward pass: do without activation checkpointing")
         clients, elements = self.streams.numel(), math.prod(shape)
         if (shape[0] if shape else 1) % clients:
             raise ValueError("the first axis of a dropout layer's input does not hold the samples of the batch")
