@@ -3,6 +3,7 @@
     python benchmarks/attacks.py                         # points of accuracy lost on digits, by algorithm and attack
     python benchmarks/attacks.py --honest                # honest nodes that would be refused, by partition
     python benchmarks/attacks.py fedlamb scaffold --rounds 30
+    python benchmarks/attacks.py fedlamb --aggregation centred_clipping
 
 The clients are trained by the stacked engine; the server's part of a round is the federation's own: its checks, the
 comparison of the answers, and the mean of what is left.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import lamina
+from lamina.aggregation import make as make_aggregation
 from lamina.algorithms.contract import Info
 from lamina.data import load, partitions
 from lamina.engines.stacked import engine as stacked
@@ -46,8 +48,9 @@ SPLITS = load("digits")
 class Server:
     """The federation's part of a round; counts whom it refuses."""
 
-    def __init__(self, algorithm: Any, attack: Attack | None, by_examples: bool, limits: Limits) -> None:
-        self.algorithm, self.attack, self.by_examples, self.limits = algorithm, attack, by_examples, limits
+    def __init__(self, attack: Attack | None, by_examples: bool, limits: Limits, aggregation: str) -> None:
+        self.attack, self.by_examples, self.limits = attack, by_examples, limits
+        self.aggregation = make_aggregation(aggregation)
         self.refused: dict[int, list[str]] = {}
         self.growth: dict[str, float] = {}
 
@@ -67,6 +70,7 @@ class Server:
             {n: b for n, b in state.buffers.items() if b.is_floating_point()},
             lambda steps: algorithm.inherited_moments(down, info(steps)),
             self.by_examples,
+            lambda steps: algorithm.inherited_step(down, info(steps)),
             self.growth,
             tuple(algorithm.implied_fields(first, down, info(1))),
         )
@@ -85,9 +89,11 @@ class Server:
         for name, value in outliers.median_growth(updates, known).items():
             self.growth[name] = max(value, self.growth.get(name, 0.0))
         shares = [update.examples if self.by_examples else 1 for update in updates.values()]
-        kept = Sums(loss=sums.loss, square=sums.square)
-        for update, share in zip(updates.values(), shares, strict=True):
+        weights = [share / sum(shares) for share in shares]
+        kept = Sums(loss=sums.loss, square=sums.square, weights=weights, aggregation=self.aggregation)
+        for c, (update, share) in enumerate(zip(updates.values(), shares, strict=True)):
             kept.add(update.up, update.buffers, share / sum(shares))
+            kept.keep(c, update.up, update.buffers)
             kept.steps += share / sum(shares) * update.steps
         return close_round(algorithm, layers, state, plan, down, kept, clients)
 
@@ -142,6 +148,9 @@ def opposed(aside: str = "", factor: float = 1.0) -> Attack:
         fields = {}
         for name in (n for n, v in own.up._asdict().items() if v is not None and n not in moments(own, known)):
             rows = torch.stack([getattr(other.up, name) for other in others])
+            common = known.step(own.steps) if name == "delta" else None
+            if common is not None:
+                rows = rows - torch.stack([known.step(other.steps) for other in others])
             norm, mean = NEAR * factor * rows.norm(dim=1).median(), rows.mean(0)
             against = -mean / mean.norm()
             made = limits.times_against * norm * against
@@ -153,7 +162,7 @@ def opposed(aside: str = "", factor: float = 1.0) -> Attack:
                 away = away - (away @ against) * against
                 rest = math.sqrt(limits.times_median**2 - limits.times_against**2)
                 made = made + rest * norm * away / away.norm().clamp(min=1e-30)
-            fields[name] = made
+            fields[name] = made if common is None else made + common
         return own._replace(up=own.up._replace(**fields))
 
     return attack
@@ -164,8 +173,11 @@ def last_layer() -> Attack:
 
     def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
         size = known.layers.group_sizes("module")[-1]
-        rows = torch.stack([other.up.delta for other in others])[:, -size:]
+        common = known.step(own.steps)
         whole = torch.stack([other.up.delta for other in others])
+        if common is not None:
+            whole = whole - torch.stack([known.step(other.steps) for other in others])
+        rows = whole[:, -size:]
         mean = rows.mean(0)
         share = float(mean.norm() / whole.mean(0).norm())  # of the opposition of the whole vector
         norm = min(
@@ -175,6 +187,7 @@ def last_layer() -> Attack:
         )
         delta = torch.zeros_like(own.up.delta)
         delta[-size:] = -0.9 * norm * mean / mean.norm()
+        delta = delta if common is None else delta + common
         return own._replace(up=own.up._replace(delta=delta))
 
     return attack
@@ -305,12 +318,13 @@ def run(
     batch_norm: bool = False,
     weighting: Any = "clients",
     limits: Limits | None = None,
+    aggregation: str = "mean",
     seed: int = 0,
 ) -> tuple[float, dict[int, list[str]]]:
     """The accuracy (mean of the last three rounds) and who was refused."""
     kind, options = PARTITIONS[partition]
     algorithm = lamina.create(name)
-    server = Server(algorithm, attack, weighting == "examples", limits or Limits())
+    server = Server(attack, weighting == "examples", limits or Limits(), aggregation)
     simulation = lamina.Simulation(
         model(batch_norm, seed), SPLITS.train, algorithm, test=SPLITS.test, clients=clients, lr=RATES[name], epochs=2,
         batch_size=16, weighting=weighting, partition=partitions.make(kind, **options), engine="stacked", seed=seed,
@@ -335,9 +349,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--aggregation", default="mean")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    same = {"rounds": given.rounds, "clients": given.clients, "seed": given.seed}
+    same = {"rounds": given.rounds, "clients": given.clients, "seed": given.seed, "aggregation": given.aggregation}
     for name in given.algorithms:
         if given.honest:
             for partition in PARTITIONS:

@@ -152,6 +152,14 @@ class Algorithm(ABC):
         """
         return {}
 
+    def inherited_step(self, down: Any, info: Info) -> Tensor | None:
+        """Return the part of ``delta`` that the broadcast accounts for after K_i local steps, or None for nothing.
+
+        A shared momentum, for example. A federation's server compares what clients add to it: a node that takes the
+        common step back would otherwise look like any other.
+        """
+        return None
+
     def implied_fields(self, up: Any, down: Any, info: Info) -> Mapping[str, Tensor]:
         """Name the Up fields that follow from the others, each with the value it must have after K_i local steps.
 

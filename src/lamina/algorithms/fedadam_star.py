@@ -76,3 +76,6 @@ class FedAdamStar(AdamOptions, Algorithm):
         direction, m, v, v_hat = server_adam(server.m, server.v, server.v_hat, up.delta, self, info.round)
         x = server.x + self.server_lr * direction
         return Server(x, m, v, v_hat, momentum=-up.delta / (info.lr * info.steps))  # B14
+
+    def inherited_step(self, down: Down, info: Info) -> Tensor | None:
+        return -info.lr * info.steps * (1 - self.alpha) * down.momentum

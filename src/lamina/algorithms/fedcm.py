@@ -75,3 +75,8 @@ class FedCM(Algorithm):
 
     def update(self, server: Server, up: Displacement, info: Info) -> Server:
         return Server(server.x + self.server_lr * up.delta, momentum=-up.delta / (info.lr * info.steps))
+
+    def inherited_step(self, down: Server, info: Info) -> Tensor | None:
+        if isinstance(self.clip_mix, Tensor) or self.clip_mix != float("inf"):
+            return None  # how much of it is left depends on the gradients
+        return -info.lr * info.steps * (1 - self.alpha) * down.momentum

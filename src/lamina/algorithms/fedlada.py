@@ -102,3 +102,6 @@ class FedLada(Algorithm):
 
     def implied_fields(self, up: Up, down: Server, info: Info) -> Mapping[str, Tensor]:
         return {} if up.mean_step is None else {"mean_step": -up.delta / (info.lr * info.steps)}  # B9
+
+    def inherited_step(self, down: Server, info: Info) -> Tensor | None:
+        return -info.lr * info.steps * (1 - self.alpha) * down.g_a

@@ -76,3 +76,6 @@ class FedLadaLamb(LayerwiseOptions, Algorithm):
 
     def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
         return {"v_hat": down.v}  # the running maximum starts from it
+
+    def inherited_step(self, down: Server, info: Info) -> Tensor | None:
+        return -info.lr * info.steps * (1 - self.alpha) * down.g_a

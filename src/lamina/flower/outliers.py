@@ -37,6 +37,9 @@ class Broadcast(NamedTuple):
     buffers: Buffers  # the floating buffers that were broadcast
     inherited: Callable[[int], Mapping[str, Tensor]]  # by local steps: what a client's second moments began with
     by_examples: bool
+    step: Callable[[int], Tensor | None] = lambda steps: (
+        None
+    )  # by local steps: what `delta` inherits from the broadcast
     growth: Mapping[str, float] = {}  # by layer of a second moment: the largest of all rounds' `median_growth`
     implied: Sequence[str] = ()  # fields that follow from others, which is checked: they are not judged again
 
@@ -66,6 +69,8 @@ def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limit
             own = [base[name] for base in inherited]
             reasons = _judge_second_moments(name, vectors, own, steps, known, limits.times_median)
         else:
+            if name == "delta" and known.step(1) is not None:
+                vectors = [vector - known.step(answer.steps) for vector, answer in zip(vectors, answers, strict=True)]
             reasons = _judge_vectors(name, vectors, weights, steps, known.layers, limits)
         found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
     for name in answers[0].buffers:

@@ -605,12 +605,18 @@ class Server:
     def _broadcast(self, down: Any, number: int) -> outliers.Broadcast:
         """What answers are compared by; without a `down` there are no second moments yet."""
 
-        def inherited(steps: int) -> Mapping[str, Tensor]:
-            info = Info(number, self.plan.rate(number), steps=float(steps))
-            return {} if down is None else self.algorithm.inherited_moments(down, info)
+        def info(steps: int) -> Info:
+            return Info(number, self.plan.rate(number), steps=float(steps))
 
         buffers = wire.floating(self.state.buffers)
-        return outliers.Broadcast(self.objective.layers, buffers, inherited, self.federation.by_examples, self.growth)
+        return outliers.Broadcast(
+            self.objective.layers,
+            buffers,
+            lambda steps: {} if down is None else self.algorithm.inherited_moments(down, info(steps)),
+            self.federation.by_examples,
+            lambda steps: None if down is None else self.algorithm.inherited_step(down, info(steps)),
+            self.growth,
+        )
 
     def _upload_fields(self) -> tuple[str, ...]:
         """The names of what a client may send: the algorithm's Up."""
