@@ -1,0 +1,92 @@
+"""What an upload owes to the broadcast alone: with zero gradients, an upload is exactly that."""
+
+import pytest
+import torch
+
+import lamina
+from lamina.algorithms.contract import Info
+from lamina.layers import Layers
+
+STEPS, LR = 3, 0.1
+X = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)
+MODULE = torch.nn.Linear(5, 1).double()
+
+
+def upload(algorithm, down, gradient=0.0, round=1):
+    """Return what a new client sends after steps with a constant gradient, and the round's info."""
+    info = Info(round, LR, steps=float(STEPS), participation=1.0)
+    client = algorithm.client_init(X)
+    local = algorithm.begin(down, client, info)
+    for _ in range(STEPS):
+        local = algorithm.step(local, down, torch.full_like(X, gradient), LR, Layers.of(MODULE))
+    return algorithm.finish(local, down, client, info)[0], info
+
+
+def broadcast(algorithm, round=1, **fields):
+    server = algorithm.init(X)._replace(**fields)
+    return algorithm.broadcast(server, Info(round, LR))
+
+
+V = torch.linspace(0.5, 2.0, 6, dtype=torch.float64)
+MOMENTS = [
+    ("fedams", {}, "v_hat", "v"),
+    ("fedlamb", {"second_moment": "running"}, "v_hat", "v"),
+    ("fedams", {"lazy": "accumulate", "sync_every": 2}, "v_hat", "v"),
+    ("localadam", {}, "v", "v_hat"),
+    ("localadam", {"amsgrad": False}, "v", "v_hat"),
+    ("localadam", {"amsgrad": False, "v_seed": "zero"}, "v", "v_hat"),
+    ("fedlada", {"decay": 0.0}, "v", "v_hat"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "sent_down", "sent_up"), MOMENTS)
+def test_without_gradients_a_second_moment_is_what_was_inherited(name, options, sent_down, sent_up):
+    options = {"decay": 0.0, **options}
+    algorithm = lamina.create(name, **options)
+    synchronised = options.get("sync_every", 1)
+    down = broadcast(algorithm, synchronised, **{sent_down: V})
+    up, info = upload(algorithm, down, round=synchronised)
+    inherited = algorithm.inherited_moments(down, info)[sent_up]
+    if "lazy" not in options:  # there a client may have begun with a larger one
+        torch.testing.assert_close(getattr(up, sent_up), inherited)
+    assert bool((getattr(up, sent_up) <= inherited + 1e-12).all())
+
+
+def test_a_client_that_keeps_its_own_second_moment_inherits_nothing():
+    algorithm = lamina.create("fedlamb", v_seed="client", v_init=1e-8, decay=0.0)
+    down = broadcast(algorithm)
+    up, info = upload(algorithm, down)
+    assert float(algorithm.inherited_moments(down, info)["v"].abs().max()) == 0.0
+    assert float(up.v.max()) <= 1e-8
+
+
+def test_nothing_is_inherited_where_no_second_moment_is_sent():
+    local = lamina.create("localadam", sync=False)
+    assert local.inherited_moments(broadcast(local), Info(1, LR, steps=1.0)) == {}
+    lazy = lamina.create("fedams", sync_every=2)
+    assert lazy.inherited_moments(broadcast(lazy), Info(1, LR, steps=1.0)) == {}
+
+
+@pytest.mark.parametrize("name", ["fedcm", "fedadam_star", "fedlada", "fedlada_lamb"])
+def test_without_gradients_a_step_is_what_was_inherited(name):
+    algorithm = lamina.create(name, decay=0.0)
+    field = "momentum" if name in ("fedcm", "fedadam_star") else "g_a"
+    down = broadcast(algorithm, **{field: V})
+    up, info = upload(algorithm, down)
+    inherited = algorithm.inherited_step(down, info)
+    if name != "fedlada_lamb" or inherited is not None:
+        torch.testing.assert_close(up.delta, inherited)
+
+
+def test_a_clipped_mix_inherits_nothing_that_could_be_known():
+    algorithm = lamina.create("fedcm", clip_mix=0.1)
+    assert algorithm.inherited_step(broadcast(algorithm), Info(1, LR, steps=1.0)) is None
+
+
+def test_scaffolds_change_of_c_follows_from_delta_unless_it_is_scaled():
+    algorithm = lamina.create("scaffold", decay=0.0)
+    down = broadcast(algorithm, c=V)
+    up, info = upload(algorithm, down, gradient=0.7)
+    torch.testing.assert_close(up.delta_c, algorithm.implied_fields(up, down, info)["delta_c"])
+    scaled = lamina.create("scaffold", scale=0.5)
+    assert scaled.implied_fields(up, down, info) == {}
