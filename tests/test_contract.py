@@ -320,3 +320,17 @@ def test_an_algorithm_that_breaks_the_contract_is_refused_in_one_line(function, 
     with pytest.raises(BadInput, match=f"the algorithm 'own' breaks the contract: {text}") as caught:
         lamina.Simulation(torch.nn.Linear(4, 2), data, own(), clients=2)
     assert "\n" not in str(caught.value)
+
+
+def test_an_own_error_of_an_algorithm_is_passed_on_as_it_is():
+    class Refusing(type(lamina.create("fedavg"))):
+        def begin(self, down, client, info):
+            raise BadInput("this algorithm needs labels")
+
+    with pytest.raises(BadInput, match=r"^this algorithm needs labels$"):
+        rehearse(Refusing())
+
+
+def test_numbers_that_torch_cannot_hold_are_refused():
+    with pytest.raises(BadInput, match="decay"):
+        lamina.create("fedavg", decay=2**63)
