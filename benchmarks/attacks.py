@@ -25,7 +25,7 @@ from lamina.aggregation import make as make_aggregation
 from lamina.algorithms.contract import Info
 from lamina.data import load, partitions
 from lamina.engines.stacked import engine as stacked
-from lamina.engines.state import Sums, close_round
+from lamina.engines.state import Sums, close_round, undo_weighting
 from lamina.flower import Limits, outliers
 from lamina.flower.checks import CONTRADICTION, Update
 
@@ -53,6 +53,7 @@ class Server:
         self.aggregation = make_aggregation(aggregation)
         self.refused: dict[int, list[str]] = {}
         self.growth: dict[str, float] = {}
+        self.totals: dict[str, dict[int, Tensor]] = {}
 
     def close(self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any) -> Any:
         """Stand in for the engine's `close_round`."""
@@ -73,6 +74,7 @@ class Server:
             lambda steps: algorithm.inherited_step(down, info(steps)),
             self.growth,
             tuple(algorithm.implied_fields(first, down, info(1))),
+            {name: self.totals.get(name, {}) for name in algorithm.state_changes},
         )
         if self.attack is not None and HOSTILE in updates:
             others = [update for client, update in updates.items() if client != HOSTILE]
@@ -86,13 +88,17 @@ class Server:
         for client, why in odd.items():
             self.refused.setdefault(client, []).append(why)
             del updates[client]
+        for name in algorithm.state_changes:
+            before = self.totals.setdefault(name, {})
+            before |= {c: getattr(update.up, name) + before.get(c, 0.0) for c, update in updates.items()}
         for name, value in outliers.median_growth(updates, known).items():
             self.growth[name] = max(value, self.growth.get(name, 0.0))
         shares = [update.examples if self.by_examples else 1 for update in updates.values()]
         weights = [share / sum(shares) for share in shares]
         kept = Sums(loss=sums.loss, square=sums.square, weights=weights, aggregation=self.aggregation)
         for c, (update, share) in enumerate(zip(updates.values(), shares, strict=True)):
-            kept.add(update.up, update.buffers, share / sum(shares))
+            relative = share / sum(shares) * len(shares)
+            kept.add(undo_weighting(algorithm, update.up, relative), update.buffers, share / sum(shares))
             kept.keep(c, update.up, update.buffers)
             kept.steps += share / sum(shares) * update.steps
         return close_round(algorithm, layers, state, plan, down, kept, clients)

@@ -98,7 +98,7 @@ def test_scaffold_control_in_a_federation(tmp_path):
 
 def test_a_uniform_field_must_be_one_of_up():
     class Misspelt(lamina.Scaffold):
-        uniform_fields = ("delta_control",)
+        state_changes = ("delta_control",)
 
-    with pytest.raises(BadInput, match="uniform_fields names 'delta_control', which is not a field of Up"):
+    with pytest.raises(BadInput, match="state_changes names 'delta_control', which is not a field of Up"):
         simulation("mlp", Misspelt(), "loop")

@@ -759,6 +759,28 @@ def test_a_killed_server_goes_on_in_the_middle_of_a_round(restartable):
     restartable.run()
 
 
+def test_the_server_knows_the_sum_of_a_clients_changes_after_a_restart(tmp_path):
+    """They are the client's control variate, which it keeps to itself."""
+    setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=4)
+
+    def on_send(grid, node, message):
+        if is_train(message, 3):
+            raise Killed
+        return message
+
+    with pytest.raises(Killed):
+        setup.run(setup.grid(on_send))
+    setup.run()
+    simulation = setup.simulation()
+    simulation.run(setup.rounds)
+    clients = simulation.state.clients
+    (file,) = (setup.out / "checkpoints").glob("clients-000004-*.safetensors")
+    totals = load_file(file)
+    assert totals.keys() == {f"{client}/delta_c" for client in clients}
+    for client, record in clients.items():
+        torch.testing.assert_close(totals[f"{client}/delta_c"], record.c, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("moment", ["after the row", "after the attendance"])
 def test_a_server_killed_between_two_writes_never_mixes_rounds(restartable, moment, monkeypatch):
     from lamina.experiment.checkpoint import Checkpoints

@@ -15,7 +15,7 @@ Rules that make one definition run in every engine:
 - `Server` and `Down` have a field ``x`` (the model), `Local` a field ``y`` (the local model),
   `Up` a field ``delta`` (y_K - x).
 - A field of `Down` or `Up` that is not None is sent: the ledger counts it, Flower ships it.
-- The mean of the Ups follows the run's weighting, except for the fields named in `uniform_fields`.
+- The mean of the Ups follows the run's weighting, except for the fields named in `state_changes`.
 - No branch on a tensor's value, no in-place write, no ``.item()``. Branching on options is fine.
 - A numeric hyper-parameter may be a tensor that broadcasts over the leading axes.
 """
@@ -102,8 +102,12 @@ class Algorithm(ABC):
     """Base of all algorithms: the contract, with defaults for what most of them do not need."""
 
     card: ClassVar[Card]
-    uniform_fields: ClassVar[tuple[str, ...]] = ()
-    """The fields of `Up` whose mean is uniform over the cohort even where clients are weighted by their examples."""
+    state_changes: ClassVar[tuple[str, ...]] = ()
+    """The fields of `Up` that are changes of a client's own state, which the server adds up over the rounds.
+
+    Their mean is uniform over the cohort even where clients are weighted by their examples. A federation's server
+    compares what every client has added so far: small errors in the same direction would otherwise add up unseen.
+    """
 
     @abstractmethod
     def init(self, x: Tensor) -> Any:

@@ -78,9 +78,9 @@ def rehearse(algorithm: Algorithm) -> None:
     if not isinstance(pair, tuple) or hasattr(pair, "_fields") or len(pair) != 2:
         raise broken("finish", "must return two things: what is sent up, and the client's new state")
     up = checked("finish", pair[0], "delta")
-    for field in algorithm.uniform_fields:
+    for field in algorithm.state_changes:
         if field not in up._fields:
-            raise broken("uniform_fields", f"names '{field}', which is not a field of {_named(up)}")
+            raise broken("state_changes", f"names '{field}', which is not a field of {_named(up)}")
     checked("finish", pair[1], "", like=client)
     state("update", algorithm.update, server, up, info, field="x", like=server)
 

@@ -55,7 +55,7 @@ class Up(NamedTuple):
 class Scaffold(Algorithm):
     """SGD corrected by the difference between the global and the client's mean gradient."""
 
-    uniform_fields = ("delta_c",)
+    state_changes = ("delta_c",)
 
     scale: Number = hyper(1.0, "s, weight of the correction; 1 is SCAFFOLD, 0 is FedAvg", low=0.0)
     control: Literal["mean_gradient", "literal"] = hyper(

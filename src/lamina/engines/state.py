@@ -77,7 +77,7 @@ class Sums:
         if not self.keeps_uploads:
             return self.up, self.buffers
         uploads = [self.uploads[c] for c in sorted(self.uploads)]
-        return combine_uploads(self.aggregation, uploads, self.weights, algorithm.uniform_fields)
+        return combine_uploads(self.aggregation, uploads, self.weights, algorithm.state_changes)
 
     def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
         """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
@@ -134,11 +134,11 @@ def client_weights(plan: Round, by_examples: bool) -> list[float]:
 
 
 def undo_weighting(algorithm: Algorithm, up: Any, relative: float | Tensor) -> Any:
-    """Scale an Up's `uniform_fields` so that the weighted mean over the cohort is the uniform mean of them.
+    """Scale an Up's `state_changes` so that the weighted mean over the cohort is the uniform mean of them.
 
     `relative` is the client's weight times the size of the cohort, or a column of such numbers for several rows.
     """
-    return up._replace(**{n: v / relative for n in algorithm.uniform_fields if (v := getattr(up, n)) is not None})
+    return up._replace(**{n: v / relative for n in algorithm.state_changes if (v := getattr(up, n)) is not None})
 
 
 def diverged(

@@ -37,11 +37,10 @@ class Broadcast(NamedTuple):
     buffers: Buffers  # the floating buffers that were broadcast
     inherited: Callable[[int], Mapping[str, Tensor]]  # by local steps: what a client's second moments began with
     by_examples: bool
-    step: Callable[[int], Tensor | None] = lambda steps: (
-        None
-    )  # by local steps: what `delta` inherits from the broadcast
+    step: Callable[[int], Tensor | None] = lambda _: None  # by local steps: what `delta` inherits from the broadcast
     growth: Mapping[str, float] = {}  # by layer of a second moment: the largest of all rounds' `median_growth`
     implied: Sequence[str] = ()  # fields that follow from others, which is checked: they are not judged again
+    totals: Mapping[str, Mapping[int, Tensor]] = {}  # by field that adds up and client: its sum over earlier rounds
 
 
 class Segment(NamedTuple):
@@ -71,7 +70,12 @@ def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limit
         else:
             if name == "delta" and known.step(1) is not None:
                 vectors = [vector - known.step(answer.steps) for vector, answer in zip(vectors, answers, strict=True)]
-            reasons = _judge_vectors(name, vectors, weights, steps, known.layers, limits)
+            reasons = _judge_vectors(f"'{name}'", vectors, weights, steps, known.layers, limits)
+        found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
+    for name, before in known.totals.items():
+        vectors = [getattr(answer.up, name) + before.get(client, 0.0) for client, answer in updates.items()]
+        equal = torch.ones_like(steps)
+        reasons = _judge_vectors(f"the sum of '{name}' over all rounds", vectors, equal, equal, known.layers, limits)
         found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
     for name in answers[0].buffers:
         values = [answer.buffers[name] for answer in answers]
@@ -88,7 +92,7 @@ def judge_gradients(gradients: Mapping[int, Gradient], known: Broadcast, limits:
     found = _judge_counts(clients, [answer.examples for answer in answers], limits)
     weights = _relative_weights([answer.examples for answer in answers], known.by_examples)
     vectors = [answer.gradient for answer in answers]
-    reasons = _judge_vectors("gradient", vectors, weights, torch.ones(len(answers)).double(), known.layers, limits)
+    reasons = _judge_vectors("'gradient'", vectors, weights, torch.ones(len(answers)).double(), known.layers, limits)
     return {clients[i]: why for i, why in reasons.items()} | found
 
 
@@ -160,7 +164,7 @@ def _judge_counts(clients: Sequence[int], examples: Sequence[int], limits: Limit
 
 
 def _judge_vectors(
-    name: str, vectors: Sequence[Tensor], weights: Tensor, steps: Tensor, layers: Layers, limits: Limits
+    title: str, vectors: Sequence[Tensor], weights: Tensor, steps: Tensor, layers: Layers, limits: Limits
 ) -> dict[int, str]:
     """Find vectors that are much longer than the others, or long and opposed to them.
 
@@ -178,7 +182,7 @@ def _judge_vectors(
             continue
         ratio = torch.minimum(norms / median, (norms / credit) / per_step)
         longest = limits.times_median * wider * more
-        what = f"'{name}'" + (f" of '{where}'" if where else "")
+        what = title + (f" of '{where}'" if where else "")
         for i in torch.nonzero(ratio > longest).flatten().tolist():
             found.setdefault(
                 i,
@@ -186,7 +190,7 @@ def _judge_vectors(
                 f"{float(median):.4g}",
             )
         against = _opposition(products, norms, median) * weights
-        most = limits.times_against * wider * more * (1.0 if name == "delta" else OTHER_FIELDS)
+        most = limits.times_against * wider * more * (1.0 if title == "'delta'" else OTHER_FIELDS)
         for i in torch.nonzero(against > most).flatten().tolist():
             found.setdefault(
                 i,

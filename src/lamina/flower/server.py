@@ -71,7 +71,9 @@ class Server:
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.app = wire.fingerprint(self.algorithm, self.objective)
-        self.limits.check_fields(self._upload_fields())
+        upload = self._example_upload()
+        self.limits.check_fields(upload._fields)
+        self._no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
         self.mail = Mail(grid, federation.poll, lambda node: self.roster.name(node), signer)
         self.roster = Roster(self.mail, self.plan.clients.count, nodes)
         self.journal = Journal(folder.path)
@@ -126,7 +128,7 @@ class Server:
 
     def _go_on(self) -> None:
         """Take up the run in the folder where its newest sound checkpoint leaves it."""
-        start = (self.state, self.algorithm.client_init(self.objective.start))
+        start = (self.state, self._no_totals)
         self.folder.checkpoints.identity = of_run(
             self.algorithm,
             self.objective,
@@ -466,7 +468,8 @@ class Server:
             sums.loss += weight * update.loss
             sums.steps += weight * update.steps
             sums.square += weight * float(torch.sum(update.up.delta.double() ** 2))
-        self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, {})
+        totals = self._add_to_totals(updates)
+        self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, totals)
         self._older_base = dict(self.base)
         for client in updates:
             self.base[client] = (number, self._tokens[client])
@@ -616,18 +619,34 @@ class Server:
             self.federation.by_examples,
             lambda steps: None if down is None else self.algorithm.inherited_step(down, info(steps)),
             self.growth,
+            totals={
+                name: {client: getattr(total, name) for client, total in self.state.clients.items()}
+                for name in (() if down is None else self.algorithm.state_changes)
+            },
         )
 
-    def _upload_fields(self) -> tuple[str, ...]:
-        """The names of what a client may send: the algorithm's Up."""
+    def _add_to_totals(self, updates: Mapping[int, Update]) -> dict[int, Any]:
+        """Return what every client has added so far in the fields of Up that the server adds up over the rounds.
+
+        A client that lost its state goes on from its old total: it is the server's sum that matters.
+        """
+        totals = dict(self.state.clients)
+        for client, update in updates.items():
+            for name in self.algorithm.state_changes:
+                before, change = totals.get(client, self._no_totals), getattr(update.up, name)
+                total = change if getattr(before, name) is None else getattr(before, name) + change
+                totals[client] = before._replace(**{name: total})
+        return totals
+
+    def _example_upload(self) -> Any:
+        """An Up of one local step: its fields are what a client may send."""
         zero = torch.zeros_like(self.state.server.x)
         info = Info(1, self.plan.rate(1), full_gradient=zero)
         down = self.algorithm.broadcast(self.state.server, info)
         client = self.algorithm.client_init(zero)
         local = self.algorithm.step(self.algorithm.begin(down, client, info), down, zero, 1.0, self.objective.layers)
         up, _ = self.algorithm.finish(local, down, client, info)
-        fields: tuple[str, ...] = up._fields
-        return fields
+        return up
 
     def _judge(self, node: int, content: RecordDict, record: Attendance, read: Callable[[], Any]) -> Any:
         """What is read of a reply, or None if there is nothing sound: then the record says why."""

@@ -187,7 +187,7 @@ class Stacked:
             record_trust_ratios=self.record_trust_ratios,
         )
         shares = self._shares(chunk, failed)  # made before the GPU is busy: the host would wait for it otherwise
-        relative = self._relative_weights(chunk, members) if algorithm.uniform_fields else None
+        relative = self._relative_weights(chunk, members) if algorithm.state_changes else None
         clip = self._row_clip([members[row.member].clip for row in chunk])
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans, clip)
         up, client = algorithm.finish(local, down, client, info)
