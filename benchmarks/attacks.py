@@ -54,6 +54,7 @@ class Server:
         self.refused: dict[int, list[str]] = {}
         self.growth: dict[str, float] = {}
         self.totals: dict[str, dict[int, Tensor]] = {}
+        self.start = torch.empty(0)
 
     def close(self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any) -> Any:
         """Stand in for the engine's `close_round`."""
@@ -66,6 +67,7 @@ class Server:
             for c, (up, buffers) in sorted(sums.uploads.items())
         }
         first = next(iter(updates.values())).up
+        self.start = state.server.x if plan.number == 1 else self.start
         known = outliers.Broadcast(
             layers,
             {n: b for n, b in state.buffers.items() if b.is_floating_point()},
@@ -74,7 +76,8 @@ class Server:
             lambda steps: algorithm.inherited_step(down, info(steps)),
             self.growth,
             tuple(algorithm.implied_fields(first, down, info(1))),
-            {name: self.totals.get(name, {}) for name in algorithm.state_changes},
+            drift=state.server.x - self.start,
+            totals={name: self.totals.get(name, {}) for name in algorithm.state_changes},
         )
         if self.attack is not None and HOSTILE in updates:
             others = [update for client, update in updates.items() if client != HOSTILE]
@@ -160,11 +163,11 @@ def opposed(aside: str = "", factor: float = 1.0) -> Attack:
             norm, mean = NEAR * factor * rows.norm(dim=1).median(), rows.mean(0)
             against = -mean / mean.norm()
             made = limits.times_against * norm * against
-            if aside:
-                if aside == "undo":
-                    away = start[0] - state.server.x
-                else:
-                    away = torch.randn(mean.shape, generator=torch.Generator().manual_seed(number), dtype=mean.dtype)
+            if aside == "undo":
+                away = start[0] - state.server.x
+                made = limits.times_against * norm * away / away.norm().clamp(min=1e-30)
+            elif aside == "noise":
+                away = torch.randn(mean.shape, generator=torch.Generator().manual_seed(number), dtype=mean.dtype)
                 away = away - (away @ against) * against
                 rest = math.sqrt(limits.times_median**2 - limits.times_against**2)
                 made = made + rest * norm * away / away.norm().clamp(min=1e-30)

@@ -236,6 +236,22 @@ def test_two_hostile_nodes_of_twenty_do_not_vouch_for_each_other():
     assert sorted(outliers.judge_updates(updates, known, Limits())) == [0, 1]
 
 
+def test_a_node_that_moves_the_model_back_to_its_start_is_refused():
+    """Also where its step is not opposed to those of this round."""
+    rows = random_rows(10)
+    drift = torch.zeros(rows.shape[1])
+    drift[0] = 100.0
+    rows[:, 0] = 0.0
+    rows[HOSTILE, 0] = -3 * float(rows.norm(dim=1).median())
+    updates = steps_of(rows)
+    assert outliers.judge_updates(updates, KNOWN, Limits()) == {}
+    found = outliers.judge_updates(updates, KNOWN._replace(drift=drift), Limits())
+    assert list(found) == [HOSTILE]
+    assert "moves the model back towards its start" in found[HOSTILE]
+    rows[:, 0] = -3 * float(rows.norm(dim=1).median())  # all have gone too far
+    assert outliers.judge_updates(steps_of(rows), KNOWN._replace(drift=drift), Limits()) == {}
+
+
 # --- what attacks cost -----------------------------------------------------------------------------------------------
 
 
@@ -255,6 +271,7 @@ COSTS = [
     ("fedlada", "sign flip"),  # of a step that is the broadcast's own for nine tenths
     ("scaffold", "sign flip"),  # with the delta_c that goes with it: errors would add up over rounds
     ("scaffold", "delta_c x -1"),
+    ("fedlamb", "just below: undo"),
     ("fedlamb", "BatchNorm +1"),
     ("fedavg", "many examples, weighted, flip"),
 ]

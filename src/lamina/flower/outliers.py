@@ -22,6 +22,7 @@ from lamina.objective import Buffers
 FULL_COHORT = 10  # answers; with fewer, a median says less, and the limits are wider by as much
 STEPS_CREDIT = 3.0  # times the median number of local steps for which a longer update is due to more data
 OTHER_FIELDS = 1.5  # times `times_against`: gradients of honest clients are opposed more often than their steps
+RETREAT = 0.25  # of the median norm: how far the median client may move back while others are judged for it
 PER_LAYER = 2.0  # a layer's norm varies more between honest clients than that of the whole vector
 SUM_OF_MOMENTS = 3.0  # times `times_median`: the limit for the sum of a layer's second moments
 ONE_MOMENT = 40.0  # times `times_median`: the limit for a single second moment
@@ -40,6 +41,7 @@ class Broadcast(NamedTuple):
     step: Callable[[int], Tensor | None] = lambda _: None  # by local steps: what `delta` inherits from the broadcast
     growth: Mapping[str, float] = {}  # by layer of a second moment: the largest of all rounds' `median_growth`
     implied: Sequence[str] = ()  # fields that follow from others, which is checked: they are not judged again
+    drift: Tensor | None = None  # how far the model has moved since its start
     totals: Mapping[str, Mapping[int, Tensor]] = {}  # by field that adds up and client: its sum over earlier rounds
 
 
@@ -71,6 +73,8 @@ def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limit
             if name == "delta" and known.step(1) is not None:
                 vectors = [vector - known.step(answer.steps) for vector, answer in zip(vectors, answers, strict=True)]
             reasons = _judge_vectors(f"'{name}'", vectors, weights, steps, known.layers, limits)
+            if name == "delta" and known.drift is not None:
+                reasons = _judge_drift(vectors, weights, known.drift, limits) | reasons
         found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
     for name, before in known.totals.items():
         vectors = [getattr(answer.up, name) + before.get(client, 0.0) for client, answer in updates.items()]
@@ -198,6 +202,28 @@ def _judge_vectors(
                 f"at most {most:.3g} is allowed",
             )
     return found
+
+
+def _judge_drift(vectors: Sequence[Tensor], weights: Tensor, drift: Tensor, limits: Limits) -> dict[int, str]:
+    """Find steps that take back what all rounds so far have moved, even if this round moves elsewhere.
+
+    Nobody is judged while most clients move back: they may have gone too far.
+    """
+    rows = torch.stack(list(vectors)).double()
+    median = _median(torch.linalg.vector_norm(rows, dim=1))
+    length = torch.linalg.vector_norm(drift.double())
+    if not float(median * length) > 0:
+        return {}
+    back = -(rows @ (drift.double() / length)) / median
+    if float(_median(back)) > RETREAT:
+        return {}
+    back = back * weights
+    most = limits.times_against * _wider(len(vectors))
+    return {
+        i: f"'delta' moves the model back towards its start by {float(back[i]):.3g} times the norm of a median "
+        f"one; at most {most:.3g} is allowed"
+        for i in torch.nonzero(back > most).flatten().tolist()
+    }
 
 
 def _opposition(products: Tensor, norms: Tensor, median: Tensor) -> Tensor:

@@ -619,6 +619,7 @@ class Server:
             self.federation.by_examples,
             lambda steps: None if down is None else self.algorithm.inherited_step(down, info(steps)),
             self.growth,
+            drift=None if down is None else self.state.server.x - self.objective.start,
             totals={
                 name: {client: getattr(total, name) for client, total in self.state.clients.items()}
                 for name in (() if down is None else self.algorithm.state_changes)
