@@ -13,9 +13,9 @@ import lamina
 from helpers import call, rows, sets
 from lamina.data.feed import Augment
 from lamina.errors import BadInput
-from lamina.experiment import identity
-from lamina.experiment.identity import content_digest
 from lamina.plan import Cosine, Exponential
+from lamina.storage import identity
+from lamina.storage.identity import content_digest
 from test_flower import Setup
 
 GENERATOR = torch.Generator().manual_seed(0)

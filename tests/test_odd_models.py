@@ -13,7 +13,7 @@ from lamina import models
 from lamina.algorithms import FedAvg
 from lamina.algorithms.contract import Model, Needs
 from lamina.engines.loop import Loop
-from lamina.experiment.checkpoint import pack
+from lamina.storage.checkpoint import pack
 
 LABELS = torch.arange(48) % 3
 

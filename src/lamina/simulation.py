@@ -41,7 +41,7 @@ from lamina.plan import Clients, Plan, Round, Schedule, make_schedule
 from lamina.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
-    from lamina.experiment.checkpoint import Checkpoints
+    from lamina.storage.checkpoint import Checkpoints
 
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
@@ -232,8 +232,8 @@ class Simulation:
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint, as safetensors; again into the same folder, client by client only what changed."""
-        from lamina.experiment.checkpoint import Checkpoints  # here: safetensors is not needed to simulate
-        from lamina.experiment.identity import of_simulation
+        from lamina.storage.checkpoint import Checkpoints  # here: safetensors is not needed to simulate
+        from lamina.storage.identity import of_simulation
 
         if self._checkpoints is None or self._checkpoints.folder != Path(folder):
             self._checkpoints = Checkpoints(Path(folder), of_simulation(self))
@@ -244,8 +244,8 @@ class Simulation:
 
         A checkpoint of other settings is refused. Device, engine, precision, test data and evaluation may differ.
         """
-        from lamina.experiment.checkpoint import Checkpoints, load_newest
-        from lamina.experiment.identity import of_simulation
+        from lamina.storage.checkpoint import Checkpoints, load_newest
+        from lamina.storage.identity import of_simulation
 
         checkpoints = Checkpoints(Path(folder), of_simulation(self))
         home = torch.device("cpu") if isinstance(self.engine, Stacked) else None  # it takes the records it needs

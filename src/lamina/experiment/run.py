@@ -19,15 +19,15 @@ from lamina.data.feed import Augment
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, Diverged, LaminaError, nearest
-from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.config import Experiment, Named, Train
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
-from lamina.experiment.identity import of_simulation
 from lamina.experiment.trackers import Trackers
 from lamina.history import Row
 from lamina.plan import SCHEDULES, Schedule, make_schedule
 from lamina.population import Population
 from lamina.simulation import Simulation
+from lamina.storage.checkpoint import load_newest
+from lamina.storage.identity import of_simulation
 
 WRITERS = 8  # runs of a population whose checkpoints are written at a time
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings

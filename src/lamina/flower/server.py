@@ -23,9 +23,7 @@ from lamina.algorithms.contract import Info
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.engines.state import State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
-from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.identity import of_run
 from lamina.flower import checks, outliers, wire
 from lamina.flower.bounds import absurd_losses
 from lamina.flower.checks import Expected, Gradient, Refused, Update
@@ -38,6 +36,8 @@ from lamina.history import History, Row
 from lamina.objective import Objective
 from lamina.plan import Round
 from lamina.simulation import choose_device, evaluate, refuse_nonfinite, round_row
+from lamina.storage.checkpoint import load_newest
+from lamina.storage.identity import of_run
 
 if TYPE_CHECKING:
     from lamina.flower.federation import Federation

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from lamina.engines.state import State
 from lamina.errors import BadInput
-from lamina.experiment.files import cannot_write, write_file
-from lamina.experiment.identity import Identity, refuse_other
 from lamina.ledger import Ledger
+from lamina.storage.files import cannot_write, write_file
+from lamina.storage.identity import Identity, refuse_other
 
 FORMAT = 2
 log = logging.getLogger(__name__)

@@ -25,9 +25,9 @@ from lamina.algorithms.contract import Algorithm, options
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.errors import BadInput
-from lamina.experiment.files import as_json
 from lamina.objective import LOSSES, Objective
 from lamina.plan import Clients, Plan
+from lamina.storage.files import as_json
 
 if TYPE_CHECKING:
     from lamina.simulation import Simulation
