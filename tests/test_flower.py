@@ -19,6 +19,7 @@ from torch import nn
 import lamina
 from flower_grid import Expired, LoopGrid, error_reply, over_the_wire, signed
 from lamina.algorithms.contract import Displacement
+from lamina.clients import Clients
 from lamina.errors import BadInput, Diverged
 from lamina.experiment import run as running
 from lamina.experiment.config import parse
@@ -27,7 +28,8 @@ from lamina.flower import Federation, Limits, Stopped, checks, outliers, wire
 from lamina.flower.federation import read_nodes
 from lamina.flower.mail import Mail
 from lamina.flower.records import Journal
-from lamina.plan import Clients, Plan
+from lamina.plan import Plan
+from lamina.protocol import Protocol
 from lamina.report import build as report
 
 SAMPLES = 60
@@ -297,8 +299,8 @@ def test_a_client_that_knows_only_itself_plans_the_same_batches(sizes, batch_siz
     parts = [np.arange(a, b)[::-1] for a, b in itertools.pairwise(bounds)]
     epochs = None if local_steps else epochs
     settings = {"lr": 0.1, "batch_size": batch_size, "epochs": epochs, "local_steps": local_steps, "seed": seed}
-    whole = Plan(Clients(parts, int(bounds[-1])), **settings).round(number)
-    alone = Plan(Clients.elsewhere(len(sizes)), **settings)
+    whole = Plan(Clients(parts, int(bounds[-1])), Protocol(**settings)).round(number)
+    alone = Plan(Clients.elsewhere(len(sizes)), Protocol(**settings))
     for client, part in enumerate(parts):
         own = alone.round_of(number, np.array([client]), [np.arange(len(part))])
         assert own.steps[0] == whole.steps[client]
@@ -1470,7 +1472,7 @@ def test_evaluation_on_nodes_is_weighted_by_examples(tmp_path):
     held = [i for part in PARTS for i in part]
     model = setup.simulation()
     model.run(5)
-    whole = lamina.simulation.evaluate(
+    whole = lamina.metrics.evaluate(
         model.objective, model.state.server.x, model.state.buffers, lamina.data.dataset.as_dataset((x[held], y[held]))
     )
     last = setup.rows[-1]

@@ -13,7 +13,7 @@ import lamina
 from helpers import call, rows, sets
 from lamina.data.feed import Augment
 from lamina.errors import BadInput
-from lamina.plan import Cosine, Exponential
+from lamina.schedules import Cosine, Exponential
 from lamina.storage import identity
 from lamina.storage.identity import content_digest
 from test_flower import Setup
@@ -158,7 +158,7 @@ def test_two_schedules_of_one_name_are_told_apart(tmp_path):
         {"trust_ratios": True},
         {"algorithm": "fedlamb"},
         {"train": lamina.Dataset(X.clone(), Y.clone(), name="a copy")},
-        {"schedule": lamina.plan.Constant()},
+        {"schedule": lamina.schedules.Constant()},
     ],
     ids=str,
 )
