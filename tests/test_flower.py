@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -705,7 +706,8 @@ def test_who_is_waited_for_is_said_while_it_is_waited(tmp_path, monkeypatch):
 
     other = Setup(tmp_path / "other", "fedavg", participation=1.0, rounds=1, more={"deadline": 5.0})
     other.run(other.grid(delay=lambda node, message: 0.2 if is_train(message) and node == NODE + 1 else 0))
-    assert "WARNING waiting for client 1 to answer (deadline: 5 s)" in (other.out / "log.txt").read_text()
+    log = (other.out / "log.txt").read_text()  # on a slow machine it may be waiting for others, too
+    assert re.search(r"WARNING waiting for clients? (0, )?1(, 2)?(, 3)? to answer \(deadline: 5 s\)", log), log
 
 
 def test_nobody_waits_for_a_client_without_a_listed_node(tmp_path):
@@ -1238,7 +1240,7 @@ def test_with_two_answers_the_last_rounds_tell_what_is_absurd(tmp_path):
 )
 def test_a_number_of_examples_cannot_buy_the_mean(count, first, why, tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=3, weighting="examples")
-    steps = int(setup.federation().plan.steps(np.array([count]))[0])
+    steps = int(setup.federation().protocol.steps(np.array([count]))[0])
 
     def on_reply(grid, node, message, reply):
         lies = is_train(message) and client_of(node) == 1 and int(message.metadata.group_id) >= first
@@ -1627,12 +1629,18 @@ def test_a_server_cannot_make_a_node_write_elsewhere(tmp_path):
         ("held", ["../x"]),
         ("held", ["x"]),
         ("held_digests", "x"),
-        ("lr", float("nan")),
-        ("seed", "1e5"),
-        ("batch_size", -1),
-        ("local_steps", 2**60),
-        ("augment_flip", 1),
         ("app", ""),
+        ("settings", 3),
+        ("settings", "[]"),
+        ("settings", "{"),
+        ("settings", "[" * 5_000),
+        ("settings", {"lr": float("nan")}),
+        ("settings", {"seed": "1e5"}),
+        ("settings", {"batch_size": -1}),
+        ("settings", {"local_steps": 2**60}),
+        ("settings", {"augmentation": {"pad": 4, "flip": 1}}),
+        ("settings", {"augmentation": {"pad": 4}}),
+        ("settings", {"another": 1}),
     ],
 )
 def test_a_task_that_makes_no_sense_is_not_begun(name, value, tmp_path):
@@ -1640,7 +1648,9 @@ def test_a_task_that_makes_no_sense_is_not_begun(name, value, tmp_path):
 
     def on_send(grid, node, message):
         if is_train(message) and client_of(node) == 1:
-            message.content["task"] = ConfigRecord({**message.content["task"], name: value})
+            task = dict(message.content["task"])
+            task[name] = json.dumps({**json.loads(task[name]), **value}) if isinstance(value, dict) else value
+            message.content["task"] = ConfigRecord(task)
             signed(message)
         return message
 

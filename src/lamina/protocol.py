@@ -147,7 +147,7 @@ class Protocol:
     def from_local_record(cls, record: Mapping[str, Any]) -> Protocol:
         """Return the protocol of one client in one round; `BadInput` if the record is not one."""
         expected = {each.name for each in fields(cls)} - set(SERVER_SETTINGS)
-        if record.keys() != expected:
+        if not isinstance(record, dict) or record.keys() != expected:
             raise BadInput(f"the settings of a client are {', '.join(sorted(expected))}")
         augmentation = record["augmentation"]
         if augmentation is not None:

@@ -158,6 +158,7 @@ TEXTS = {"run": HEX, "token": HEX, "app": HEX}
 MAY_BE_EMPTY = {"base": HEX, "gradient": HEX}
 LISTS = {"keep": HEX, "held": FIELD, "held_digests": HEX}
 MAX_SETTINGS_CHARACTERS = 10_000
+SAME_VERSION = "install the same version of lamina on both sides"
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,11 @@ class Task:
     @functools.cached_property
     def protocol(self) -> Protocol:
         """The settings of this client's training in this round."""
-        return Protocol.from_local_record(json.loads(self.settings))
+        try:
+            return Protocol.from_local_record(json.loads(self.settings))
+        except (BadInput, ValueError, RecursionError) as error:
+            why = shorten(str(error)) if isinstance(error, BadInput) else "its settings are not JSON"
+            raise BadInput(f"the server's message makes no sense: {why}; {SAME_VERSION}") from None
 
     def record(self) -> dict[str, Any]:
         """Return the entries of a `ConfigRecord`."""
@@ -198,11 +203,12 @@ class Task:
             if not _is_sound(f.name, value):
                 raise BadInput(
                     f"the server's message says {f.name} = {shorten(repr(value), 40)}: it speaks another protocol; "
-                    "install the same version of lamina on both sides"
+                    f"{SAME_VERSION}"
                 )
         task = cls(**{f.name: entries[f.name] for f in fields(cls)})
         if task.client >= task.clients or len(task.held) != len(task.held_digests):
             raise BadInput(f"the server's message is for client {task.client} of {task.clients}, and makes no sense")
+        _ = task.protocol  # checked before anything is made of it
         return task
 
 
@@ -214,21 +220,13 @@ def _is_sound(name: str, value: Any) -> bool:
     if name == "participation":
         return is_number(value) and 0 < value <= 1
     if name == "settings":
-        return isinstance(value, str) and len(value) <= MAX_SETTINGS_CHARACTERS and _are_settings(value)
+        return isinstance(value, str) and len(value) <= MAX_SETTINGS_CHARACTERS
     if name in LISTS:
         texts = value if isinstance(value, list) else [None]
         return len(texts) <= 100 and all(isinstance(t, str) and LISTS[name].fullmatch(t) for t in texts)
     if name in MAY_BE_EMPTY and value == "":
         return True
     return isinstance(value, str) and bool((TEXTS | MAY_BE_EMPTY)[name].fullmatch(value))
-
-
-def _are_settings(text: str) -> bool:
-    try:
-        Protocol.from_local_record(json.loads(text))
-    except (BadInput, ValueError, AttributeError, TypeError, RecursionError):
-        return False
-    return True
 
 
 def fingerprint(algorithm: Algorithm, objective: Objective) -> str:
