@@ -1,10 +1,15 @@
 """A checkpoint continues the run that wrote it, and no other."""
 
+import functools
 import hashlib
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -121,6 +126,105 @@ def test_another_run_is_refused_by_the_setting_that_differs(name, saved, caplog)
     assert "\n" not in line
     assert "damaged" not in line + caplog.text
     assert other.state is before
+
+
+class Scaled(nn.Module):
+    """A model whose plain attributes matter; its forward pass changes some of them."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.flat, self.fc, self.calls, self.last = nn.Flatten(), nn.Linear(48, 3), 0, None
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        self.calls, self.last = self.calls + 1, x
+        return self.fc(self.flat(x)) * getattr(self, "scale", 1.0)
+
+
+class Table:
+    def __init__(self, rows):
+        self.rows, self.owner = rows, self
+
+
+def attention(heads):
+    layer = nn.TransformerEncoderLayer(48, heads, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Flatten(), nn.Unflatten(1, (1, 48)), layer, nn.Flatten(), nn.Linear(48, 3))
+
+
+def hooked(by):
+    net = Scaled()
+    net.fc.register_forward_hook(lambda module, inputs, outputs: outputs * by)
+    return net
+
+
+def partly_evaluated(evaluated):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3), nn.BatchNorm1d(3))
+    net[2].train(not evaluated)
+    return net
+
+
+def of_class(by):
+    class Local(Scaled):
+        def forward(self, x):
+            return by * self.fc(self.flat(x))
+
+    return Local()
+
+
+MODELS = {
+    "number": lambda other: Scaled(scale=3.0 if other else 2.0),
+    "nested": lambda other: Scaled(options={"a": [1, (2, other)], "b": {"x", "y", "z"}}),
+    "tensor": lambda other: Scaled(table=torch.ones(3) + other),
+    "array": lambda other: Scaled(table=np.ones(3) + other),
+    "function": lambda other: Scaled(function=torch.relu if other else torch.tanh),
+    "lambda": lambda other: Scaled(function=(lambda x: x + 2) if other else (lambda x: x * 2)),
+    "closure": lambda other: Scaled(function=scaled(3 if other else 2)),
+    "partial": lambda other: Scaled(function=functools.partial(torch.clamp, max=3 if other else 2)),
+    "object": lambda other: Scaled(table=Table([1, other])),
+    "heads": lambda other: attention(4 if other else 2),
+    "hook": lambda other: hooked(3 if other else 2),
+    "evaluation mode": partly_evaluated,
+    "class of a function": lambda other: of_class(3 if other else 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_differ_in_a_plain_attribute_are_told_apart(name, tmp_path):
+    simulation = simulate(net=MODELS[name](False))
+    simulation.run(1)
+    simulation.save(tmp_path)
+    simulate(net=MODELS[name](False)).restore(tmp_path)  # with other weights
+    with pytest.raises(BadInput, match="is of model_attributes = "):
+        simulate(net=MODELS[name](True)).restore(tmp_path)
+
+
+DIGEST = """
+from torch import nn
+from lamina.fingerprint import attributes_digest
+net = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
+net.options = {"names": {"a", "b", "c", "d"}, "function": lambda x: x in {"e", "f", "g", "h"}, "object": object()}
+digest = attributes_digest(net)
+"""
+
+
+def test_the_digest_of_attributes_is_the_same_in_every_process():
+    here = {}
+    exec(DIGEST, here)
+    command = [sys.executable, "-c", DIGEST + "print(digest)"]
+    printed = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True, check=True).stdout
+    assert printed.decode().strip() == here["digest"]
+
+
+def test_the_checkpoints_of_another_simulation_are_not_replaced(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = simulate(lr=0.1)
+    with pytest.raises(BadInput, match=r"round 2 in .* is of lr = 0.05, this run has lr = 0.1; .* or another folder$"):
+        other.save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    simulate().save(tmp_path)  # the same simulation from its start
+    other.save(tmp_path / "other")
 
 
 @pytest.mark.parametrize(("one", "other"), [(scaled(2), scaled(3)), (nn.CrossEntropyLoss(reduction="none"),

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
 from lamina.errors import BadInput, unknown
+from lamina.fingerprint import attributes_digest
 from lamina.layers import Layers
 from lamina.likeness import alike, module_difference, same_tensor
 
@@ -91,7 +92,8 @@ class Objective:
             raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
         self.dtype = self.start.dtype
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
-        self._always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
+        self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
+        self.attributes = attributes_digest(module)  # now: a forward pass may change them
         self.device = self.start.device
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         self._other_names = _other_names(module)
@@ -110,7 +112,7 @@ class Objective:
         where = module_difference(self.module, other.module)
         if where:
             return f"their models differ in {where}"
-        if self._always_evaluated != other._always_evaluated:
+        if self.always_evaluated != other.always_evaluated:
             return "their models differ in the layers that stay in evaluation mode"
         if not alike(self.loss, other.loss):
             return "they have different losses"
@@ -198,7 +200,7 @@ class Objective:
         """Put the module, or its stacked copy, into training or evaluation mode."""
         if module.training != train:
             module.train(train)
-            for name in self._always_evaluated:
+            for name in self.always_evaluated:
                 module.get_submodule(name).eval()
 
     def gradient(

@@ -184,7 +184,10 @@ class Simulation:
                 self._planned = self.plan.round(self.state.round + 2)
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint, as safetensors; again into the same folder, client by client only what changed."""
+        """Write a checkpoint, as safetensors; again into the same folder, client by client only what changed.
+
+        A folder with the checkpoints of another simulation is refused.
+        """
         from lamina.storage.checkpoint import Checkpoints  # here: safetensors is not needed to simulate
         from lamina.storage.identity import of_simulation
 

@@ -63,6 +63,7 @@ def of_run(algorithm: Algorithm, objective: Objective, plan: Plan) -> Identity:
         "algorithm": algorithm.card.name,
         **{f"algorithm.{name}": getattr(algorithm, name) for name in options(type(algorithm))},
         "model": _model_digest(objective),
+        "model_attributes": _hash([objective.attributes, sorted(objective.always_evaluated)]),
         "parameters": objective.layers.size,
         "clients": plan.clients.count,
         **{each.name: getattr(protocol, each.name) for each in dataclasses.fields(protocol)},
