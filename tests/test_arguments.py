@@ -56,6 +56,16 @@ def test_an_experiment_file_with_epochs_and_local_steps_is_refused():
     assert experiment.model_dump()["train"]["epochs"] == 1  # as in the folders of earlier runs
 
 
+@pytest.mark.parametrize("given", [{"augment_pad": 2}, {"augment_flip": False}, {"augment_pad": 4}])
+def test_options_of_an_augmentation_that_is_not_switched_on_are_refused(given):
+    (key,) = given
+    with pytest.raises(lamina.BadInput, match=f"^experiment: data: {key} needs augment = true.* or take {key} out$"):
+        config.parse({"data": given})
+    for augment in (True, False):  # false: somebody switched it off on purpose
+        assert config.parse({"data": {**given, "augment": augment}}).data.augment is augment
+    config.parse(config.parse({}).model_dump())  # as in the folders of runs
+
+
 def test_local_steps_on_the_command_line_replace_the_epochs_of_the_file(tmp_path):
     file = tmp_path / "e.toml"
     file.write_text("[train]\nepochs = 2\n")

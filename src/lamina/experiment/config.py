@@ -93,6 +93,15 @@ class Data(_Section):
     augment_flip: bool = True
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
 
+    @model_validator(mode="after")
+    def _augment_is_set(self) -> Data:
+        unused = sorted({"augment_pad", "augment_flip"} & self.model_fields_set)
+        if unused and "augment" not in self.model_fields_set:  # augment = false says that they do not act
+            raise PydanticCustomError(
+                "unused", "{keys} needs augment = true: add it, or take {keys} out", {"keys": " and ".join(unused)}
+            )
+        return self
+
 
 class Model(Named):
     """Which model."""
