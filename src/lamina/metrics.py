@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset
@@ -46,7 +47,7 @@ def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) ->
     batch = EVALUATION_BATCH
     if objective.device.type != "cpu":
         batch = min(max(batch, EVALUATION_NUMBERS_GPU // data.x[0].numel()), MOST_EVALUATED)
-    with torch.no_grad():
+    with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers in evaluation, too
         for start in range(0, len(data), batch):
             part = slice(start, start + batch)
             inputs = prepare(data.x[part], data.mean, data.std, objective.dtype)

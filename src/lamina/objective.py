@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from lamina import rng
 from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
 from lamina.errors import BadInput, unknown
 from lamina.fingerprint import attributes_digest
@@ -262,11 +263,10 @@ class Objective:
 
     def written_parameter(self, inputs: Tensor) -> str | None:
         """Return the name of a parameter that the forward pass writes into, if there is one."""
-        devices = [inputs.device] if inputs.is_cuda else []
         for train in (False, True):
             parameters = {n: p.clone() for n, p in self.layers.unflatten(self.start).items()}
             buffers = {n: b.clone() for n, b in self.buffers.items()}
-            with torch.random.fork_rng(devices=devices), torch.no_grad(), contextlib.suppress(Exception):
+            with rng.forked(inputs.device), torch.no_grad(), contextlib.suppress(Exception):
                 self.outputs_at(parameters, buffers, inputs, train=train)  # whoever trains reports what it raises
             for name, parameter in parameters.items():
                 if parameter._version > 0:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 import torch
 from torch import Tensor, nn
 
-from lamina import algorithms
+from lamina import algorithms, rng
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import deal
@@ -126,19 +126,20 @@ class Simulation:
         lender = engine if isinstance(engine, Simulation) else None
         self.engine_name: str = engine.engine_name if isinstance(engine, Simulation) else engine
         self.metric = "loss"  # what tells how good the model is: "accuracy" where the model and data have one
-        self._check_fit(client_metrics)
-        if lender is None or not lender.plan.same_rounds(self.plan):
-            self.plan.round(1)  # a plan that cannot be made is refused here, not in round 1
-        self.engine: Engine = choose_engine(
-            self.engine_name,
-            precision,
-            lender.engine if lender is not None and lender.precision == precision else None,
-            algorithm=self.algorithm,
-            objective=self.objective,
-            data=self.train_data,
-            protocol=self.protocol,
-            record_trust_ratios=trust_ratios,
-        )
+        with rng.forked(self.device, seed=0):  # the module runs, and may draw random numbers itself
+            self._check_fit(client_metrics)
+            if lender is None or not lender.plan.same_rounds(self.plan):
+                self.plan.round(1)  # a plan that cannot be made is refused here, not in round 1
+            self.engine: Engine = choose_engine(
+                self.engine_name,
+                precision,
+                lender.engine if lender is not None and lender.precision == precision else None,
+                algorithm=self.algorithm,
+                objective=self.objective,
+                data=self.train_data,
+                protocol=self.protocol,
+                record_trust_ratios=trust_ratios,
+            )
         self.evaluate_every = evaluate_every
         self.client_metrics = client_metrics
         self.state, _ = self.start()

@@ -69,7 +69,6 @@ class Loop:
 
             local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
-            sums.keep(c, up, buffers)
 
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)
@@ -101,14 +100,14 @@ class Loop:
         local = algorithm.begin(down, client, info)
         losses = []
         streams = self._dropout_streams(plan, c)
-        with torch.random.fork_rng(devices=[objective.device] if objective.device.type == "cuda" else []):
+        with rng.forked(objective.device):  # the module may draw random numbers itself
             for k in range(int(plan.steps[c])):
                 inputs, targets = self._batch(plan, c, k)
                 own_seed = rng.torch_seed(int(plan.streams[c]), "dropout", k)
-                seed_torch(objective.device, own_seed)
+                rng.seed_generators(objective.device, own_seed)
                 grad, loss = objective.gradient(local.y, buffers, inputs, targets, streams=streams[:, k])
                 if algorithm.needs(plan.number).control_variate:  # the same batch and dropout mask, at x
-                    seed_torch(objective.device, own_seed)
+                    rng.seed_generators(objective.device, own_seed)
                     scratch = {n: b.clone() for n, b in buffers.items()}
                     grad = grad - objective.gradient(down.x, scratch, inputs, targets, streams=streams[:, k])[0]
                 if self.protocol.clip is not None:
@@ -140,7 +139,8 @@ class Loop:
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
         for part in torch.split(index, WHOLE_BATCH if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
             inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
-            grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
+            with rng.forked(x.device, seed=0):
+                grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
             total = total + grad * (len(part) / len(index))
         return total
 
@@ -187,15 +187,6 @@ class Loop:
         for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
-
-
-def seed_torch(device: torch.device, seed: int) -> None:
-    """Seed torch's generator, for modules that draw from it themselves; torch.manual_seed visits every device."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def _all_finite(*values: Tensor | None) -> bool:

@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina import objective as objective_module
+from lamina import rng
 from lamina.errors import LaminaError
 from lamina.objective import Objective
 
@@ -57,7 +58,7 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Tensor, ta
     No sample shows that unless its value happens to cross the limit, so what is looked for is the reading itself.
     """
     parameters = {n: p.as_subclass(_Watched) for n, p in objective.layers.unflatten(objective.start).items()}
-    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
+    with rng.forked(inputs.device):
         for train in (True, False):
             buffers = {n: b.clone() for n, b in objective.buffers.items()}
             try:
