@@ -27,13 +27,22 @@ def attributes_digest(module: nn.Module) -> str:
     return _Fingerprint(module).of(module)
 
 
+def function_digest(function: Any) -> str:
+    """Return a digest of what a function or callable object holds, the same in every process; not of its code."""
+    if isinstance(function, types.FunctionType):
+        cells = [cell.cell_contents for cell in function.__closure__ or ()]
+        function = [cells, function.__defaults__, function.__kwdefaults__]
+    return _Fingerprint().of(function)
+
+
 class _Fingerprint:
     """One digest; it remembers what it has seen, so that values may refer to each other in circles."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module | None = None) -> None:
+        """`module`: the one whose own tensors may have any values."""
         self.seen: dict[int, str] = {}
         self.held: list[Any] = []  # so that no other object gets the id of one that was seen
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        for name, tensor in () if module is None else (*module.named_parameters(), *module.named_buffers()):
             self._remember(tensor, f"tensor {name}")
 
     def of(self, value: Any) -> str:
@@ -98,6 +107,7 @@ class _Fingerprint:
                 yield from (name, str(len(value)))
             elif name not in skipped:
                 yield from (name, self.of(value))
+        yield self.of([dict(module._parameters), dict(module._buffers)])
         for name, child in module._modules.items():
             yield from (name, self.of(child))
 

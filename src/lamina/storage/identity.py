@@ -25,6 +25,7 @@ from lamina.clients import Clients
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.errors import BadInput
+from lamina.fingerprint import function_digest
 from lamina.objective import LOSSES, Objective
 from lamina.plan import Plan
 from lamina.schedules import Schedule
@@ -68,6 +69,7 @@ def of_run(algorithm: Algorithm, objective: Objective, plan: Plan) -> Identity:
         "clients": plan.clients.count,
         **{each.name: getattr(protocol, each.name) for each in dataclasses.fields(protocol)},
         "loss": _loss_name(objective),
+        "loss_attributes": function_digest(objective.loss),
         "schedule": _schedule(protocol.schedule),
         "epochs": (protocol.epochs or 1) if protocol.local_steps is None else None,
         "aggregation": _described(protocol.aggregation),
