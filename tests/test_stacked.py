@@ -298,7 +298,10 @@ def test_a_member_of_a_population_is_the_run_alone(name):
         ]
         for r in (1, 2, 3):
             outcomes = engine.run_members(
-                [Member(run.algorithm, s, run.plan.round(r), run.protocol) for run, s in zip(together, states, strict=True)]
+                [
+                    Member(run.algorithm, s, run.plan.round(r), run.protocol)
+                    for run, s in zip(together, states, strict=True)
+                ]
             )
             states = [state for state, _ in outcomes]
         for run, state in zip(alone, states, strict=True):
@@ -421,7 +424,9 @@ def test_a_module_that_keeps_statistics_of_its_own_runs_in_the_loop(dropout):
     auto = lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, batch_size=4, device="cpu")
     assert isinstance(auto.engine, Loop)
     for engine in ("stacked", "vmap"):
-        with pytest.raises(lamina.BadInput, match=r"computes one value over all samples of a batch|training changes the buffer"):
+        with pytest.raises(
+            lamina.BadInput, match=r"computes one value over all samples of a batch|training changes the buffer"
+        ):
             lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, device="cpu", engine=engine)
 
 
