@@ -16,7 +16,6 @@ from lamina.flower.processes import HOST
 
 SERVER = 1  # its node id in Flower
 VICTIM, PLACE = 0, 2  # clients: whose node is sent a forged task, and whose place the hostile node takes
-DEADLINE = 30  # seconds; the first round takes all of them
 
 
 class HostileNode:
@@ -71,18 +70,21 @@ class HostileNode:
             self._push(about.run_id, session, name, parts[name])
 
 
-@pytest.mark.seconds(200)
+@pytest.mark.seconds(480)
 def test_forged_tasks_and_incomplete_messages_cost_only_their_sender(federation, tmp_path):
     spec = experiment("scaffold", 2)
     key, _ = make_node_key(tmp_path / "hostile")
+    started = time.monotonic()
     number = federation.register(key)
+    # The first round takes the whole deadline. A busy machine needs a longer one: as long as it needs for a command.
+    deadline = max(25, round(8 * (time.monotonic() - started)))
     ids = {client: node for node, client in federation.node_ids.items()} | {PLACE: number}
     victim = federation.nodes[VICTIM]
 
     with HostileNode(federation, key) as hostile:
         assert hostile.id == number
         nodes = {node: client for client, node in ids.items()}
-        job = Job(federation, spec, tmp_path, nodes=nodes, quorum=2, deadline=DEADLINE, attempts=5)
+        job = Job(federation, spec, tmp_path, nodes=nodes, quorum=2, deadline=deadline)
         task = hostile.task()
         about = task.metadata
 
@@ -103,7 +105,7 @@ def test_forged_tasks_and_incomplete_messages_cost_only_their_sender(federation,
 
     job.wait()
     attempts = job.attempts()
-    ended = f"no reply within {DEADLINE} s (it began to send one, and did not complete it)"
+    ended = f"no reply within {deadline} s (it began to send one, and did not complete it)"
     assert [(one["client"], one["node"], one["why"]) for one in attempts[0]["missing"] if one["client"] == PLACE] == [
         (PLACE, str(number), ended)
     ]
