@@ -18,6 +18,7 @@ from PIL import Image
 
 import helpers
 from lamina import BadInput, algorithms
+from lamina.aggregation import Mean
 from lamina.cli import reproduce
 from lamina.data import sources
 from lamina.experiment import claims
