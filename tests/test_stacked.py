@@ -430,7 +430,16 @@ def test_a_module_that_keeps_statistics_of_its_own_runs_in_the_loop(dropout):
             lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, device="cpu", engine=engine)
 
 
-def test_bf16_is_never_dropped_in_silence(caplog):
+def test_a_cpu_without_bf16_instructions_computes_in_fp32_and_says_so(caplog, monkeypatch):
+    net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
+    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: False)
+    run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", precision="bf16")
+    assert run.precision == run.engine.forward.precision == "fp32"
+    assert "this CPU has no bf16 instructions, so the run uses fp32" in caplog.text
+
+
+def test_bf16_is_never_dropped_in_silence(caplog, monkeypatch):
+    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
     net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
     with pytest.raises(lamina.BadInput, match="bf16"):
         lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", engine="loop", precision="bf16")
@@ -829,7 +838,8 @@ def test_models_that_differ_cannot_be_stacked():
             lamina.Population([noise(net=Shifted(1.0, 1.0)), noise(net=other)])
 
 
-def test_a_simulation_lends_its_engine_to_one_of_the_same_model_only():
+def test_a_simulation_lends_its_engine_to_one_of_the_same_model_only(monkeypatch):
+    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
     first = noise(lr=0.1)
     like, own = noise(1, lr=0.2, engine=first), noise(1, lr=0.2)
     assert like.engine.forward is first.engine.forward

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from lamina.engines.stacked.forward import Precision
 from lamina.errors import BadInput
 from lamina.limits import MODEL_COPIES, check_memory
+
+log = logging.getLogger(__name__)
 
 
 def choose_device(device: str | torch.device) -> torch.device:
@@ -21,6 +26,19 @@ def choose_device(device: str | torch.device) -> torch.device:
         reason = str(error).splitlines()[0]
         raise BadInput(f"device '{device}' cannot be used here: {reason}") from error
     return chosen
+
+
+def usable_precision(precision: Precision, device: torch.device) -> Precision:
+    """Return "fp32" instead of "bf16" on a CPU without bf16 instructions, where it is hundreds of times slower."""
+    if precision == "bf16" and device.type == "cpu" and not has_bf16_instructions():
+        log.warning("precision='bf16': this CPU has no bf16 instructions, so the run uses fp32")
+        return "fp32"
+    return precision
+
+
+def has_bf16_instructions() -> bool:
+    """Return whether this CPU multiplies bf16 numbers in hardware."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def check_model_fits(model: nn.Module, device: torch.device) -> None:

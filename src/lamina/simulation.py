@@ -18,7 +18,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import deal
 from lamina.data.dataset import as_dataset
-from lamina.devices import check_model_fits, choose_device
+from lamina.devices import check_model_fits, choose_device, usable_precision
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, arithmetic
@@ -120,7 +120,7 @@ class Simulation:
         if self.protocol.loss == "cross_entropy" and self.train_data.classes is None:
             raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
         self.plan = Plan(deal(self.train_data, clients, partition, self.protocol.seed), self.protocol)
-        self.precision, self.deterministic = precision, deterministic
+        self.precision, self.deterministic = usable_precision(precision, self.device), deterministic
         if deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         lender = engine if isinstance(engine, Simulation) else None
@@ -132,8 +132,8 @@ class Simulation:
                 self.plan.round(1)  # a plan that cannot be made is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 self.engine_name,
-                precision,
-                lender.engine if lender is not None and lender.precision == precision else None,
+                self.precision,
+                lender.engine if lender is not None and lender.precision == self.precision else None,
                 algorithm=self.algorithm,
                 objective=self.objective,
                 data=self.train_data,
