@@ -1,5 +1,6 @@
 # make demo    compare five optimisers on handwritten digits
 # make test    lint, types, every test
+# make test-all  also the long tests and a real federation: what CI runs
 # make test-federation  a real SuperLink and SuperNodes as processes: minutes, because Flower waits
 # make papers  only the checks of every algorithm against its paper, one line each
 PYTHON ?= python3
@@ -21,6 +22,11 @@ test: $(VENV)/.installed
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --cov=lamina --cov-report=term:skip-covered
 	$(BIN)/coverage report --include='*/lamina/algorithms/*' --fail-under=100
+
+# what `make test` leaves out: long tests, and a real federation of processes
+.PHONY: test-all
+test-all: test test-federation
+	$(BIN)/pytest -n 2 -m long
 
 .PHONY: test-federation
 test-federation: $(VENV)/.installed

@@ -128,6 +128,7 @@ def test_runs_of_the_loop_engine_are_compared_too(here):
     assert all(record.config["run"]["engine"] == "loop" for record in find_records(["c"]))
 
 
+@pytest.mark.long
 def test_killed_and_started_again_it_ends_the_same(here):
     longer = "train.rounds=40"
     assert finish(command("a", longer)) == 0

@@ -36,6 +36,7 @@ def short_folder():
         yield folder
 
 
+@pytest.mark.long
 def test_flowers_simulation_engine_gives_the_same_numbers(tmp_path, short_folder):
     home = tmp_path / "home"
     home.mkdir()

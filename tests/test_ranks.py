@@ -62,6 +62,7 @@ def worker(rank, world, port, results):
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_torchrun_on_the_command_line(tmp_path):
     """Two processes write one run folder, with the metrics of a single process."""
     command = ["run", str(ROOT / "experiments" / "digits.toml"), "--set", "train.rounds=3"]

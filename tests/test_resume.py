@@ -70,6 +70,7 @@ def wait_for_a_round(path, process):
         time.sleep(0.001)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["stacked", "loop"])
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedlamb", "mimelamb"])
 def test_killed_at_random_moments(here, algorithm, engine):
@@ -468,6 +469,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(half, capsys, monkeyp
     assert_same("whole", half)
 
 
+@pytest.mark.long
 def test_a_file_that_may_not_grow(here):
     """The system cuts the metrics in the middle of a line."""
     plain = {"algorithm": "fedavg", "rounds": 30}
@@ -516,6 +518,7 @@ def test_an_infinite_test_loss_is_still_the_end_after_a_kill(here, capsys):
     assert "test loss" in json.loads((here / "r" / "diverged.json").read_text())["message"]
 
 
+@pytest.mark.long
 def test_several_processes_go_on_together(here):
     """Every rank saves the clients it owns, and all go on from the newest round they share."""
 
@@ -552,6 +555,7 @@ def state_of(number, clients, size=50):
     return State(number, Model(torch.arange(size) / (number + 1)), {}, clients, Ledger(10))
 
 
+@pytest.mark.long
 def test_ten_thousand_clients_cost_what_changed(tmp_path, monkeypatch):
     """A cohort of 10 writes 10 records, on average fewer than 20 with those that move; disk use stays bounded."""
     clients, size, cohort = 10_000, 50, 10

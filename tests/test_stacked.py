@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -145,8 +146,14 @@ def compare(kind, algorithm, dtype=torch.float64, tolerance=1e-9, rounds=3, chun
         )
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("name", lamina.registry())
+RESNETS = ("resnet9", "resnet18", "resnet18_imagenet")  # slow, and an algorithm's step does not see the model
+PAIRS = [
+    pytest.param(name, kind, marks=[pytest.mark.long] if kind in RESNETS and name != "fedlamb" else [])
+    for name, kind in itertools.product(lamina.registry(), SHAPES)
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_every_algorithm_on_every_model(name, kind):
     # FedLADA starts from v = 1e-16: a gradient that is zero but for rounding (a bias before a norm, attention's key
     # bias) is then blown up to a full step, in every engine its own. A larger start makes the comparison meaningful.

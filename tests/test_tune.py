@@ -219,6 +219,7 @@ def test_going_on_after_a_kill(here, monkeypatch, file):
     assert Path("b", table("b")[0]["trial"], "seed0/log.txt").read_text() == before[1]
 
 
+@pytest.mark.long
 def test_a_grid_killed_at_random_moments_ends_the_same(here):
     longer = "train.rounds=12"
     assert finish(tune("grid.toml", longer, out="a")) == 0
@@ -241,6 +242,7 @@ def trials_in(folder):
     return [(trial.number, trial.state.name, trial.values) for trial in found.get_trials()]
 
 
+@pytest.mark.long
 def test_a_study_killed_at_random_moments_loses_no_trial(here):
     moments, finished = random.Random(0), set()
     for _ in range(4):
@@ -338,6 +340,7 @@ def test_a_study_that_is_locked_or_read_only_is_one_line_and_goes_on_later(here,
     assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
 
 
+@pytest.mark.long
 def test_a_study_that_may_not_grow_is_one_line_and_goes_on_later(here):
     few = ("train.rounds=2", "tune.trials=2")
     assert finish(tune("tpe.toml", *few, out="t"), largest_file=60_000, errors="said.txt") == 2  # as on a full disk
@@ -436,6 +439,7 @@ def test_hyperband_with_seeds(here):
     assert {row["seeds"] for row in table("t")} <= {"1", "2"}
 
 
+@pytest.mark.long
 def test_two_workers_share_a_study(here):
     arguments = tune("tpe.toml", "tune.pruner=none", "tune.trials=5", out="t")
     workers = [start(arguments), start(arguments)]
