@@ -1,4 +1,4 @@
-"""The figures of docs/reproduction.md."""
+"""The figures of docs/reproduction."""
 
 from __future__ import annotations
 
