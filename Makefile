@@ -1,7 +1,7 @@
 # make demo    compare five optimisers on handwritten digits
 # make test    lint, types, every test
 # make test-federation  a real SuperLink and SuperNodes as processes: minutes, because Flower waits
-# make docs    the documentation as a site, docs/_build/index.html (also built by make test)
+# make docs    the documentation as a site, docs/_build/html/index.html (also built by make test)
 # make papers  only the checks of every algorithm against its paper, one line each
 PYTHON ?= python3
 VENV ?= .venv
@@ -28,8 +28,8 @@ test-federation: $(VENV)/.installed
 	$(BIN)/pytest -vv -s --durations=0 tests/federation
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
-	@echo docs/_build/index.html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 papers: $(VENV)/.installed
 	$(BIN)/pytest -v tests/test_papers.py

@@ -1,4 +1,4 @@
-"""Sphinx configuration of the documentation: ``make docs`` builds it into docs/_build."""
+"""Sphinx configuration of the documentation: ``make docs`` builds it into docs/_build/html."""
 
 from __future__ import annotations
 

@@ -95,8 +95,12 @@ def test_the_site_builds(tmp_path):
     """Warnings are errors: broken links, missing names, pages that no table of contents lists, failing notebooks."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     built = subprocess.run(
-        [*command, str(DOCS), str(tmp_path)], capture_output=True, text=True, timeout=SITE_TIMEOUT_S, check=False
+        [*command, str(DOCS), str(tmp_path / "html")],
+        capture_output=True,
+        text=True,
+        timeout=SITE_TIMEOUT_S,
+        check=False,
     )
     assert built.returncode == 0, built.stderr
     for notebook in DOCS.glob("notebooks/*.ipynb"):
-        assert "cell_output" in (tmp_path / "notebooks" / f"{notebook.stem}.html").read_text()
+        assert "cell_output" in (tmp_path / "html" / "notebooks" / f"{notebook.stem}.html").read_text()
