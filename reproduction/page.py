@@ -111,7 +111,7 @@ verdicts, and says how everything was run. To run an experiment again, give the 
 
 
 def read_notes(path: Path) -> dict[str, Any]:
-    """The explanations."""
+    """Read the explanations."""
     return {"overall": "", "sitting": [], "notes": {}, **tomllib.loads(path.read_text(encoding="utf-8"))}
 
 
@@ -400,7 +400,7 @@ def results_table(result: Result) -> str:
 
 
 def last_rounds(history: History) -> float:
-    """The mean accuracy of the last rounds, of those that were kept, in per cent."""
+    """Return the mean accuracy of the last rounds that were kept, in per cent."""
     kept = [row["accuracy"] for row in history[-LAST:] if not math.isnan(row.get("accuracy", math.nan))]
     return 100 * statistics.fmean(kept) if kept else math.nan
 
@@ -424,7 +424,7 @@ def claim_table(claim: Mapping[str, Any]) -> str:
 
 
 def unreached(claim: Mapping[str, Any]) -> bool:
-    """Whether one of our runs ended before it reached a claim's target."""
+    """Return whether one of our runs ended before it reached a claim's target."""
     return claim["target"] is not None and math.inf in map(float, claim["here"].values())
 
 
@@ -458,13 +458,13 @@ def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fe
 
 
 def bytes_of_a_round(histories: Sequence[History]) -> float:
-    """What a round sends in both directions, on average over the rounds that were kept."""
+    """Return the mean bytes that a round sends in both directions."""
     kept = [row for history in histories for row in history if "bytes_up" in row]
     return statistics.fmean(row["bytes_down"] + row["bytes_up"] for row in kept)
 
 
 def times(ratio: float) -> str:
-    """A multiple.
+    """Return a multiple as text.
 
     >>> times(0.688), times(math.inf), times(math.nan)
     ('0.69 ×', '–', '–')
@@ -476,13 +476,13 @@ def times(ratio: float) -> str:
 
 
 def verdict(claim: Mapping[str, Any]) -> str:
-    """A verdict in this page's words; what no paper claims is not reproduced, it holds or not."""
+    """Return a verdict in the words of the pages; our own claims hold or do not hold."""
     judged = claim["verdict"] in JUDGED
     return str(claim["verdict"]) if judged and ours(claim) else VERDICTS[claim["verdict"]]
 
 
 def of_pairs(claim: Mapping[str, Any]) -> str:
-    """How many of a claim's pairs are as expected, if it has more than one, and how many of these in every seed."""
+    """Return how many of a claim's pairs hold, and how many of these in every seed."""
     if claim["verdict"] not in JUDGED:
         return ""
     right, weak = claim["pairs"] - len(claim["wrong"]), len(claim["weak"])
@@ -492,7 +492,7 @@ def of_pairs(claim: Mapping[str, Any]) -> str:
 
 
 def marks(result: Result, claim: Mapping[str, Any]) -> str:
-    """What to know about a verdict: other settings, runs that diverged."""
+    """Return the marks of a verdict: other settings, diverged runs."""
     found = " \\*" if result.facts["sets"] else ""
     for label in claim["here"]:
         for algorithm, variant in named_in(label):
@@ -503,27 +503,27 @@ def marks(result: Result, claim: Mapping[str, Any]) -> str:
 
 
 def ours(claim: Mapping[str, Any]) -> bool:
-    """Whether a claim is no paper's."""
+    """Return whether a claim is our own."""
     return str(claim["text"]).endswith("(ours)")
 
 
 def numbers(found: Mapping[str, Any], *, rounds: bool = True) -> str:
-    """Numbers by label, in a line."""
+    """Return labelled numbers in one line."""
     return ", ".join(f"{named(label)}: {number(value, rounds=rounds)}" for label, value in found.items())
 
 
 def number(value: Any, *, rounds: bool = True) -> str:
-    """A number of a claim; JSON has those that are not finite as text."""
+    """Return a claim's number as text; JSON stores non-finite numbers as text."""
     return NONE if value in (None, "nan") else reproduce.written(float(value), rounds=rounds)
 
 
 def named(label: str) -> str:
-    """A claim's label for Markdown."""
+    """Return a claim's label, escaped for Markdown."""
     return escaped(called(label))
 
 
 def amount(count: int, what: str) -> str:
-    """So many of them.
+    """Return a count with its noun.
 
     >>> amount(1, "run"), amount(3, "run")
     ('1 run', '3 runs')
@@ -532,17 +532,17 @@ def amount(count: int, what: str) -> str:
 
 
 def either(counts: Sequence[int]) -> str:
-    """One of these."""
+    """Return counts joined by "or"."""
     return " or ".join(map(str, counts))
 
 
 def shortened(lines: Sequence[str], most: int = 8) -> list[str]:
-    """The first few of many."""
+    """Return the first few lines, and how many more there are."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def escaped(text: str) -> str:
-    r"""Text that Markdown shows as it is.
+    r"""Return text that Markdown shows unchanged.
 
     >>> print(escaped("FedAdam(*) | a_b"))
     FedAdam(\*) \| a\_b
@@ -551,7 +551,7 @@ def escaped(text: str) -> str:
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
