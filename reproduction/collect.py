@@ -23,12 +23,12 @@ from lamina.cli import reproduce
 from lamina.experiment import claims
 from lamina.experiment.compare import Entry
 from lamina.experiment.config import Claim, Experiment, load
-from lamina.experiment.files import as_json, write_file, write_json
 from lamina.experiment.records import Record, find_records, read_json
 from lamina.experiment.run import build_partition, build_schedule
 from lamina.experiment.settings import at_ends, bounds_of, way_beyond
 from lamina.history import Row
 from lamina.report.curves import flatten
+from lamina.storage.files import as_json, write_file, write_json
 
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
 RESULTS = Path(__file__).parent / "results"

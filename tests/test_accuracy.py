@@ -10,7 +10,7 @@ import lamina
 from flower_grid import LoopGrid
 from helpers import call
 from lamina.flower import Federation
-from lamina.simulation import evaluate
+from lamina.metrics import evaluate
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(120, 4, generator=GENERATOR)

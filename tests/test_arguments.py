@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 import lamina
+from lamina.clients import Clients
 from lamina.experiment import config
 from lamina.experiment.run import build
 from lamina.experiment.toml import as_toml
 from lamina.experiment.tune import with_settings
-from lamina.plan import Clients, Plan
+from lamina.plan import Plan
+from lamina.protocol import Protocol
 
 X, Y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
 
@@ -33,7 +35,7 @@ def test_epochs_beside_local_steps_are_refused(epochs):
     with pytest.raises(lamina.BadInput, match=r"epochs = . and local_steps = 4.*give one of them"):
         simulate(epochs=epochs, local_steps=4)
     with pytest.raises(lamina.BadInput, match="give one of them"):
-        Plan(Clients.elsewhere(3), lr=0.1, epochs=epochs, local_steps=4)
+        Protocol(lr=0.1, epochs=epochs, local_steps=4)
 
 
 def test_each_of_epochs_and_local_steps_alone_is_fine():
@@ -52,6 +54,16 @@ def test_an_experiment_file_with_epochs_and_local_steps_is_refused():
     experiment = config.parse({"train": {"local_steps": 4}})
     assert build(experiment).plan.round(1).steps.tolist() == [4] * 5
     assert experiment.model_dump()["train"]["epochs"] == 1  # as in the folders of earlier runs
+
+
+@pytest.mark.parametrize("given", [{"augment_pad": 2}, {"augment_flip": False}, {"augment_pad": 4}])
+def test_options_of_an_augmentation_that_is_not_switched_on_are_refused(given):
+    (key,) = given
+    with pytest.raises(lamina.BadInput, match=f"^experiment: data: {key} needs augment = true.* or take {key} out$"):
+        config.parse({"data": given})
+    for augment in (True, False):  # false: somebody switched it off on purpose
+        assert config.parse({"data": {**given, "augment": augment}}).data.augment is augment
+    config.parse(config.parse({}).model_dump())  # as in the folders of runs
 
 
 def test_local_steps_on_the_command_line_replace_the_epochs_of_the_file(tmp_path):
@@ -97,7 +109,7 @@ def test_no_batch_size_is_one_batch_of_all_a_client_has(engine):
 
 
 def test_a_client_alone_gets_its_whole_data_too():
-    plan = Plan(Clients.elsewhere(3), lr=0.1, batch_size=None, local_steps=2)
+    plan = Plan(Clients.elsewhere(3), Protocol(lr=0.1, batch_size=None, local_steps=2))
     alone = plan.round_of(1, np.array([1]), [np.arange(5, 15)])
     together = plan.round_of(1, np.array([0, 1]), [np.arange(15), np.arange(5, 15)])
     assert alone.batch(0, 1).tolist() == together.batch(1, 1).tolist()
@@ -106,7 +118,7 @@ def test_a_client_alone_gets_its_whole_data_too():
 
 def test_an_experiment_file_says_full(tmp_path):
     experiment = config.parse({"train": {"batch_size": "full", "participation": 1.0}})
-    assert build(experiment).plan.batch_size is None
+    assert build(experiment).protocol.batch_size is None
     again = tmp_path / "again.toml"
     again.write_text(as_toml(experiment.model_dump(exclude_unset=True)))
     assert config.load(again) == experiment

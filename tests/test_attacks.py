@@ -79,7 +79,7 @@ def heavy(content, federation):
     """Seven times the examples, and twice the opposite step."""
     figures = dict(content["figures"].items())
     figures["examples"] *= 7
-    figures["steps"] = int(federation.plan.steps(np.array([figures["examples"]]))[0])
+    figures["steps"] = int(federation.protocol.steps(np.array([figures["examples"]]))[0])
     made = edit(content, "up", {"delta": lambda value: -2 * value})
     made["figures"] = MetricRecord(figures)
     return made

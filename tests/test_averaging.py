@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 
 import lamina
 from lamina.errors import BadInput
-from lamina.experiment.checkpoint import Checkpoints, unpack
+from lamina.storage.checkpoint import Checkpoints, unpack
 from test_flower import PARTS as NODES
 from test_flower import Setup, small_model
 from test_stacked import PARTS, simulation

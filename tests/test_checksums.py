@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import lamina
 from helpers import call, rows, sets
 from lamina.errors import BadInput
-from lamina.experiment.checkpoint import UNREADABLE, pack, read_facts, read_model, unpack
+from lamina.storage.checkpoint import UNREADABLE, pack, read_facts, read_model, unpack
 from test_flower import NODE, Setup, assert_weights, client_of, is_train, reference
 
 

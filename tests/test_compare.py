@@ -21,11 +21,11 @@ from lamina.cli import compare as compare_command
 from lamina.experiment import compare as comparing
 from lamina.experiment import folder as folders
 from lamina.experiment import side_by_side
-from lamina.experiment.checkpoint import Checkpoints
 from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.experiment.settings import folder_name
 from lamina.report.rates import responses
+from lamina.storage.checkpoint import Checkpoints
 
 TOML = """
 [data]

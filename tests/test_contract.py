@@ -192,12 +192,17 @@ def test_cards_and_files_are_complete(name):
         (lambda: algorithms.create("mime", control_variate=True, sync_every=2), "sync_every = 1"),
         (lambda: algorithms.create("mime", momentum="server", bias_correction=True), "bias_correction"),
         (lambda: algorithms.create("fedams", v_init=0.0), "v_init = 0 leaves nothing to divide by"),
+        (lambda: algorithms.create("fedams", v_init=0.0, first_round="running", sync_every=3),
+         "v_init = 0 leaves nothing to divide by from round 2 until v_hat is synchronised after round 3"),
+        *((lambda name=name, given=given: algorithms.create(name, beta2=1.0, v_init=0.0, **given), "beta2 = 1 keeps")
+          for name, given in (("fedlamb", {"second_moment": "running"}), ("fedlada", {}), ("fedlada_lamb", {}),
+                              ("localadam", {}), ("fedadam", {"tau": 0.0}), ("fedadam_star", {"tau": 0.0}))),
         (lambda: algorithms.create("fedlamb", phi_min=2.0, phi_max=1.0), "phi_min = 2 is above phi_max = 1"),
         (lambda: algorithms.create("fedlamb", decay_on="matrices", decay_form="l2"), "acts only with decay_form"),
         (lambda: algorithms.create("no.such.module:Thing"), "cannot load the algorithm"),
         (lambda: algorithms.create("collections:OrderedDict"), "is not an algorithm class"),
     ],
-)
+)  # fmt: skip
 def test_bad_names_and_options_are_refused_in_one_line(call, text):
     with pytest.raises(BadInput, match=text) as caught:
         call()

@@ -3,6 +3,7 @@
 import logging
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -160,12 +161,12 @@ def test_the_two_gradients_of_mime_see_one_mask():
 class Own(nn.Module):
     """Draws random numbers in its forward."""
 
-    def __init__(self, draw):
+    def __init__(self, draw, always=False):
         super().__init__()
-        self.fc, self.draw = nn.Linear(8, 3), draw
+        self.fc, self.draw, self.always = nn.Linear(8, 3), draw, always
 
     def forward(self, x):
-        return self.fc(self.draw(x)) if self.training else self.fc(x)
+        return self.fc(self.draw(x)) if self.training or self.always else self.fc(x)
 
 
 @pytest.mark.parametrize(
@@ -186,17 +187,27 @@ def test_a_module_that_draws_itself_runs_in_the_loop(draw, caplog):
         lamina.Population([run])
 
 
-def test_a_module_that_draws_itself_is_reproducible():
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+@pytest.mark.parametrize("always", [False, True])
+@pytest.mark.parametrize(
+    "draw",
+    [lambda x: F.dropout(x, 0.5), lambda x: x * random.random(), lambda x: x * np.random.rand()],  # noqa: NPY002
+)
+def test_a_module_that_draws_itself_is_reproducible(draw, always, engine):
     torch.manual_seed(0)
-    model, data = Own(lambda x: F.dropout(x, 0.5)), (torch.randn(48, 8), torch.arange(48) % 3)
+    model, data = Own(draw, always), (torch.randn(48, 8), torch.arange(48) % 3)
     ends = []
     for global_seed, seed in ((1, 0), (2, 0), (2, 1)):
-        run = lamina.Simulation(model, data, "fedavg", clients=PARTS, device="cpu", seed=seed)
-        torch.manual_seed(global_seed)
-        run.run(2)
-        ends.append(run.state.server.x)
-    assert torch.equal(ends[0], ends[1])
-    assert not torch.equal(ends[0], ends[2])
+        for seed_generator in (torch.manual_seed, random.seed, np.random.seed):
+            seed_generator(global_seed)
+        before = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+        settings = {"test": data, "clients": PARTS, "device": "cpu", "seed": seed, "engine": engine}
+        run = lamina.Simulation(model, data, "mime", **settings)
+        losses = run.run(2).column("loss")
+        after = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+        assert after == before  # nobody else's numbers depend on the run
+        ends.append((run.state.server.x.tolist(), losses))
+    assert ends[0] == ends[1] != ends[2]
 
 
 def test_masks_have_the_right_rate_and_scale_and_differ_between_layers_calls_clients_and_streams():

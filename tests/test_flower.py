@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from torch import nn
 import lamina
 from flower_grid import Expired, LoopGrid, error_reply, over_the_wire, signed
 from lamina.algorithms.contract import Displacement
+from lamina.clients import Clients
 from lamina.errors import BadInput, Diverged
 from lamina.experiment import run as running
 from lamina.experiment.config import parse
@@ -27,7 +29,8 @@ from lamina.flower import Federation, Limits, Stopped, checks, outliers, wire
 from lamina.flower.federation import read_nodes
 from lamina.flower.mail import Mail
 from lamina.flower.records import Journal
-from lamina.plan import Clients, Plan
+from lamina.plan import Plan
+from lamina.protocol import Protocol
 from lamina.report import build as report
 
 SAMPLES = 60
@@ -297,8 +300,8 @@ def test_a_client_that_knows_only_itself_plans_the_same_batches(sizes, batch_siz
     parts = [np.arange(a, b)[::-1] for a, b in itertools.pairwise(bounds)]
     epochs = None if local_steps else epochs
     settings = {"lr": 0.1, "batch_size": batch_size, "epochs": epochs, "local_steps": local_steps, "seed": seed}
-    whole = Plan(Clients(parts, int(bounds[-1])), **settings).round(number)
-    alone = Plan(Clients.elsewhere(len(sizes)), **settings)
+    whole = Plan(Clients(parts, int(bounds[-1])), Protocol(**settings)).round(number)
+    alone = Plan(Clients.elsewhere(len(sizes)), Protocol(**settings))
     for client, part in enumerate(parts):
         own = alone.round_of(number, np.array([client]), [np.arange(len(part))])
         assert own.steps[0] == whole.steps[client]
@@ -703,7 +706,8 @@ def test_who_is_waited_for_is_said_while_it_is_waited(tmp_path, monkeypatch):
 
     other = Setup(tmp_path / "other", "fedavg", participation=1.0, rounds=1, more={"deadline": 5.0})
     other.run(other.grid(delay=lambda node, message: 0.2 if is_train(message) and node == NODE + 1 else 0))
-    assert "WARNING waiting for client 1 to answer (deadline: 5 s)" in (other.out / "log.txt").read_text()
+    log = (other.out / "log.txt").read_text()  # on a slow machine it may be waiting for others, too
+    assert re.search(r"WARNING waiting for clients? (0, )?1(, 2)?(, 3)? to answer \(deadline: 5 s\)", log), log
 
 
 def test_nobody_waits_for_a_client_without_a_listed_node(tmp_path):
@@ -783,8 +787,8 @@ def test_the_server_knows_the_sum_of_a_clients_changes_after_a_restart(tmp_path)
 
 @pytest.mark.parametrize("moment", ["after the row", "after the attendance"])
 def test_a_server_killed_between_two_writes_never_mixes_rounds(restartable, moment, monkeypatch):
-    from lamina.experiment.checkpoint import Checkpoints
     from lamina.experiment.folder import RunFolder
+    from lamina.storage.checkpoint import Checkpoints
 
     with monkeypatch.context() as patch:
         cls, method = {"after the row": (Checkpoints, "save"), "after the attendance": (RunFolder, "record")}[moment]
@@ -1236,7 +1240,7 @@ def test_with_two_answers_the_last_rounds_tell_what_is_absurd(tmp_path):
 )
 def test_a_number_of_examples_cannot_buy_the_mean(count, first, why, tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=3, weighting="examples")
-    steps = int(setup.federation().plan.steps(np.array([count]))[0])
+    steps = int(setup.federation().protocol.steps(np.array([count]))[0])
 
     def on_reply(grid, node, message, reply):
         lies = is_train(message) and client_of(node) == 1 and int(message.metadata.group_id) >= first
@@ -1470,7 +1474,7 @@ def test_evaluation_on_nodes_is_weighted_by_examples(tmp_path):
     held = [i for part in PARTS for i in part]
     model = setup.simulation()
     model.run(5)
-    whole = lamina.simulation.evaluate(
+    whole = lamina.metrics.evaluate(
         model.objective, model.state.server.x, model.state.buffers, lamina.data.dataset.as_dataset((x[held], y[held]))
     )
     last = setup.rows[-1]
@@ -1625,12 +1629,18 @@ def test_a_server_cannot_make_a_node_write_elsewhere(tmp_path):
         ("held", ["../x"]),
         ("held", ["x"]),
         ("held_digests", "x"),
-        ("lr", float("nan")),
-        ("seed", "1e5"),
-        ("batch_size", -1),
-        ("local_steps", 2**60),
-        ("augment_flip", 1),
         ("app", ""),
+        ("settings", 3),
+        ("settings", "[]"),
+        ("settings", "{"),
+        ("settings", "[" * 5_000),
+        ("settings", {"lr": float("nan")}),
+        ("settings", {"seed": "1e5"}),
+        ("settings", {"batch_size": -1}),
+        ("settings", {"local_steps": 2**60}),
+        ("settings", {"augmentation": {"pad": 4, "flip": 1}}),
+        ("settings", {"augmentation": {"pad": 4}}),
+        ("settings", {"another": 1}),
     ],
 )
 def test_a_task_that_makes_no_sense_is_not_begun(name, value, tmp_path):
@@ -1638,7 +1648,9 @@ def test_a_task_that_makes_no_sense_is_not_begun(name, value, tmp_path):
 
     def on_send(grid, node, message):
         if is_train(message) and client_of(node) == 1:
-            message.content["task"] = ConfigRecord({**message.content["task"], name: value})
+            task = dict(message.content["task"])
+            task[name] = json.dumps({**json.loads(task[name]), **value}) if isinstance(value, dict) else value
+            message.content["task"] = ConfigRecord(task)
             signed(message)
         return message
 

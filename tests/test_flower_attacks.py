@@ -325,23 +325,25 @@ def test_a_server_that_goes_back_a_round_is_not_taken_for_a_replay(tmp_path):
     ("asked", "why"),
     [
         ({"epochs": 10**6}, None),
-        ({"local_steps": 10**7, "batch_size": 10**9}, "local steps of 25 samples"),
-        ({"epochs": 10**6 + 1}, "epochs"),
-        ({"local_steps": 10**9}, "local_steps"),
-        ({"batch_size": 10**10}, "batch_size"),
+        ({"local_steps": 10**7, "epochs": None, "batch_size": 10**9}, "local steps of 25 samples"),
+        ({"epochs": 10**8}, "local steps of"),
+        ({"local_steps": 10**9, "epochs": None}, "local_steps"),
+        ({"batch_size": 10**16}, "batch_size"),
         ({"participation": 0.0}, "participation"),
         ({"participation": 2.0}, "participation"),
         ({"clip": -1.0}, "clip"),
         ({"lr": -1.0}, "lr"),
         ({"lr": float("inf")}, "lr"),
-        ({"augment_pad": 2000}, "augment_pad"),
+        ({"augmentation": {"pad": 2000, "flip": True}}, "pad"),
     ],
 )
 def test_what_a_task_may_ask_for_is_bounded(asked, why, tmp_path, monkeypatch):
     setup = Setup(tmp_path, "fedavg", rounds=1, participation=1.0)
     grid, sent = recorded(setup)
     message = over_the_wire(sent[NODE + 1][0])
-    task = {**message.content["task"], **asked, "issued": message.content["task"]["issued"] + 10**9}
+    task = {**message.content["task"], "issued": message.content["task"]["issued"] + 10**9}
+    settings = {**json.loads(task["settings"]), **{name: value for name, value in asked.items() if name not in task}}
+    task |= {name: value for name, value in asked.items() if name in task} | {"settings": json.dumps(settings)}
     message.content["task"] = ConfigRecord(task)
     if why is None:  # as much as a node does; it is not really done here
         monkeypatch.setattr("lamina.flower.bounds.MOST_SAMPLES", 10**7)

@@ -217,9 +217,9 @@ def test_the_settings_of_the_template_hold(tmp_path):
             federation.algorithm,
             test=module.load_test(),
             clients=[range(part, len(train), clients) for part in range(clients)],
-            batch_size=federation.plan.batch_size,
-            epochs=federation.plan.epochs,
-            lr=federation.plan.lr,
+            batch_size=federation.protocol.batch_size,
+            epochs=federation.protocol.epochs,
+            lr=federation.protocol.lr,
             device="cpu",
             evaluate_every=22,
         )

@@ -1,10 +1,13 @@
 """A checkpoint continues the run that wrote it, and no other."""
 
+import functools
 import hashlib
 import json
 import shutil
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,9 +16,10 @@ import lamina
 from helpers import call, rows, sets
 from lamina.data.feed import Augment
 from lamina.errors import BadInput
-from lamina.experiment import identity
-from lamina.experiment.identity import content_digest
-from lamina.plan import Cosine, Exponential
+from lamina.fingerprint import attributes_digest
+from lamina.schedules import Cosine, Exponential
+from lamina.storage import identity
+from lamina.storage.identity import content_digest
 from test_flower import Setup
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -40,6 +44,11 @@ def scaled(by):
         return by * nn.functional.cross_entropy(outputs, targets, reduction="none")
 
     return loss
+
+
+def weighted(last):
+    """A loss that differs only for labels that are not among the first."""
+    return nn.CrossEntropyLoss(reduction="none", weight=torch.tensor([1.0, 1.0, last]))
 
 
 class Steps:
@@ -123,14 +132,105 @@ def test_another_run_is_refused_by_the_setting_that_differs(name, saved, caplog)
     assert other.state is before
 
 
+class Scaled(nn.Module):
+    """A model whose plain attributes matter; its forward pass changes some of them."""
+
+    def __init__(self, **attributes):
+        super().__init__()
+        self.flat, self.fc, self.calls, self.last = nn.Flatten(), nn.Linear(48, 3), 0, None
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        self.calls, self.last = self.calls + 1, x
+        return self.fc(self.flat(x)) * getattr(self, "scale", 1.0)
+
+
+class Table:
+    def __init__(self, rows):
+        self.rows, self.owner = rows, self
+
+
+def attention(heads):
+    layer = nn.TransformerEncoderLayer(48, heads, 8, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Flatten(), nn.Unflatten(1, (1, 48)), layer, nn.Flatten(), nn.Linear(48, 3))
+
+
+def hooked(by):
+    net = Scaled()
+    net.fc.register_forward_hook(lambda module, inputs, outputs: outputs * by)
+    return net
+
+
+def partly_evaluated(evaluated):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(48, 3), nn.BatchNorm1d(3))
+    net[2].train(not evaluated)
+    return net
+
+
+def of_class(by):
+    class Local(Scaled):
+        def forward(self, x):
+            return by * self.fc(self.flat(x))
+
+    return Local()
+
+
+MODELS = {
+    "number": lambda other: Scaled(scale=3.0 if other else 2.0),
+    "nested": lambda other: Scaled(options={"a": [1, (2, other)], "b": {"x", "y", "z"}}),
+    "tensor": lambda other: Scaled(table=torch.ones(3) + other),
+    "array": lambda other: Scaled(table=np.ones(3) + other),
+    "function": lambda other: Scaled(function=torch.relu if other else torch.tanh),
+    "lambda": lambda other: Scaled(function=(lambda x: x + 2) if other else (lambda x: x * 2)),
+    "closure": lambda other: Scaled(function=scaled(3 if other else 2)),
+    "partial": lambda other: Scaled(function=functools.partial(torch.clamp, max=3 if other else 2)),
+    "object": lambda other: Scaled(table=Table([1, other])),
+    "heads": lambda other: attention(4 if other else 2),
+    "hook": lambda other: hooked(3 if other else 2),
+    "evaluation mode": partly_evaluated,
+    "class of a function": lambda other: of_class(3 if other else 2),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_that_differ_in_a_plain_attribute_are_told_apart(name, tmp_path):
+    simulation = simulate(net=MODELS[name](False))
+    simulation.run(1)
+    simulation.save(tmp_path)
+    simulate(net=MODELS[name](False)).restore(tmp_path)  # with other weights
+    with pytest.raises(BadInput, match="is of model_attributes = "):
+        simulate(net=MODELS[name](True)).restore(tmp_path)
+
+
+def test_the_digest_of_attributes_depends_on_no_address_and_no_order_of_a_set():
+    def digest(numbers):
+        things = {"object": object(), "lock": threading.Lock(), "function": scaled(2), "device": torch.device("cpu")}
+        return attributes_digest(Scaled(numbers=set(numbers), things=things))
+
+    assert list({0, 8}) != list({8, 0})  # as sets of strings are in other processes
+    assert digest([0, 8]) == digest([8, 0]) != digest([0, 16])
+
+
+def test_the_checkpoints_of_another_simulation_are_not_replaced(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    other = simulate(lr=0.1)
+    with pytest.raises(BadInput, match=r"round 2 in .* is of lr = 0.05, this run has lr = 0.1; .* or another folder$"):
+        other.save(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    simulate().save(tmp_path)  # the same simulation from its start
+    other.save(tmp_path / "other")
+
+
 @pytest.mark.parametrize(("one", "other"), [(scaled(2), scaled(3)), (nn.CrossEntropyLoss(reduction="none"),
-    nn.CrossEntropyLoss(reduction="none", label_smoothing=0.3))])  # fmt: skip
+    nn.CrossEntropyLoss(reduction="none", label_smoothing=0.3)), (weighted(2.0), weighted(3.0))])  # fmt: skip
 def test_two_losses_of_one_name_are_told_apart(one, other, tmp_path):
     simulation = simulate(loss=one)
     simulation.run(1)
     simulation.save(tmp_path)
     simulate(loss=one).restore(tmp_path)
-    with pytest.raises(BadInput, match="is of loss_value = "):
+    with pytest.raises(BadInput, match=r"is of .*loss_\w+ = "):
         simulate(loss=other).restore(tmp_path)
 
 
@@ -158,7 +258,7 @@ def test_two_schedules_of_one_name_are_told_apart(tmp_path):
         {"trust_ratios": True},
         {"algorithm": "fedlamb"},
         {"train": lamina.Dataset(X.clone(), Y.clone(), name="a copy")},
-        {"schedule": lamina.plan.Constant()},
+        {"schedule": lamina.schedules.Constant()},
     ],
     ids=str,
 )

@@ -10,8 +10,11 @@ from torch import nn
 import lamina
 from helpers import call
 from lamina import BadInput, Population, Simulation, limits, models
+from lamina.clients import Clients
 from lamina.experiment.settings import points
-from lamina.plan import Clients, Exponential, Milestones, Plan
+from lamina.plan import Plan
+from lamina.protocol import Protocol
+from lamina.schedules import Exponential, Milestones
 
 X, Y = torch.randn(40, 8), torch.arange(40) % 4
 ABSURD = ("1000000000", "2147483648", "9223372036854775808", "1" + "0" * 30, "-1", "0", "nan", "inf", "-inf")
@@ -151,7 +154,7 @@ def test_a_round_that_does_not_fit_is_refused_before_it_is_planned():
     for settings in ({"local_steps": 10**8}, {"epochs": 10**8}):
         started = time.perf_counter()
         with pytest.raises(BadInput, match=r"round 1 of 2 clients, .* needs at least .* free: lower local_steps"):
-            limited(Plan(clients, lr=0.1, batch_size=1, **settings))
+            limited(Plan(clients, Protocol(lr=0.1, batch_size=1, **settings)))
         assert time.perf_counter() - started < 5
 
 
@@ -169,10 +172,7 @@ def test_the_estimate_of_a_round_is_a_lower_bound(monkeypatch):
     for size, batch_size, epochs, steps in ((1000, 10, 50, None), (1000, 1, None, 5000), (20, 32, None, 5000)):
         plan = Plan(
             Clients([range(i * size, (i + 1) * size) for i in range(4)], 4 * size),
-            lr=0.1,
-            batch_size=batch_size,
-            epochs=epochs,
-            local_steps=steps,
+            Protocol(lr=0.1, batch_size=batch_size, epochs=epochs, local_steps=steps),
         )
         tracemalloc.start()
         plan.round(1)
@@ -192,7 +192,7 @@ def test_a_schedule_that_leaves_the_floats_is_one_line():
     clients = Clients([range(4)], samples=4)
     for schedule in (Exponential(1e300), Milestones((1, 2, 3), 1e300)):
         with pytest.raises(BadInput, match="gives the learning rate"):
-            Plan(clients, lr=0.1, schedule=schedule).round(3)
+            Plan(clients, Protocol(lr=0.1, schedule=schedule)).round(3)
 
 
 def test_a_grid_of_too_many_combinations_is_refused():

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from helpers import Killed, assert_same, call, rows, sets
-from lamina.experiment.checkpoint import Checkpoints
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.records import find_records, read_record
+from lamina.storage.checkpoint import Checkpoints
 
 TOML = """
 [data]

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lamina
 from lamina import models
 from lamina.algorithms import FedAvg
 from lamina.algorithms.contract import Model, Needs
 from lamina.engines.loop import Loop
-from lamina.experiment.checkpoint import pack
+from lamina.storage.checkpoint import pack
 
 LABELS = torch.arange(48) % 3
 
@@ -28,6 +29,20 @@ class Unreached(nn.Module):
 
     def forward(self, x):
         return self.used(x)
+
+
+class Recomputed(nn.Module):
+    """A model with a part that, with activation checkpointing, runs again in the backward pass."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(5, 4), nn.Linear(4, 3), reentrant
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
+
+    def forward(self, x):
+        x = self.first(x)
+        x = self.part(x) if self.reentrant is None else checkpoint(self.part, x, use_reentrant=self.reentrant)
+        return self.last(x)
 
 
 class Twice(nn.Module):
@@ -117,6 +132,28 @@ def test_a_model_that_the_loss_does_not_reach_is_refused():
     for engine in ("auto", "loop"):
         with pytest.raises(lamina.BadInput, match="no gradient: the loss does not depend on any trainable parameter"):
             simulation(Constant().double(), numbers(), engine).run(1)
+
+
+@pytest.mark.parametrize("engine", ["auto", "loop"])
+def test_activation_checkpointing_recomputes_with_the_current_weights(engine):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        plain, recomputed, x = Recomputed(), Recomputed(reentrant=False), torch.randn(48, 5)
+    recomputed.load_state_dict(plain.state_dict())
+    settings = {"clients": 3, "lr": 0.5, "seed": 2, "device": "cpu"}
+    ends = []
+    for model, own_engine in ((plain, "loop"), (recomputed, engine)):
+        run = lamina.Simulation(model, (x, LABELS), "fedlamb", engine=own_engine, **settings)
+        run.run(3)
+        ends.append(run.state.server.x)
+        assert torch.equal(run.objective.module.part[1].running_mean, torch.zeros(4))  # it is not written into
+    assert torch.equal(*ends)
+
+
+def test_reentrant_activation_checkpointing_is_refused_in_one_line():
+    run = lamina.Simulation(Recomputed(reentrant=True), (torch.randn(48, 5), LABELS), "fedavg", device="cpu")
+    with pytest.raises(lamina.BadInput, match=r"^activation checkpointing .* use_reentrant=False\)$"):
+        run.run(1)
 
 
 def test_one_module_under_two_names():

@@ -13,10 +13,10 @@ from matplotlib.figure import Figure
 from helpers import Killed, call
 from lamina import BadInput
 from lamina.data.picture import partition_picture
-from lamina.experiment.files import write_file
 from lamina.experiment.records import find_records
 from lamina.report import build, figures
 from lamina.report.curves import group
+from lamina.storage.files import write_file
 
 TOML = """
 [data]

@@ -44,7 +44,7 @@ def simulate(algorithm: Any, **settings: Any) -> lamina.Simulation:
         "batch_size": 4,
         "epochs": 2,
         "lr": LR.get(name, 0.1),
-        "schedule": lamina.plan.Exponential(0.9),
+        "schedule": lamina.schedules.Exponential(0.9),
         "seed": 3,
         "device": "cpu",
     } | settings

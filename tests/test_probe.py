@@ -142,6 +142,19 @@ def test_a_forward_that_branches_on_values_runs_in_the_loop(change, only_in_trai
     assert_as_in_the_loop(lambda: Changing(change, only_in_training), table(), "loop")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda _, x: x * (1 + (x.abs().max() > 1e6).float()),
+        lambda _, x: torch.where(x.mean() > 1e6, 2 * x, x),
+        lambda _, x: x / x.abs().amax(0).clamp(min=1e6),
+        lambda _, x: x * (x[0] > 1e6).any(),
+    ],
+)
+def test_a_limit_on_a_whole_batch_that_no_sample_reaches_yet_is_found(change):
+    assert form(simulation(Changing(change).double(), table())) == "loop"
+
+
 def test_a_branch_in_evaluation_is_found_too():
     class Evaluated(nn.Module):
         def forward(self, x):
@@ -229,7 +242,7 @@ def test_a_transformer_stays_stacked():
 @pytest.mark.parametrize(
     ("model", "data", "reason"),
     [
-        (Changing(BRANCHES["bool"]), table(), r"branches on a tensor's value or reads it \(test_probe.py:\d+\)"),
+        (Changing(BRANCHES["bool"]), table(), r"computes one value over all samples .* \(max\) \(test_probe.py:\d+\)"),
         (Changing(BRANCHES["tolist"]), table(), r"reads a tensor's values \(tolist\) \(test_probe.py:\d+\)"),
         (Words(scale_grad_by_freq=True), text(), r"uses embedding with scale_grad_by_freq \(test_probe.py:\d+\)"),
     ],

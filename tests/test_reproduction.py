@@ -23,9 +23,9 @@ from lamina.data import sources
 from lamina.experiment import claims
 from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
-from lamina.experiment.files import as_json
 from lamina.experiment.run import build_algorithm, build_schedule, resolved
 from lamina.history import History
+from lamina.storage.files import as_json
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it

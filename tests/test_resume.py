@@ -20,13 +20,14 @@ from helpers import HELD_UP, Killed, assert_same, call, finish, rows, sets, star
 from lamina import BadInput
 from lamina.algorithms.contract import Model
 from lamina.engines.state import State
-from lamina.experiment import checkpoint, files, folder
+from lamina.experiment import folder
 from lamina.experiment import run as running
-from lamina.experiment.checkpoint import Checkpoints, load_newest, pack, unpack
 from lamina.experiment.config import load
 from lamina.experiment.folder import RunFolder, environment, git_commit, own_commit
 from lamina.experiment.records import read_metrics, read_record
 from lamina.ledger import Ledger
+from lamina.storage import checkpoint, files
+from lamina.storage.checkpoint import Checkpoints, load_newest, pack, unpack
 
 TOML = """
 [data]

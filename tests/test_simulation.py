@@ -9,7 +9,9 @@ from torch import nn
 
 import lamina
 from lamina.data import Augment, Classes, Dirichlet, Reallocate
-from lamina.plan import Cosine, Exponential, Milestones
+from lamina.plan import Plan
+from lamina.protocol import Protocol
+from lamina.schedules import Cosine, Exponential, Milestones
 
 
 def blobs(n=240, classes=3, features=4, seed=0):
@@ -246,8 +248,8 @@ def test_divergence_stops_with_round_client_and_layer_and_keeps_the_records():
             return self.fine(x) + self.wild(x) ** 9
 
     simulation = simulate("fedavg", model=Exploding(), lr=0.02, clip=None)
-    simulation.plan = lamina.plan.Plan(simulation.plan.clients, lr=0.02, schedule=Exponential(40.0),
-                                       participation=0.5, batch_size=16, seed=7)  # fmt: skip
+    protocol = Protocol(0.02, schedule=Exponential(40.0), participation=0.5, batch_size=16, seed=7)
+    simulation.plan = Plan(simulation.plan.clients, protocol)
     with pytest.raises(
         lamina.Diverged, match=r"round \d+: client \d+ \(local step \d+ of \d+\) went non-finite"
     ) as caught:

@@ -55,7 +55,7 @@ class Attention(nn.Module):
         padding = torch.zeros(x.shape[0], x.shape[1], dtype=torch.bool)
         padding[:, -1] = True
         mixed, weights = self.attention(h, h.flip(0), h, key_padding_mask=padding)
-        return self.head(mixed.mean(0) + weights.mean())
+        return self.head(mixed.mean(0) + weights.mean((1, 2)).unsqueeze(1))
 
 
 def batch_norm_net():

@@ -19,10 +19,10 @@ from lamina import BadInput
 from lamina.cli import base
 from lamina.data import sources, tinyimagenet
 from lamina.experiment.config import load
-from lamina.experiment.files import write_csv
 from lamina.report import export as report_export
 from lamina.report import page
 from lamina.report.tables import Table as ReportTable
+from lamina.storage.files import write_csv
 from lamina.text import csv_cell, plural, printable
 
 NASTY = "a\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eb"

@@ -17,7 +17,7 @@ from lamina import interrupt as _interrupt  # noqa: F401 (first: it guards the i
 # loaded, so it must be set before torch is imported; a value of the user's own is left alone.
 _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from lamina import aggregation, data, models, plan
+from lamina import aggregation, data, models, schedules
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
 from lamina.algorithms.contract import Info, Needs, Number, algorithm, hyper
@@ -48,6 +48,6 @@ __all__ = [
     "data",
     "hyper",
     "models",
-    "plan",
+    "schedules",
     *_algorithm_names,
 ]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 # Compared elsewhere, or without an influence on what a forward pass computes. `training` is set by the engines.
-_NOT_COMPARED = {
+NOT_COMPARED = {
     "_parameters",
     "_buffers",
     "_modules",
@@ -23,10 +23,10 @@ _NOT_COMPARED = {
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 }
-_HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
-_HOOK_OPTIONS = {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"}
-_RNN_ALIASES = {"_flat_weights", "_flat_weight_refs"}  # an RNN's parameters under another name
-_PLAIN = (bool, int, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, torch.layout)
+HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+HOOK_OPTIONS = {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"}
+RNN_ALIASES = {"_flat_weights", "_flat_weight_refs"}  # an RNN's parameters under another name
+PLAIN = (bool, int, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, torch.layout)
 
 
 def module_difference(one: nn.Module, other: nn.Module) -> str:
@@ -60,7 +60,7 @@ class _Comparison:
             return f"'{here}' ({type(one).__name__} and {type(other).__name__})"
         if list(one._modules) != list(other._modules):
             return f"the submodules of '{here}'"
-        skipped = _NOT_COMPARED | (_RNN_ALIASES if isinstance(one, nn.RNNBase) else set())
+        skipped = NOT_COMPARED | (RNN_ALIASES if isinstance(one, nn.RNNBase) else set())
         own, theirs = ({k: v for k, v in vars(m).items() if k not in skipped} for m in (one, other))
         for name in {**own, **theirs}:
             values = own.get(name), theirs.get(name)
@@ -81,9 +81,9 @@ class _Comparison:
         return ""
 
     def _attribute(self, name: str, one: Any, other: Any) -> bool:
-        if name in _HOOKS:  # by running number: only what is called matters
+        if name in HOOKS:  # by running number: only what is called matters
             return self.alike(list(one.values()), list(other.values()))
-        if name in _HOOK_OPTIONS:
+        if name in HOOK_OPTIONS:
             return len(one) == len(other)
         return self.alike(one, other)
 
@@ -95,8 +95,8 @@ class _Comparison:
             return not self.modules(one, other, "", weights=True)
         if type(one) is not type(other):
             return False
-        if isinstance(one, (*_PLAIN, type)):
-            return bool(type(one) in _PLAIN and one == other)
+        if isinstance(one, (*PLAIN, type)):
+            return bool(type(one) in PLAIN and one == other)
         if isinstance(one, float):
             return type(one) is float and (one == other or (one != one and other != other))
         if self._is_seen(one, other):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lamina.dropout import set_streams, stream_layers, with_streams
+from lamina import rng
+from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
 from lamina.errors import BadInput, unknown
+from lamina.fingerprint import attributes_digest
 from lamina.layers import Layers
 from lamina.likeness import alike, module_difference, same_tensor
 
@@ -22,6 +25,10 @@ Buffers = dict[str, Tensor]
 ONE_SAMPLE = (
     "BatchNorm cannot train on a batch of one sample: choose a batch_size that leaves no client "
     "with a single last sample, or use GroupNorm"
+)
+REENTRANT = (
+    "activation checkpointing with use_reentrant=True does not work with torch.autograd.grad: "
+    "call checkpoint(..., use_reentrant=False)"
 )
 
 
@@ -86,7 +93,8 @@ class Objective:
             raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
         self.dtype = self.start.dtype
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
-        self._always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
+        self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
+        self.attributes = attributes_digest(module)  # now: a forward pass may change them
         self.device = self.start.device
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
         self._other_names = _other_names(module)
@@ -105,7 +113,7 @@ class Objective:
         where = module_difference(self.module, other.module)
         if where:
             return f"their models differ in {where}"
-        if self._always_evaluated != other._always_evaluated:
+        if self.always_evaluated != other.always_evaluated:
             return "their models differ in the layers that stay in evaluation mode"
         if not alike(self.loss, other.loss):
             return "they have different losses"
@@ -135,7 +143,8 @@ class Objective:
 
         `streams`: the random stream [1] that dropout draws its masks from; stream 0 unless given.
         """
-        return self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
+        outputs: Tensor = self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
+        return outputs
 
     def outputs_at(
         self,
@@ -146,22 +155,37 @@ class Objective:
         train: bool,
         streams: Tensor | None = None,
         module: nn.Module | None = None,
-    ) -> Tensor:
-        """The same, with the parameters by name; `module`: a copy of `seeded` to run instead of it."""
+        then: Callable[[Tensor], Any] | None = None,
+    ) -> Any:
+        """The same, with the parameters by name.
+
+        Args:
+            parameters: by name.
+            buffers: by name.
+            inputs: of a batch.
+            train: whether to run in training mode.
+            streams: see `outputs`.
+            module: a copy of `seeded` to run instead of it.
+            then: a function of the outputs, whose result is returned instead of them. It runs while the module still
+                holds the parameters: a backward pass may run parts of the module again (activation checkpointing).
+        """
         dropouts = self.dropouts if module is None else stream_layers(module)
         module = self.seeded if module is None else module
         self.set_mode(module, train)
         state = self.under_all_names({**parameters, **self.frozen, **buffers})
         try:
             set_streams(dropouts, self.streams_or_zeros(streams, 1))
-            made: Tensor = functional_call(module, state, (inputs,), tie_weights=False)
+            if then is None:
+                return functional_call(module, state, (inputs,), tie_weights=False)
+            state = {f"module.{name}": value for name, value in state.items()}
+            finish = functools.partial(_without_streams, dropouts, then)
+            return functional_call(_Followed(module), state, (inputs, finish), tie_weights=False)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise BadInput(ONE_SAMPLE) from error
             raise
         finally:
             set_streams(dropouts, None)
-        return made
 
     def streams_or_zeros(self, streams: Tensor | None, clients: int) -> Tensor | None:
         """Stream 0 for every client where none are given; None if nothing draws from them."""
@@ -177,7 +201,7 @@ class Objective:
         """Put the module, or its stacked copy, into training or evaluation mode."""
         if module.training != train:
             module.train(train)
-            for name in self._always_evaluated:
+            for name in self.always_evaluated:
                 module.get_submodule(name).eval()
 
     def gradient(
@@ -195,17 +219,29 @@ class Objective:
         parameters = self.layers.unflatten(leaf)
         if self._gives_sparse_gradients:
             parameters = {n: _WithDenseGradient.apply(p) for n, p in parameters.items()}  # type: ignore[no-untyped-call]
-        losses = self.loss(self.outputs_at(parameters, buffers, inputs, train=train, streams=streams), targets)
-        if losses.shape != (len(inputs),):
-            raise BadInput(
-                f"the loss must return one value per sample, shape ({len(inputs)},), not {tuple(losses.shape)}: "
-                "use reduction='none'"
-            )
-        loss = losses.mean()
-        if not loss.requires_grad:
-            raise BadInput("there is no gradient: the loss does not depend on any trainable parameter")
-        (grad,) = torch.autograd.grad(loss, leaf)
-        return grad, loss.detach()
+
+        def differentiate(outputs: Tensor) -> tuple[Tensor, Tensor]:
+            losses = self.loss(outputs, targets)
+            if losses.shape != (len(inputs),):
+                raise BadInput(
+                    f"the loss must return one value per sample, shape ({len(inputs)},), not {tuple(losses.shape)}: "
+                    "use reduction='none'"
+                )
+            loss = losses.mean()
+            if not loss.requires_grad:
+                raise BadInput("there is no gradient: the loss does not depend on any trainable parameter")
+            try:
+                (grad,) = torch.autograd.grad(loss, leaf)
+            except RuntimeError as error:
+                if "use_reentrant" in str(error):
+                    raise BadInput(REENTRANT) from error
+                raise
+            return grad, loss.detach()
+
+        gradient: tuple[Tensor, Tensor] = self.outputs_at(
+            parameters, buffers, inputs, train=train, streams=streams, then=differentiate
+        )
+        return gradient
 
     def correct(self, outputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
         """Return whether each prediction is right (0 or 1), or None where accuracy has no meaning.
@@ -227,11 +263,10 @@ class Objective:
 
     def written_parameter(self, inputs: Tensor) -> str | None:
         """Return the name of a parameter that the forward pass writes into, if there is one."""
-        devices = [inputs.device] if inputs.is_cuda else []
         for train in (False, True):
             parameters = {n: p.clone() for n, p in self.layers.unflatten(self.start).items()}
             buffers = {n: b.clone() for n, b in self.buffers.items()}
-            with torch.random.fork_rng(devices=devices), torch.no_grad(), contextlib.suppress(Exception):
+            with rng.forked(inputs.device), torch.no_grad(), contextlib.suppress(Exception):
                 self.outputs_at(parameters, buffers, inputs, train=train)  # whoever trains reports what it raises
             for name, parameter in parameters.items():
                 if parameter._version > 0:
@@ -251,6 +286,23 @@ class Objective:
             for name, value in buffers.items():
                 self.module.get_buffer(name).copy_(value)
         return self.module
+
+
+class _Followed(nn.Module):
+    """A module and a function of its outputs that runs as part of the forward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs: Tensor, then: Callable[[Tensor], Any]) -> Any:
+        return then(self.module(inputs))
+
+
+def _without_streams(dropouts: Sequence[FromStreams], then: Callable[[Tensor], Any], outputs: Tensor) -> Any:
+    """Call the function after the streams are taken away: a dropout layer that runs again would draw other masks."""
+    set_streams(dropouts, None)
+    return then(outputs)
 
 
 class _WithDenseGradient(torch.autograd.Function):

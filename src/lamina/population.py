@@ -22,6 +22,8 @@ from lamina.limits import check_count
 from lamina.plan import Round
 from lamina.simulation import Simulation, evaluate_together
 
+SHARED_SETTINGS = ("batch_size", "aggregation", "augmentation")  # of the protocol; the loss is the objective's
+
 
 class Population:
     """Simulations that differ in seed, learning rate and other numbers, trained as one; each ends as if it ran alone.
@@ -75,9 +77,7 @@ class Population:
         leaders = {self._same_rounds[i]: self.simulations[i] for i in reversed(going)}
         plans = {leader: simulation.next_plan() for leader, simulation in leaders.items()}
         members = [
-            Member(
-                s.algorithm, s.state, replace(plan, lr=s.plan.rate(plan.number)), s.engine.clip, s.engine.by_examples
-            )
+            Member(s.algorithm, s.state, replace(plan, lr=s.protocol.rate(plan.number)), s.protocol)
             for i, s in zip(going, chosen, strict=True)
             for plan in [plans[self._same_rounds[i]]]
         ]
@@ -134,11 +134,9 @@ def mismatch(first: Simulation, other: Simulation) -> str:
     if first.state.round != other.state.round:
         return f"they are at different rounds ({first.state.round} and {other.state.round})"
     for name, a, b in (
-        ("batch_size", first.plan.batch_size, other.plan.batch_size),
+        *((name, getattr(first.protocol, name), getattr(other.protocol, name)) for name in SHARED_SETTINGS),
         ("precision", first.precision, other.precision),
         ("deterministic", first.deterministic, other.deterministic),
-        ("aggregation", first.engine.aggregation, other.engine.aggregation),
-        ("augmentation", first.engine.augmentation, other.engine.augmentation),
         ("trust_ratios", first.engine.record_trust_ratios, other.engine.record_trust_ratios),
     ):
         if not alike(a, b):

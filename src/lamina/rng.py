@@ -9,10 +9,14 @@ operations that numpy and torch share, so the host and a GPU draw the same numbe
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 Ints = Any  # an int, a numpy int64 array or a torch int64 tensor: all go through the same arithmetic
@@ -117,3 +121,30 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
 def torch_seed(seed: int, purpose: str, *counters: int) -> int:
     """A non-negative seed for `torch.manual_seed` (initial weights, dropout)."""
     return key(seed, purpose, *counters) & ((1 << 63) - 1)
+
+
+# --- the process-wide generators, for modules that draw from them -----------------------------------------------------
+
+
+@contextmanager
+def forked(device: torch.device, seed: int | None = None) -> Iterator[None]:
+    """Restore the process-wide generators of torch, numpy and Python at the end; seed them if a seed is given."""
+    ours, numpys = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            if seed is not None:
+                seed_generators(device, seed)
+            yield
+        finally:
+            random.setstate(ours)
+            np.random.set_state(numpys)  # noqa: NPY002
+
+
+def seed_generators(device: torch.device, seed: int) -> None:
+    """Seed the process-wide generators of torch, numpy and Python; `torch.manual_seed` would visit every device."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from harness import NODES, Job, experiment, programs, serving, simulated
 
-from lamina.experiment.checkpoint import Checkpoints
 from lamina.flower.keys import make_authority, make_node_key
 from lamina.flower.processes import HOST, LINK, FederationFailed, free_port
+from lamina.storage.checkpoint import Checkpoints
 
 ALGORITHMS = ("fedlamb", "scaffold", "fedlada")
 ROGUE = 2  # the client whose node lies

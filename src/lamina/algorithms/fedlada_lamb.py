@@ -26,6 +26,7 @@ from lamina.algorithms.primitives import (
     layerwise,
     precondition,
     refuse_still_momentum,
+    refuse_zero_moment,
 )
 from lamina.layers import Layers
 
@@ -46,8 +47,9 @@ class FedLadaLamb(LayerwiseOptions, Algorithm):
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
 
     def check(self) -> None:
-        """Refuse a momentum that never changes."""
+        """Refuse moments that never change."""
         refuse_still_momentum(self.beta1)
+        refuse_zero_moment(self.beta2, self.v_init)
 
     def init(self, x: Tensor) -> Server:
         return Server(x, v=zeros(x) + self.v_init, g_a=zeros(x))

@@ -12,7 +12,14 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Info, Nothing, Number, algorithm, hyper, zeros
-from lamina.algorithms.primitives import add_l2, amsgrad, descend, precondition, refuse_still_momentum
+from lamina.algorithms.primitives import (
+    add_l2,
+    amsgrad,
+    descend,
+    precondition,
+    refuse_still_momentum,
+    refuse_zero_moment,
+)
 from lamina.layers import Layers
 
 
@@ -54,8 +61,9 @@ class LocalAdam(Algorithm):
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts (B10)")
 
     def check(self) -> None:
-        """Refuse a momentum that never changes."""
+        """Refuse moments that never change."""
         refuse_still_momentum(self.beta1)
+        refuse_zero_moment(self.beta2, self.v_init)
 
     def init(self, x: Tensor) -> Server:
         return Server(x, v=zeros(x) + self.v_init if self.sync else None)

@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Info, Number, hyper, zeros
-from lamina.algorithms.primitives import ema, precondition, refuse_still_momentum, refuse_uncorrectable
+from lamina.algorithms.primitives import (
+    ema,
+    precondition,
+    refuse_still_momentum,
+    refuse_uncorrectable,
+    refuse_zero_moment,
+)
 from lamina.errors import BadInput
 
 
@@ -39,8 +45,9 @@ class MomentOptions:
     momentum: str = "carry"  # each method says which readings it has
 
     def check(self) -> None:
-        """Refuse a momentum that never changes."""
+        """Refuse moments that never change."""
         refuse_still_momentum(self.beta1)
+        refuse_zero_moment(self.beta2, self.v_init, self.eps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +68,11 @@ class AmsOptions(MomentOptions):
 
     def check(self) -> None:
         """Refuse a start that cannot move."""
-        if "running" not in (self.second_moment, self.first_round):
-            refuse_zero_divisor(self)
+        if self.second_moment == "frozen":
+            if self.first_round == "frozen":
+                refuse_zero_divisor(self)
+            elif self.sync_every > 1:
+                refuse_zero_divisor(self, f"from round 2 until v_hat is synchronised after round {self.sync_every}")
         if self.bias_correction:
             refuse_uncorrectable(self.beta2)
 
@@ -91,10 +101,10 @@ class Local(NamedTuple):
     ratio: Tensor | None = None  # the layer-wise methods' trust ratio of the last step, if it is recorded
 
 
-def refuse_zero_divisor(h: MomentOptions) -> None:
-    """Refuse v_init = 0 where round 1 divides by it: nothing would move."""
+def refuse_zero_divisor(h: MomentOptions, when: str = "in round 1") -> None:
+    """Refuse v_init = 0 where some round divides by it: nothing would move."""
     if not isinstance(h.v_init, Tensor) and not isinstance(h.eps, Tensor) and h.v_init == 0 and h.eps == 0:
-        raise BadInput("v_init = 0 leaves nothing to divide by in round 1: give v_init or eps a positive value")
+        raise BadInput(f"v_init = 0 leaves nothing to divide by {when}: give v_init or eps a positive value")
 
 
 def is_sync(h: MomentOptions, round: int) -> bool:

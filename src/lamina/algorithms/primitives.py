@@ -56,6 +56,16 @@ def refuse_uncorrectable(beta2: Number) -> None:
         raise BadInput("bias_correction divides by 1 - beta2^t, which is 0 for beta2 = 1: choose beta2 < 1")
 
 
+def refuse_zero_moment(beta2: Number, v_init: Number, *added: Number) -> None:
+    """Refuse a second moment that is 0 for good, if nothing is added to its root: no step would be taken."""
+    if any(isinstance(value, Tensor) for value in (beta2, v_init, *added)):
+        return
+    if beta2 == 1 and v_init == 0 and not any(added):
+        raise BadInput(
+            "beta2 = 1 keeps the second moment at v_init = 0, so nothing is learned: choose beta2 < 1 or v_init > 0"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class AdamOptions:
     """The options of Adam on the server."""
@@ -74,6 +84,7 @@ class AdamOptions:
         refuse_still_momentum(self.beta1)
         if self.bias_correction:
             refuse_uncorrectable(self.beta2)
+        refuse_zero_moment(self.beta2, self.v_init, self.tau, self.root_eps)
 
 
 def server_adam(

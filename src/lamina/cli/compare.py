@@ -39,10 +39,10 @@ from lamina.cli.base import (
 from lamina.cli.run import TO_GO_ON
 from lamina.experiment import compare as comparing
 from lamina.experiment.config import Experiment, load
-from lamina.experiment.files import cannot_write, write_file
 from lamina.experiment.records import Record
 from lamina.experiment.settings import shown_name
 from lamina.history import Row
+from lamina.storage.files import cannot_write, write_file
 from lamina.text import plural
 
 

@@ -24,10 +24,10 @@ from lamina.cli.run import TO_GO_ON
 from lamina.data import sources
 from lamina.errors import BadInput, Diverged, LaminaError, missing_extra, unknown
 from lamina.experiment.config import Experiment, load
-from lamina.experiment.files import cannot_write, check_writable
 from lamina.experiment.folder import FILES, RunFolder, is_ours
 from lamina.experiment.records import read_json, read_metrics
 from lamina.history import History
+from lamina.storage.files import cannot_write, check_writable
 from lamina.text import plural
 
 if TYPE_CHECKING:

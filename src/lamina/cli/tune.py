@@ -30,9 +30,9 @@ from lamina.cli.base import (
 from lamina.cli.run import TO_GO_ON
 from lamina.experiment import tune as tuning
 from lamina.experiment.config import load
-from lamina.experiment.files import cannot_write, write_file
 from lamina.experiment.records import Record
 from lamina.experiment.settings import short_names, shown, written
+from lamina.storage.files import cannot_write, write_file
 from lamina.text import plural
 
 RATE = "train.lr"

@@ -23,9 +23,9 @@ from rich.text import Text
 from lamina.cli.base import app, fit_columns, out
 from lamina.cli.export import short
 from lamina.errors import BadInput
-from lamina.experiment.checkpoint import Checkpoints
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.settings import shown_name
+from lamina.storage.checkpoint import Checkpoints
 from lamina.text import plural
 
 EVERY = 1.0  # seconds between two looks

@@ -64,7 +64,7 @@ def partition_picture(
 
 def save_picture(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> None:
     """Save a figure, to a file at once; the ending of its name chooses the format, PNG without one."""
-    from lamina.experiment.files import write_file
+    from lamina.storage.files import write_file
 
     if not isinstance(path, str | os.PathLike):
         figure.savefig(path, dpi=150)

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor
 
 from lamina import rng
-from lamina.aggregation import MEAN, Aggregation, combine_vectors
+from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import Algorithm, Info
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.data.dataset import Dataset
-from lamina.data.feed import Augment, prepare
+from lamina.data.feed import prepare
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round, dropout_streams
+from lamina.protocol import Protocol
 
 FULL_GRADIENT_CHUNK = 512  # samples at a time in a full-data gradient; the result does not depend on it,
 WHOLE_BATCH = 64  # but for a model that evaluates samples by the batch they are in: those, in every engine
@@ -34,23 +35,22 @@ class Loop:
     algorithm: Algorithm
     objective: Objective
     data: Dataset  # on the objective's device
-    clip: float | None = None  # largest norm of a mini-batch gradient
-    by_examples: bool = False  # weight clients by their number of examples instead of equally
-    augmentation: Augment | None = None
+    protocol: Protocol
     record_trust_ratios: bool = False
-    aggregation: Aggregation = MEAN  # how the uploads are combined
     why: str = "engine='loop' was asked for"  # why this engine, for messages
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
         """One round: broadcast, local training of every active client, mean, server update."""
         algorithm, layers, x = self.algorithm, self.objective.layers, state.server.x
         needs = algorithm.needs(plan.number)
-        weights = client_weights(plan, self.by_examples)
+        weights = client_weights(plan, self.protocol.by_examples)
 
         full_gradients: list[Any] = [None] * len(plan.cohort)
         if needs.full_gradient or needs.control_variate:  # Mime: grad F_i(x) over all local data
             full_gradients = [self.full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
-        mean_gradient = combine_vectors(self.aggregation, full_gradients, weights) if needs.control_variate else None
+        mean_gradient = (
+            combine_vectors(self.protocol.aggregation, full_gradients, weights) if needs.control_variate else None
+        )
 
         info = Info(
             plan.number,
@@ -61,7 +61,7 @@ class Loop:
         )
         down = algorithm.broadcast(state.server, info)
 
-        sums, clients = Sums(weights=weights, aggregation=self.aggregation), dict(state.clients)
+        sums, clients = Sums(weights=weights, aggregation=self.protocol.aggregation), dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
             info = info._replace(steps=float(plan.steps[c]), full_gradient=full_gradients[c])
             client = clients[client_id] if client_id in clients else algorithm.client_init(x)
@@ -69,12 +69,11 @@ class Loop:
 
             local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
-            sums.keep(c, up, buffers)
 
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)
             sums.keep(c, up, buffers)
-            if self.by_examples:
+            if self.protocol.by_examples:
                 up = undo_weighting(algorithm, up, weights[c] * len(plan.cohort))
             sums.add(up, buffers, weights[c])
             sums.loss += weights[c] * float(losses.mean())
@@ -101,18 +100,18 @@ class Loop:
         local = algorithm.begin(down, client, info)
         losses = []
         streams = self._dropout_streams(plan, c)
-        with torch.random.fork_rng(devices=[objective.device] if objective.device.type == "cuda" else []):
+        with rng.forked(objective.device):  # the module may draw random numbers itself
             for k in range(int(plan.steps[c])):
                 inputs, targets = self._batch(plan, c, k)
                 own_seed = rng.torch_seed(int(plan.streams[c]), "dropout", k)
-                seed_torch(objective.device, own_seed)
+                rng.seed_generators(objective.device, own_seed)
                 grad, loss = objective.gradient(local.y, buffers, inputs, targets, streams=streams[:, k])
                 if algorithm.needs(plan.number).control_variate:  # the same batch and dropout mask, at x
-                    seed_torch(objective.device, own_seed)
+                    rng.seed_generators(objective.device, own_seed)
                     scratch = {n: b.clone() for n, b in buffers.items()}
                     grad = grad - objective.gradient(down.x, scratch, inputs, targets, streams=streams[:, k])[0]
-                if self.clip is not None:
-                    grad = clip_by_norm(grad, self.clip)
+                if self.protocol.clip is not None:
+                    grad = clip_by_norm(grad, self.protocol.clip)
                 after = algorithm.step(local, down, grad, info.lr, objective.layers)
                 losses.append(loss)
                 if watch is not None:
@@ -130,8 +129,8 @@ class Loop:
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
         x = data.x[index]
-        if self.augmentation is not None:
-            x = self.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
+        if self.protocol.augmentation is not None:
+            x = self.protocol.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
         return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
 
     def full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
@@ -140,7 +139,8 @@ class Loop:
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
         for part in torch.split(index, WHOLE_BATCH if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
             inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
-            grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
+            with rng.forked(x.device, seed=0):
+                grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
             total = total + grad * (len(part) / len(index))
         return total
 
@@ -187,15 +187,6 @@ class Loop:
         for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
-
-
-def seed_torch(device: torch.device, seed: int) -> None:
-    """Seed torch's generator, for modules that draw from it themselves; torch.manual_seed visits every device."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
 
 
 def _all_finite(*values: Tensor | None) -> bool:

@@ -19,7 +19,6 @@ from lamina import algorithms
 from lamina.data.dataset import Splits
 from lamina.errors import BadInput, Diverged, is_whole
 from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
-from lamina.experiment.files import cannot_write, write_csv, write_json
 from lamina.experiment.folder import Lock, delete_runs, is_ours, lost
 from lamina.experiment.records import FORMAT, Record, read_json, read_record
 from lamina.experiment.run import build, build_algorithm, build_schedule, load_data, resolved
@@ -27,6 +26,7 @@ from lamina.experiment.settings import Settings, at_ends, bounds_of, folder_name
 from lamina.experiment.side_by_side import Planned, check_folder, run_side_by_side
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row
+from lamina.storage.files import cannot_write, write_csv, write_json
 from lamina.text import plural
 
 MOST_NAMED = 5  # runs that are left out, in one line

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -15,6 +16,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    create_model,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -23,6 +25,7 @@ from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.toml import read_tree, replace_length
 from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_CLIENTS, MOST_SEED, MOST_SEEDS, MOST_THREADS
 from lamina.paths import checked_path
+from lamina.protocol import Protocol
 
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
@@ -90,6 +93,15 @@ class Data(_Section):
     augment_flip: bool = True
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
 
+    @model_validator(mode="after")
+    def _augment_is_set(self) -> Data:
+        unused = sorted({"augment_pad", "augment_flip"} & self.model_fields_set)
+        if unused and "augment" not in self.model_fields_set:  # augment = false says that they do not act
+            raise PydanticCustomError(
+                "unused", "{keys} needs augment = true: add it, or take {keys} out", {"keys": " and ".join(unused)}
+            )
+        return self
+
 
 class Model(Named):
     """Which model."""
@@ -116,28 +128,45 @@ class Aggregation(Named):
     name: str = "mean"
 
 
-class Train(_Section):
-    """The federation's protocol."""
+def _protocol_fields(**own: Any) -> dict[str, Any]:
+    """Return the fields of `Protocol` with its types, bounds and defaults, except for those given."""
+    made: dict[str, Any] = {}
+    for each in dataclasses.fields(Protocol):
+        bounds = {key: bound for key, bound in each.metadata.items() if bound is not None}
+        hint: Any = Annotated[get_type_hints(Protocol)[each.name], Field(**bounds)]
+        made[each.name] = own.get(each.name, (hint, each.default))
+    return made
 
+
+class _Train(_Section):
     rounds: AtLeastOne = 50
-    participation: Annotated[float, Field(gt=0, le=1)] = 0.5
-    sampling: Literal["exact", "bernoulli"] = "exact"
-    batch_size: BatchSize = 32
-    epochs: AtLeastOne = 1
-    local_steps: AtLeastOne | None = None
-    lr: Positive | None = None  # None: the algorithm's own default
-    schedule: Schedule = Schedule()
-    clip: Positive | None = None
-    weighting: Literal["clients", "examples"] = "clients"
-    aggregation: Aggregation = Aggregation()
-    loss: Literal["cross_entropy", "mse"] = "cross_entropy"
-    seed: Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)] = 0
 
     @model_validator(mode="after")
-    def _one_length(self) -> Train:
-        if self.local_steps is not None and "epochs" in self.model_fields_set:
+    def _one_length(self) -> _Train:
+        if getattr(self, "local_steps", None) is not None and "epochs" in self.model_fields_set:
             raise PydanticCustomError("both", "has epochs and local_steps, which say the same: take one out")
         return self
+
+
+if TYPE_CHECKING:
+
+    class Train(_Train):
+        """The `[train]` section: the number of rounds, and the fields of `Protocol`."""
+
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    _fields = _protocol_fields(
+        lr=(Positive | None, None),  # None: the algorithm's own default
+        participation=(Annotated[float, Field(gt=0, le=1)], 0.5),
+        batch_size=(BatchSize, 32),
+        epochs=(AtLeastOne, 1),
+        schedule=(Schedule, Schedule()),
+        aggregation=(Aggregation, Aggregation()),
+        loss=(Literal["cross_entropy", "mse"], "cross_entropy"),
+        seed=(Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
+    )
+    del _fields["augmentation"]  # in the [data] section
+    Train = create_model("Train", __base__=_Train, __doc__="The `[train]` section.", **_fields)
 
 
 class Run(_Section):

@@ -37,8 +37,6 @@ from torch import Tensor
 import lamina
 from lamina.engines.state import State
 from lamina.errors import BadInput, Diverged, is_whole
-from lamina.experiment.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
-from lamina.experiment.files import PARTIAL, as_json, cannot_write, check_writable, sync_folder, write_file, write_json
 from lamina.experiment.records import (
     FORMAT,
     Metrics,
@@ -52,6 +50,8 @@ from lamina.experiment.records import (
 from lamina.history import History, Row, score
 from lamina.objective import Buffers, Objective
 from lamina.simulation import Simulation
+from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
+from lamina.storage.files import PARTIAL, as_json, cannot_write, check_writable, sync_folder, write_file, write_json
 from lamina.text import plural, printable
 
 FILES = {

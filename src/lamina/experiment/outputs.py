@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lamina.errors import BadInput
-from lamina.experiment.files import write_file
 from lamina.experiment.records import read_json
+from lamina.storage.files import write_file
 
 ENDS_BYTES = 4096  # that are read at either end of a file to recognise it
 

@@ -8,30 +8,32 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from lamina import aggregation, algorithms, models, rng
+from lamina.clients import DEFAULT_CLIENTS
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, Diverged, LaminaError, nearest
-from lamina.experiment.checkpoint import load_newest
-from lamina.experiment.config import Experiment, Named, Train
+from lamina.experiment.config import Experiment, Named
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
-from lamina.experiment.identity import of_simulation
 from lamina.experiment.trackers import Trackers
 from lamina.history import Row
-from lamina.plan import SCHEDULES, Schedule, make_schedule
 from lamina.population import Population
+from lamina.protocol import Protocol, Settings, describe
+from lamina.schedules import SCHEDULES, Schedule, make_schedule
 from lamina.simulation import Simulation
+from lamina.storage.checkpoint import load_newest
+from lamina.storage.identity import of_simulation
 
 WRITERS = 8  # runs of a population whose checkpoints are written at a time
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
-DEFAULT_CLIENTS = 10
+PROTOCOL_FIELDS = [each.name for each in dataclasses.fields(Protocol)]
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the last two are torch's, and untested
 
 
@@ -45,11 +47,10 @@ def load_data(experiment: Experiment) -> Splits:
 
 def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulation | None = None) -> Simulation:
     """Make the simulation an experiment describes; `like` is one that differs in no more than numbers."""
-    data, train, run = experiment.data, experiment.train, experiment.run
+    run = experiment.run
     check_device(run.device)
     algorithm = build_algorithm(experiment)  # before the data are read: a wrong option costs no time
-    partition, schedule = build_partition(experiment), build_schedule(experiment)
-    combination = build_aggregation(experiment)
+    partition, settings = build_partition(experiment), settings_of(experiment)
     splits = splits or load_data(experiment)
     return Simulation(
         build_model(experiment, splits.train),
@@ -58,17 +59,6 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
         test=splits.test,
         clients=count_clients(experiment),
         partition=partition,
-        participation=train.participation,
-        sampling=train.sampling,
-        **local_work(train),
-        lr=train.lr,
-        schedule=schedule,
-        clip=train.clip,
-        weighting=train.weighting,
-        aggregation=combination,
-        loss=train.loss,
-        augmentation=Augment(data.augment_pad, data.augment_flip) if data.augment else None,
-        seed=train.seed,
         device=run.device,
         engine=like or run.engine,
         precision=run.precision,
@@ -76,16 +66,22 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
         evaluate_every=run.evaluate_every,
         client_metrics=run.client_metrics,
         trust_ratios=run.trust_ratios,
+        **settings,
     )
 
 
-def local_work(train: Train) -> dict[str, int | None]:
-    """Return what a client does in a round, as arguments of `Simulation` and `Federation`."""
-    return {
+def settings_of(experiment: Experiment) -> Settings:
+    """Return the settings of the experiment's protocol, as arguments of `Simulation` and `Federation`."""
+    data, train = experiment.data, experiment.train
+    same = {name: getattr(train, name) for name in type(train).model_fields if name in PROTOCOL_FIELDS}
+    own = {
         "batch_size": None if train.batch_size == "full" else train.batch_size,
         "epochs": train.epochs if train.local_steps is None else None,
-        "local_steps": train.local_steps,
+        "schedule": build_schedule(experiment),
+        "aggregation": build_aggregation(experiment),
+        "augmentation": Augment(data.augment_pad, data.augment_flip) if data.augment else None,
     }
+    return cast(Settings, same | own)
 
 
 def check_device(name: str) -> None:
@@ -154,12 +150,6 @@ def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
     return aggregation.make(section.name, **section.options())
 
 
-def aggregation_record(used: aggregation.Aggregation) -> dict[str, Any]:
-    """Return the `[train.aggregation]` table of a resolved configuration."""
-    options: dict[str, Any] = _values(used) if dataclasses.is_dataclass(used) else {}
-    return {"name": aggregation.name_of(used), **options}
-
-
 def count_clients(experiment: Experiment) -> int | None:
     """How many clients share the data; None if a column names them."""
     if experiment.data.clients is None and experiment.data.partition.name != "by-column":
@@ -203,13 +193,13 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
         defaults = models.registry()[experiment.model.name].options
         config["model"] = {"name": experiment.model.name, **defaults, **experiment.model.options()}
     config["algorithm"] |= _values(simulation.algorithm)
-    config["train"]["lr"] = simulation.plan.lr
-    config["train"]["schedule"] |= _values(simulation.plan.schedule)
-    combination = build_aggregation(experiment)
+    config["train"]["lr"] = simulation.protocol.lr
+    config["train"]["schedule"] |= _values(simulation.protocol.schedule)
+    combination = simulation.protocol.aggregation
     if isinstance(combination, aggregation.Mean):
         del config["train"]["aggregation"]  # so that run folders from before there were others can be resumed
     else:
-        config["train"]["aggregation"] = aggregation_record(combination)
+        config["train"]["aggregation"] = describe(combination, aggregation.name_of(combination))
     config["run"]["device"] = str(simulation.device)
     config["run"]["engine"] = engine.forward.name if isinstance(engine := simulation.engine, Stacked) else "loop"
     config["run"]["threads"] = choose_threads(experiment, simulation.objective.start.numel())

@@ -12,7 +12,6 @@ from lamina.data.dataset import Splits
 from lamina.engines.stacked.engine import Stacked
 from lamina.errors import BadInput
 from lamina.experiment.config import Experiment
-from lamina.experiment.files import PARTIAL, check_writable
 from lamina.experiment.folder import CHOOSE_ANOTHER, LogLines, RunFolder, is_ours, unreadable_config
 from lamina.experiment.records import Record, read_json, read_record, refuse_format
 from lamina.experiment.run import build, go_on, resolved, train
@@ -20,6 +19,7 @@ from lamina.experiment.trackers import Trackers
 from lamina.history import Row
 from lamina.population import mismatch
 from lamina.simulation import Simulation
+from lamina.storage.files import PARTIAL, check_writable
 
 MOST_AT_ONCE = 64  # runs that are open together: each holds a few files and its model
 

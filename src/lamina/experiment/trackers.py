@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lamina.errors import missing_extra
-from lamina.experiment.files import write_json
 from lamina.experiment.records import Record, read_json, read_record
 from lamina.history import History, Row
+from lamina.storage.files import write_json
 
 EVENTS, MLFLOW_RUN = "tensorboard", "mlflow.json"
 SECTIONS = ("data", "model", "algorithm", "train", "run")  # of a run's configuration

@@ -19,7 +19,6 @@ import lamina
 from lamina.data.dataset import Splits
 from lamina.errors import BadInput, Diverged, unknown
 from lamina.experiment.config import Experiment, parse, set_key
-from lamina.experiment.files import as_json, cannot_write, write_csv, write_file, write_json
 from lamina.experiment.folder import CHOOSE_ANOTHER, Lock, delete_runs, differences, is_ours, lost, turn
 from lamina.experiment.records import FORMAT, Record, read_json, read_record
 from lamina.experiment.run import (
@@ -37,6 +36,7 @@ from lamina.experiment.side_by_side import Planned, check_folder, run_side_by_si
 from lamina.experiment.study import Claimed, Range, Study, find_space
 from lamina.experiment.toml import as_toml, replace_length
 from lamina.history import History, Row
+from lamina.storage.files import as_json, cannot_write, write_csv, write_file, write_json
 from lamina.text import plural
 
 MOST_NAMED = 5  # keys that differ, in one line

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from flwr.app import Context
@@ -18,12 +17,13 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from lamina import algorithms
-from lamina.aggregation import Aggregation, Mean, as_aggregation
+from lamina.aggregation import Mean
 from lamina.algorithms.contract import Algorithm, options
 from lamina.algorithms.rehearsal import rehearse
+from lamina.clients import Clients, deal
 from lamina.data.dataset import Dataset, Splits
-from lamina.data.feed import Augment
 from lamina.data.partitions import Partition
+from lamina.devices import choose_device
 from lamina.errors import BadInput, LaminaError, is_number, is_whole, unknown
 from lamina.experiment import run as running
 from lamina.experiment.config import Experiment
@@ -32,9 +32,8 @@ from lamina.flower.checks import Limits
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
 from lamina.flower.signing import SERVER_OPTION, read_signer
-from lamina.objective import LOSSES, Loss
-from lamina.plan import Clients, Plan, Schedule, make_schedule
-from lamina.simulation import choose_device, deal
+from lamina.plan import Plan
+from lamina.protocol import Protocol, Settings
 
 log = logging.getLogger(__name__)
 
@@ -87,19 +86,6 @@ class Federation:
         out: str | Path | None = None,
         test: Callable[[], Any] | None = None,
         node_test: Callable[[Context], Any] | None = None,
-        participation: float = 1.0,
-        sampling: Literal["exact", "bernoulli"] = "exact",
-        batch_size: int | None = 32,
-        epochs: int | None = None,
-        local_steps: int | None = None,
-        lr: float | None = None,
-        schedule: Schedule | str = "constant",
-        clip: float | None = None,
-        weighting: Literal["clients", "examples"] = "clients",
-        aggregation: Aggregation | str = "mean",
-        loss: str | Loss = "cross_entropy",
-        augmentation: Augment | None = None,
-        seed: int = 0,
         device: str | torch.device = "auto",
         evaluate_every: int = 1,
         evaluate_on: Literal["central", "nodes", "both"] = "central",
@@ -111,21 +97,18 @@ class Federation:
         limits: Limits | None = None,
         state_dir: str | Path | None = None,
         signing_key: str | Path | None = None,
+        **settings: Unpack[Settings],
     ) -> None:
         for name, made in (("model", model), ("data", data), ("test", test), ("node_test", node_test)):
             if isinstance(made, nn.Module) or (made is not None and not callable(made)):
                 raise BadInput(f"{name} is a {type(made).__name__}: give a function that makes it, such as lambda: …")
-        if isinstance(loss, str) and loss not in LOSSES:
-            raise unknown("loss", loss, LOSSES)
-        if weighting not in ("clients", "examples"):
-            raise unknown("weighting", weighting, ("clients", "examples"))
         if evaluate_on not in ("central", "nodes", "both"):
             raise unknown("evaluate_on", evaluate_on, ("central", "nodes", "both"))
         for name, whole in (("rounds", rounds), ("attempts", attempts), ("evaluate_every", evaluate_every)):
             if not is_whole(whole) or whole < 1:
                 raise BadInput(f"{name} = {whole!r} is not a whole number >= 1")
-        for name, number in (("deadline", deadline), ("poll", poll), ("clip", clip), ("quorum", quorum)):
-            if number is not None and not (is_number(number) and math.isfinite(number) and number > 0):
+        for name, number in (("deadline", deadline), ("poll", poll), ("quorum", quorum)):
+            if not (is_number(number) and math.isfinite(number) and number > 0):
                 raise BadInput(f"{name} = {number!r} is not a number > 0")
         if not is_whole(quorum) and quorum > 1:
             raise BadInput(f"quorum = {quorum!r} is neither a fraction up to 1 nor a whole number of clients")
@@ -134,23 +117,12 @@ class Federation:
         self.make_model, self.data, self.test, self.node_test = model, data, test, node_test
         self.rounds, self.out, self.nodes, self.state_dir = rounds, out, nodes, state_dir
         self.signing_key = signing_key
-        self.clip, self.loss, self.augmentation, self.device = clip, loss, augmentation, device
-        self.by_examples = weighting == "examples"
-        self.aggregation = as_aggregation(aggregation)
+        self.device = device
         self.evaluate_every, self.evaluate_on = evaluate_every, evaluate_on
         self.quorum, self.deadline, self.attempts, self.poll = quorum, deadline, attempts, poll
         self.limits = limits or Limits()
-        self.plan = Plan(
-            Clients.elsewhere(clients),
-            lr=self.algorithm.card.lr if lr is None else lr,
-            schedule=make_schedule(schedule) if isinstance(schedule, str) else schedule,
-            participation=participation,
-            sampling=sampling,
-            batch_size=batch_size,
-            epochs=epochs,
-            local_steps=local_steps,
-            seed=seed,
-        )
+        self.protocol = Protocol.of(self.algorithm, settings)
+        self.plan = Plan(Clients.elsewhere(clients), self.protocol)
         if is_whole(quorum) and quorum > clients:
             raise BadInput(f"quorum = {quorum} of {clients} clients can never answer: give at most {clients}")
         self._resolved: Callable[[], dict[str, Any]] | None = None  # of an experiment file
@@ -166,7 +138,7 @@ class Federation:
             **more: what a file does not say: out, nodes, quorum, deadline, attempts, poll, limits, state_dir, ...
         """
         data, train, run = experiment.data, experiment.train, experiment.run
-        algorithm, schedule = running.build_algorithm(experiment), running.build_schedule(experiment)
+        algorithm, settings = running.build_algorithm(experiment), running.settings_of(experiment)
         partition = running.build_partition(experiment)
         if data.partition.name == "reallocate":
             raise BadInput(
@@ -185,17 +157,7 @@ class Federation:
             "rounds": train.rounds,
             "out": run.out,
             "test": dealt.test,
-            "participation": train.participation,
-            "sampling": train.sampling,
-            **running.local_work(train),
-            "lr": train.lr,
-            "schedule": schedule,
-            "clip": train.clip,
-            "weighting": train.weighting,
-            "aggregation": running.build_aggregation(experiment),
-            "loss": train.loss,
-            "augmentation": Augment(data.augment_pad, data.augment_flip) if data.augment else None,
-            "seed": train.seed,
+            **settings,
             "device": run.device,
             "evaluate_every": run.evaluate_every,
         }
@@ -211,33 +173,18 @@ class Federation:
 
     def config(self) -> dict[str, Any]:
         """The run's configuration, as its folder keeps it."""
-        plan = self.plan
         named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
-        schedule = {"name": type(plan.schedule).__name__.lower()}
-        if dataclasses.is_dataclass(plan.schedule):
-            schedule |= {f.name: getattr(plan.schedule, f.name) for f in dataclasses.fields(plan.schedule)}
+        train = self.protocol.record()
+        del train["augmentation"]  # a section of an experiment's data
+        if isinstance(self.protocol.aggregation, Mean):
+            del train["aggregation"]
         own: dict[str, Any] = {
-            "data": {"name": "the nodes' own", "clients": plan.clients.count, "partition": {"name": "own"}},
+            "data": {"name": "the nodes' own", "clients": self.plan.clients.count, "partition": {"name": "own"}},
             "model": {"name": getattr(self.make_model, "__qualname__", type(self.make_model).__name__)},
             "algorithm": {"name": self.algorithm.card.name, "preset": None, **named},
-            "train": {
-                "rounds": self.rounds,
-                "participation": plan.participation,
-                "sampling": plan.sampling,
-                "batch_size": plan.batch_size or "full",
-                "epochs": plan.epochs or 1,
-                "local_steps": plan.local_steps,
-                "lr": plan.lr,
-                "schedule": schedule,
-                "clip": self.clip,
-                "weighting": "examples" if self.by_examples else "clients",
-                "loss": self.loss if isinstance(self.loss, str) else getattr(self.loss, "__name__", "own"),
-                "seed": plan.seed,
-            },
+            "train": {"rounds": self.rounds, **train},
             "run": {"evaluate_every": self.evaluate_every},
         }
-        if not isinstance(self.aggregation, Mean):
-            own["train"]["aggregation"] = running.aggregation_record(self.aggregation)
         if not type(self.algorithm).__module__.startswith("lamina."):  # a report may not know the user's code
             own["title"] = self.algorithm.card.title
         config = own if self._resolved is None else self._resolved()

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from lamina.errors import BadInput
-from lamina.experiment.files import cannot_write
+from lamina.storage.files import cannot_write
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # always in the server's certificate
 DAYS = 365  # that certificates are valid

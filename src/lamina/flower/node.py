@@ -16,8 +16,9 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from lamina.algorithms.contract import Info
+from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
-from lamina.data.feed import Augment
+from lamina.devices import choose_device
 from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
@@ -26,9 +27,9 @@ from lamina.flower import signing, wire
 from lamina.flower.bounds import refuse_work
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
+from lamina.metrics import evaluate
 from lamina.objective import Buffers, Objective
-from lamina.plan import Clients, Plan, Round
-from lamina.simulation import choose_device, evaluate
+from lamina.plan import Plan, Round
 
 if TYPE_CHECKING:
     from lamina.flower.federation import Federation
@@ -103,7 +104,7 @@ class Node:
         down, buffers, client = self._given(content, task, store)
         loop, plan = self._loop(task, data), self._plan(task, data)
         needs = self.algorithm.needs(task.round)
-        info = Info(task.round, task.lr, steps=float(plan.steps[0]), participation=task.participation)
+        info = Info(task.round, task.protocol.lr, steps=float(plan.steps[0]), participation=task.participation)
         if needs.full_gradient or needs.control_variate:
             sent = store.load_held("own-gradient", task.gradient, by_content=False) if task.gradient else None
             info = info._replace(
@@ -126,7 +127,9 @@ class Node:
         x, buffers = self._tensor(content, "x"), self._buffers(content)
         gradient = self._loop(task, data).full_gradient(x, buffers, self._plan(task, data), 0)
         if not bool(torch.isfinite(gradient).all()):
-            raise diverged(self.objective.layers, gradient, task.round, task.lr, task.client, " (full gradient)")
+            raise diverged(
+                self.objective.layers, gradient, task.round, task.protocol.lr, task.client, " (full gradient)"
+            )
         store.save_held("x", wire.digest(x), x)
         store.save_held("own-gradient", task.token, gradient)
         return wire.content_of({"up": {"gradient": wire.encode(gradient)}, "figures": {"examples": len(data)}})
@@ -144,7 +147,7 @@ class Node:
     def objective(self) -> Objective:
         """The model; its weights are of no importance, for the server sends its own."""
         device = choose_device(self.federation.device)
-        objective = Objective(self.federation.make_model().to(device), self.federation.loss)
+        objective = Objective(self.federation.make_model().to(device), self.federation.protocol.loss)
         if objective.start.numel() < THREADED_FROM:
             torch.set_num_threads(1)
         return objective
@@ -187,7 +190,9 @@ class Node:
         """The round's Down, from the message and from disk; the buffers; and the client's state at its base."""
         start, algorithm = self.objective.start, self.algorithm
         mean_gradient = start if algorithm.needs(task.round).control_variate else None
-        like_down = algorithm.broadcast(algorithm.init(start), Info(task.round, task.lr, full_gradient=mean_gradient))
+        like_down = algorithm.broadcast(
+            algorithm.init(start), Info(task.round, task.protocol.lr, full_gradient=mean_gradient)
+        )
         wanted = {name for name, value in zip(like_down._fields, like_down, strict=True) if value is not None}
         names = {*wire.arrays_of(content, "down"), *task.held}
         if names != wanted:
@@ -229,21 +234,15 @@ class Node:
         return own | {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(own).items()}
 
     def _loop(self, task: Task, data: Dataset) -> Loop:
-        augmentation = Augment(task.augment_pad, task.augment_flip) if task.augment_pad >= 0 else None
-        return Loop(self.algorithm, self.objective, data, clip=task.clip or None, augmentation=augmentation)
+        return Loop(self.algorithm, self.objective, data, task.protocol)
 
     def _plan(self, task: Task, data: Dataset) -> Round:
         """This client's part of the round plan: the same batches as if all clients were simulated together."""
-        plan = Plan(
-            Clients.elsewhere(task.clients),
-            task.lr,
-            batch_size=task.batch_size or None,
-            epochs=None if task.local_steps else task.epochs,
-            local_steps=task.local_steps or None,
-            seed=int(task.seed),
+        protocol = task.protocol
+        refuse_work(len(data), int(protocol.steps(np.array([len(data)]))[0]), protocol.batch_size or len(data))
+        own = Plan(Clients.elsewhere(task.clients), protocol).round_of(
+            task.round, np.array([task.client]), [np.arange(len(data))]
         )
-        refuse_work(len(data), int(plan.steps(np.array([len(data)]))[0]), plan.batch_size or len(data))
-        own = plan.round_of(task.round, np.array([task.client]), [np.arange(len(data))])
         return dataclasses.replace(own, participation=task.participation)
 
 

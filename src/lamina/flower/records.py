@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.experiment.files import cannot_write, write_file
+from lamina.storage.files import cannot_write, write_file
 
 
 @dataclass

@@ -5,6 +5,7 @@ Read `run`, `_round` and `_attempt`: the run with its records, a round with its 
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import time
@@ -21,11 +22,10 @@ from torch import Tensor
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import Info
 from lamina.data.dataset import Dataset, as_dataset
+from lamina.devices import choose_device
 from lamina.engines.state import State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
-from lamina.experiment.checkpoint import load_newest
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.identity import of_run
 from lamina.flower import checks, outliers, wire
 from lamina.flower.bounds import absurd_losses
 from lamina.flower.checks import Expected, Gradient, Refused, Update
@@ -35,9 +35,11 @@ from lamina.flower.roster import Roster
 from lamina.flower.signing import Signer
 from lamina.flower.wire import Task
 from lamina.history import History, Row
+from lamina.metrics import evaluate, refuse_nonfinite, round_row
 from lamina.objective import Objective
 from lamina.plan import Round
-from lamina.simulation import choose_device, evaluate, refuse_nonfinite, round_row
+from lamina.storage.checkpoint import load_newest
+from lamina.storage.identity import of_run
 
 if TYPE_CHECKING:
     from lamina.flower.federation import Federation
@@ -64,9 +66,10 @@ class Server:
     ) -> None:
         self.federation, self.folder = federation, folder
         self.algorithm, self.plan, self.limits = federation.algorithm, federation.plan, federation.limits
+        self.protocol = self.plan.protocol
         device = choose_device(federation.device)
-        self.objective = Objective(federation.make_model().to(device), federation.loss)
-        self.objective.refuse_rate(self.plan.lr)
+        self.objective = Objective(federation.make_model().to(device), self.protocol.loss)
+        self.objective.refuse_rate(self.protocol.lr)
         self.test_data = self._test_data(device)
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
@@ -129,15 +132,7 @@ class Server:
     def _go_on(self) -> None:
         """Take up the run in the folder where its newest sound checkpoint leaves it."""
         start = (self.state, self._no_totals)
-        self.folder.checkpoints.identity = of_run(
-            self.algorithm,
-            self.objective,
-            self.plan,
-            clip=self.federation.clip,
-            by_examples=self.federation.by_examples,
-            aggregation=self.federation.aggregation,
-            augmentation=self.federation.augmentation,
-        )
+        self.folder.checkpoints.identity = of_run(self.algorithm, self.objective, self.plan)
         loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
         if loaded is not None:
             ((self.state, (facts,)),) = loaded
@@ -236,7 +231,7 @@ class Server:
         client, layer = min(self._diverged.items())
         raise Diverged(
             f"round {number}: training went non-finite on {len(self._diverged)} clients, on client {client} first in "
-            f"'{layer}'; lower the learning rate (now {self.plan.rate(number):g}) or clip the gradients"
+            f"'{layer}'; lower the learning rate (now {self.protocol.rate(number):g}) or clip the gradients"
             + (". Earlier rounds are kept" if number > 1 else ""),
             round=number,
             client=client,
@@ -279,7 +274,7 @@ class Server:
             else:
                 there[client] = node
         needs, x = self.algorithm.needs(number), self.state.server.x
-        info = Info(number, self.plan.rate(number), participation=len(cohort) / self.plan.clients.count)
+        info = Info(number, self.protocol.rate(number), participation=len(cohort) / self.plan.clients.count)
         first: dict[int, str] = {}  # by client: the token of Mime's first exchange
         said: dict[int, int] = {}  # and the number of examples it gave
         if needs.control_variate:
@@ -366,8 +361,8 @@ class Server:
 
     def _mean_gradient(self, number: int, gradients: Mapping[int, Gradient]) -> Tensor:
         plan = self._as_round(number, {client: one.examples for client, one in gradients.items()})
-        weights = client_weights(plan, self.federation.by_examples)
-        return combine_vectors(self.federation.aggregation, [one.gradient for one in gradients.values()], weights)
+        weights = client_weights(plan, self.protocol.by_examples)
+        return combine_vectors(self.protocol.aggregation, [one.gradient for one in gradients.values()], weights)
 
     def _updates(
         self,
@@ -457,12 +452,12 @@ class Server:
     ) -> tuple[Round, Any, Attendance]:
         """The server's step on the mean of the updates: the same words as in the engines."""
         plan = self._as_round(number, {client: update.examples for client, update in updates.items()})
-        weights = client_weights(plan, self.federation.by_examples)
-        sums = Sums(weights=weights, aggregation=self.federation.aggregation)
+        weights = client_weights(plan, self.protocol.by_examples)
+        sums = Sums(weights=weights, aggregation=self.protocol.aggregation)
         for c, (update, weight) in enumerate(zip(updates.values(), weights, strict=True)):
             sums.keep(c, update.up, update.buffers)
             up = update.up
-            if self.federation.by_examples:
+            if self.protocol.by_examples:
                 up = undo_weighting(self.algorithm, up, weight * len(updates))
             sums.add(up, update.buffers, weight)
             sums.loss += weight * update.loss
@@ -554,8 +549,6 @@ class Server:
 
     def _task(self, number: int, client: int, token: str) -> Task:
         self.issued = max(self.issued + 1, time.time_ns() // 1000)
-        plan, federation = self.plan, self.federation
-        augment = federation.augmentation
         return Task(
             run=self.run_name,
             token=token,
@@ -563,16 +556,9 @@ class Server:
             issued=self.issued,
             round=number,
             client=client,
-            clients=plan.clients.count,
-            lr=plan.rate(number),
-            participation=len(plan.cohort(number)) / plan.clients.count,
-            batch_size=plan.batch_size or 0,
-            epochs=plan.epochs or 1,
-            local_steps=plan.local_steps or 0,
-            seed=str(plan.seed),
-            clip=float(federation.clip or 0.0),
-            augment_pad=-1 if augment is None else augment.pad,
-            augment_flip=augment is not None and augment.flip,
+            clients=self.plan.clients.count,
+            participation=len(self.plan.cohort(number)) / self.plan.clients.count,
+            settings=json.dumps(self.protocol.local_record(number)),
         )
 
     def _message(self, down: Mapping[str, Array], task: Task) -> RecordDict:
@@ -598,7 +584,7 @@ class Server:
         return Expected(
             up,
             wire.floating(self.state.buffers),
-            lambda examples: int(self.plan.steps(np.array([examples]))[0]),
+            lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,
             second_moments,
             lambda up, steps: algorithm.implied_fields(up, down, info._replace(steps=float(steps))),
@@ -609,14 +595,14 @@ class Server:
         """What answers are compared by; without a `down` there are no second moments yet."""
 
         def info(steps: int) -> Info:
-            return Info(number, self.plan.rate(number), steps=float(steps))
+            return Info(number, self.protocol.rate(number), steps=float(steps))
 
         buffers = wire.floating(self.state.buffers)
         return outliers.Broadcast(
             self.objective.layers,
             buffers,
             lambda steps: {} if down is None else self.algorithm.inherited_moments(down, info(steps)),
-            self.federation.by_examples,
+            self.protocol.by_examples,
             lambda steps: None if down is None else self.algorithm.inherited_step(down, info(steps)),
             self.growth,
             drift=None if down is None else self.state.server.x - self.objective.start,
@@ -642,7 +628,7 @@ class Server:
     def _example_upload(self) -> Any:
         """An Up of one local step: its fields are what a client may send."""
         zero = torch.zeros_like(self.state.server.x)
-        info = Info(1, self.plan.rate(1), full_gradient=zero)
+        info = Info(1, self.protocol.rate(1), full_gradient=zero)
         down = self.algorithm.broadcast(self.state.server, info)
         client = self.algorithm.client_init(zero)
         local = self.algorithm.step(self.algorithm.begin(down, client, info), down, zero, 1.0, self.objective.layers)
@@ -671,11 +657,11 @@ class Server:
     def _as_round(self, number: int, examples: Mapping[int, int]) -> Round:
         """The round as it really was: the clients that answered and their numbers of examples."""
         cohort, sizes = np.array(list(examples), dtype=np.int64), np.array(list(examples.values()), dtype=np.int64)
-        steps = self.plan.steps(sizes)
+        steps = self.protocol.steps(sizes)
         nothing = np.zeros((len(cohort), 1, 1), dtype=np.int64)
         return Round(
             number=number,
-            lr=self.plan.rate(number),
+            lr=self.protocol.rate(number),
             participation=len(cohort) / self.plan.clients.count,
             cohort=cohort,
             samples=[np.broadcast_to(np.int64(0), (int(n),)) for n in sizes],

@@ -23,9 +23,9 @@ from typing import Any
 from torch import Tensor
 
 from lamina.errors import BadInput, is_whole
-from lamina.experiment.checkpoint import UNREADABLE, pack, unpack
-from lamina.experiment.files import cannot_write, write_file
 from lamina.flower.wire import HEX, digest
+from lamina.storage.checkpoint import UNREADABLE, pack, unpack
+from lamina.storage.files import cannot_write, write_file
 
 log = logging.getLogger(__name__)
 STATE = re.compile(r"state-\d+-([0-9a-f]+)\.safetensors")

@@ -12,6 +12,7 @@ Its ``answer`` repeats the token of the message it replies to. Messages down are
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -28,6 +29,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, options
 from lamina.errors import BadInput, is_number, is_whole
 from lamina.objective import Buffers, Objective
+from lamina.protocol import Protocol
 
 RAW = "lamina.raw"  # how the bytes of an array are to be read: the numbers one after another, little-endian
 ANSWER = "answer"  # the record of a reply that says to which message it is one
@@ -146,26 +148,22 @@ def shorten(text: str, most: int = 200) -> str:
 
 HEX = re.compile(r"[0-9a-f]{8,64}")  # names of runs and exchanges, and digests: never a path
 FIELD = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # of a Down record
-SEED = re.compile(r"-?[0-9]{1,1000}")
 WHOLE = {  # the least and the most each may be
     "round": (1, 10**9),
     "issued": (1, 2**53),
     "client": (0, 10**9),
     "clients": (1, 10**9),
-    "batch_size": (0, 10**9),  # 0: all of a client's samples
-    "epochs": (1, 10**6),
-    "local_steps": (0, 10**7),
-    "augment_pad": (-1, 1024),
 }
-TEXTS = {"run": HEX, "token": HEX, "app": HEX, "seed": SEED}
+TEXTS = {"run": HEX, "token": HEX, "app": HEX}
 MAY_BE_EMPTY = {"base": HEX, "gradient": HEX}
 LISTS = {"keep": HEX, "held": FIELD, "held_digests": HEX}
-NUMBERS = {"lr": sys.float_info.max, "participation": 1.0, "clip": sys.float_info.max}  # the most each may be
+MAX_SETTINGS_CHARACTERS = 10_000
+SAME_VERSION = "install the same version of lamina on both sides"
 
 
 @dataclass(frozen=True)
 class Task:
-    """All a node is told about a round beside tensors; it needs no protocol settings of its own."""
+    """Everything but tensors that a node needs for a round; it has no protocol settings of its own."""
 
     run: str  # lamina's own name of the run: a restarted server goes on under it
     token: str  # of this exchange: names the client state it makes
@@ -174,23 +172,25 @@ class Task:
     round: int
     client: int
     clients: int
-    lr: float
     participation: float
-    batch_size: int  # 0: all of the client's samples
-    epochs: int
-    local_steps: int  # 0: epochs count
-    seed: str  # a seed may be longer than 64 bits
-    clip: float = 0.0  # 0: none
-    augment_pad: int = -1  # -1: no augmentation
-    augment_flip: bool = False
+    settings: str  # JSON of `Protocol.local_record`
     base: str = ""  # the token of the exchange whose client state the server last accepted; "": begin anew
     keep: list[str] = field(default_factory=list)  # tokens the server may still name as base, beside this exchange's
     held: list[str] = field(default_factory=list)  # Down fields the node should hold
     held_digests: list[str] = field(default_factory=list)
     gradient: str = ""  # the token of the exchange in which the node sent its full gradient (Mime)
 
+    @functools.cached_property
+    def protocol(self) -> Protocol:
+        """The settings of this client's training in this round."""
+        try:
+            return Protocol.from_local_record(json.loads(self.settings))
+        except (BadInput, ValueError, RecursionError) as error:
+            why = shorten(str(error)) if isinstance(error, BadInput) else "its settings are not JSON"
+            raise BadInput(f"the server's message makes no sense: {why}; {SAME_VERSION}") from None
+
     def record(self) -> dict[str, Any]:
-        """As entries of a `ConfigRecord`."""
+        """Return the entries of a `ConfigRecord`."""
         return asdict(self)
 
     @classmethod
@@ -203,11 +203,12 @@ class Task:
             if not _is_sound(f.name, value):
                 raise BadInput(
                     f"the server's message says {f.name} = {shorten(repr(value), 40)}: it speaks another protocol; "
-                    "install the same version of lamina on both sides"
+                    f"{SAME_VERSION}"
                 )
         task = cls(**{f.name: entries[f.name] for f in fields(cls)})
         if task.client >= task.clients or len(task.held) != len(task.held_digests):
             raise BadInput(f"the server's message is for client {task.client} of {task.clients}, and makes no sense")
+        _ = task.protocol  # checked before anything is made of it
         return task
 
 
@@ -216,16 +217,16 @@ def _is_sound(name: str, value: Any) -> bool:
     if name in WHOLE:
         least, most = WHOLE[name]
         return is_whole(value) and least <= value <= most
-    if name in NUMBERS:
-        return is_number(value) and 0 <= value <= NUMBERS[name] and (value > 0 or name == "clip")
+    if name == "participation":
+        return is_number(value) and 0 < value <= 1
+    if name == "settings":
+        return isinstance(value, str) and len(value) <= MAX_SETTINGS_CHARACTERS
     if name in LISTS:
         texts = value if isinstance(value, list) else [None]
         return len(texts) <= 100 and all(isinstance(t, str) and LISTS[name].fullmatch(t) for t in texts)
     if name in MAY_BE_EMPTY and value == "":
         return True
-    if name in TEXTS or name in MAY_BE_EMPTY:
-        return isinstance(value, str) and bool((TEXTS | MAY_BE_EMPTY)[name].fullmatch(value))
-    return isinstance(value, bool)  # augment_flip
+    return isinstance(value, str) and bool((TEXTS | MAY_BE_EMPTY)[name].fullmatch(value))
 
 
 def fingerprint(algorithm: Algorithm, objective: Objective) -> str:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lamina.errors import BadInput, nearest
-from lamina.experiment.files import cannot_write
 from lamina.experiment.outputs import refuse_in_run_folder, write_output
 from lamina.experiment.records import Record, find_records
 from lamina.report import export, figures, tables
 from lamina.report.curves import Curve, folder_name, group, without_repeats
 from lamina.report.partition import Dealt, deal_again, describe
 from lamina.report.rates import Response, rates_table, responses
+from lamina.storage.files import cannot_write
 from lamina.text import plural
 
 

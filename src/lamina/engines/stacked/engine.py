@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from lamina import rng
-from lamina.aggregation import MEAN, Aggregation, Mean, combine_vectors
+from lamina.aggregation import Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, Info, options
 from lamina.data.dataset import Dataset
-from lamina.data.feed import Augment
 from lamina.engines.loop import WHOLE_BATCH, Loop
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphed import GraphedSteps, room_for
@@ -37,6 +36,7 @@ from lamina.layers import Layers
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round, dropout_streams, sample_counters
+from lamina.protocol import Protocol
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +52,7 @@ class Member:
     algorithm: Algorithm
     state: State
     plan: Round
-    clip: float | None = None
-    by_examples: bool = False
+    protocol: Protocol
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,8 @@ class Stacked:
     objective: Objective
     data: Dataset
     forward: Forward
-    clip: float | None = None
-    by_examples: bool = False
-    augmentation: Augment | None = None
+    protocol: Protocol  # for `run_round`; members share its aggregation and augmentation
     record_trust_ratios: bool = False
-    aggregation: Aggregation = MEAN  # how a member's uploads are combined
     rows_per_chunk: int | None = None  # None: as many as memory (on a CPU, its cache) suggests
     most_rows: int | None = None  # in a chunk, once more were seen not to fit
     compiled: bool | None = None  # on a GPU: compile the step (slower to start, faster to run); None: if it pays
@@ -93,7 +89,7 @@ class Stacked:
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
         """One round of one experiment."""
-        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.clip, self.by_examples)])
+        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.protocol)])
         if isinstance(outcome, Diverged):
             raise outcome
         return outcome
@@ -104,7 +100,7 @@ class Stacked:
         rows = [
             Row(e, c, weight)
             for e, member in enumerate(members)
-            for c, weight in enumerate(client_weights(member.plan, member.by_examples))
+            for c, weight in enumerate(client_weights(member.plan, member.protocol.by_examples))
             if ranks.owns(int(member.plan.cohort[c]))
         ]
         # clients with as many steps as their neighbours waste least on masked steps
@@ -188,7 +184,7 @@ class Stacked:
         )
         shares = self._shares(chunk, failed)  # made before the GPU is busy: the host would wait for it otherwise
         relative = self._relative_weights(chunk, members) if algorithm.state_changes else None
-        clip = self._row_clip([members[row.member].clip for row in chunk])
+        clip = self._row_clip([members[row.member].protocol.clip for row in chunk])
         local, losses = self._train(algorithm, down, client, buffers, info, chunk, plans, clip)
         up, client = algorithm.finish(local, down, client, info)
         sent_up = up
@@ -220,7 +216,7 @@ class Stacked:
                 map_record(lambda value: self._usual(value).clone(), row_of(sent_up, r)),
                 {n: b[r].clone() for n, b in buffers.items()},
             )
-            for r in range(len(chunk) if not isinstance(self.aggregation, Mean) else 0)
+            for r in range(len(chunk) if not isinstance(self.protocol.aggregation, Mean) else 0)
         ]
         # Nothing but `failed` was changed so far (who fails, fails again), and from here on nothing needs memory: see
         # `in_chunks_that_fit`, which runs a chunk again that did not fit.
@@ -244,20 +240,22 @@ class Stacked:
         """The full gradients of a member's clients, combined as its uploads are."""
         own = [row for row in rows if row.member == e]
         mean = torch.zeros_like(member.state.server.x)
-        if isinstance(self.aggregation, Mean):
+        if isinstance(self.protocol.aggregation, Mean):
             for row in own:
                 mean = mean + row.weight * gradients[e, row.c]
             return self._usual(ranks.add(mean))
         vectors = ranks.gather({row.c: gradients[e, row.c] for row in own}, mean, len(member.plan.cohort))
-        combined = combine_vectors(self.aggregation, vectors, client_weights(member.plan, member.by_examples))
+        combined = combine_vectors(
+            self.protocol.aggregation, vectors, client_weights(member.plan, member.protocol.by_examples)
+        )
         return self._usual(combined)
 
     def _relative_weights(self, chunk: list[Row], members: Sequence[Member]) -> Tensor | None:
         """Every row's weight times the size of its cohort; None if no member weights its clients by their examples."""
-        if not any(members[row.member].by_examples for row in chunk):
+        if not any(members[row.member].protocol.by_examples for row in chunk):
             return None
         weighted = [(row.weight * len(members[row.member].plan.cohort), members[row.member]) for row in chunk]
-        return self._column([relative if member.by_examples else 1.0 for relative, member in weighted])
+        return self._column([relative if member.protocol.by_examples else 1.0 for relative, member in weighted])
 
     def _shares(self, chunk: list[Row], failed: Mapping[int, Diverged]) -> tuple[list[int], Tensor]:
         """The members that still run, and every row's weight in each one's mean [members, rows]."""
@@ -295,14 +293,14 @@ class Stacked:
 
     def _start_sums(self, member: Member) -> Sums:
         """Zeros, and what every rank knows from the plan alone."""
-        weights = client_weights(member.plan, member.by_examples)
+        weights = client_weights(member.plan, member.protocol.by_examples)
         buffers = {n: torch.zeros_like(b) for n, b in member.state.buffers.items() if b.is_floating_point()}
         steps = float(np.dot(weights, member.plan.steps))
         return Sums(
             buffers=buffers,
             steps=steps,
             weights=weights,
-            aggregation=self.aggregation,
+            aggregation=self.protocol.aggregation,
         )
 
     def _zeros(self, member: Member, down: Any) -> tuple[Any, Tensor]:
@@ -403,7 +401,7 @@ class Stacked:
             self._parts,
             control=control,
             clip=clip,
-            augmentation=None if whole else self.augmentation,
+            augmentation=None if whole else self.protocol.augmentation,
             whole=whole,
         )
 
@@ -423,7 +421,7 @@ class Stacked:
         index, filled = pad_plans(plans, [row.c for row in chunk])
         keys, streams = None, None
         own_streams = np.array([plan.streams[row.c] for plan, row in zip(plans, chunk, strict=True)])
-        if self.augmentation is not None:
+        if self.protocol.augmentation is not None:
             counters = sample_counters(index.shape[1], index.shape[2])
             keys = send(rng.bits(own_streams[:, None, None], counters), device)
         if self.objective.dropouts:
@@ -566,7 +564,7 @@ class Stacked:
         self, member: Member, row: Row, down: Any, gradients: dict[tuple[int, int], Tensor], up: Any
     ) -> Diverged:
         """Where a row went non-finite: the reference loop runs that client again and looks at every step."""
-        loop = Loop(member.algorithm, self.objective, self.data, member.clip, member.by_examples, self.augmentation)
+        loop = Loop(member.algorithm, self.objective, self.data, member.protocol)
         client_id = int(member.plan.cohort[row.c])
         client = member.state.clients.get(client_id)
         client = member.algorithm.client_init(member.state.server.x) if client is None else client

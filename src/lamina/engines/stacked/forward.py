@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from lamina import rng
 from lamina.dropout import FromStreams, set_streams
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.modules import CannotStack, for_vmap, is_batch_norm, stack, unfold_clients, use_kernels
@@ -256,7 +257,7 @@ def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tens
 def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tensor) -> None:
     """A buffer that training changes must be one per client, and padding must not count: true of BatchNorm alone."""
     buffers = {n: b.clone() for n, b in objective.buffers.items()}
-    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []), torch.no_grad():
+    with rng.forked(inputs.device), torch.no_grad():
         objective.outputs(objective.start, buffers, inputs, train=True)
     known = forward.per_client_buffers if isinstance(forward, StackedForward) else set()
     for name, buffer in buffers.items():
@@ -267,7 +268,7 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tens
 def is_random(objective: Objective, inputs: Tensor) -> bool:
     """Whether the module draws random numbers in training mode other than dropout layers' (`F.dropout`, say)."""
     outputs = []
-    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []), torch.no_grad():
+    with rng.forked(inputs.device), torch.no_grad():
         before = _generator_states(inputs.device)
         for _ in range(2):
             buffers = {n: b.clone() for n, b in objective.buffers.items()}

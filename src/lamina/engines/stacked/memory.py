@@ -116,7 +116,7 @@ def row_bytes(engine: Stacked, batch: int) -> int:
 
     objective = engine.objective
     index = torch.zeros(1, batch, dtype=torch.long, device=objective.device)
-    keys = index if engine.augmentation is not None else None
+    keys = index if engine.protocol.augmentation is not None else None
     steps = engine.steps(engine.algorithm)
     flat = objective.start.unsqueeze(0)
     leaves = {

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lamina import objective as objective_module
+from lamina import rng
 from lamina.errors import LaminaError
 from lamina.objective import Objective
 
 MOST_SCANNED = 1 << 24  # numbers of a data set that are looked through for extreme samples
 PROBE_CLIENTS, PROBE_BATCH = 4, 4
+ODD_BATCHES = (31, 37, 41, 43, 47, 53, 59, 61)  # samples of the forward pass that is watched
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, objective_module.__file__)
 
@@ -54,10 +57,17 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Tensor, ta
     """Return how the module or the loss lets a result depend on the values of the whole batch, or an empty string.
 
     Several clients at once are one batch, so a Python branch on a value (``if x.max() > 3``) would decide for all.
+    The same holds for a value that is computed over the whole batch (``torch.where(x.max() > 3, a, b)``).
     No sample shows that unless its value happens to cross the limit, so what is looked for is the reading itself.
     """
+    shapes = [*objective.layers.shapes.values(), *(b.shape for b in objective.buffers.values()), inputs.shape[1:]]
+    sizes = {size for shape in (*shapes, *(p.shape for p in objective.frozen.values())) for size in shape}
+    # a number of samples that is told from all other sizes
+    _Watched.batch = next((n for n in ODD_BATCHES if not any(size % n == 0 for size in sizes)), 0)
+    chosen = torch.arange(_Watched.batch or len(inputs), device=inputs.device) % len(inputs)
+    inputs, targets = inputs[chosen], targets[chosen]
     parameters = {n: p.as_subclass(_Watched) for n, p in objective.layers.unflatten(objective.start).items()}
-    with torch.random.fork_rng(devices=[inputs.device] if inputs.is_cuda else []):
+    with rng.forked(inputs.device):
         for train in (True, False):
             buffers = {n: b.clone() for n, b in objective.buffers.items()}
             try:
@@ -82,6 +92,8 @@ class _DependsOnBatch(Exception):
 class _Watched(Tensor):
     """A tensor that refuses to give away its values; whatever is computed from it does too."""
 
+    batch = 0  # samples of the watched forward pass; 0: not told from other sizes
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,7 +117,22 @@ class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
             _refuse("branches on a tensor's value or reads it")
         if torch.Tag.dynamic_output_shape in func.tags and not _takes_whole_numbers(func, args):
             _refuse(f"makes a tensor whose shape depends on values ({func.overloadpacket.__name__})")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if _Watched.batch and _has_samples((args, kwargs)) and not _has_samples(result):
+            name = func.overloadpacket.__name__
+            if not name.startswith("new_") and not _is_empty(result):  # new_zeros takes only the type
+                _refuse(f"computes one value over all samples of a batch ({name})")
+        return result
+
+
+def _has_samples(values: Any) -> bool:
+    """Whether some tensor has an axis of samples, maybe merged with others."""
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return any(size and size % _Watched.batch == 0 for tensor in tensors for size in tensor.shape)
+
+
+def _is_empty(values: Any) -> bool:
+    return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(values))
 
 
 def _takes_whole_numbers(func: Any, args: Any) -> bool:

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from lamina import rng
-from lamina.aggregation import Aggregation
 from lamina.algorithms.contract import Algorithm, options
+from lamina.clients import Clients
 from lamina.data.dataset import Dataset
-from lamina.data.feed import Augment, prepare
+from lamina.data.feed import prepare
 from lamina.errors import BadInput
-from lamina.experiment.files import as_json
+from lamina.fingerprint import function_digest
 from lamina.objective import LOSSES, Objective
-from lamina.plan import Clients, Plan
+from lamina.plan import Plan
+from lamina.schedules import Schedule
+from lamina.storage.files import as_json
 
 if TYPE_CHECKING:
     from lamina.simulation import Simulation
@@ -44,16 +46,7 @@ _data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs
 
 def of_simulation(simulation: Simulation) -> Identity:
     """Return the identity of a simulation."""
-    engine, data = simulation.engine, simulation.train_data
-    facts = of_run(
-        simulation.algorithm,
-        simulation.objective,
-        simulation.plan,
-        clip=engine.clip,
-        by_examples=engine.by_examples,
-        aggregation=engine.aggregation,
-        augmentation=engine.augmentation,
-    )
+    data = simulation.train_data
     own = {
         "samples": len(data),
         "sample_shape": list(data.x.shape[1:]),
@@ -61,39 +54,26 @@ def of_simulation(simulation: Simulation) -> Identity:
         "training_data": _data_digest(data),
         "loss_value": _loss_value(simulation.objective, data),
     }
-    return {**facts, **own}
+    return {**of_run(simulation.algorithm, simulation.objective, simulation.plan), **own}
 
 
-def of_run(
-    algorithm: Algorithm,
-    objective: Objective,
-    plan: Plan,
-    *,
-    clip: float | None,
-    by_examples: bool,
-    aggregation: Aggregation,
-    augmentation: Augment | None,
-) -> Identity:
+def of_run(algorithm: Algorithm, objective: Objective, plan: Plan) -> Identity:
     """Return the part of the identity that needs no training data: all that a federation's server knows."""
+    protocol = plan.protocol
     facts = {
         "algorithm": algorithm.card.name,
         **{f"algorithm.{name}": getattr(algorithm, name) for name in options(type(algorithm))},
         "model": _model_digest(objective),
+        "model_attributes": _hash([objective.attributes, sorted(objective.always_evaluated)]),
         "parameters": objective.layers.size,
-        "loss": _loss_name(objective),
         "clients": plan.clients.count,
-        "lr": plan.lr,
-        "schedule": _schedule(plan),
-        "participation": plan.participation,
-        "sampling": plan.sampling,
-        "batch_size": plan.batch_size,
-        "epochs": (plan.epochs or 1) if plan.local_steps is None else None,
-        "local_steps": plan.local_steps,
-        "clip": clip,
-        "weighting": "examples" if by_examples else "clients",
-        "aggregation": _described(aggregation),
-        "augmentation": None if augmentation is None else _described(augmentation),
-        "seed": plan.seed,
+        **{each.name: getattr(protocol, each.name) for each in dataclasses.fields(protocol)},
+        "loss": _loss_name(objective),
+        "loss_attributes": function_digest(objective.loss),
+        "schedule": _schedule(protocol.schedule),
+        "epochs": (protocol.epochs or 1) if protocol.local_steps is None else None,
+        "aggregation": _described(protocol.aggregation),
+        "augmentation": None if protocol.augmentation is None else _described(protocol.augmentation),
     }
     return {name: _plain(value) for name, value in facts.items()}
 
@@ -149,12 +129,12 @@ def _described(value: Any) -> str:
     return f"{name}({', '.join(f'{key}={inner}' for key, inner in fields.items())})"
 
 
-def _schedule(plan: Plan) -> str:
+def _schedule(schedule: Schedule) -> str:
     """Return the schedule in words; one of the user's own that is no dataclass is told by its first rates."""
-    words = _described(plan.schedule)
-    if dataclasses.is_dataclass(plan.schedule):
+    words = _described(schedule)
+    if dataclasses.is_dataclass(schedule):
         return words
-    factors = [float(plan.schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)]
+    factors = [float(schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)]
     return f"{words} {_hash(factors)}"
 
 

@@ -13,6 +13,7 @@ checkpoints stay, and what no manifest of theirs names is deleted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -29,9 +30,9 @@ from torch import Tensor
 
 from lamina.engines.state import State
 from lamina.errors import BadInput
-from lamina.experiment.files import cannot_write, write_file
-from lamina.experiment.identity import Identity, refuse_other
 from lamina.ledger import Ledger
+from lamina.storage.files import cannot_write, write_file
+from lamina.storage.identity import Identity, refuse_other
 
 FORMAT = 2
 log = logging.getLogger(__name__)
@@ -82,6 +83,8 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not all((self.folder / name).exists() for name in self._newest):
                 self.forget()  # somebody deleted them during the run
+            if not self._newest:
+                self._refuse_others()
             segments = self._save_clients(state)
             file, sha256 = self._write(f"state-{state.round:06}", _state_tensors(state))
             content = {
@@ -105,6 +108,14 @@ class Checkpoints:
                     path.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(self.folder, error) from error
+
+    def _refuse_others(self) -> None:
+        """Refuse a folder with another run's checkpoints: the next one would replace them."""
+        for number in self.rounds():
+            with contextlib.suppress(Damaged):
+                stored = self._read_manifest(number)["identity"]
+                if self.identity is not None and stored is not None:
+                    refuse_other(self.folder, number, stored, self.identity)
 
     def _save_clients(self, state: State) -> dict[str, Segment]:
         """Write the records that changed, with what is left of old segments that are mostly dead."""

@@ -1,0 +1,121 @@
+"""Which samples each client holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina import rng
+from lamina.data.dataset import Dataset
+from lamina.data.partitions import ByColumn, Partition, Reallocate, split_dataset
+from lamina.data.partitions import make as make_partition
+from lamina.errors import BadInput, is_whole
+from lamina.limits import MOST_CLIENTS, check_count
+from lamina.text import plural
+
+Indices = NDArray[np.int64]
+DEFAULT_CLIENTS = 10
+
+
+class Clients:
+    """Who holds which samples: fixed lists, or dealt anew to the active clients in every round (`Reallocate`)."""
+
+    def __init__(self, parts: Sequence[Any], samples: int) -> None:
+        self.parts = [_as_indices(i, part, samples) for i, part in enumerate(parts)]
+        self.count = len(self.parts)
+        self.moving: tuple[Partition, Indices | None, int, int] | None = None
+        if not self.parts:
+            raise BadInput("a federation needs at least one client")
+        _refuse_shared_samples(self.parts, samples)
+
+    @classmethod
+    def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
+        """Clients that own nothing: in every round the whole data set is split over the active ones."""
+        if count < 1:
+            raise BadInput("a federation needs at least one client")
+        self = cls.__new__(cls)
+        self.parts, self.count = [], check_count("clients", count, MOST_CLIENTS)
+        self.moving = (partition, labels, seed, samples)
+        return self
+
+    @classmethod
+    def elsewhere(cls, count: int) -> Clients:
+        """Clients whose samples lie on machines of their own: here only their number is known."""
+        self = cls.__new__(cls)
+        self.parts, self.count, self.moving = [], check_count("clients", count, MOST_CLIENTS), None
+        return self
+
+    def samples(self, round: int, cohort: Indices) -> list[Indices]:
+        """The sample indices of every active client in a round."""
+        if self.moving is None:
+            return [self.parts[i] for i in cohort]
+        partition, labels, seed, samples = self.moving
+        try:
+            return partition.split(labels, len(cohort), rng.key(seed, "reallocate", round), samples=samples)
+        except BadInput as error:
+            raise BadInput(
+                f"round {round} has {plural(len(cohort), 'active client')} to share the data: {error}"
+            ) from error
+
+    def same_as(self, other: Clients) -> bool:
+        """Whether all get the same samples in every round."""
+        if (self.moving is None) != (other.moving is None) or self.count != other.count:
+            return False
+        if self.moving is None or other.moving is None:
+            return len(self.parts) == len(other.parts) and all(map(np.array_equal, self.parts, other.parts))
+        (partition, labels, *rest), (others, their_labels, *their_rest) = self.moving, other.moving
+        return partition == others and rest == their_rest and np.array_equal(labels, their_labels)  # type: ignore[arg-type]
+
+
+def _as_indices(client: int, part: Any, samples: int) -> Indices:
+    """One client's samples as indices; a boolean mask over all samples is fine too."""
+    array = np.asarray(list(part) if isinstance(part, range | set) else part)
+    if array.dtype == bool:
+        if array.shape != (samples,):
+            raise BadInput(f"client {client}'s mask has shape {array.shape}, not ({samples},): one entry per sample")
+        array = np.flatnonzero(array)
+    if array.size == 0:
+        raise BadInput(f"client {client} has no samples: give every client at least one, or use fewer clients")
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise BadInput(
+            f"client {client} needs a list of whole sample numbers, not {array.dtype} of shape {array.shape}"
+        )
+    bad = array[(array < 0) | (array >= samples)]
+    if len(bad):
+        raise BadInput(f"client {client} is given sample {bad[0]}, but the data have {plural(samples, 'sample')}")
+    return array.astype(np.int64)
+
+
+def _refuse_shared_samples(parts: Sequence[Indices], samples: int) -> None:
+    """Refuse a sample that is given out twice: usually a mistake in the lists, and it would count twice."""
+    taken = np.concatenate(parts)
+    counts = np.bincount(taken, minlength=samples)
+    if counts.max() <= 1:
+        return
+    sample = int(np.argmax(counts > 1))
+    owners = [client for client, part in enumerate(parts) for _ in range(int((part == sample).sum()))]
+    whom = f"client {owners[0]} twice" if owners[0] == owners[1] else f"clients {owners[0]} and {owners[1]}"
+    raise BadInput(
+        f"sample {sample} is given to {whom}: give every sample to one client, or repeat it in the data on purpose"
+    )
+
+
+def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, seed: int) -> Clients:
+    """Split a data set among clients: by a partition, or by lists of sample indices."""
+    if isinstance(clients, str | bool | float | dict):
+        raise BadInput(f"clients = {clients!r} is neither a whole number nor one list of samples per client")
+    if clients is not None and not is_whole(clients):
+        if partition is not None:
+            raise BadInput("partition deals samples to a number of clients, and clients are lists: give one of them")
+        return Clients(cast(Sequence[Any], clients), samples=len(data))
+    partition = "iid" if partition is None else partition
+    chosen = make_partition(partition) if isinstance(partition, str) else partition
+    if clients is None and not isinstance(chosen, ByColumn):
+        clients = DEFAULT_CLIENTS
+    clients = None if clients is None else check_count("clients", clients, MOST_CLIENTS)
+    if isinstance(chosen, Reallocate):
+        return Clients.reallocated(chosen, data.labels, clients or 0, seed, samples=len(data))
+    return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))

@@ -1,0 +1,80 @@
+"""The choice of an engine: the fastest that computes what the reference loop computes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from lamina.data.feed import prepare
+from lamina.engines.loop import Loop
+from lamina.engines.stacked.engine import Stacked
+from lamina.engines.stacked.forward import Precision, choose_forward, is_random
+from lamina.engines.stacked.memory import keep_freed_memory
+from lamina.engines.stacked.probe import probe_samples
+from lamina.engines.stacked.steps import works_by_row
+from lamina.errors import BadInput, unknown
+
+UNCONTROLLED = "the module's forward draws random numbers itself (F.dropout, torch.rand): use layers such as nn.Dropout"
+Engine = Loop | Stacked
+log = logging.getLogger(__name__)
+
+
+def choose_engine(name: str, precision: Precision, lender: Engine | None = None, **settings: Any) -> Engine:
+    """Return the engine to run on.
+
+    Args:
+        name: "auto" takes the fastest that fits the model, and logs why if that is not the stacked one.
+        precision: the model's arithmetic.
+        lender: an engine of a similar simulation with the same precision; if the model and data are alike, its choice
+            is taken over, because testing what fits takes longer than a small round.
+        settings: the fields that `Loop` and `Stacked` share.
+    """
+    if name not in ("auto", "stacked", "vmap", "loop"):
+        raise unknown("engine", name, ("auto", "stacked", "vmap", "loop"))
+    lent = None if lender is None else _lent_engine(lender, **settings)
+    if lent is not None:
+        return lent
+    if name in ("loop", "vmap") and precision == "bf16":
+        raise BadInput(f"precision='bf16' needs stacked layers: engine='{name}' computes in the model's own precision")
+    engine = _fastest_engine(name, precision, **settings)
+    if precision == "bf16" and not (isinstance(engine, Stacked) and engine.forward.name == "stacked"):
+        log.warning("precision='bf16' needs stacked layers: this run computes in the model's own precision")
+    return engine
+
+
+def _lent_engine(lender: Engine, **settings: Any) -> Engine | None:
+    """Return an engine like the lender's, or None if the model, data or algorithm must be tested again."""
+    objective = settings["objective"]
+    kinds = [(d.x.shape[1:], d.x.dtype, d.y.shape[1:], d.y.dtype) for d in (lender.data, settings["data"])]
+    same_device = lender.objective.device == objective.device
+    if not same_device or kinds[0] != kinds[1] or lender.objective.difference(objective):
+        return None
+    if isinstance(lender, Loop):
+        return Loop(**settings, why=lender.why)
+    if type(settings["algorithm"]) is not type(lender.algorithm):
+        return None  # it may not work row by row
+    return Stacked(forward=lender.forward, **settings)
+
+
+def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Engine:
+    if name == "loop":
+        return Loop(**settings)
+    data, objective = settings["data"], settings["objective"]
+    chosen = probe_samples(data.x)
+    sample = prepare(data.x[chosen], data.mean, data.std, objective.dtype), data.y[chosen]
+    if is_random(objective, sample[0]):
+        forward, why = None, UNCONTROLLED
+    else:
+        forward, why = choose_forward(objective, sample, precision, name)
+    if forward is not None and not works_by_row(settings["algorithm"]):
+        forward, why = None, "several clients' step is not each one's own step (a branch on a tensor's value?)"
+    if forward is None:
+        if name != "auto":
+            raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")
+        log.info("running client by client: %s", why)
+        return Loop(**settings, why=why)
+    if why and name == "auto":
+        log.info("using torch.func.vmap instead of stacked layers: %s", why)
+    if objective.device.type == "cpu":
+        keep_freed_memory()
+    return Stacked(forward=forward, **settings)

@@ -1,0 +1,206 @@
+"""The protocol record: every setting of training besides the model, the data and the algorithm.
+
+Simulations, federations, experiment files, checkpoints and the tasks of Flower nodes all use this one record. To add a
+setting: add a field here, use it where it acts, and describe it in the arguments of `lamina.Simulation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypedDict, get_args, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.aggregation import MEAN, Aggregation, as_aggregation, name_of
+from lamina.algorithms.contract import Algorithm
+from lamina.data.feed import Augment
+from lamina.errors import BadInput, is_number, nearest, short_repr, unknown
+from lamina.limits import MOST, MOST_BATCH, check_count, check_seed
+from lamina.objective import LOSSES, Loss
+from lamina.schedules import CONSTANT, Schedule, make_schedule
+
+# settings that a client does not need: the server acts on them, or the loss is the node's own function
+SERVER_SETTINGS = ("schedule", "participation", "sampling", "weighting", "aggregation", "loss")
+PROBED_ROUNDS = 100  # whose rates tell two user-defined schedules apart
+
+
+class Settings(TypedDict, total=False):
+    """The settings of a protocol as keyword arguments; objects may be given by name."""
+
+    lr: float | None
+    schedule: Schedule | str
+    participation: float
+    sampling: Literal["exact", "bernoulli"]
+    batch_size: int | None
+    epochs: int | None
+    local_steps: int | None
+    clip: float | None
+    weighting: Literal["clients", "examples"]
+    aggregation: Aggregation | str
+    loss: str | Loss
+    augmentation: Augment | None
+    seed: int
+
+
+def _number(default: Any = dataclasses.MISSING, *, most: float | None = None) -> Any:
+    """A number above zero, at most `most`."""
+    return field(default=default, metadata={"gt": 0, "le": most})
+
+
+def _count(default: int | None, most: int = MOST) -> Any:
+    """A whole number from 1 to `most`."""
+    return field(default=default, metadata={"ge": 1, "le": most})
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """The settings of training. See `lamina.Simulation` for what each of them means."""
+
+    lr: float = _number()
+    schedule: Schedule = CONSTANT
+    participation: float = _number(1.0, most=1)
+    sampling: Literal["exact", "bernoulli"] = "exact"
+    batch_size: int | None = _count(32, most=MOST_BATCH)  # None: all of a client's samples
+    epochs: int | None = _count(None)  # None: 1, unless local_steps is given
+    local_steps: int | None = _count(None)
+    clip: float | None = _number(None)
+    weighting: Literal["clients", "examples"] = "clients"
+    aggregation: Aggregation = MEAN
+    loss: str | Loss = "cross_entropy"
+    augmentation: Augment | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_seed(self.seed)
+        for each in fields(self):
+            _check(each, getattr(self, each.name))
+        if not callable(getattr(self.schedule, "factor", None)):
+            raise BadInput(
+                f"schedule = {self.schedule!r} is neither a name nor a schedule such as lamina.schedules.Cosine(100)"
+            )
+        if isinstance(self.loss, str) and self.loss not in LOSSES:
+            raise unknown("loss", self.loss, LOSSES)
+        if not isinstance(self.loss, str) and not callable(self.loss):
+            raise BadInput(f"loss = {self.loss!r} is neither a name nor a function of (outputs, targets)")
+        if self.epochs is not None and self.local_steps is not None:
+            raise BadInput(
+                f"epochs = {self.epochs} and local_steps = {self.local_steps} both say how long a client trains: "
+                "give one of them"
+            )
+
+    @classmethod
+    def of(cls, algorithm: Algorithm, settings: Mapping[str, Any]) -> Protocol:
+        """Return the protocol with these settings; the default learning rate is the algorithm's."""
+        known = [each.name for each in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise BadInput(f"there is no setting '{name}'{nearest(name, known)}")
+        given = dict(settings)
+        if given.get("lr") is None:
+            given["lr"] = algorithm.card.lr
+        if isinstance(given.get("schedule"), str):
+            given["schedule"] = make_schedule(given["schedule"])
+        if "aggregation" in given:
+            given["aggregation"] = as_aggregation(given["aggregation"])
+        return cls(**given)
+
+    @property
+    def by_examples(self) -> bool:
+        """Whether clients are weighted by their number of examples."""
+        return self.weighting == "examples"
+
+    def rate(self, number: int) -> float:
+        """Return the learning rate of a round."""
+        try:
+            lr = self.lr * self.schedule.factor(number)
+        except OverflowError:  # a power beyond the range of a float
+            lr = math.inf
+        if not (math.isfinite(lr) and lr > 0):
+            raise BadInput(f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0")
+        return lr
+
+    def steps(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return K_i, the number of local steps, of clients with so many samples."""
+        if self.local_steps is not None:
+            return np.full_like(sizes, self.local_steps)
+        return self.steps_per_epoch(sizes) * (self.epochs or 1)
+
+    def steps_per_epoch(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of batches in one pass over so many samples, with the last short one."""
+        return np.ones_like(sizes) if self.batch_size is None else -(-sizes // self.batch_size)
+
+    def same_rounds(self, other: Protocol) -> bool:
+        """Return whether both draw the same cohorts and batches in every round."""
+        deciding = ("participation", "sampling", "batch_size", "epochs", "local_steps", "seed")
+        return all(getattr(self, name) == getattr(other, name) for name in deciding)
+
+    def local_record(self, number: int) -> dict[str, Any]:
+        """Return the settings that a client needs in one round, as JSON can hold them; see `from_local_record`."""
+        record = self.record() | {"lr": self.rate(number), "batch_size": self.batch_size}
+        return {name: value for name, value in record.items() if name not in SERVER_SETTINGS}
+
+    @classmethod
+    def from_local_record(cls, record: Mapping[str, Any]) -> Protocol:
+        """Return the protocol of one client in one round; `BadInput` if the record is not one."""
+        expected = {each.name for each in fields(cls)} - set(SERVER_SETTINGS)
+        if not isinstance(record, dict) or record.keys() != expected:
+            raise BadInput(f"the settings of a client are {', '.join(sorted(expected))}")
+        augmentation = record["augmentation"]
+        if augmentation is not None:
+            if not isinstance(augmentation, dict) or augmentation.keys() != {each.name for each in fields(Augment)}:
+                raise BadInput(f"augmentation = {short_repr(augmentation)} has other settings")
+            augmentation = Augment(**augmentation)
+        return cls(**{**record, "augmentation": augmentation})
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings as an experiment file writes them: names, numbers and tables."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return values | {
+            "schedule": describe(self.schedule, schedule_name(self.schedule)),
+            "batch_size": "full" if self.batch_size is None else self.batch_size,
+            "epochs": (self.epochs or 1) if self.local_steps is None else None,
+            "aggregation": describe(self.aggregation, name_of(self.aggregation)),
+            "loss": self.loss if isinstance(self.loss, str) else function_name(self.loss),
+            "augmentation": None if self.augmentation is None else dataclasses.asdict(self.augmentation),
+        }
+
+
+def _check(each: dataclasses.Field[Any], value: Any) -> None:
+    """Refuse a value that is not one of the choices, or out of bounds."""
+    hint = get_type_hints(Protocol)[each.name]
+    if value is None and type(None) in get_args(hint):
+        return
+    if "gt" in each.metadata:
+        most = each.metadata["le"]
+        if not is_number(value):
+            raise BadInput(f"{each.name} = {short_repr(value)} is not a number")
+        if not (math.isfinite(value) and 0 < value <= (math.inf if most is None else most)):
+            kind = "a positive number" if most is None else f"a fraction in (0, {most}]"
+            raise BadInput(f"{each.name} = {value} is not {kind}")
+    elif "ge" in each.metadata:
+        check_count(each.name, value, each.metadata["le"])
+    elif each.name in ("sampling", "weighting") and value not in get_args(hint):
+        raise unknown(each.name, value, get_args(hint))
+
+
+def schedule_name(schedule: Schedule) -> str:
+    """Return a schedule's name; a user-defined one that is no dataclass is told by its first rates, too."""
+    name = type(schedule).__name__.lower()
+    if dataclasses.is_dataclass(schedule):
+        return name
+    return f"{name} {[float(schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)]}"
+
+
+def describe(value: Any, name: str) -> dict[str, Any]:
+    """Return the table of an experiment file that names an object and gives its options."""
+    names = [each.name for each in fields(value)] if dataclasses.is_dataclass(value) else []
+    return {"name": name} | {option: getattr(value, option) for option in names}
+
+
+def function_name(function: Any) -> str:
+    """Return the name of a user's function or callable object."""
+    return str(getattr(function, "__qualname__", type(function).__qualname__))

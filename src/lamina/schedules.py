@@ -1,0 +1,114 @@
+"""Learning-rate schedules: the factor on the base rate in every round."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from lamina.errors import BadInput, is_number, is_whole, nearest, short_repr, unknown
+
+
+class Schedule(Protocol):
+    """A learning rate per round: a factor on the base rate."""
+
+    def factor(self, round: int) -> float:
+        """Return what the base rate is multiplied by in this round (rounds count from 1)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same rate in every round."""
+
+    def factor(self, round: int) -> float:
+        """1."""
+        return 1.0
+
+
+CONSTANT = Constant()
+
+
+@dataclass(frozen=True)
+class Exponential:
+    """Times `gamma` after every round (FedLADA: 0.998)."""
+
+    gamma: float = 0.998
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, gamma=self.gamma)
+
+    def factor(self, round: int) -> float:
+        """gamma^(round - 1)."""
+        return float(self.gamma ** (round - 1))
+
+
+@dataclass(frozen=True)
+class Milestones:
+    """Times `gamma` from each milestone round on (Fed-LAMB, ResNet-18: divided by 10 at rounds 30 and 70)."""
+
+    at: tuple[int, ...] = (30, 70)
+    gamma: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, gamma=self.gamma)
+        if not isinstance(self.at, tuple | list) or not all(is_whole(m) for m in self.at):
+            raise BadInput(f"schedule 'milestones': at = {short_repr(self.at)} is not a list of whole rounds")
+
+    def factor(self, round: int) -> float:
+        """gamma^(number of milestones reached)."""
+        return float(self.gamma ** sum(m <= round for m in self.at))
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """Half a cosine from 1 down to `floor` over `rounds` rounds, and `floor` afterwards."""
+
+    rounds: int
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, rounds=self.rounds)
+        if not is_number(self.floor) or not 0 <= self.floor <= 1:
+            raise BadInput(f"schedule 'cosine': floor = {self.floor!r} is not a fraction in [0, 1]")
+
+    def factor(self, round: int) -> float:
+        """floor + (1 - floor) (1 + cos(pi (round - 1) / rounds)) / 2."""
+        done = min(1.0, (round - 1) / self.rounds)
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def _check_numbers(schedule: Schedule, **values: Any) -> None:
+    """Refuse anything but positive finite numbers."""
+    for name, value in values.items():
+        if not is_number(value) or not math.isfinite(value) or value <= 0:
+            raise BadInput(
+                f"schedule '{type(schedule).__name__.lower()}': {name} = {short_repr(value)} is not a number > 0"
+            )
+
+
+SCHEDULES: dict[str, type[Any]] = {
+    "constant": Constant,
+    "exponential": Exponential,
+    "milestones": Milestones,
+    "cosine": Cosine,
+}
+
+
+def make_schedule(name: str, **options: Any) -> Schedule:
+    """Make a schedule by name.
+
+    >>> [round(make_schedule("milestones", at=(2,)).factor(r), 3) for r in (1, 2, 3)]
+    [1.0, 0.1, 0.1]
+    """
+    if name not in SCHEDULES:
+        raise unknown("schedule", name, SCHEDULES)
+    known = [field.name for field in dataclasses.fields(SCHEDULES[name])]
+    for option in options:
+        if option not in known:
+            raise BadInput(f"schedule '{name}' has no option '{option}'{nearest(option, known)}")
+    if name == "cosine" and "rounds" not in options:
+        raise BadInput("schedule 'cosine' needs rounds >= 1, the round at which it ends")
+    made: Schedule = SCHEDULES[name](**options)
+    return made
