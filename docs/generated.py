@@ -105,8 +105,10 @@ def cell(text: str) -> str:
     return text
 
 
-def join_wrapped_names(app: Any, what: str, name: str, obj: Any, settings: Any, lines: list[str]) -> None:
-    """Put a list of arguments that share one description on one line, as napoleon needs it."""
+def prepare_docstring(app: Any, what: str, name: str, obj: Any, settings: Any, lines: list[str]) -> None:
+    """Change what napoleon would misread: arguments that share one description, and a property's first colon."""
+    if what in ("attribute", "property") and lines:
+        lines[0] = lines[0].replace(": ", " – ")  # napoleon takes what precedes a colon for the type
     for i in range(len(lines) - 1, 0, -1):
         if re.fullmatch(r"\s+(\w+, )*\w+,", lines[i - 1]):
             lines[i - 1 : i + 1] = [f"{lines[i - 1]} {lines[i].strip()}"]
@@ -114,7 +116,7 @@ def join_wrapped_names(app: Any, what: str, name: str, obj: Any, settings: Any, 
 
 def setup(app: Any) -> dict[str, bool]:
     """Register the directives and the hook with Sphinx."""
-    app.connect("autodoc-process-docstring", join_wrapped_names, priority=100)  # before napoleon, at 500
+    app.connect("autodoc-process-docstring", prepare_docstring, priority=100)  # before napoleon, at 500
     app.add_directive("algorithm-options", AlgorithmOptions)
     app.add_directive("algorithm-costs", AlgorithmCosts)
     app.add_directive("command", Command)
