@@ -1,5 +1,6 @@
 """Accuracy is right for one logit and absent where it has no meaning; what relies on it falls back to the loss."""
 
+import csv
 import json
 
 import pytest
@@ -145,9 +146,41 @@ def test_tuning_without_accuracy_takes_the_smallest_loss(regression, capsys):
     assert "lr = 0.01" in (regression / "tuned" / "best.toml").read_text()
 
 
-def test_a_comparison_without_accuracy_is_refused(regression, capsys):
-    assert call("compare", "regression.toml", "--out", "compared") == 2
-    assert "accuracy" in capsys.readouterr().err
+def test_a_comparison_without_accuracy_goes_by_the_loss(regression, capsys):
+    more = '[compare]\nalgorithms = ["fedavg", "fedprox"]\nseeds = 1\n[compare.grid]\nfedavg.lr = [1e-6, 0.01]\n'
+    with (regression / "regression.toml").open("a") as file:
+        file.write(more)
+    assert call("compare", "regression.toml", "--out", "compared") == 0
+    printed = capsys.readouterr()
+    assert "best validation loss" in printed.err
+    assert "loss" in printed.out
+    assert "acc" not in printed.out
+    assert "target" not in printed.out
+    with (regression / "compared" / "tuning.csv").open(newline="") as file:
+        tried = list(csv.DictReader(file))
+    assert [row["chosen"] for row in tried] == ["False", "True"]
+    assert float(tried[1]["best_validation_loss"]) < float(tried[0]["best_validation_loss"])
+    assert (regression / "compared" / "comparison.png").stat().st_size > 10_000
+    assert call("compare", "regression.toml", "--out", "compared", "--set", "compare.target=20") == 0
+    assert "target: test loss 20" in capsys.readouterr().out
+
+
+def test_a_target_accuracy_above_one_is_refused(empty_folder, capsys):
+    (empty_folder / "digits.toml").write_text("")
+    assert call("compare", "digits.toml", "--set", "compare.target=1.5") == 2
+    assert "compare.target = 1.5" in capsys.readouterr().err
+
+
+def test_a_report_of_losses_marks_the_rate_of_the_smallest_loss(regression, capsys):
+    for lr in ("1e-6", "0.01", "1e-4"):
+        assert call("run", "regression.toml", "--set", f"train.lr={lr}", "--out", f"runs/{lr}") == 0
+    capsys.readouterr()
+    assert call("report", "runs", "--figures", "figures") == 0
+    assert "best learning rate 0.01" in capsys.readouterr().out
+    with (regression / "figures" / "learning-rates.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["lr"] for row in rows if row[""] == "best"] == ["0.01"]
+    assert "best loss" in rows[0]
 
 
 @pytest.mark.parametrize(("loss", "targets", "has_accuracy"), [(bce, BINARY, True), ("mse", COUNTS, False)])

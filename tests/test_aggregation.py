@@ -164,7 +164,7 @@ def test_an_experiment_file_names_the_aggregation():
     small["train"]["aggregation"] = {"name": "trimmed_mean", "share": 0.25}
     experiment = parse(small)
     run = running.build(experiment)
-    assert run.engine.aggregation == TrimmedMean(0.25)
+    assert run.protocol.aggregation == TrimmedMean(0.25)
     assert running.resolved(experiment, run)["train"]["aggregation"] == {"name": "trimmed_mean", "share": 0.25}
     short = parse({**small, "train": {"aggregation": "median"}})
     assert running.build_aggregation(short) == Median()

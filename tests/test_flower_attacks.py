@@ -1,16 +1,24 @@
 """The federation under attack: stalled uploads, forged and replayed tasks, old updates, malformed messages, leaks."""
 
+import copy
 import itertools
 import json
 import logging
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.proto.message_pb2 import Message as FlowerMessage
+from flwr.proto.message_pb2 import Metadata as FlowerMetadata
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+from torch import nn
 
 import lamina
 from flower_grid import over_the_wire, signed
@@ -131,6 +139,50 @@ def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):
         assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("pull "))
     finally:
         over.set()
+
+
+class HttpGrid:
+    """As much of Flower's Grid as `take_replies_only` knows: a client that hands out messages of the SuperLink."""
+
+    def __init__(self, *sent):
+        messages = [FlowerMessage(metadata=FlowerMetadata(message_id=f"r{i}", reply_to_message_id=about))
+                    for i, about in enumerate(sent)]  # fmt: skip
+        trees = [ObjectTree(object_id=message.metadata.message_id) for message in messages]
+        response = PullAppMessagesResponse(messages_list=messages, message_object_trees=trees)
+        self._runtime_client = SimpleNamespace(PullMessages=lambda request: response)
+
+    def pulled(self, *wanted):
+        response = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted))
+        trees = [tree.object_id for tree in response.message_object_trees]
+        assert trees == [message.metadata.message_id for message in response.messages_list]
+        return [message.metadata.reply_to_message_id for message in response.messages_list]
+
+
+def test_messages_to_the_server_that_are_no_replies_are_not_waited_for():
+    """Flower's SuperLink adds them to any pull, and its Grid would wait for their parts before it returns."""
+    grid = HttpGrid("m2", "", "m1", "m9", "")
+    assert grid.pulled("m1", "m2") == ["m2", "", "m1", "m9", ""]
+    pull.Puller(grid)
+    assert grid.pulled("m1", "m2") == ["m2", "m1"]
+    assert grid.pulled() == []
+
+
+def test_a_reply_the_superlink_cannot_hand_out_costs_only_its_node(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2)
+    response = httpx.Response(500, request=httpx.Request("POST", "https://superlink/v1/runtime/pull-messages"))
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 1) and client_of(node) == 1:
+            grid.box[message.metadata.message_id] = [httpx.HTTPStatusError("500", request=response.request,
+                                                                           response=response)]  # fmt: skip
+            return None
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    (missing,) = setup.journal[0]["missing"]
+    assert missing["client"] == 1
+    assert missing["why"] == "its reply cannot be read (HTTPStatusError: 500)"
+    assert_weights(setup, reference(setup, absent={(1, 1)}))
 
 
 # --- forged and replayed tasks ---------------------------------------------------------------------------------------
@@ -334,6 +386,7 @@ def test_a_server_that_goes_back_a_round_is_not_taken_for_a_replay(tmp_path):
         ({"clip": -1.0}, "clip"),
         ({"lr": -1.0}, "lr"),
         ({"lr": float("inf")}, "lr"),
+        ({"lr": 1e300}, "lr = 1e+300 is more than a float32 can hold"),
         ({"augmentation": {"pad": 2000, "flip": True}}, "pad"),
     ],
 )
@@ -459,6 +512,13 @@ def raises_bad_input(context):
         raise BadInput(f"cannot read the table ({error})") from error
 
 
+def quotes_in_other_words(context):
+    try:
+        raise KeyError(f"{CELL}  of\nthe table\x1b[2J")
+    except KeyError as error:
+        raise BadInput(f"no such column ({error.args[0]}), {' '.join(error.args[0].split())}") from error
+
+
 def gives_text(context):
     return [[CELL, CELL]], [0]
 
@@ -472,6 +532,7 @@ def gives_a_secret_label(context):
     [
         (raises_value_error, "its app raised ValueError; the node's own log says more"),
         (raises_bad_input, "cannot read the table (ValueError)"),
+        (quotes_in_other_words, "no such column (KeyError), KeyError"),
         (gives_text, "x holds text"),
         (gives_a_secret_label, "the label of sample 2 is not one of"),
     ],
@@ -491,6 +552,67 @@ def test_no_cell_of_a_nodes_data_reaches_the_server(data, why, tmp_path):
     sent = " ".join(replies) + json.dumps(setup.journal)
     assert "Jane" not in sent
     assert "19620304" not in sent
+
+
+class Tokens(nn.Module):
+    """Reads tokens; as `broken`, its forward does what the simulation refuses."""
+
+    def __init__(self, broken=""):
+        super().__init__()
+        self.broken = broken
+        self.table, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        if self.broken == "writes":
+            self.head.bias.add_(1)
+        if self.broken == "raises":
+            raise ValueError(f"cannot read {CELL}")
+        return self.head(self.table(tokens).mean(1))
+
+
+def tokens(most=7, labels=3):
+    random = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 7, (12, 5), generator=random)
+    x[3, 2] = most - 1
+    y = torch.randint(0, 3, (12,), generator=random)
+    y[5] = labels - 1
+    return x, y
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "why"),
+    [
+        (Tokens(), (19620304, 3), "hold a token id that has no row in the model: layer 'table' (Embedding) has a "
+         "vocabulary of 7 ids, 0 to 6"),
+        (Tokens(), (-19620304, 3), "hold a token id that has no row in the model"),
+        (Tokens(), (7, 19620304), "outputs have shape (3,) a sample, but the train data have more classes"),
+        (Tokens("writes"), (7, 3), "the model's forward pass writes into the parameter 'head.bias'"),
+        (Tokens("raises"), (7, 3), "the model cannot take the train data, samples of shape (5,): ValueError"),
+    ],
+)  # fmt: skip
+def test_a_node_refuses_what_a_simulation_refuses(model, data, why, tmp_path, caplog):
+    """In one line, on the node's side too, and without a value of its data."""
+    with pytest.raises(BadInput):
+        lamina.Simulation(copy.deepcopy(model), tokens(*data), "fedavg", clients=2, engine="loop")
+    setup = Setup(tmp_path, "fedavg", model=Tokens, participation=1.0, rounds=1, more={"evaluate_on": "nodes"})
+    honest = setup.federation()
+    honest.data = lambda context: tokens()
+    broken = setup.federation(lambda: copy.deepcopy(model))
+    broken.data = lambda context: tokens(*data)
+    grid = setup.grid()
+    grid.apps |= {node: honest.client_app() for node in grid.apps} | {NODE + 1: broken.client_app()}
+    replies = []
+    grid.on_reply = lambda grid, node, message, reply: replies.append(str(reply.content)) or reply
+    setup.run(grid)
+    (missing,) = setup.journal[0]["missing"]
+    assert missing["client"] == 1
+    assert why in missing["why"]
+    assert setup.rows[0]["evaluating_nodes"] == 3
+    assert not any(record.exc_info for record in caplog.records)
+    sent = " ".join(replies) + json.dumps(setup.journal)
+    assert "19620304" not in sent
+    assert "19620303" not in sent
+    assert "Jane" not in sent
 
 
 @pytest.mark.parametrize(
@@ -594,6 +716,20 @@ def test_a_malformed_message_gets_one_line_and_no_traceback(seed, tmp_path, capl
             raised += [text] if text.startswith("its app raised") else []
     assert said > 50
     assert raised == []  # every one has words of its own
+
+
+@pytest.mark.parametrize("kind", ["train.odd", "query.gradient", "evaluate.x"])
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_message_of_an_unknown_type_gets_one_line(kind, is_signed, tmp_path, caplog):
+    setup = Setup(tmp_path, "fedavg", rounds=1)
+    grid = setup.run()
+    message = over_the_wire(next(message for _, message in grid.seen if is_train(message)))
+    message.metadata.__dict__["_message_type"] = kind
+    if is_signed:
+        signed(message)
+    text = problem(setup.client_app()(message, grid.contexts[message.metadata.dst_node_id]))
+    assert text.startswith("refused a message of an unknown type" if is_signed else "refused a message whose signature")
+    assert not any(record.exc_info for record in caplog.records)
 
 
 def test_a_message_that_is_an_error_gets_one_line(tmp_path):

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -263,6 +265,7 @@ def test_a_copy_of_a_papers_experiment_is_whole_or_not_there(here, killed_while_
         ["version"],
         ["run", "small.toml", "--out", "r"],
         ["watch", "r", "--once"],
+        ["doctor", "--json"],
     ],
 )
 def test_a_full_disk_behind_the_output_is_one_line(here, capsys, monkeypatch, arguments):
@@ -270,6 +273,20 @@ def test_a_full_disk_behind_the_output_is_one_line(here, capsys, monkeypatch, ar
         monkeypatch.setattr("sys.stdout", full)
         assert call(*arguments) == 2
     assert said_in_one_line(capsys) == "error: cannot write to the standard output: No space left on device\n"
+
+
+def test_a_table_that_a_full_disk_swallows_is_no_success(here):
+    """In a process of its own: click wraps that standard output in another way than a file opened by a test."""
+    command = [sys.executable, "-m", "lamina", "export", "r"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_an_output_in_the_current_folder_needs_a_name(here, capsys):
+    for out in ("", ".", "/"):
+        assert call("export", "r", "--out", out) == 2
+        assert "Is a directory" in said_in_one_line(capsys)
 
 
 def test_much_output_to_a_full_disk_is_one_line(here, capsys, monkeypatch):

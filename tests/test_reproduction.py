@@ -18,6 +18,7 @@ from PIL import Image
 
 import helpers
 from lamina import BadInput, algorithms
+from lamina.aggregation import Mean
 from lamina.cli import reproduce
 from lamina.data import sources
 from lamina.experiment import claims
@@ -460,9 +461,8 @@ def test_a_preset_as_given_is_not_called_changed(name):
         own = load(PAPERS[name], given[variant])
         own = with_algorithm(own, own.compare.algorithms[0])
         simulation = SimpleNamespace(
-            plan=SimpleNamespace(
-                clients=SimpleNamespace(count=own.data.clients), lr=own.train.lr, schedule=build_schedule(own)
-            ),
+            plan=SimpleNamespace(clients=SimpleNamespace(count=own.data.clients)),
+            protocol=SimpleNamespace(lr=own.train.lr, schedule=build_schedule(own), aggregation=Mean()),
             algorithm=build_algorithm(own),
             device="cuda",
             engine=None,

@@ -15,7 +15,7 @@ import pytest
 from rich.table import Table
 
 from helpers import call
-from lamina import BadInput
+from lamina import BadInput, interrupt
 from lamina.cli import base
 from lamina.data import sources, tinyimagenet
 from lamina.experiment.config import load
@@ -228,6 +228,21 @@ def test_ctrl_c_during_import_is_one_line(command, tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+def test_the_handler_of_ctrl_c_is_set_before_anything_is_imported():
+    code = "import sys; before = set(sys.modules); exec(open(sys.argv[1]).read()); print(*set(sys.modules) - before)"
+    command = [sys.executable, "-c", code, interrupt.__file__]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
+
+
+def test_ctrl_c_outside_any_command_is_one_line(monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lamina.cli.app", interrupted)
+    assert call("version") == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_importing_lamina_into_another_program_leaves_ctrl_c_alone():

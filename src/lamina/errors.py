@@ -13,7 +13,14 @@ LONGEST_VALUE = 80  # characters of a value in a message
 
 
 class LaminaError(Exception):
-    """Base of all errors lamina raises on purpose; its text is one clear line."""
+    """Base of all errors lamina raises on purpose; its text is one clear line.
+
+    `without_data` is the text for others than the owner of the data, where `message` quotes a value of them.
+    """
+
+    def __init__(self, *message: str, without_data: str | None = None) -> None:
+        super().__init__(*message)
+        self.without_data = without_data
 
     def __str__(self) -> str:
         return printable(super().__str__())  # names and values in it may hold anything

@@ -15,26 +15,28 @@ from lamina.errors import BadInput
 from lamina.limits import check_memory, in_bytes
 from lamina.metrics import EVALUATION_BATCH
 from lamina.models.allocation import LargestActivation
-from lamina.objective import Objective
+from lamina.objective import Objective, cross_entropy
 from lamina.plan import Plan
 from lamina.vocabulary import check_vocabulary
 
 log = logging.getLogger(__name__)
 
 
-def check_data(objective: Objective, data: Dataset, name: str, rows: int, *, needs_classes: bool) -> bool:
-    """Run two samples through the model and the loss; return whether this data has an accuracy.
+def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool:
+    """Run two samples through the model and the loss, and refuse in one line what does not fit.
 
     Args:
         objective: the model and the loss.
-        data: the data.
-        name: "train" or "test", for messages.
-        rows: samples whose activations are in memory at once.
-        needs_classes: whether the loss needs one output per class.
+        data: the samples, on the objective's device.
+        name: what messages call the data: "train" or "test".
+        rows: samples whose activations are in memory at once, for the estimate of memory.
+
+    Returns:
+        Whether there is an accuracy for this data.
     """
     check_vocabulary(objective, data, name)
     inputs = prepare(data.x[:2], data.mean, data.std, objective.dtype)
-    written = objective.written_parameter(inputs) if name == "train" else None
+    written = objective.written_parameter(inputs)
     if written is not None:
         raise BadInput(
             f"the model's forward pass writes into the parameter '{written}', outside of the algorithm's step: "
@@ -56,11 +58,13 @@ def check_data(objective: Objective, data: Dataset, name: str, rows: int, *, nee
     )
     if not isinstance(outputs, Tensor):
         raise BadInput(f"the model returns a {type(outputs).__name__}; it must return one tensor, its outputs")
-    classes = data.classes if needs_classes else None
+    classes = data.classes if objective.loss is cross_entropy else None
     if classes is not None and (outputs.dim() < 2 or outputs.shape[1] < classes):
+        shape = tuple(outputs.shape[1:])
         raise BadInput(
-            f"the model's outputs have shape {tuple(outputs.shape[1:])} a sample, but the {name} labels go up "
-            f"to {classes - 1}: it needs {classes}"
+            f"the model's outputs have shape {shape} a sample, but the {name} labels go up to {classes - 1}: it needs "
+            f"{classes}",
+            without_data=f"the model's outputs have shape {shape} a sample, but the {name} data have more classes",
         )
     _check_loss(objective, outputs, data.y[:2], name)
     return objective.correct(outputs, data.y[:2], data.classes) is not None

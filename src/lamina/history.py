@@ -32,6 +32,17 @@ def smaller_is_better(name: str) -> bool:
     return name.endswith(("loss", "seconds", "_std")) or name == "consistency" or "bytes" in name
 
 
+def rank(value: float, name: str) -> float:
+    """Return a number that is the larger, the better a value of a column is; NaN is the worst.
+
+    >>> rank(0.9, "accuracy") > rank(0.5, "accuracy"), rank(0.9, "loss") > rank(0.5, "loss"), rank(math.nan, "loss")
+    (True, False, -inf)
+    """
+    if math.isnan(value):
+        return -math.inf
+    return -value if smaller_is_better(name) else value
+
+
 def score(row: Row) -> float:
     """Return how good an evaluated model is, larger is better: accuracy, or minus the loss where there is none."""
     if "accuracy" in row:
@@ -71,6 +82,12 @@ class History(Sequence[Row]):
     def columns(self) -> list[str]:
         """All column names, in order of appearance."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    @property
+    def metric(self) -> str:
+        """The column that tells how good the model is: accuracy, or the loss where there is no accuracy."""
+        columns = self.columns
+        return "loss" if "loss" in columns and "accuracy" not in columns else "accuracy"
 
     def column(self, name: str, *, optional: bool = False) -> list[float]:
         """Return one column, with NaN where a round has no such value (it was not evaluated).

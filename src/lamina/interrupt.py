@@ -4,34 +4,33 @@ A KeyboardInterrupt would end in a traceback, or in an abort where it is raised 
 changed in a program that merely imports lamina.
 """
 
-from __future__ import annotations
-
-import contextlib
+# Nothing is imported here that Python has not loaded when it starts: until the handler is set, Ctrl-C is a traceback.
+# `_signal` is the part of `signal` that is written in C; the rest of it takes a while to import.
+import _signal  # type: ignore[import-not-found]
 import os
-import signal
 import sys
-from itertools import pairwise
-from types import FrameType
 
 
-def _end(number: int, frame: FrameType | None) -> None:
+def _end(number: int, frame: object) -> None:
     os.write(2, b"interrupted\n")
     os._exit(130)
 
 
-def guard_import() -> None:
-    """Let Ctrl-C end the command while it is imported, unless it is ignored, as in the background of a shell."""
+def guard() -> None:
+    """Let Ctrl-C end the command while it is imported or ends, unless it is ignored, as in a background job."""
     as_script = bool(sys.argv) and sys.argv[0].rpartition(os.sep)[2] == "lamina"
-    as_module = ("-m", "lamina") in pairwise(sys.orig_argv)
-    if (as_script or as_module) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        with contextlib.suppress(ValueError):  # not in the main thread
-            signal.signal(signal.SIGINT, _end)
+    as_module = ("-m", "lamina") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    if (as_script or as_module) and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        try:
+            _signal.signal(_signal.SIGINT, _end)
+        except ValueError:  # not in the main thread
+            return
 
 
 def end_guard() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again."""
-    if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if _signal.getsignal(_signal.SIGINT) is _end:
+        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
 
 
-guard_import()
+guard()

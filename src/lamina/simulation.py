@@ -24,7 +24,7 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, arithmetic
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, unknown
-from lamina.fit import check_clients, check_data, evaluation_rows, training_rows
+from lamina.fit import check_clients, check_fit, evaluation_rows, training_rows
 from lamina.history import History, Row
 from lamina.limits import check_count
 from lamina.metrics import client_metrics, measure, named, predict, refuse_nonfinite, round_row
@@ -258,13 +258,10 @@ class Simulation:
 
     def _check_fit(self, client_metrics: bool) -> None:
         """Refuse a model that does not fit the data here rather than in round 1."""
-        needs_classes = self.protocol.loss == "cross_entropy"
-        rows = training_rows(self.plan)
-        if check_data(self.objective, self.train_data, "train", rows, needs_classes=needs_classes):
+        if check_fit(self.objective, self.train_data, "train", training_rows(self.plan)):
             self.metric = "accuracy"
         if self.test_data is not None:
-            rows = evaluation_rows(self.test_data)
-            check_data(self.objective, self.test_data, "test", rows, needs_classes=needs_classes)
+            check_fit(self.objective, self.test_data, "test", evaluation_rows(self.test_data))
         if client_metrics and (not self.plan.clients.parts or self.metric != "accuracy"):
             raise BadInput(
                 "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "

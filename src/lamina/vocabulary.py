@@ -31,10 +31,13 @@ def check_vocabulary(objective: Objective, data: Dataset, name: str) -> None:
         return
     for layer_name, (layer, low, high) in _token_ids(objective, data, torch.split(data.x, CHUNK)).items():
         if _is_outside(layer, low, high):
-            raise BadInput(
-                f"the {name} data hold the token id {high if low >= 0 else low}, but layer '{layer_name}' "
-                f"({type(layer).__name__}) has a vocabulary of {layer.num_embeddings} ids, 0 to "
+            rows = (
+                f"layer '{layer_name}' ({type(layer).__name__}) has a vocabulary of {layer.num_embeddings} ids, 0 to "
                 f"{layer.num_embeddings - 1}: enlarge num_embeddings or map the ids"
+            )
+            raise BadInput(
+                f"the {name} data hold the token id {high if low >= 0 else low}, but {rows}",
+                without_data=f"the {name} data hold a token id that has no row in the model: {rows}",
             )
 
 

@@ -65,10 +65,10 @@ def simulated(spec, absent=None):
 class Job:
     """A run of an experiment on the federation."""
 
-    def __init__(self, federation, spec, folder, *, more="", **options):
+    def __init__(self, federation, spec, folder, *, more="", nodes=None, **options):
         self.federation, self.spec, self.out = federation, spec, folder / "run"
         options = {"poll": 0.2, "signing_key": str(federation.signing_key), **options}
-        write_app(folder / "app", spec, self.out, federation.node_ids, options, more)
+        write_app(folder / "app", spec, self.out, nodes or federation.node_ids, options, more)
         self._app = folder / "app"
         self.submit()
 

@@ -31,7 +31,7 @@ from lamina.cli.base import Interrupted, WarningLines, app, checked_output, out,
 from lamina.engines.stacked.memory import is_out_of_memory
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import Diverged, LaminaError, short_repr
-from lamina.interrupt import end_guard
+from lamina.interrupt import end_guard, guard
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
 WIDTH_FOR_PROGRAMS = 1000  # output that is not on a terminal is read by a program: nothing is folded
@@ -39,7 +39,6 @@ WIDTH_FOR_PROGRAMS = 1000  # output that is not on a terminal is read by a progr
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point: run the command, turn lamina's own errors into one line and an exit code."""
-    end_guard()
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)  # algorithms and models of the user's own, "my_module:MyClass"
@@ -52,12 +51,14 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("lamina").addHandler(warnings)
     try:
         with checked_output():
+            end_guard()
             code = app(arguments, prog_name="lamina", standalone_mode=False)
         sys.exit(code)
     except click.UsageError as error:
         say_usage(error)
         sys.exit(EXIT_BAD_INPUT)
-    except click.Abort:
+    except (click.Abort, KeyboardInterrupt):
+        tell_progress("interrupted")
         sys.exit(EXIT_INTERRUPTED)
     except Diverged as error:
         say("diverged", error)
@@ -80,6 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
             tell_progress(str(error))
         sys.exit(EXIT_INTERRUPTED)
     finally:
+        guard()
         logging.getLogger("lamina").removeHandler(warnings)
 
 

@@ -88,9 +88,11 @@ def checked_output() -> Iterator[None]:
     if stream is None:  # it was closed by whoever started the command
         yield
         return
-    sys.stdout = cast(TextIO, CheckedOutput(stream))
+    checked = CheckedOutput(stream)
+    sys.stdout = cast(TextIO, checked)
     try:
         yield
+        checked.flush()  # what is still held back would be lost after the command has reported success
     finally:
         sys.stdout = stream
 
@@ -126,6 +128,13 @@ def say(what: str, text: object) -> None:
 def tell(line: str) -> None:
     """Print a line as it is: no markup, no colours, no folding."""
     out.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def tell_text(text: str) -> None:
+    """Print text for programs exactly as it is."""
+    if sys.stdout is not None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def tell_progress(line: str) -> None:

@@ -41,7 +41,7 @@ from lamina.experiment import compare as comparing
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import shown_name
-from lamina.history import Row
+from lamina.history import History, Row
 from lamina.storage.files import cannot_write, write_file
 from lamina.text import plural
 
@@ -101,10 +101,11 @@ def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
         raise cannot_write(path, error) from error
     if not quiet:
         symbols = report.Symbols() if out.encoding.startswith("utf") else report.ASCII
-        target = comparison.experiment.compare.target
         out.print(
             fit_columns(
-                lambda left_out: report.table(comparison.entries, target, symbols, left_out), report.LEFT_OUT_FIRST, out
+                lambda left_out: report.table(comparison.entries, comparison.target, symbols, left_out),
+                report.LEFT_OUT_FIRST,
+                out,
             )
         )
         for line in comparison.notes():
@@ -122,7 +123,8 @@ def write_page(comparison: comparing.Comparison) -> Path | None:
     from lamina.report import build
 
     page = comparison.folder / "report.html"
-    build.save_page(build.build(comparison.runs, targets=[comparison.experiment.compare.target]), page)
+    targets = [comparison.experiment.compare.target] if comparison.metric == "accuracy" else []
+    build.save_page(build.build(comparison.runs, targets=targets), page)
     return page
 
 
@@ -130,11 +132,12 @@ class Lines(comparing.Watcher):
     """A comparison as it goes, off a terminal: a plain line for every run that has ended."""
 
     def __init__(self, experiment: Experiment) -> None:
-        self._accuracy = {True: f"{experiment.compare.select} accuracy", False: "test accuracy"}
+        self._data = {True: experiment.compare.select, False: "test"}
 
     def run_ended(self, job: comparing.Job, record: Record) -> None:
         """Say how a run ended."""
-        best = f"best {self._accuracy[job.tuning]} {record.history.best(optional=True):.4f}"
+        metric = record.history.metric
+        best = f"best {self._data[job.tuning]} {metric} {record.history.best(metric, optional=True):.4f}"
         how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
         which = f"tuning {job}, {plural(job.rounds, 'round')}" if job.tuning else str(job)
         tell_progress(f"{which}: {how}")
@@ -151,6 +154,7 @@ class LiveTable(comparing.Watcher):
         self._ended: dict[str, dict[int, Record]] = {name: {} for name in self._rows}  # by seed
         self._began = self._heard = time.perf_counter()  # of the runs that are shown; when there was news before
         self._rounds = 0
+        self._metric = "accuracy"
         self._live = Live(console=err, transient=True, refresh_per_second=5, get_renderable=self._table)
 
     def __enter__(self) -> LiveTable:
@@ -169,7 +173,8 @@ class LiveTable(comparing.Watcher):
         self._running[job] = row
         self._rounds += 1
         jobs = list(self._running)
-        accuracies = [row["accuracy"] for row in self._running.values() if "accuracy" in row]
+        self._metric = History([row]).metric if "loss" in row else self._metric
+        scores = [row[self._metric] for row in self._running.values() if self._metric in row]
         speed = self._rounds / max(self._heard - self._began, 1e-9)
         left = sum(other.rounds - row["round"] for other, row in self._running.items()) / speed
         self._rows[job.algorithm] = [
@@ -177,7 +182,7 @@ class LiveTable(comparing.Watcher):
             _range([f"{lr:g}" for lr in dict.fromkeys(job.lr for job in jobs)]),
             _range([str(seed) for seed in dict.fromkeys(job.seed for job in jobs)]),
             f"{row['round']}/{job.rounds}",
-            f"{statistics.fmean(accuracies):.3f}" if accuracies else "–",
+            f"{statistics.fmean(scores):.3f}" if scores else "–",
             f"{speed:.1f}",
             str(datetime.timedelta(seconds=round(left))),
         ]
@@ -189,7 +194,9 @@ class LiveTable(comparing.Watcher):
             self._ended[job.algorithm][job.seed] = record
             ended = self._ended[job.algorithm]
             if len(ended) == self._experiment.compare.seeds:
-                best = statistics.fmean(other.history.best(optional=True) for other in ended.values())
+                best = statistics.fmean(
+                    other.history.best(other.history.metric, optional=True) for other in ended.values()
+                )
                 rounds = max(len(other.history) for other in ended.values())
                 seeds = _range([str(seed) for seed in ended])
                 self._rows[job.algorithm] = ["done", f"{job.lr:g}", seeds, str(rounds), f"best {best:.3f}", "", ""]
@@ -199,7 +206,7 @@ class LiveTable(comparing.Watcher):
 
     def _table_without(self, left_out: Sequence[str]) -> Table:
         made = Table(box=None, pad_edge=False)
-        headings = ("algorithm", "", "lr", "seed", "round", "accuracy", "rounds/s", "left")
+        headings = ("algorithm", "", "lr", "seed", "round", self._metric, "rounds/s", "left")
         for heading in headings:
             if heading not in left_out:
                 made.add_column(heading, justify="left" if heading in ("algorithm", "") else "right")

@@ -14,7 +14,7 @@ import torch
 import typer
 
 from lamina import __version__
-from lamina.cli.base import app, out, tell
+from lamina.cli.base import app, out, tell, tell_text
 from lamina.data import cifar, idx, tinyimagenet
 from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
 from lamina.data.sources import SOURCES
@@ -42,7 +42,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] 
     """Say what is installed, which devices, engines and data there are, and what to do about what is missing."""
     found, advice = examine()
     if as_json:
-        typer.echo(json.dumps({**found, "advice": advice}, indent=2))
+        tell_text(json.dumps({**found, "advice": advice}, indent=2) + "\n")
         return
     for section, lines in found.items():
         out.print(f"[bold]{section}[/]", highlight=False)

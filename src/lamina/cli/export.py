@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.cli.base import app
+from lamina.cli.base import app, tell_text
 from lamina.experiment.folder import NO_PART_OF_IDENTITY
 from lamina.experiment.outputs import write_output
 from lamina.experiment.records import Record, find_records
@@ -37,7 +37,7 @@ def export(
     """All rounds of all runs as one CSV table, with the columns that tell the runs apart."""
     text = table(find_records(folders))
     if out_file is None:
-        typer.echo(text, nl=False)
+        tell_text(text)
         return
     write_output(out_file, text.encode(), is_ours=lambda head: head.startswith(FIRST_COLUMNS), kind="exported table")
 

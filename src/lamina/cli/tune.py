@@ -144,7 +144,7 @@ def _mean(numbers: list[float], metric: str) -> str:
 def save_picture(made: tuning.Tuning) -> None:
     """The score over the learning rate, a line for every choice of the other keys' values, if rates were tried."""
     others = [key for key in made.keys if key != RATE]
-    if RATE not in made.keys or made.metric != "accuracy" or not any(trial.best for trial in made.trials):
+    if RATE not in made.keys or not any(trial.best for trial in made.trials):
         return
     from lamina.report import figures, rates  # matplotlib takes a second to import: only here
 
@@ -157,7 +157,7 @@ def save_picture(made: tuning.Tuning) -> None:
             tried = rates.Tried(trial.settings[RATE], trial.best or [math.nan], trial.remark)
             by_others.setdefault(written(same) or made.title, []).append(tried)
     found = [
-        rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr), joined=not ranges)
+        rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr), (), made.metric, not ranges)
         for label, tried in by_others.items()
     ]
     image = io.BytesIO()

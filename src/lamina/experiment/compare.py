@@ -1,8 +1,9 @@
 """Compare algorithms fairly: the same initial weights, clients and batches, and every method tuned the same way.
 
 If the file gives values to try (``[compare.grid]``: rates, and the methods' own options), each combination is run once
-on the first seed and the one with the best accuracy on held-out *training* data is kept; the test data are looked at
-only in the final runs, one per seed. (The papers choose on the test data: ``compare.select = "test"``.) To save time,
+on the first seed and the one with the best accuracy on held-out *training* data is kept (the smallest loss where there
+is no accuracy); the test data are looked at only in the final runs, one per seed. (The papers choose on the test data:
+``compare.select = "test"``.) To save time,
 ``compare.tuning_rounds`` may be fewer rounds, or several numbers: after each, only the best third goes on to the next.
 """
 
@@ -25,7 +26,7 @@ from lamina.experiment.run import build, build_algorithm, build_schedule, load_d
 from lamina.experiment.settings import Settings, at_ends, bounds_of, folder_name, points, way_beyond, written
 from lamina.experiment.side_by_side import Planned, check_folder, run_side_by_side
 from lamina.experiment.trackers import Trackers
-from lamina.history import History, Row
+from lamina.history import History, Row, rank
 from lamina.storage.files import cannot_write, write_csv, write_json
 from lamina.text import plural
 
@@ -37,7 +38,7 @@ class Attempt(NamedTuple):
     """Settings that were tried."""
 
     settings: Settings
-    score: float  # the best validation accuracy; NaN: diverged
+    score: float  # the best validation accuracy, or the smallest loss; NaN: diverged
     rounds: int
 
 
@@ -137,11 +138,9 @@ class Comparison:
         simulation = build(first, self._splits)
         if simulation.test_data is not None:  # where they are needed: every run would copy them
             self._splits = Splits(simulation.train_data, simulation.test_data)
-        if simulation.metric != "accuracy":
-            raise BadInput(
-                "a comparison is by accuracy, and this experiment has none (loss = 'mse', or outputs that do not fit "
-                "the classes): use `lamina run` for each method, or `lamina tune`, which takes the loss"
-            )
+        self.metric = simulation.metric
+        if self.metric == "accuracy" and spec.target > 1:
+            raise BadInput(f"compare.target = {spec.target:g}: must be an accuracy above 0 and up to 1, as 0.9")
         self.clients = simulation.plan.clients.count
         self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
         del self._config["algorithm"]  # each method has its own, with its own rate
@@ -164,6 +163,12 @@ class Comparison:
         finally:
             self._lock.release()
 
+    @property
+    def target(self) -> float | None:
+        """The test accuracy to reach; where there is no accuracy the test loss, if the file gives one."""
+        spec = self.experiment.compare
+        return spec.target if self.metric == "accuracy" or "target" in spec.model_fields_set else None
+
     def _refuse_lost(self) -> None:
         """Refuse to go on when a run that has ended is gone."""
         self._lock.refuse_lost()
@@ -178,7 +183,7 @@ class Comparison:
         if tuning is None:
             return False
         if tuning:
-            settings = max(tuning, key=lambda one: _or_worst(one.score)).settings
+            settings = max(tuning, key=lambda one: rank(one.score, self.metric)).settings
         seeds = range(first_seed, first_seed + self.experiment.compare.seeds)
         jobs = [Job(name, settings, seed, False, self.experiment.train.rounds) for seed in seeds]
         finished = self._run_jobs(jobs)
@@ -206,14 +211,20 @@ class Comparison:
             jobs = [replace(job, rounds=self._rounds_in_folder(job, stages[n:])) for job in going]
             if not self._run_jobs(jobs):
                 return None
-            scores = {job: _score(read_record(self.folder / job.folder), rounds) for job in going}
+            scores = {job: self._score(read_record(self.folder / job.folder), rounds) for job in going}
             many = max(FEWEST_GOING_ON, math.ceil(GOING_ON * len(going)))
-            going = sorted(going, key=lambda job: -_or_worst(scores[job]))[:many]  # the first of equals
+            going = sorted(going, key=lambda job: -rank(scores[job], self.metric))[:many]  # the first of equals
         attempts = []
         for job in tried:
             record, rounds = read_record(self.folder / job.folder), reached[job]
-            attempts.append(Attempt(job.settings, _score(record, rounds), min(rounds, len(record.history))))
+            attempts.append(Attempt(job.settings, self._score(record, rounds), min(rounds, len(record.history))))
         return attempts
+
+    def _score(self, record: Record, rounds: int) -> float:
+        """What settings are chosen by, in the first rounds."""
+        if record.diverged and len(record.history) < rounds:
+            return math.nan
+        return record.history[:rounds].best(self.metric, optional=True)
 
     def _rounds_in_folder(self, job: Job, stages: list[int]) -> int:
         """The rounds that a run is to have: those of a later stage if it was on its way there before."""
@@ -315,7 +326,7 @@ class Comparison:
             for seed, history in zip(entry.seeds, entry.histories, strict=True)
             for row in history
         ]
-        score = f"best_{self.experiment.compare.select}_accuracy"
+        score = f"best_{self.experiment.compare.select}_{self.metric}"
         tried = [
             {
                 "algorithm": entry.name,
@@ -345,17 +356,6 @@ def refuse_all_diverged(entries: Iterable[Entry]) -> None:
     rounds = [len(history) for entry in entries for history in entry.histories]
     if rounds and len(lines) == len(rounds):
         raise Diverged(f"every run diverged; the first: {lines[0]}", round=rounds[0] + 1, client=None, layer="")
-
-
-def _score(record: Record, rounds: int) -> float:
-    """What settings are chosen by, in the first rounds."""
-    if record.diverged and len(record.history) < rounds:
-        return math.nan
-    return record.history[:rounds].best("accuracy", optional=True)
-
-
-def _or_worst(score: float) -> float:
-    return -math.inf if math.isnan(score) else score
 
 
 def points_of(experiment: Experiment, name: str) -> list[Settings]:

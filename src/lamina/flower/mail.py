@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import httpx
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
@@ -111,7 +112,7 @@ class Mail:
         for wanted, pull in self._puller.look([*waiting, *self._late]).items():
             if pull.error is not None:
                 error = pull.error
-                if type(error).__module__.partition(".")[0] in ("httpx", "httpcore"):
+                if isinstance(error, httpx.TransportError):
                     raise error  # the connection, not the reply
                 self._late.discard(wanted)
                 if self._sent.pop(wanted, None) and wanted in waiting:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.run import THREADED_FROM
+from lamina.fit import check_fit, evaluation_rows
 from lamina.flower import signing, wire
 from lamina.flower.bounds import refuse_work
 from lamina.flower.store import Store, default_folder
@@ -30,12 +31,14 @@ from lamina.flower.wire import Task
 from lamina.metrics import evaluate
 from lamina.objective import Buffers, Objective
 from lamina.plan import Plan, Round
+from lamina.text import printable
 
 if TYPE_CHECKING:
     from lamina.flower.federation import Federation
 
 
 log = logging.getLogger(__name__)
+TYPES = (MessageType.QUERY, MessageType.TRAIN, wire.GRADIENT, MessageType.EVALUATE)
 OTHER = "install the same version of lamina on both sides"
 
 
@@ -47,6 +50,19 @@ class Missing(Exception):
         self.names = names
 
 
+class App(ClientApp):
+    """Flower's app, which answers a message of an unknown type instead of raising an exception."""
+
+    def __init__(self, refuse: Callable[[Message, Context], Message]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message."""
+        is_known = message.metadata.message_type in TYPES
+        return super().__call__(message, context) if is_known else self._refuse(message, context)
+
+
 class Node:
     """Answers the server's messages."""
 
@@ -56,7 +72,7 @@ class Node:
 
     def app(self) -> ClientApp:
         """The Flower app."""
-        app = ClientApp()
+        app = App(self._answering(self.refuse))
         app.query()(self._answering(self.who))
         app.train()(self._answering(self.train))
         app.train("gradient")(self._answering(self.gradient))
@@ -98,6 +114,10 @@ class Node:
         """Which client this node is, as its own configuration says."""
         return wire.content_of({"who": {"client": client_number(context)}})
 
+    def refuse(self, content: RecordDict, context: Context) -> RecordDict:
+        """Refuse a message of a type that this app has no function for."""
+        raise BadInput(f"refused a message of an unknown type: {OTHER}")
+
     def train(self, content: RecordDict, context: Context) -> RecordDict:
         """One round of local training; the client's new state is on disk before the update is sent."""
         task, store, data = self._begin(content, context)
@@ -138,6 +158,7 @@ class Node:
         """The loss and accuracy of the server's model on this node's data."""
         self._accept(content, context)
         data = self._data(self.federation.node_test or self.federation.data, context)
+        check_fit(self.objective, data, "test", evaluation_rows(data))
         figures = evaluate(self.objective, self._tensor(content, "x"), self._buffers(content), data)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
 
@@ -154,7 +175,10 @@ class Node:
 
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
         task, store = self._accept(content, context)
-        return task, store, self._data(self.federation.data, context)
+        self.objective.refuse_rate(task.protocol.lr)
+        data = self._data(self.federation.data, context)
+        check_fit(self.objective, data, "train", 2 * min(task.protocol.batch_size or len(data), len(data)))
+        return task, store, data
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:
         """The task in a message, if it is for this node and no replay, and where the client's files are."""
@@ -268,13 +292,20 @@ def own_words(error: LaminaError) -> str:
     ...     print(own_words(error))
     x is no array (ValueError)
     """
-    text, cause, depth = str(error), error.__cause__ or error.__context__, 0
+    text, cause, depth = _one_line(error.without_data or str(error)), error.__cause__ or error.__context__, 0
     while cause is not None and depth < 10:
         if type(cause).__module__.partition(".")[0] != "lamina":
-            for words in sorted({str(cause), *str(cause).splitlines()}, key=len, reverse=True):
+            quoted = {str(cause), *str(cause).splitlines(), *(arg for arg in cause.args if isinstance(arg, str))}
+            shown = {_one_line(form) for words in quoted for form in (words, " ".join(words.split()))}
+            for words in sorted(shown, key=len, reverse=True):
                 text = text.replace(words, type(cause).__name__) if len(words) > 2 else text
         cause, depth = cause.__cause__ or cause.__context__, depth + 1
     return text
+
+
+def _one_line(text: str) -> str:
+    """Return a text as an error shows it: printable, in one line."""
+    return " ".join(printable(text).split())
 
 
 def client_number(context: Context) -> int:

@@ -2,6 +2,9 @@
 
 A node announces a reply first and uploads its parts afterwards. ``Grid.pull_messages`` waits for parts that are
 missing, for minutes or hours if the node wants, and cannot be interrupted.
+
+A node can also send the server a message that is no reply. Flower hands it out together with the next reply that is
+pulled, whoever's that is, and waits for its parts as well. `take_replies_only` has Flower drop such messages.
 """
 
 from __future__ import annotations
@@ -9,12 +12,35 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from flwr.app import Message
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.serverapp import Grid
 
 AT_ONCE = 8  # pulls that are waited for at the same time
 PATIENCE_S = 1.0  # after that a pull goes on alone, and a later look finds what it brought
+
+
+def take_replies_only(grid: Grid) -> None:
+    """Have a Grid leave out everything but replies to the messages it is asked for, before it reads their contents.
+
+    This reaches into Flower's `HttpGrid` (1.41), which has no setting for it; other Grids are left alone.
+    """
+    client = getattr(grid, "_runtime_client", None)
+    if client is None:
+        return
+    pull = client.PullMessages
+
+    def replies_only(request: Any) -> Any:
+        response, wanted = pull(request), set(request.message_ids)
+        pairs = zip(response.messages_list, response.message_object_trees, strict=True)
+        kept = [(reply, tree) for reply, tree in pairs if reply.metadata.reply_to_message_id in wanted]
+        return PullAppMessagesResponse(
+            messages_list=[reply for reply, _ in kept], message_object_trees=[tree for _, tree in kept]
+        )
+
+    client.PullMessages = replies_only
 
 
 class Pull(threading.Thread):
@@ -39,6 +65,7 @@ class Puller:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
+        take_replies_only(grid)
         self._pulls: dict[str, Pull] = {}  # by message, those that are not finished
 
     def look(self, messages: Iterable[str]) -> dict[str, Pull]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -17,13 +18,13 @@ from lamina.data.picture import save_picture
 from lamina.experiment.compare import Entry
 from lamina.experiment.settings import shown_name, written
 from lamina.report.figures import LEGEND_INSIDE_UP_TO, METRICS, STYLE, draw
-from lamina.report.tables import NEVER, NONE, cost_to_target, fixed, mean_and_spread, sent, values
+from lamina.report.tables import NEVER, NONE, best_and_last, cost_to_target, fixed, metric_of, sent, values
 from lamina.text import plural
 
 MEGA = 1e6
-COLUMNS = ("lr", "rounds\nto target", "MB to\ntarget", "best\nacc. %", "last\nacc. %", "MB\nin all")
-LEFT_OUT_FIRST = ("MB\nin all", "last\nacc. %", "MB to\ntarget", "lr")  # where the terminal is too narrow for all
-ACCURACY = METRICS[0]
+COLUMNS = ("lr", "rounds\nto target", "MB to\ntarget", "best", "last", "MB\nin all")
+OF_TARGET = COLUMNS[1:3]
+LEFT_OUT_FIRST = ("MB\nin all", "last", "MB to\ntarget", "lr")  # where the terminal is too narrow for all
 
 
 class Symbols(NamedTuple):
@@ -39,29 +40,39 @@ ASCII = Symbols("+-", "inf", "-")
 
 def table(
     entries: list[Entry],
-    target: float,
+    target: float | None,
     symbols: Symbols = Symbols(),  # noqa: B008 (immutable)
     left_out: Sequence[str] = (),
 ) -> Table:
-    """Rounds and megabytes to the target, best and last accuracy, megabytes in all; without some of the columns."""
+    """Rounds and megabytes to a target, best and last accuracy or loss, megabytes in all; without some columns.
+
+    Args:
+        entries: the algorithms, a row each.
+        target: test accuracy, or loss where there is no accuracy; None leaves its columns out.
+        symbols: characters that the terminal can show.
+        left_out: headings of columns that are not shown.
+    """
+    metric = metric_of(history for entry in entries for history in entry.histories)
+    shown_target = "" if target is None else f"; target: test {metric} "
+    if target is not None:
+        shown_target += f"{target:.0%}" if metric == "accuracy" else f"{target:g}"
+    left_out = [*left_out, *(OF_TARGET if target is None else ())]
     seeds = max(len(entry.histories) for entry in entries)
     spread = f"mean {symbols.spread} std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
-    made = Table(
-        title=f"{spread}; target: test accuracy {target:.0%}", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    made = Table(title=f"{spread}{shown_target}", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column("algorithm", overflow="fold")
     for heading in COLUMNS:
         if heading not in left_out:
-            made.add_column(heading, justify="right", no_wrap=True)
+            unit = {"accuracy": "\nacc. %", "loss": "\nloss"}[metric] if heading in ("best", "last") else ""
+            made.add_column(heading + unit, justify="right", no_wrap=True)
     for entry in entries:
-        histories, cost = entry.histories, cost_to_target(entry.histories, target)
+        histories, cost = entry.histories, cost_to_target(entry.histories, target or math.inf, metric)
         in_all = values(histories, lambda history: sent(history) / MEGA)
         cells = [
             f"{entry.lr:g}",
             fixed(cost.rounds),
             fixed(cost.bytes / MEGA),
-            mean_and_spread(values(histories, lambda history: 100 * history.best(optional=True)), spread="±"),
-            mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True)), spread="±"),
+            *best_and_last(histories, metric, spread="±"),
             fixed(sum(in_all) / len(in_all)) if in_all else NONE,
         ]
         shown = [
@@ -74,7 +85,9 @@ def table(
 
 
 def picture(entries: list[Entry], path: str | Path | BinaryIO, title: str) -> Figure:
-    """Test accuracy against rounds and against megabytes sent, with the spread over seeds; saved to `path`."""
+    """Test accuracy (or loss) against rounds and megabytes sent, with the spread over seeds; saved to `path`."""
+    column = metric_of(history for entry in entries for history in entry.histories)
+    metric = next(metric for metric in METRICS if metric.column == column)
     several_seeds = any(len(entry.histories) > 1 for entry in entries)
     with matplotlib.rc_context(STYLE):
         long_legend = len(entries) > LEGEND_INSIDE_UP_TO
@@ -82,14 +95,14 @@ def picture(entries: list[Entry], path: str | Path | BinaryIO, title: str) -> Fi
         against_rounds, against_bytes = figure.subplots(1, 2, sharey=True)
         for index, entry in enumerate(entries):
             label = f"{entry.title}, {written(entry.settings)}"
-            draw(against_rounds, entry.histories, ACCURACY, "round", label, index, 1)
-            draw(against_bytes, entry.histories, ACCURACY, "bytes", label, index, MEGA)
+            draw(against_rounds, entry.histories, metric, "round", label, index, 1)
+            draw(against_bytes, entry.histories, metric, "bytes", label, index, MEGA)
         for axes, name in ((against_rounds, "round"), (against_bytes, "megabytes sent, both directions")):
             axes.set_xlabel(name)
             axes.grid(alpha=0.25)
             axes.set_xlim(left=0)
         against_rounds.xaxis.set_major_locator(MaxNLocator(integer=True))
-        against_rounds.set_ylabel(ACCURACY.title)
+        against_rounds.set_ylabel(metric.title)
         handles, labels = against_rounds.get_legend_handles_labels()
         if handles:
             key = "mean; band: min to max over seeds" if several_seeds else ""
@@ -97,7 +110,8 @@ def picture(entries: list[Entry], path: str | Path | BinaryIO, title: str) -> Fi
             if long_legend:
                 figure.legend(handles, labels, loc="outside right center", **style)
             else:
-                against_rounds.legend(handles, labels, loc="lower right", **style)
+                empty_corner = "lower right" if metric.percent else "upper right"
+                against_rounds.legend(handles, labels, loc=empty_corner, **style)
         figure.suptitle(title, fontsize=11)
         save_picture(figure, path)
     return figure

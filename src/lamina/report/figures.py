@@ -21,7 +21,7 @@ from lamina.experiment.outputs import write_output
 from lamina.history import History
 from lamina.report.curves import Curve
 from lamina.report.partition import Dealt
-from lamina.report.rates import Response
+from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import unit_of_bytes
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart; when they are used up, dashes tell more lines apart
@@ -173,23 +173,23 @@ def axis_title(axis: str, unit: str) -> str:
 
 
 def rates_figure(found: Sequence[Response]) -> Figure:
-    """Best accuracy against learning rate; what did not run to its end has a mark of its own, as has the best."""
+    """Best accuracy or loss against learning rate; the best rate and those that did not run to their end are marked."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.2, 3.4), layout="constrained")
         axes = figure.subplots()
         for index, response in enumerate(found):
-            style = look(index)
+            style, scale = look(index), 100 if response.metric == "accuracy" else 1
             ran = [tried for tried in response.tried if not math.isnan(tried.mean)]
             finished = [tried for tried in ran if not tried.failed]
             for tried in ran:
-                best = [100 * value for value in tried.best]
+                best = [scale * value for value in tried.best]
                 axes.plot([tried.lr] * 2, [min(best), max(best)], color=style["color"], linewidth=1)
                 if tried.failed:
                     mark = MARKS[tried.failed == "pruned"][0]
-                    axes.plot(tried.lr, 100 * tried.mean, mark, color=style["color"])
+                    axes.plot(tried.lr, scale * tried.mean, mark, color=style["color"])
             axes.plot(
                 [tried.lr for tried in finished],
-                [100 * tried.mean for tried in finished],
+                [scale * tried.mean for tried in finished],
                 marker="o",
                 markersize=4,
                 label=response.label,
@@ -198,7 +198,7 @@ def rates_figure(found: Sequence[Response]) -> Figure:
             for tried in finished:
                 if tried.lr == response.chosen:
                     axes.plot(
-                        tried.lr, 100 * tried.mean, "o", markersize=10, markerfacecolor="none", color=style["color"]
+                        tried.lr, scale * tried.mean, "o", markersize=10, markerfacecolor="none", color=style["color"]
                     )
         axes.set_xscale("log")
         rates = rates_to_label([tried.lr for response in found for tried in response.tried])
@@ -207,7 +207,7 @@ def rates_figure(found: Sequence[Response]) -> Figure:
         axes.xaxis.set_minor_formatter(NullFormatter())
         kinds = sorted({tried.failed == "pruned" for response in found for tried in response.tried if tried.failed})
         axes.set_xlabel(f"learning rate ({'; '.join([*(MARKS[kind][1] for kind in kinds), 'ring: best'])})")
-        axes.set_ylabel(f"best {' or '.join(dict.fromkeys(response.on for response in found))} accuracy, %")
+        axes.set_ylabel(f"best {' or '.join(dict.fromkeys(response.on for response in found))} {metrics_in(found)}")
         _finish(figure, axes)
     return figure
 

@@ -320,13 +320,15 @@ function ratesFigure(onPaper) {
   const rates = data.responses.flatMap((response) => response.tried.map((tried) => tried.lr));
   Object.assign(layout.xaxis, { title: { text: "learning rate" }, type: "log", exponentformat: "none" });
   if (Math.max(...rates) > 100 * Math.min(...rates)) layout.xaxis.dtick = 1; // powers of ten are enough
-  layout.yaxis.title = { text: `best ${on} accuracy, %` };
+  const names = new Set(data.responses.map((response) => (response.metric === "accuracy" ? "accuracy, %" : response.metric)));
+  layout.yaxis.title = { text: `best ${on} ${[...names].join(" or ")}` };
   layout.hovermode = "closest";
   const traces = data.responses.flatMap((response, index) => {
     if (!ratesVisible[index]) return [];
     const line = { color: curveColour(colours, index), dash: DASHES[dashOf(index)], width: 2 };
+    const percent = response.metric === "accuracy";
     const points = response.tried
-      .map((tried) => ({ ...tried, best: tried.best.filter(isNumber).map((value) => 100 * value) }))
+      .map((tried) => ({ ...tried, best: tried.best.filter(isNumber).map((value) => (percent ? 100 : 1) * value) }))
       .filter((tried) => tried.best.length)
       .map((tried) => ({ ...tried, y: mean(tried.best) }));
     const label = forPlotly(response.label);
@@ -336,7 +338,8 @@ function ratesFigure(onPaper) {
     });
     const finished = points.filter((p) => !p.failed);
     const best = finished.filter((p) => p.lr === response.chosen);
-    const hover = "%{fullData.name}<br>rate %{x}%{customdata}: <b>%{y:.2f}</b> %<extra></extra>";
+    const score = percent ? "<b>%{y:.2f}</b> %" : "<b>%{y:.4g}</b>";
+    const hover = `%{fullData.name}<br>rate %{x}%{customdata}: ${score}<extra></extra>`;
     const said = (p) => forPlotly([p.others, p.failed].filter(Boolean).map((text) => `, ${text}`).join(""));
     return [
       trace(finished, {

@@ -18,9 +18,9 @@ from lamina.errors import missing_extra
 from lamina.history import History
 from lamina.report.build import Report
 from lamina.report.curves import Curve
-from lamina.report.figures import METRICS, axis_title, by_round, mean_spent, metrics_of, spent
+from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.rates import rates_table
-from lamina.report.tables import Table, config_tables, results_table, runs_tables, unit_of_bytes
+from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes
 from lamina.text import plural
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
@@ -68,6 +68,7 @@ def page_data(report: Report) -> dict[str, Any]:
             {
                 "label": response.label,
                 "on": response.on,
+                "metric": response.metric,
                 "chosen": response.chosen,
                 "tried": [
                     {"lr": tried.lr, "best": _numbers(tried.best), "failed": tried.failed, "others": tried.others}
@@ -137,7 +138,7 @@ def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
     length = max(len(history) for history in histories)
     if length <= points:
         return np.arange(length)
-    evaluated = np.flatnonzero(~np.isnan(by_round(histories, METRICS[0].column)).all(axis=0))
+    evaluated = np.flatnonzero(~np.isnan(by_round(histories, metric_of(histories))).all(axis=0))
     candidates = evaluated if len(evaluated) else np.arange(length)
     stride = math.ceil(len(candidates) / points)
     return candidates[::-1][::stride][::-1]

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from lamina.experiment.records import Record
 from lamina.experiment.settings import written
+from lamina.history import rank
 from lamina.report.curves import RATE, SEED, group, identity
-from lamina.report.tables import NONE, Table, fixed, mean_and_spread
+from lamina.report.tables import NONE, Table, metric_of, score_text, with_unit
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One rate and the best accuracy each of its runs reached."""
+    """One rate and the best accuracy, or the smallest loss, each of its runs reached."""
 
     lr: float
     best: list[float]  # per seed; NaN where no round was evaluated
@@ -37,13 +38,14 @@ class Response:
     on: str  # "test" or "validation"
     tried: list[Tried]
     elsewhere: tuple[float, ...] = ()  # rates of the same configuration that other runs tried
+    metric: str = "accuracy"  # "loss" where there is no accuracy
     joined: bool = True  # whether only the rate differs, so that a line through the points means something
 
     @property
     def chosen(self) -> float | None:
         """The best rate among those that ran to their end."""
         finished = [tried for tried in self.tried if not tried.failed and not math.isnan(tried.mean)]
-        return max(finished, key=lambda tried: tried.mean).lr if finished else None
+        return max(finished, key=lambda tried: rank(tried.mean, self.metric)).lr if finished else None
 
     @property
     def warning(self) -> str:
@@ -73,10 +75,11 @@ def responses(runs: Sequence[Record]) -> list[Response]:
             for run in family.runs:
                 by_rate.setdefault(run.lr, []).append(run)
             if len(by_rate) > 1:
-                tried = [_best(lr, same) for lr, same in sorted(by_rate.items())]
+                metric = metric_of(run.history for run in family.runs)
+                tried = [_best(lr, same, metric) for lr, same in sorted(by_rate.items())]
                 on = "validation" if family.runs[0].on_validation_data else "test"
                 elsewhere = () if tuning else tuple(tuned.get(_configuration(family.runs[0]), ()))
-                found.append(Response(family.label, on, tried, elsewhere))
+                found.append(Response(family.label, on, tried, elsewhere, metric))
     if len({response.on for response in found}) > 1:
         found = [replace(response, label=f"{response.label}, {response.on}") for response in found]
     return found
@@ -104,17 +107,17 @@ def grid_of(run: Record) -> list[str]:
     return [name for name in run.config.get("compare", {}).get("grid", {}).get(run.algorithm, {}) if name != "lr"]
 
 
-def _best(lr: float, runs: Sequence[Record]) -> Tried:
+def _best(lr: float, runs: Sequence[Record], metric: str) -> Tried:
     """A rate with the other settings that were best with it."""
     by_others: dict[str, list[Record]] = {}
     for run in runs:
         options = {name: run.config["algorithm"].get(name) for name in tried_options(run)}
         by_others.setdefault(written(options), []).append(run)
     tried = [
-        Tried(lr, [run.history.best(optional=True) for run in same], _failed(same), others)
+        Tried(lr, [run.history.best(metric, optional=True) for run in same], _failed(same), others)
         for others, same in by_others.items()
     ]
-    return max(tried, key=lambda one: (not one.failed, -math.inf if math.isnan(one.mean) else one.mean))
+    return max(tried, key=lambda one: (not one.failed, rank(one.mean, metric)))
 
 
 def _failed(runs: Sequence[Record]) -> str:
@@ -123,16 +126,21 @@ def _failed(runs: Sequence[Record]) -> str:
     return "" if all(run.complete for run in runs) else "not finished"
 
 
+def metrics_in(found: Sequence[Response]) -> str:
+    """What the rates are judged by, as a heading."""
+    return " or ".join(dict.fromkeys(with_unit(response.metric) for response in found)) or with_unit("accuracy")
+
+
 def rates_table(found: Sequence[Response]) -> Table:
-    """Every rate with its best accuracy; the best one is marked."""
+    """Every rate with its best accuracy or loss; the best one is marked."""
     rows = []
     for response in found:
         for tried in response.tried:
-            best = [100 * value for value in tried.best if not math.isnan(value)]
+            best = [value for value in tried.best if not math.isnan(value)]
             remark = tried.failed or ("best" if tried.lr == response.chosen else "")
-            accuracy = mean_and_spread(best, fixed)
-            rows.append([response.label, f"{tried.lr:g}", tried.others or NONE, accuracy, response.on, remark])
-    head = ["curve", "lr", "with", "best accuracy, %", "on", ""]
+            score = score_text(best, response.metric)
+            rows.append([response.label, f"{tried.lr:g}", tried.others or NONE, score, response.on, remark])
+    head = ["curve", "lr", "with", f"best {metrics_in(found)}", "on", ""]
     if all(not tried.others for response in found for tried in response.tried):
         head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
     return Table("learning-rates", "Learning rates", head, rows)

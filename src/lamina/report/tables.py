@@ -38,9 +38,9 @@ class Cost(NamedTuple):
     seeds: int
 
 
-def cost_to_target(histories: Sequence[History], target: float) -> Cost:
-    """Rounds, bytes (both directions) and seconds of training until test accuracy first reaches the target."""
-    firsts = [history.rounds_to(target, optional=True) for history in histories]
+def cost_to_target(histories: Sequence[History], target: float, metric: str = "accuracy") -> Cost:
+    """Rounds, bytes (both directions) and seconds of training until a metric first reaches the target."""
+    firsts = [history.rounds_to(target, metric, optional=True) for history in histories]
     reached = [
         History([row for row in history if row["round"] <= first])
         for history, first in zip(histories, firsts, strict=True)
@@ -61,6 +61,31 @@ def cost_to_target(histories: Sequence[History], target: float) -> Cost:
 def sent(history: History) -> float:
     """Bytes in both directions."""
     return history.total("bytes_down", optional=True) + history.total("bytes_up", optional=True)
+
+
+def metric_of(histories: Iterable[History]) -> str:
+    """The column that tells how good runs are: accuracy, or the loss where none of them has an accuracy."""
+    found = {history.metric for history in histories if len(history)}
+    return "loss" if found == {"loss"} else "accuracy"
+
+
+def with_unit(metric: str) -> str:
+    """A metric as a heading: an accuracy is shown in per cent."""
+    return "accuracy, %" if metric == "accuracy" else metric
+
+
+def best_and_last(histories: Sequence[History], metric: str, spread: str = SPREAD) -> tuple[str, str]:
+    """Mean and spread of the best and of the last value of each history."""
+    best = values(histories, lambda history: history.best(metric, optional=True))
+    last = values(histories, lambda history: history.last(metric, optional=True))
+    return score_text(best, metric, spread), score_text(last, metric, spread)
+
+
+def score_text(scores: Sequence[float], metric: str, spread: str = SPREAD) -> str:
+    """Mean and spread of accuracies in per cent, or of losses."""
+    if metric == "accuracy":
+        return mean_and_spread([100 * score for score in scores], spread=spread)
+    return mean_and_spread(scores, significant, spread)
 
 
 def values(histories: Iterable[History], of: Callable[[History], float]) -> list[float]:
@@ -162,19 +187,13 @@ def ratio_to(own: float, baseline: float) -> float:
 def results_table(curves: Sequence[Curve]) -> Table:
     """Best and last accuracy (loss where there is none), and what a round costs."""
     unit = unit_of_bytes(curves)
-    classified = any("accuracy" in history.columns for curve in curves for history in curve.histories)
-    quality = "accuracy, %" if classified else "loss"
-    head = ["curve", "seeds", f"best {quality}", f"last {quality}", "rounds"]
+    metric = metric_of(history for curve in curves for history in curve.histories)
+    head = ["curve", "seeds", f"best {with_unit(metric)}", f"last {with_unit(metric)}", "rounds"]
     head += [f"{unit.name} per round", f"{unit.name} in all", "seconds per round"]
     rows = []
     for curve in curves:
         histories = curve.histories
-        if classified:
-            best = mean_and_spread(values(histories, lambda history: 100 * _best_accuracy(history)))
-            last = mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True)))
-        else:
-            best = mean_and_spread(values(histories, lambda history: history.best("loss", optional=True)), significant)
-            last = mean_and_spread(values(histories, lambda history: history.last("loss", optional=True)), significant)
+        best, last = best_and_last(histories, metric)
         lengths = [len(history) for history in histories]
         rounds = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
         row = [curve.label, str(len(histories)), best, last, rounds]

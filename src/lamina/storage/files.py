@@ -31,6 +31,8 @@ def write_file(path: Path, data: bytes) -> None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
             file.write(data)
         return
+    if target.is_dir():  # "." and "/" have no name that a partial file's could be made of
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     partial = target.with_name(target.name + PARTIAL)
     try:
         partial.unlink(missing_ok=True)  # of a killed process
