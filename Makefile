@@ -2,6 +2,7 @@
 # make test    lint, types, every test
 # make test-all  also the long tests and a real federation: what CI runs
 # make test-federation  a real SuperLink and SuperNodes as processes: minutes, because Flower waits
+# make docs    the documentation as a site, docs/_build/html/index.html (also built by make test)
 # make papers  only the checks of every algorithm against its paper, one line each
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test papers clean
+.PHONY: demo test docs papers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lamina compare experiments/demo.toml
@@ -32,6 +33,10 @@ test-all: test test-federation
 test-federation: $(VENV)/.installed
 	$(BIN)/pytest -vv -s --durations=0 tests/federation
 
+docs: $(VENV)/.installed
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
+
 papers: $(VENV)/.installed
 	$(BIN)/pytest -v tests/test_papers.py
 
@@ -48,4 +53,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) build dist docs/_build src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

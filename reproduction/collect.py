@@ -30,28 +30,28 @@ from lamina.history import Row
 from lamina.report.curves import flatten
 from lamina.storage.files import as_json, write_file, write_json
 
-MIME_IS = " (in the Fed-LAMB paper's sense)"  # said once on the page
+MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
 RESULTS = Path(__file__).parent / "results"
-WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are kept to the last digit
+WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are not rounded
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
-DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; fewer, then fewer rounds, in a file of so many bytes
+DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; above LARGE bytes, fewer digits and rounds
 # what says where a run was made, not what it computes
 PLACES = {"data.dir", "run.out", "run.device", "run.engine", "run.threads", "run.checkpoint_every", "run.ranks"}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One comparison of a reproduction, as far as it got."""
+    """One comparison of a reproduction, finished or not."""
 
     folder: Path
-    config: dict[str, Any]  # as the comparison wrote it; empty if it was not begun
-    runs: list[Record]  # all that have begun, tuning too
-    entries: list[Entry]  # an algorithm with the seeds that have ended
-    missing: list[str]  # what has not, in words
+    config: dict[str, Any]  # as the comparison wrote it; empty if it has not started
+    runs: list[Record]  # all runs that have started, including tuning runs
+    entries: list[Entry]  # each algorithm with its finished seeds
+    missing: list[str]  # what has not finished, in words
 
     @property
     def finals(self) -> list[tuple[Entry, int, Record]]:
-        """The final runs that have ended."""
+        """Return the final runs that have finished."""
         by_folder = {run.folder: run for run in self.runs}
         return [
             (entry, seed, by_folder[place(self.folder, entry.name, seed)])
@@ -61,7 +61,7 @@ class Variant:
 
 
 def main() -> None:
-    """Collect every reproduction of a folder."""
+    """Collect all reproductions in a folder."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", type=Path, metavar="RUNS_FOLDER", help="the folder of the presets' folders, e.g. runs")
     parser.add_argument("--into", type=Path, default=RESULTS, help="where the records go (default: %(default)s)")
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def collect(runs: Path, into: Path, presets: Mapping[str, Path]) -> list[str]:
-    """Write a record of every reproduction in a folder; returns a line about each."""
+    """Write a record of each reproduction in a folder; return one line about each."""
     lines = []
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         if folder.name not in presets:
@@ -100,7 +100,7 @@ def collect(runs: Path, into: Path, presets: Mapping[str, Path]) -> list[str]:
 
 
 def worth(facts: Mapping[str, Any]) -> tuple[bool, bool, int]:
-    """How much a record holds: a new one must not replace a better one."""
+    """Return how much a record holds, so that a fuller record is never replaced."""
     return facts["scale"] == "full", facts["complete"], facts["runs"]
 
 
@@ -108,7 +108,7 @@ def worth(facts: Mapping[str, Any]) -> tuple[bool, bool, int]:
 
 
 def read_variants(folder: Path, experiment: Experiment) -> dict[str, Variant]:
-    """The comparisons a preset's claims need, by variant, whether they were begun or not."""
+    """Return the comparisons that a preset's claims need, by variant, whether or not they have started."""
     needed = claims.needed(experiment)
     return {
         variant: read_variant(folder / (variant or reproduce.FOLDER_AS_GIVEN), needed[variant]) for variant in needed
@@ -116,7 +116,7 @@ def read_variants(folder: Path, experiment: Experiment) -> dict[str, Variant]:
 
 
 def read_variant(folder: Path, algorithms: Sequence[str]) -> Variant:
-    """One comparison, as far as it got."""
+    """Read one comparison, finished or not."""
     if not (folder / "config.json").exists():
         return Variant(folder, {}, [], [], [f"{folder.name} was not begun"])
     folder = folder.resolve()
@@ -144,7 +144,7 @@ def read_variant(folder: Path, algorithms: Sequence[str]) -> Variant:
 
 
 def place(folder: Path, algorithm: str, seed: int) -> Path:
-    """Where a comparison keeps a final run."""
+    """Return the folder of a comparison's final run."""
     return folder / algorithm.replace(":", ".") / f"seed{seed}"
 
 
@@ -152,7 +152,7 @@ def place(folder: Path, algorithm: str, seed: int) -> Path:
 
 
 def describe(folder: Path, preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
-    """What facts.json says."""
+    """Return the content of facts.json."""
     begun = [variant for variant in variants.values() if variant.config]
     runs = [run for variant in begun for run in variant.runs]
     missing = [line for variant in variants.values() for line in variant.missing]
@@ -188,7 +188,7 @@ def describe(folder: Path, preset: Path, variants: Mapping[str, Variant]) -> dic
 
 
 def described(variant: Variant) -> dict[str, Any]:
-    """What is known of one comparison."""
+    """Return the facts about one comparison."""
     grid = variant.config["compare"]["grid"]
     return {
         "seconds": round(sum(seconds(run) for run in variant.runs), 1),
@@ -206,7 +206,7 @@ def described(variant: Variant) -> dict[str, Any]:
 
 
 def edges(entry: Entry, grid: Mapping[str, Any]) -> dict[str, str]:
-    """Which chosen settings lie on the edge of what was tried, where a better value may lie beyond: on which side."""
+    """Return the chosen settings on the edge of the grid, each with its side: a better value may lie beyond."""
     found = {}
     for key, value in entry.settings.items():
         bounds = (None, None) if key == "lr" else bounds_of(entry.name, key)
@@ -217,17 +217,17 @@ def edges(entry: Entry, grid: Mapping[str, Any]) -> dict[str, str]:
 
 
 def seconds(run: Record) -> float:
-    """Seconds of training and evaluation; runs that trained side by side share theirs, so that sums are right."""
+    """Return the seconds of training and evaluation; runs that train side by side share them."""
     return run.history.total("seconds", optional=True) + run.history.total("evaluation_seconds", optional=True)
 
 
 def distinct(values: Any) -> list[Any]:
-    """Every value once, in order; unknown ones left out."""
+    """Return the distinct known values, in order."""
     return [value for value in dict.fromkeys(values) if value is not None]
 
 
 def changed(preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
-    """Settings of the runs that are not the preset's, by key: what was given with --set."""
+    """Return the settings that differ from the preset's, by key: those given with --set."""
     own: dict[str, Any] = {}
     for name, variant in variants.items():
         if variant.config:
@@ -241,7 +241,7 @@ def changed(preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
 
 
 def defaults_filled(experiment: Experiment) -> dict[str, Any]:
-    """An experiment's settings, with the defaults of its model, partition and schedule, as a run's folder has them."""
+    """Return an experiment's settings with all defaults, as a run folder stores them."""
     config = experiment.model_dump()
     partition = build_partition(experiment)
     config["data"]["partition"] |= vars(getattr(partition, "base", partition))
@@ -250,7 +250,7 @@ def defaults_filled(experiment: Experiment) -> dict[str, Any]:
     config["model"] = {**models.registry()[experiment.model.name].options, **config["model"]}
     config["train"]["schedule"] |= vars(build_schedule(experiment))
     if config["train"]["aggregation"]["name"] == "mean":
-        del config["train"]["aggregation"]  # as in a run's folder
+        del config["train"]["aggregation"]  # as in a run folder
     return config
 
 
@@ -258,7 +258,7 @@ def defaults_filled(experiment: Experiment) -> dict[str, Any]:
 
 
 def judge(wanted: Sequence[Claim], variants: Mapping[str, Variant]) -> list[claims.Finding]:
-    """The claims held against the runs; an algorithm counts only when all its seeds have ended."""
+    """Evaluate the claims on the runs; an algorithm counts only if all its seeds have finished."""
     entries = {}
     for variant, found in variants.items():
         for entry in found.entries:
@@ -268,7 +268,7 @@ def judge(wanted: Sequence[Claim], variants: Mapping[str, Variant]) -> list[clai
 
 
 def told(finding: claims.Finding, small: bool) -> dict[str, Any]:
-    """A claim and what became of it, as facts.json keeps it; accuracies in per cent, as the paper prints them."""
+    """Return a claim and its result for facts.json; accuracies are in per cent, as papers print them."""
     claim = finding.claim
     return {
         "text": claim.text,
@@ -286,7 +286,7 @@ def told(finding: claims.Finding, small: bool) -> dict[str, Any]:
 
 
 def expected(claim: Claim) -> str:
-    """What a claim says of the methods, in a line."""
+    """Return in one line what a claim says about the methods."""
     groups = [", ".join(map(called, [group] if isinstance(group, str) else group)) for group in claim.expect]
     if claim.kind == "gap":
         amount = (claim.at_most if claim.at_least is None else claim.at_least) or 0.0
@@ -297,7 +297,7 @@ def expected(claim: Claim) -> str:
 
 
 def called(label: str) -> str:
-    """A claim's label with the names the papers use.
+    """Return a claim's label with the papers' names of the methods.
 
     >>> called("fedlamb@Z=3 - mime"), called("fedavg")
     ('Fed-LAMB Z=3 − Mime', 'FedAvg (Fed-SGD)')
@@ -310,7 +310,7 @@ def called(label: str) -> str:
 
 
 def agrees(path: Path, found: Sequence[claims.Finding], small: bool) -> bool:
-    """Whether claims.json says what the runs say."""
+    """Return whether claims.json agrees with the runs."""
     rows = [
         {
             "text": finding.claim.text,
@@ -339,7 +339,7 @@ def write(folder: Path, into: Path, facts: dict[str, Any], variants: Mapping[str
         own = into / variant.folder.name
         own.mkdir()
         config = json.loads(json.dumps(variant.config))
-        config["data"]["dir"] = config["run"]["out"] = None  # places on somebody's machine
+        config["data"]["dir"] = config["run"]["out"] = None  # paths of the machine that ran it
         write_json(own / "config.json", config)
         if (variant.folder / "tuning.csv").exists():
             write_file(own / "tuning.csv", (variant.folder / "tuning.csv").read_text(encoding="utf-8").encode())
@@ -349,7 +349,7 @@ def write(folder: Path, into: Path, facts: dict[str, Any], variants: Mapping[str
 
 
 def rounds_table(variant: Variant) -> tuple[str, int]:
-    """The rounds of all final runs as CSV; every round, or every so many in a long comparison (the best always)."""
+    """Return the rounds of all final runs as CSV, and the interval between the rounds that are kept."""
     text = as_csv(variant, DIGITS, 1)
     if len(text) <= LARGE:
         return text, 1
@@ -359,7 +359,7 @@ def rounds_table(variant: Variant) -> tuple[str, int]:
 
 
 def as_csv(variant: Variant, digits: int, every: int) -> str:
-    """The rounds of all final runs; of several seeds the same rounds."""
+    """Return the rounds of all final runs as CSV; all seeds of a method keep the same rounds."""
     there = {column for _, _, run in variant.finals for column in run.history.columns}
     columns = [column for column in COLUMNS if column in there]
     text = io.StringIO(newline="")
@@ -375,7 +375,7 @@ def as_csv(variant: Variant, digits: int, every: int) -> str:
 
 
 def kept_rounds(entry: Entry, every: int) -> set[int]:
-    """One in so many rounds, the first, and of every seed the last and that of the best accuracy."""
+    """Return the rounds to keep: every n-th, the first, and each seed's last and best."""
     kept = set()
     for history in entry.histories:
         rounds = [int(row["round"]) for row in history]
@@ -387,7 +387,7 @@ def kept_rounds(entry: Entry, every: int) -> set[int]:
 
 
 def shortest(row: Row, column: str, digits: int) -> str:
-    """A number with so many significant digits, in as few characters as it takes; nothing for one that is not there."""
+    """Return a number rounded to some significant digits, as short as possible; empty if it is missing."""
     value = row.get(column, math.nan)
     if isinstance(value, float) and math.isnan(value):
         return ""

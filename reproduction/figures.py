@@ -1,4 +1,4 @@
-"""The figures of docs/reproduction.md."""
+"""The figures of docs/reproduction."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ COLOUR = {
     "fedlamb": 0, "fedams": 1, "mime": 4, "mimelamb": 3, "fedadam": 5, "fedavg": 6,
     "fedlada": 0, "scaffold": 1, "fedcm": 2, "localadam": 3, "fedprox": 4, "fedadam_star": 4,
 }  # fmt: skip
-MOST_POINTS = 200  # of a line
+MOST_POINTS = 200  # per line
 MOST_LINES = 10  # more are drawn in two rows
 Line = tuple[str, str]  # variant's folder and algorithm
 DRAWN_FROM = "drawn from"
 
 
 def metrics_of(result: Result) -> list[str]:
-    """What is drawn: the accuracy, and what else the claims are about."""
+    """Return the metrics to draw: the accuracy, and those in the claims."""
     return list(dict.fromkeys(["accuracy", *(claim["metric"] for claim in result.facts["claims"])]))
 
 
 def drawn(result: Result) -> bool:
-    """Whether there is anything to draw."""
+    """Return whether there is anything to draw."""
     return any(any(histories) for histories in result.histories.values())
 
 
 def window_of(result: Result) -> int:
-    """How many rounds a point of the figure stands for: lines of very many points hide each other."""
+    """Return how many rounds a point of the figure averages: lines with very many points hide each other."""
     longest = max(len(history) for histories in result.histories.values() for history in histories)
     return 1 if longest <= MOST_POINTS else math.ceil(longest / MOST_POINTS)
 
 
 def averaged(history: History, column: str, window: int) -> History:
-    """Means over windows of rounds; a row for every round, those between the windows' ends empty."""
+    """Return means over windows of rounds, in the last row of each window; the other rows are empty."""
     if window == 1:
         return history
     column_of = history.column(column, optional=True)
@@ -59,7 +59,7 @@ def averaged(history: History, column: str, window: int) -> History:
 
 
 def save_figures(results: Sequence[Result], folder: Path) -> list[Path]:
-    """A figure for every result; figures of results that are gone are removed."""
+    """Draw a figure for each result, and remove figures without a result."""
     folder.mkdir(parents=True, exist_ok=True)
     made = [folder / f"{result.name}.png" for result in results if drawn(result)]
     for old in set(folder.glob("*.png")) - set(made):
@@ -71,9 +71,9 @@ def save_figures(results: Sequence[Result], folder: Path) -> list[Path]:
 
 
 def save(made: Figure, path: Path, drawn_from: str) -> None:
-    """Save a figure with few colours, which makes the file a third as large, and no date: the same is the same file.
+    """Save a figure with few colours, which makes the file a third as large, and without a date.
 
-    What it was drawn from is written into it, so that a figure that is no longer true can be told.
+    The digest of its data is stored in the file, so that an outdated figure can be detected.
     """
     drawn_in_full = io.BytesIO()
     with matplotlib.rc_context(STYLE):
@@ -85,7 +85,7 @@ def save(made: Figure, path: Path, drawn_from: str) -> None:
 
 
 def figure(result: Result) -> Figure:
-    """Every metric over rounds: the mean over seeds, minimum to maximum as a band, one line for each method."""
+    """Draw each metric over rounds: one line per method, the mean over seeds, with a band from minimum to maximum."""
     known = {metric.column: metric for metric in METRICS}
     columns = [name for name in metrics_of(result) if name in known]
     rows, window = rows_of(list(result.histories)), window_of(result)
@@ -113,7 +113,7 @@ def figure(result: Result) -> Figure:
 
 
 def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
-    """The lines of every row of a figure: one row, or two if there are many.
+    """Return the lines of each row of a figure: one row, or two if there are many lines.
 
     The first has what is as given, the second the variants and, as given, the methods they are of.
 
@@ -130,7 +130,7 @@ def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
 
 
 def line_looks(lines: Sequence[Line]) -> dict[Line, int]:
-    """The number of every line's colour and dashes, by variant and algorithm.
+    """Return the number of each line's colour and dashes, by variant and algorithm.
 
     A colour is a method's and dashes are a variant's, unless there are more variants than dashes or only one method:
     then only what is as given has its method's colour.

@@ -1,4 +1,4 @@
-"""What reproduction/collect.py has kept, read again."""
+"""Read the records that reproduction/collect.py has written."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from lamina.history import History
 
 @dataclass(frozen=True)
 class Result:
-    """What was collected of one reproduction."""
+    """The record of one reproduction."""
 
     name: str
     facts: dict[str, Any]
-    histories: dict[tuple[str, str], list[History]]  # by variant's folder and algorithm, a seed each
-    digest: str = ""  # of the files that the histories are from
+    histories: dict[tuple[str, str], list[History]]  # by variant folder and algorithm; one history per seed
+    digest: str = ""  # of the files that the histories were read from
 
 
 def read_results(folder: Path) -> list[Result]:
-    """Every reproduction that was collected, by name."""
+    """Read all records, sorted by name."""
     return [read_result(path.parent) for path in sorted(folder.glob("*/facts.json"))]
 
 
 def read_result(folder: Path) -> Result:
-    """One reproduction; its histories have a row for every round, an empty one where none was kept."""
+    """Read one record; its histories have an empty row for each round that was not kept."""
     facts = read_json(folder / "facts.json")
     histories: dict[tuple[str, str], list[History]] = {}
     digest = hashlib.sha256()
@@ -53,5 +53,5 @@ def read_result(folder: Path) -> Result:
 
 
 def labelled(algorithm: str, variant: str) -> str:
-    """A method in a variant, given by its folder."""
+    """Return the label of a method in a variant."""
     return called(algorithm if variant == reproduce.FOLDER_AS_GIVEN else f"{algorithm}@{variant}")

@@ -1583,7 +1583,7 @@ def test_lamina_does_not_need_flower():
 
 def test_without_flower_one_line_says_what_to_install():
     code = "import sys; sys.modules['flwr'] = None\ntry: import lamina.flower\nexcept ImportError as e: print(e)"
-    assert python(code).stdout == "lamina.flower needs Flower: pip install 'lamina[flower]'\n"
+    assert python(code).stdout == "lamina.flower needs Flower: pip install -e '.[flower]'\n"
 
 
 def test_another_version_of_flower_is_named():

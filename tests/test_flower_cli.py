@@ -249,7 +249,7 @@ def test_the_readme_installs_the_flower_that_is_pinned():
 def test_no_text_tells_to_open_the_control_interface():
     """The template's README and the docs give the same commands for three machines."""
     readme = (ROOT / "src" / "lamina" / "flower" / "template" / "README.md.in").read_text()
-    docs = (ROOT / "docs" / "federation.md").read_text()
+    docs = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
     for text in (readme, docs):
         started = re.findall(r"^flower-superlink (?!.*--simulation)(.*)$", text, flags=re.MULTILINE)
         assert [line.split()[:4] for line in started] == [["--host", "127.0.0.1", "--port", "8001"]]
@@ -320,7 +320,7 @@ def test_flower_that_is_not_installed_is_one_line(tmp_path, capsys, monkeypatch)
     (tmp_path / "small.toml").write_text(TOML)
     for arguments in (["up", "small.toml"], ["keys", "keys"], ["node-key", "mine"]):
         assert call(*arguments) == 2
-        assert capsys.readouterr().err == "error: lamina flower needs flwr: pip install 'lamina[flower]'\n"
+        assert capsys.readouterr().err == "error: lamina flower needs flwr: pip install -e '.[flower]'\n"
     assert call("new", "app") == 0  # the template needs none
 
 

@@ -387,7 +387,7 @@ def test_user_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, said
 
 def test_without_plotly_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    with pytest.raises(MissingExtra, match=r"lamina report needs plotly: pip install 'lamina\[report\]'"):
+    with pytest.raises(MissingExtra, match=r"lamina report needs plotly: pip install -e '\.\[report\]'"):
         page.plotly_js()
 
 

@@ -112,11 +112,11 @@ def presets(runs):
 
 
 def collected(runs, presets, tmp_path):
-    """The facts of the only reproduction in a folder, and the page made from it."""
+    """The facts of the only reproduction in a folder, and the text of the pages made from it."""
     said = collect.collect(runs, tmp_path / "results", presets)
     results = page.read_results(tmp_path / "results")
     facts = json.loads((tmp_path / "results" / "mine" / "facts.json").read_text())
-    return said, facts, page.make(results, presets, NOTES)
+    return said, facts, "\n".join(page.make(results, presets, NOTES).values())
 
 
 def metrics(folder):
@@ -210,12 +210,14 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
     assert paper == "Fed-LAMB \\< FedAvg (Fed-SGD); no numbers"
     assert verdict == ("reproduced" if ordered else "not reproduced")
     assert f"{facts['seconds']:,.0f} CPU seconds" in text
-    assert "6 final runs of 4 or 2 rounds; 2 before, of 4 rounds, to choose settings on held-out training data" in text
+    assert "6 final runs of 4 or 2 rounds; 2 tuning runs of 4 rounds, on held-out training data" in text
     assert "```sh\nlamina reproduce mine\n```" in text
     assert "Somebody 2020, Table 1: digits, after a \\* and a \\|. Protocol: none." in text
     assert "- It is only digits." in text
     assert "| 2020-01-01 | a desk | 7 | digits |" in text
-    assert "## Not run yet\n\n- `other` No data.\n\n## mine" in text
+    assert "## Not run yet\n\n- `other` No data.\n" in text
+    assert "```{toctree}\n:hidden:\n\nother\n```" in text
+    assert cells(text, "[`mine`](other.md#mine)", claim)[0].startswith(word)  # the index has the same verdict
 
 
 def test_the_record_of_a_claim_has_the_pairs_that_are_not_so_in_every_seed():
@@ -258,13 +260,13 @@ def test_costs_are_in_multiples_of_fedavgs():
     result = page.Result("mine", {}, histories)
     claim = {"target": 0.7, "paper": {"fedavg": 94, "fedlada": 44.6}, "here": {"fedavg": 3.0, "fedlada": 2.0}}
     text = page.cost_to_target(result, claim)
-    assert "What it costs to reach 70 %" in text
+    assert "The cost to reach 70 %" in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "3", "1.00 ×", "1.00 ×"]
     assert cells(text, "FedLADA") == ["44.6", "0.95 ×", "2", "1.33 ×", "1.67 ×"]  # 2*44.6/94, 2*2/3, 5*2/(2*3)
 
     never = {"target": 0.8, "paper": {"fedavg": 536.9, "fedlada": 186.4}, "here": {"fedavg": "inf", "fedlada": 2.0}}
     text = page.cost_to_target(result, never)
-    assert "FedAvg (Fed-SGD) never got there in 4 rounds." in text
+    assert "FedAvg (Fed-SGD) does not reach it in 4 rounds." in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "never", "–", "–"]
     assert cells(text, "FedLADA") == ["186.4", "0.69 ×", "2", "< 1.00 ×", "< 1.25 ×"]  # less than of 4 rounds
     assert page.cost_to_target(result, {**claim, "target": None}) == ""
@@ -363,7 +365,7 @@ def test_a_long_comparison_keeps_fewer_rounds_but_the_best(runs, presets, tmp_pa
     every = facts["variants"]["as-given"]["every"]
     assert every > 1
     assert (tmp_path / "results/mine/as-given/rounds.csv").stat().st_size < 1200
-    assert f"keeps one in {every}, and the best" in text
+    assert f"keeps one round in {every}, and the best" in text
     seeds = [metrics(runs / f"full/mine/as-given/fedavg/seed{seed}") for seed in (0, 1)]
     accuracies = [[100 * row["accuracy"] for row in seed] for seed in seeds]
     row = cells(text, "FedAvg (Fed-SGD)")
@@ -394,7 +396,7 @@ def test_what_is_not_finished_says_so(runs, presets, tmp_path):
     assert not (tmp_path / "results/mine/claims.json").exists()
     assert {claim["verdict"] for claim in facts["claims"]} == {"not run"}
     assert "**Not finished.** Missing: as-given: fedlamb, seed 1: 3 of 4 rounds; short was not begun." in text
-    assert cells(text, "not finished") == ["[`mine`](#mine)"]
+    assert cells(text, "not finished") == ["[`mine`](other.md#mine)"]
     assert cells(text, "Fed-LAMB")[1] == "1"  # the seed that has ended
     ours, verdict = cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")[1:]
     assert (ours, verdict) == ("FedAvg (Fed-SGD): never, Fed-LAMB: –", "not finished")
@@ -444,7 +446,7 @@ def test_other_settings_than_the_presets_are_named(runs, presets, tmp_path):
     line = "lamina reproduce mine --set train.clip=5.0 --set compare.seeds=1 --set 'compare.grid.fedavg.lr=[0.1]'"
     assert line in text
     assert cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")[2] == "not reproduced \\*"
-    assert "\\* with other settings than the preset has now" in text
+    assert "\\* run with other settings than the preset has now" in text
     assert "±" not in cells(text, "Fed-LAMB")[2]  # one seed
     config = json.loads((tmp_path / "results/mine/as-given/config.json").read_text())
     assert (config["data"]["dir"], config["run"]["out"]) == (None, None)
@@ -486,7 +488,7 @@ def test_folders_that_are_no_reproduction(runs, presets, tmp_path):
     said = collect.collect(tmp_path / "runs" / "mine", tmp_path / "results", presets)
     assert said == ["as-given: left out, it is part of 'mine': give the folder that holds it"]
     assert page.read_results(tmp_path / "results") == []
-    text = page.make([], presets, {"overall": "", "sitting": [], "notes": {}})
+    (text,) = page.make([], presets, {"overall": "", "sitting": [], "notes": {}}).values()
     assert "Nothing has been run yet." in text
     assert "- `mine`\n- `other`" in text
     with pytest.raises(BadInput, match="did you mean 'mine'"):
@@ -503,7 +505,7 @@ def test_the_scripts_examples_are_true():
 def test_what_the_notes_point_to_was_run():
     notes = page.read_notes(ROOT / "reproduction" / "notes.toml")
     run = {result.name for result in page.read_results(ROOT / "reproduction" / "results")}
-    texts = [notes["overall"], *(line for lines in notes["notes"].values() for line in lines)]
+    texts = [notes["overall"], *notes["paper"].values(), *(line for lines in notes["notes"].values() for line in lines)]
     named = {name for text in texts for name in re.findall(r"`([\w-]+)`", text) if name in PAPERS}
     assert len(named) > 5
     assert named <= run
@@ -523,13 +525,15 @@ def test_numbers_as_text(value):
 # --- what is committed -------------------------------------------------------------------------------------------
 
 
-def test_the_committed_page_is_made_from_the_committed_results():
+def test_the_committed_pages_are_made_from_the_committed_results():
     results = page.read_results(ROOT / "reproduction" / "results")
     if not results:
         pytest.skip("nothing has been collected yet")
-    made = page.make(results, PAPERS, page.read_notes(ROOT / "reproduction" / "notes.toml"))
-    assert page.PAGE.read_text(encoding="utf-8") == made, "run python reproduction/page.py"
-    folder = page.PAGE.parent / page.FIGURES
+    pages = page.make(results, PAPERS, page.read_notes(ROOT / "reproduction" / "notes.toml"))
+    assert {file.name for file in page.PAGES.glob("*.md")} == set(pages)
+    for name, text in pages.items():
+        assert (page.PAGES / name).read_text(encoding="utf-8") == text, "run python reproduction/page.py"
+    folder = page.PAGES / page.FIGURES
     shown = [one for one in results if figures.drawn(one)]
     assert {file.stem for file in folder.glob("*.png")} == {one.name for one in shown}
     for one in shown:

@@ -112,7 +112,7 @@ def test_a_missing_package_is_one_line_before_any_work(here, package, monkeypatc
     for command in ("run", "compare"):
         assert call(command, "small.toml", f"--{package}") == 2
         said = capsys.readouterr().err
-        assert said == f"error: --{package} needs {package}: pip install 'lamina[{package}]'\n"
+        assert said == f"error: --{package} needs {package}: pip install -e '.[{package}]'\n"
     assert not Path("runs").exists()
 
 

@@ -452,7 +452,7 @@ def test_two_workers_share_a_study(here):
 
 def test_without_optuna(here, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(MissingExtra, match=r"needs optuna: pip install 'lamina\[tune\]'"):
+    with pytest.raises(MissingExtra, match=r"needs optuna: pip install -e '\.\[tune\]'"):
         tuning.Tuning(load("tpe.toml"), here / "t")
     assert not (here / "t").exists()
 

@@ -98,4 +98,4 @@ def unknown(what: str, name: str, known: Iterable[str]) -> BadInput:
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtra:
     """Build the error for an optional package that is not installed."""
-    return MissingExtra(f"{purpose} needs {package}: pip install 'lamina[{extra}]'")
+    return MissingExtra(f"{purpose} needs {package}: pip install -e '.[{extra}]'")

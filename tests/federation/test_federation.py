@@ -107,7 +107,7 @@ def test_strangers_are_not_let_in(federation, tmp_path):
 
 
 class OnlyFleet(http.server.BaseHTTPRequestHandler):
-    """The reverse proxy of docs/federation.md: passes on what nodes need, and nothing else."""
+    """The reverse proxy of docs/how-to/deploy.md: passes on what nodes need, and nothing else."""
 
     protocol_version = "HTTP/1.1"
 

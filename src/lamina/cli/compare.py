@@ -113,7 +113,7 @@ def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
     page = write_page(comparison)
     if not quiet:
         tell(f"runs, picture and tables in {path}/")
-        tell(f"report: {page}" if page else "for an interactive report: pip install 'lamina[report]'")
+        tell(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
 
 
 def write_page(comparison: comparing.Comparison) -> Path | None:

@@ -73,7 +73,7 @@ def packages(advice: list[str]) -> dict[str, Any]:
     found["torch"] = torch.__version__  # tells the build, cpu or cuda, too
     missing = [name for name, installed in found.items() if installed is None]
     if missing:
-        advice.append(f"{', '.join(missing)} not installed: pip install lamina again")
+        advice.append(f"{', '.join(missing)} not installed: pip install -e . again")
     return found
 
 
@@ -81,7 +81,7 @@ def extras(advice: list[str]) -> dict[str, Any]:
     """The optional packages, by name; None: not installed."""
     for extra, (package, purpose) in EXTRAS.items():
         if version(package) is None:
-            advice.append(f"{purpose}: pip install 'lamina[{extra}]'")
+            advice.append(f"{purpose}: pip install -e '.[{extra}]'")
     return {package: version(package) for package, _ in EXTRAS.values()}
 
 

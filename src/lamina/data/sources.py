@@ -79,7 +79,7 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = 
             return found
     raise BadInput(
         f"no files of {name} in '{root.absolute()}'{reason}: expected there {source.expected}; put them there, or set "
-        f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install 'lamina[hub]' and "
+        f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install -e '.[hub]' and "
         "be online"
     )
 

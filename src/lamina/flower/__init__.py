@@ -19,7 +19,7 @@ except ImportError as error:
 TESTED = "1.41.0"
 if version("flwr") != TESTED:
     logging.getLogger(__name__).warning(
-        "lamina.flower was tested with Flower %s, and this is %s: pip install 'lamina[flower]' brings the tested one",
+        "lamina.flower was tested with Flower %s, and this is %s: pip install -e '.[flower]' brings the tested one",
         TESTED,
         version("flwr"),
     )

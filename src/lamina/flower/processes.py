@@ -576,7 +576,7 @@ def executable(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
-        raise FederationFailed(f"the program {name} is not installed: pip install 'lamina[flower]'")
+        raise FederationFailed(f"the program {name} is not installed: pip install -e '.[flower]'")
     return found
 
 
