@@ -259,7 +259,7 @@ class Simulation:
     def start(self) -> tuple[State, Any]:
         """The state before round 1, and the record of a client that has not taken part."""
         state = State.start(self.algorithm, self.objective, self.plan.clients.count)
-        return state, self.algorithm.client_init(self.objective.start)
+        return state, self.algorithm.client_init(self.objective.start, self.objective.layers)
 
     def record(self, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]) -> Row:
         """Add the row of a round that has just finished, with its evaluation if there was one."""
@@ -367,7 +367,9 @@ class Simulation:
                 "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "
                 "other than 'mse') and clients that keep their data"
             )
-        if clients.moving is not None and any(v is not None for v in self.algorithm.client_init(self.objective.start)):
+        if clients.moving is not None and any(
+            value is not None for value in self.algorithm.client_init(self.objective.start, self.objective.layers)
+        ):
             log.warning("clients keep state between rounds, but 'reallocate' gives them other data in every round")
         batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.objective.module.modules())
         batch = self.plan.batch_size
@@ -427,7 +429,7 @@ def round_row(
     algorithm: Algorithm, x: Tensor, plan: Round, report: RoundReport, seconds: float
 ) -> dict[str, float | int]:
     """The metrics of a round, but for its evaluation."""
-    models = algorithm.card.paper_cost
+    models = algorithm.paper_models(plan.number)
     row: dict[str, float | int] = {
         "round": plan.number,
         "lr": plan.lr,
@@ -442,8 +444,6 @@ def round_row(
     }
     if models is not None:  # the papers' own counting, beside what really travels
         row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
-        if plan.number % getattr(algorithm, "sync_every", 1):  # lazy: one tensor less between two syncs
-            row["paper_bytes"] = row["paper_bytes"] * (models - 1) // models
     return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
 
 

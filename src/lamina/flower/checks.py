@@ -50,8 +50,8 @@ class Limits:
         times_examples: a client is refused that claims more than so many times the round's median number of examples.
             Nor must its number be more than ten times what it was when the client last took part.
         max_examples: the most examples a client may say it has.
-        non_negative: fields of which a negative entry is refused; unless given, the second moments ``v`` and ``v_hat``
-            of lamina's own algorithms.
+        non_negative: fields of which a negative entry is refused; by default those that the algorithm's class
+            declares (`Algorithm.non_negative`), such as second moments.
     """
 
     max_norm: float | Mapping[str, float] | None = None

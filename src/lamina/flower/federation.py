@@ -19,6 +19,7 @@ from torch import nn
 
 from lamina import algorithms
 from lamina.aggregation import Aggregation, Mean, as_aggregation
+from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import Algorithm, options
 from lamina.algorithms.rehearsal import rehearse
 from lamina.data.dataset import Dataset, Splits
@@ -238,7 +239,7 @@ class Federation:
         }
         if not isinstance(self.aggregation, Mean):
             own["train"]["aggregation"] = running.aggregation_record(self.aggregation)
-        if not type(self.algorithm).__module__.startswith("lamina."):  # a report may not know the user's code
+        if self.algorithm.card.name not in BUILT_IN:  # a report does not import the user's code
             own["title"] = self.algorithm.card.title
         config = own if self._resolved is None else self._resolved()
         config["train"]["rounds"] = self.rounds
