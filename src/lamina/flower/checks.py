@@ -146,7 +146,7 @@ def read_update(content: RecordDict, expected: Expected, said: int | None = None
     buffers = read_tensors(content, "buffers", expected.buffers)
     for name in expected.non_negative:
         if name in tensors and bool((tensors[name] < 0).any()):
-            raise Refused(f"'{name}' has negative entries, and it is a second moment")
+            raise Refused(f"'{name}' has negative entries, and is never negative")
     for name, value in buffers.items():
         if name.endswith("running_var") and bool((value < 0).any()):
             raise Refused(f"the buffer '{name}' has negative entries, and it is a variance")
