@@ -99,6 +99,11 @@ def test_servers_see_the_participation_of_their_own_member():
         ({}, {"loss": lambda outputs, targets: outputs[:, 0] ** 2}, "they have different losses"),
         ({}, {"model": net().float()}, "different types"),
         ({}, {"algorithm": "fedlamb"}, "different algorithms"),
+        (
+            {"algorithm": "fedlamb"},
+            {"algorithm": lamina.FedLamb(sync_every=2)},
+            "their algorithms synchronise after different numbers of rounds",
+        ),
         ({}, {"engine": "loop"}, "simulation 2 cannot be stacked, it runs client by client: engine='loop' was asked"),
     ],
 )

@@ -1,8 +1,8 @@
-"""Fed-AMS: local AMSGrad; the second moment is shared and frozen within a round.
+"""Fed-AMS: local AMSGrad; all clients divide by the server's second moment v_hat, which is frozen within a round.
 
 Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", as used in the Fed-LAMB paper:
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1 ("l." below), without
-the layer-wise step. Readings of the text: A1 to A6, A16. `LocalMomentum` is the part that Mime shares.
+the layer-wise step. Readings of the text (docs/algorithms.md): A1 to A6, A16. Mime shares `LocalMomentum`.
 
 Bias correction (A6) divides a copy of a moment by its *share*: the fraction of the moment that comes from gradients, as
 opposed to its initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. A moment that
@@ -233,7 +233,7 @@ class FedAms(LocalMomentum):
             v_hat_share=larger(local.v_hat_share, v_share),
         )
         psi = precondition(corrected(local.m, local.m_share), self.divisor(local, down), self.eps)  # l.12
-        direction, ratio = self.rescale(psi, local.y, layers)
+        direction, ratio = self.rescale(psi, local.y, layers)  # Fed-LAMB: eq. 3
         return local._replace(y=descend(local.y, add_decoupled(direction, local.y, self), lr), ratio=ratio)  # l.13
 
     def divisor(self, local: Local, down: Server) -> Tensor:

@@ -113,7 +113,7 @@ class Mime(LocalMomentum):
             next_share(local.m_share, self.beta1),
         )  # l.10
         psi = precondition(corrected(m, m_share), down.v_hat, self.eps)  # l.12
-        direction, ratio = self.rescale(psi, local.y, layers)
+        direction, ratio = self.rescale(psi, local.y, layers)  # Mime-LAMB: eq. 3
         y = descend(local.y, add_decoupled(direction, local.y, self), lr)  # l.13
         if self.momentum == "server":  # A14: the server's momentum is frozen within the round
             return local._replace(y=y, ratio=ratio)
