@@ -293,6 +293,7 @@ BROKEN = {  # a function of FedAvg, replaced
         lambda self, local, down, grad, lr, layers: Moments(local.y, local.y),
         r"step must return the state it was given, LocalModel\(y\), found Moments",
     ),
+    "trust ratios of another shape": ("trust_ratios", lambda self, local: local.y, r"trust_ratios must .* \[21\]"),
     "finish returns one thing": (
         "finish",
         lambda self, local, down, client, info: Displacement(local.y - down.x),

@@ -75,8 +75,9 @@ def rehearse(algorithm: Algorithm) -> None:
     local = state("begin", algorithm.begin, down, client, info, field="y")
     local = state("step", algorithm.step, local, down, gradient, 0.1, TINY, field="y", like=local)
     ratios = call("trust_ratios", algorithm.trust_ratios, local)
-    if ratios is not None and not isinstance(ratios, Tensor):
-        raise broken("trust_ratios", f"must return a tensor, one ratio per layer, or None, found {_describe(ratios)}")
+    if ratios is not None and not (isinstance(ratios, Tensor) and ratios.shape[-1:] == sizes[1:2]):
+        found = f"one of shape {list(ratios.shape)}" if isinstance(ratios, Tensor) else _describe(ratios)
+        raise broken("trust_ratios", f"must return a tensor, one ratio per layer, or None, found {found}")
     pair = call("finish", algorithm.finish, local, down, client, info)
     if not isinstance(pair, tuple) or hasattr(pair, "_fields") or len(pair) != 2:
         raise broken("finish", "must return two things: what is sent up, and the client's new state")
