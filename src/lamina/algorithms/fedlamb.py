@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, algorithm, hyper, per_layer
 from lamina.algorithms.fedams import FedAms
-from lamina.algorithms.primitives import add_decay
+from lamina.algorithms.primitives import is_on
 from lamina.errors import BadInput
 from lamina.layers import Grouping, Layers
 
@@ -58,15 +58,16 @@ class Layerwise(Algorithm):
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
         """Return the update with every layer rescaled to length phi(||y||), and the trust ratio of every layer."""
         u = psi
-        if self.decay_form == "ratio":
-            u = add_decay(psi, y if self.decay_on == "all" else layers.matrix_mask(y) * y, self.decay)  # l.12, A12
+        if self.decay_form == "ratio" and is_on(self.decay):
+            decays = 1.0 if self.decay_on == "all" else layers.matrix_mask(y)  # A12
+            u = psi + self.decay * decays * y  # l.12
         if not self.trust_ratio:
             return u, None
         ratio = self.ratios(y, u, layers)
         return layers.spread(ratio, self.layers) * u, ratio  # eq. 3
 
     def ratios(self, y: Tensor, u: Tensor, layers: Layers) -> Tensor:
-        """Return phi(||y||) / ||u|| for every layer, and 0 where ||u|| = 0.
+        """Return phi(||y||) / ||u|| for every layer. A layer with ||u|| = 0 does not move.
 
         phi is the identity, cut at `phi_max`. By the paper's text a tensor that starts at zero would never move
         (``zero_norm="literal"``). LAMB's implementations use the ratio 1 for it (``"lamb"``). The default is a floor

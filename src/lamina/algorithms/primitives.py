@@ -42,9 +42,14 @@ def amsgrad(
     return m, v, torch.maximum(v_hat, v)
 
 
+def is_on(decay: Number) -> bool:
+    """Return whether the weight decay does anything: a plain 0 is skipped, so that it costs nothing."""
+    return isinstance(decay, Tensor) or decay != 0
+
+
 def add_decay(u: Tensor, y: Tensor, decay: Number) -> Tensor:
-    """Return u + decay * y; a plain 0 costs nothing."""
-    return u + decay * y if isinstance(decay, Tensor) or decay != 0 else u
+    """Return u + decay * y."""
+    return u + decay * y if is_on(decay) else u
 
 
 def add_l2(grad: Tensor, y: Tensor, h: HasDecay) -> Tensor:
