@@ -90,3 +90,11 @@ def test_scaffolds_change_of_c_follows_from_delta_unless_it_is_scaled():
     torch.testing.assert_close(up.delta_c, algorithm.implied_fields(up, down, info)["delta_c"])
     scaled = lamina.create("scaffold", scale=0.5)
     assert scaled.implied_fields(up, down, info) == {}
+
+
+def test_fedladas_mean_step_follows_from_delta():
+    algorithm = lamina.create("fedlada", decay=0.0, amendment="per_client")
+    down = broadcast(algorithm, g_a=V)
+    up, info = upload(algorithm, down, gradient=0.7)
+    torch.testing.assert_close(up.mean_step, algorithm.implied_fields(up, down, info)["mean_step"])
+    assert lamina.create("fedlada").implied_fields(up._replace(mean_step=None), down, info) == {}
