@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import lamina
 from lamina.aggregation import make as make_aggregation
-from lamina.algorithms.contract import Info
+from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.data import load, partitions
 from lamina.engines.stacked import engine as stacked
 from lamina.engines.state import Sums, close_round, undo_weighting
@@ -59,8 +59,8 @@ class Server:
     def close(self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any) -> Any:
         """Stand in for the engine's `close_round`."""
 
-        def info(steps: int) -> Info:
-            return Info(plan.number, plan.lr, steps=float(steps))
+        def info(steps: int) -> ClientInfo:
+            return ClientInfo(plan.number, plan.lr, layers, steps=float(steps))
 
         updates = {
             int(plan.cohort[c]): Update(up, buffers, int(plan.examples[c]), int(plan.steps[c]), 0.0)
@@ -141,7 +141,7 @@ def consistent(attack: Attack, algorithm: Any, lr: float) -> Attack:
 
     def also(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
         made = attack(own, others, known, state, down, number, limits)
-        fields = algorithm.implied_fields(made.up, down, Info(number, lr, steps=float(made.steps)))
+        fields = algorithm.implied_fields(made.up, down, ClientInfo(number, lr, known.layers, float(made.steps)))
         return made._replace(up=made.up._replace(**fields))
 
     return also
@@ -273,9 +273,10 @@ def attacks(algorithm: Any, lr: float) -> dict[str, tuple[Attack, dict[str, Any]
     tiny = nn.Linear(2, 1)
     x = torch.cat([p.detach().flatten() for p in tiny.parameters()])
     layers = lamina.Layers.of(tiny)
-    info = Info(1, lr, full_gradient=torch.zeros_like(x))
-    server = algorithm.init(x)
-    down, client = algorithm.broadcast(server, info), algorithm.client_init(x)
+    zero = torch.zeros_like(x)
+    info = ClientInfo(1, lr, layers, full_gradient=zero)
+    down = algorithm.broadcast(algorithm.init(x, layers), ServerInfo(1, lr, layers, mean_gradient=zero))
+    client = algorithm.client_init(x, layers)
     up, _ = algorithm.finish(
         algorithm.step(algorithm.begin(down, client, info), down, x, lr, layers), down, client, info
     )

@@ -15,7 +15,7 @@ from torch import nn
 
 import lamina
 from flower_grid import LoopGrid
-from lamina.algorithms.contract import Displacement, Info
+from lamina.algorithms.contract import ClientInfo, Displacement
 from lamina.errors import BadInput
 from lamina.flower import Federation, Limits, outliers, wire
 from lamina.flower.checks import Update
@@ -204,14 +204,15 @@ def test_second_moments_are_judged_by_what_was_added():
     algorithm = lamina.FedLamb()
     generator = torch.Generator().manual_seed(0)
     honest = 1e-6 * torch.rand(10, LAYERS.size, generator=generator)
-    up = algorithm.finish(algorithm.begin(algorithm.init(honest[0]), algorithm.client_init(honest[0]), Info(1, 0.1)),
-                          algorithm.init(honest[0]), algorithm.client_init(honest[0]), Info(1, 0.1))[0]  # fmt: skip
+    info = ClientInfo(1, 0.1, LAYERS)
+    down, client = algorithm.init(honest[0], LAYERS), algorithm.client_init(honest[0], LAYERS)
+    up = algorithm.finish(algorithm.begin(down, client, info), down, client, info)[0]
 
     def judge(poison, added):
         v_hat = torch.full((LAYERS.size,), 1e-6) + poison
-        server = algorithm.init(honest[0])._replace(v_hat=v_hat)
+        server = down._replace(v_hat=v_hat)
         known = KNOWN._replace(
-            inherited=lambda steps: algorithm.inherited_moments(server, Info(2, 0.1, steps=float(steps)))
+            inherited=lambda steps: algorithm.inherited_moments(server, info._replace(round=2, steps=float(steps)))
         )
         updates = {
             c: Update(up._replace(delta=random_rows()[c], v=algorithm.beta2**2 * v_hat + row), {}, 20, 2, 0.0)

@@ -4,27 +4,27 @@ import pytest
 import torch
 
 import lamina
-from lamina.algorithms.contract import Info
+from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.layers import Layers
 
 STEPS, LR = 3, 0.1
 X = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)
-MODULE = torch.nn.Linear(5, 1).double()
+LAYERS = Layers.of(torch.nn.Linear(5, 1))
 
 
 def upload(algorithm, down, gradient=0.0, round=1):
     """Return what a new client sends after steps with a constant gradient, and the round's info."""
-    info = Info(round, LR, steps=float(STEPS), participation=1.0)
-    client = algorithm.client_init(X)
+    info = ClientInfo(round, LR, LAYERS, steps=float(STEPS))
+    client = algorithm.client_init(X, LAYERS)
     local = algorithm.begin(down, client, info)
     for _ in range(STEPS):
-        local = algorithm.step(local, down, torch.full_like(X, gradient), LR, Layers.of(MODULE))
+        local = algorithm.step(local, down, torch.full_like(X, gradient), LR, LAYERS)
     return algorithm.finish(local, down, client, info)[0], info
 
 
 def broadcast(algorithm, round=1, **fields):
-    server = algorithm.init(X)._replace(**fields)
-    return algorithm.broadcast(server, Info(round, LR))
+    server = algorithm.init(X, LAYERS)._replace(**fields)
+    return algorithm.broadcast(server, ServerInfo(round, LR, LAYERS))
 
 
 V = torch.linspace(0.5, 2.0, 6, dtype=torch.float64)
@@ -62,9 +62,9 @@ def test_a_client_that_keeps_its_own_second_moment_inherits_nothing():
 
 def test_nothing_is_inherited_where_no_second_moment_is_sent():
     local = lamina.create("localadam", sync=False)
-    assert local.inherited_moments(broadcast(local), Info(1, LR, steps=1.0)) == {}
+    assert local.inherited_moments(broadcast(local), ClientInfo(1, LR, LAYERS, steps=1.0)) == {}
     lazy = lamina.create("fedams", sync_every=2)
-    assert lazy.inherited_moments(broadcast(lazy), Info(1, LR, steps=1.0)) == {}
+    assert lazy.inherited_moments(broadcast(lazy), ClientInfo(1, LR, LAYERS, steps=1.0)) == {}
 
 
 @pytest.mark.parametrize("name", ["fedcm", "fedadam_star", "fedlada", "fedlada_lamb"])
@@ -80,7 +80,7 @@ def test_without_gradients_a_step_is_what_was_inherited(name):
 
 def test_a_clipped_mix_inherits_nothing_that_could_be_known():
     algorithm = lamina.create("fedcm", clip_mix=0.1)
-    assert algorithm.inherited_step(broadcast(algorithm), Info(1, LR, steps=1.0)) is None
+    assert algorithm.inherited_step(broadcast(algorithm), ClientInfo(1, LR, LAYERS, steps=1.0)) is None
 
 
 def test_scaffolds_change_of_c_follows_from_delta_unless_it_is_scaled():
@@ -90,3 +90,11 @@ def test_scaffolds_change_of_c_follows_from_delta_unless_it_is_scaled():
     torch.testing.assert_close(up.delta_c, algorithm.implied_fields(up, down, info)["delta_c"])
     scaled = lamina.create("scaffold", scale=0.5)
     assert scaled.implied_fields(up, down, info) == {}
+
+
+def test_fedladas_mean_step_follows_from_delta():
+    algorithm = lamina.create("fedlada", decay=0.0, amendment="per_client")
+    down = broadcast(algorithm, g_a=V)
+    up, info = upload(algorithm, down, gradient=0.7)
+    torch.testing.assert_close(up.mean_step, algorithm.implied_fields(up, down, info)["mean_step"])
+    assert lamina.create("fedlada").implied_fields(up._replace(mean_step=None), down, info) == {}

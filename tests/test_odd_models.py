@@ -325,7 +325,10 @@ def own(**functions):
 
 
 ARRAYS = {
-    "init": (lambda self, x: Model(x.numpy()), "init field 'x' must be a tensor .* found a numpy array: compute with"),
+    "init": (
+        lambda self, x, layers: Model(x.numpy()),
+        "init field 'x' must be a tensor .* found a numpy array: compute with",
+    ),
     "step": (
         lambda self, local, down, grad, lr, layers: local._replace(y=np.asarray(local.y) - lr * np.asarray(grad)),
         "step field 'y' must be a tensor .* found a numpy array: compute with torch",
@@ -334,7 +337,7 @@ ARRAYS = {
         lambda self, server, up, info: np.asarray(server.x),
         "update must return a NamedTuple of tensors, found ndarray",
     ),
-    "trust_ratios": (lambda self, local, down, layers: np.ones(3), "trust_ratios must return a tensor, .* a numpy arr"),
+    "trust_ratios": (lambda self, local: np.ones(3), "trust_ratios must return a tensor, .* a numpy arr"),
     "needs": (lambda self, round: None, "needs must return a Needs, found None"),
     "begin": (
         lambda self, down, client, info: np.zeros(3) - down.x,

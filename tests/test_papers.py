@@ -17,7 +17,7 @@ import lamina
 import lamina.plan
 import transcriptions as T  # noqa: N812
 from lamina import algorithms, ledger
-from lamina.algorithms.contract import Info, options
+from lamina.algorithms.contract import ClientInfo, ServerInfo, options
 
 NAMES = tuple(T.ALL)
 SIZES = (7, 12, 3, 9, 5)  # ragged: with batches of 4 and 2 epochs, K = 4, 6, 2, 6, 4
@@ -88,7 +88,8 @@ def trajectory(algorithm: Any, rounds: int = 3, **settings: Any) -> np.ndarray:
 
 # --- 1. every algorithm and option against its transcription -----------------------------------------------------
 
-DECAYS = [{"decay": 0.2, "decay_form": form} for form in ("l2", "decoupled")]
+DECAY = {"decay": 0.2}  # plain SGD: L2 and decoupled decay are the same step
+DECAYS = [{**DECAY, "decay_form": form} for form in ("l2", "decoupled")]
 MOMENTS: list[dict[str, Any]] = [  # options that Fed-AMS, Fed-LAMB, Mime and Mime-LAMB share
     {"v_init": 1e-4},
     {"m_init": 0.01},
@@ -162,17 +163,17 @@ ADAM: list[dict[str, Any]] = [
     {"bias_correction": True, "amsgrad": True, "beta2": 0.3, "v_init": 0.0},
     {"root_eps": 1e-4, "tau": 0.0},
     {"v_init": 1e-2, "server_lr": 0.3, "beta1": 0.4},
-    *DECAYS,
+    DECAY,
 ]
 LADA: list[dict[str, Any]] = [{"v_seed": "zero"}, {"v_init": 1e-4}, {"beta1": 0.5, "beta2": 0.7}, {"server_lr": 0.6}]
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "fedavg": [{"server_lr": 0.7}, *DECAYS, {"preset": "fedlada_paper"}],
-    "fedprox": [{"mu": 1.5}, {"mu": 0.5, "server_lr": 0.7}, *DECAYS],
+    "fedavg": [{"server_lr": 0.7}, DECAY, {"preset": "fedlada_paper"}],
+    "fedprox": [{"mu": 1.5}, {"mu": 0.5, "server_lr": 0.7}, DECAY],
     "scaffold": [
         {"server_lr": 0.7},
         *[{"scale": s} for s in (0.0, 0.25, 0.5, 0.75, 1.25, 1.5)],
         *[{"scale": s, "control": "literal"} for s in (0.5, 1.5)],
-        *DECAYS,
+        DECAY,
         {"scale": 0.5, "server_lr": 0.7, "decay": 0.2},
     ],
     "fedcm": [
@@ -185,7 +186,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"clip_mix": 0.05, "decay": 0.2, "decay_form": "l2"},
     ],
     "fedadam": ADAM,
-    "fedadam_star": [*ADAM, {"alpha": 0.5}],
+    "fedadam_star": [*ADAM, *DECAYS, {"alpha": 0.5}],
     "localadam": [
         *LADA,
         *DECAYS,
@@ -259,7 +260,6 @@ def test_library_follows_the_pseudo_code(case: Any) -> None:
 
 NO_EFFECT = {  # options that cannot matter in their case
     ("fedcm", "clip_mix", 10.0),  # the preset's ceiling is above every direction here
-    *((name, "decay_form", "decoupled") for name in ("fedavg", "fedprox", "scaffold", "fedadam")),  # SGD: both are one
 }
 
 
@@ -322,7 +322,7 @@ SGD_SETTINGS: list[dict[str, Any]] = [{}, {"clip": 0.15, "weighting": "examples"
 
 
 @pytest.mark.parametrize("settings", SGD_SETTINGS, ids=str)
-@pytest.mark.parametrize("decay", [{}, *DECAYS], ids=str)
+@pytest.mark.parametrize("decay", [{}, DECAY], ids=str)
 @pytest.mark.parametrize(
     ("name", "reduced", "other"),
     [
@@ -424,30 +424,38 @@ def test_layerwise_methods_are_scale_free_in_round_one(name: str, frozen: bool) 
 # --- 3. invariants, by calling the seven functions directly ------------------------------------------------------
 
 LAYERS = lamina.Layers(T.SHAPES)
+Infos = tuple[ServerInfo, ClientInfo]
+
+
+def infos(r: int, lr: Any, steps: Any = 1.0, participation: float = 1.0, gradient: Any = None) -> Infos:
+    """What the server and a client know about a round in which all clients take the same steps."""
+    return ServerInfo(r, lr, LAYERS, participation, steps, gradient), ClientInfo(r, lr, LAYERS, steps, gradient)
 
 
 def vectors(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return torch.from_numpy(scale * np.random.default_rng(seed).standard_normal((*shape, T.SIZE)))
 
 
-def local_run(algorithm: Any, server: Any, client: Any, grads: torch.Tensor, info: Info) -> tuple[Any, Any, list[Any]]:
+def local_run(algorithm: Any, server: Any, client: Any, grads: torch.Tensor, info: Infos) -> tuple[Any, Any, list[Any]]:
     """One client's round with given gradients [K, p]: its Up, its new state, all its local models."""
-    down = algorithm.broadcast(server, info)
-    local = algorithm.begin(down, client, info)
+    down = algorithm.broadcast(server, info[0])
+    local = algorithm.begin(down, client, info[1])
     path = [local.y]
     for g in grads:
-        local = algorithm.step(local, down, g, info.lr, LAYERS)
+        local = algorithm.step(local, down, g, info[1].lr, LAYERS)
         path.append(local.y)
-    up, client = algorithm.finish(local, down, client, info)
+    up, client = algorithm.finish(local, down, client, info[1])
     return up, client, path
 
 
-def federate(algorithm: Any, server: Any, clients: list[Any], grads: torch.Tensor, info: Info) -> tuple[Any, list[Any]]:
+def federate(
+    algorithm: Any, server: Any, clients: list[Any], grads: torch.Tensor, info: Infos
+) -> tuple[Any, list[Any]]:
     """A round with given gradients [clients, K, p]."""
     done = [local_run(algorithm, server, c, g, info) for c, g in zip(clients, grads, strict=True)]
     ups = [up for up, _, _ in done]
     mean = type(ups[0])(*(None if f[0] is None else torch.stack(f).mean(0) for f in zip(*ups, strict=True)))
-    return algorithm.update(server, mean, info), [client for _, client, _ in done]
+    return algorithm.update(server, mean, info[0]), [client for _, client, _ in done]
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.25, 0.5, 1.0, 1.5])
@@ -460,9 +468,9 @@ def test_scaffold_control_is_the_mean_raw_gradient(scale: float, control: str) -
     algorithm = lamina.Scaffold(scale=scale, control=control)
     x, c, c_i = vectors(3, seed=1)
     grads = vectors(5, seed=2)
-    server = algorithm.init(x)._replace(c=c)
-    client = algorithm.client_init(x)._replace(c=c_i)
-    up, after, path = local_run(algorithm, server, client, grads, Info(2, 0.3, steps=5))
+    server = algorithm.init(x, LAYERS)._replace(c=c)
+    client = algorithm.client_init(x, LAYERS)._replace(c=c_i)
+    up, after, path = local_run(algorithm, server, client, grads, infos(2, 0.3, steps=5))
     expected = grads.mean(0) + ((scale - 1) * (c - c_i) if control == "literal" else 0)
     close(after.c, expected)
     close(up.delta, -5 * 0.3 * (grads.mean(0) + scale * (c - c_i)))
@@ -503,11 +511,11 @@ def test_fedlada_amendment_is_an_exponential_average(server_lr: float) -> None:
     """
     alpha, lr, steps = 0.2, 0.05, 4
     algorithm = lamina.FedLada(alpha=alpha, server_lr=server_lr, decay=0.0)
-    server, x_prev = algorithm.init(vectors(seed=3)), vectors(seed=3)
+    server, x_prev = algorithm.init(vectors(seed=3), LAYERS), vectors(seed=3)
     for r in range(1, 5):
         grads = vectors(3, steps, seed=10 + r)
-        clients = [algorithm.client_init(server.x)] * 3
-        new, _ = federate(algorithm, server, clients, grads, Info(r, lr, steps=steps))
+        clients = [algorithm.client_init(server.x, LAYERS)] * 3
+        new, _ = federate(algorithm, server, clients, grads, infos(r, lr, steps=steps))
         found = [amsgrad_directions(g.numpy(), server.v.numpy(), 0.9, 0.99) for g in grads]
         P = np.mean([p for p, _ in found], axis=(0, 1))
         close(new.g_a, alpha * P + (1 - alpha) * server.g_a.numpy())
@@ -543,11 +551,11 @@ def test_fedcm_momentum_is_an_exponential_average() -> None:
     """Delta+ = alpha mean_{i,k} g + (1 - alpha) Delta and z+ = z - eta_g eta_l K mean g: FedLADA's derivation above."""
     alpha, lr, steps, server_lr = 0.2, 0.05, 4, 0.6
     algorithm = lamina.FedCM(alpha=alpha, server_lr=server_lr)
-    server, x_prev = algorithm.init(vectors(seed=3)), vectors(seed=3)
+    server, x_prev = algorithm.init(vectors(seed=3), LAYERS), vectors(seed=3)
     for r in range(1, 5):
         grads = vectors(3, steps, seed=10 + r)
-        clients = [algorithm.client_init(server.x)] * 3
-        new, _ = federate(algorithm, server, clients, grads, Info(r, lr, steps=steps))
+        clients = [algorithm.client_init(server.x, LAYERS)] * 3
+        new, _ = federate(algorithm, server, clients, grads, infos(r, lr, steps=steps))
         G = grads.mean((0, 1))
         close(new.momentum, alpha * G + (1 - alpha) * server.momentum)
         z = server.x / alpha - (1 - alpha) / alpha * x_prev
@@ -563,8 +571,10 @@ def test_layerwise_step_length(name: str, given: Any) -> None:
     groups = T.MODULES if given.get("layers") == "module" else T.TENSORS
     x = vectors(seed=4) * torch.from_numpy(T.MATRICES)  # zero biases: phi is .01 there
     full = vectors(seed=5)
-    server, lr = algorithm.init(x), 0.07
-    _, _, path = local_run(algorithm, server, algorithm.client_init(x), vectors(4, seed=6), Info(1, lr, 4, 1.0, full))
+    server, lr = algorithm.init(x, LAYERS), 0.07
+    _, _, path = local_run(
+        algorithm, server, algorithm.client_init(x, LAYERS), vectors(4, seed=6), infos(1, lr, 4, 1.0, full)
+    )
     for before, after in itertools.pairwise(path):
         for part in groups:
             phi = min(max(float(before[part].norm()), 0.01), given.get("phi_max", np.inf))
@@ -578,8 +588,10 @@ def test_layerwise_step_forgets_scale(name: str) -> None:
 
     def last(factor: float, v_init: float, decay: float) -> torch.Tensor:
         algorithm = make(name, {"v_init": v_init, "decay": decay})
-        info = Info(1, 0.07, 4, 1.0, vectors(seed=5))
-        return local_run(algorithm, algorithm.init(x), algorithm.client_init(x), factor * grads, info)[2][-1]
+        info = infos(1, 0.07, 4, 1.0, vectors(seed=5))
+        return local_run(algorithm, algorithm.init(x, LAYERS), algorithm.client_init(x, LAYERS), factor * grads, info)[
+            2
+        ][-1]
 
     plain = last(1.0, 1e-6, 0.0)
     close(last(5.0, 1e-6, 0.0), plain)
@@ -673,8 +685,8 @@ def test_no_step_where_the_direction_is_zero(name: str, zero_norm: str) -> None:
     x, grads = vectors(seed=4), vectors(3, seed=6)
     dead = T.TENSORS[2]
     grads[:, dead] = 0.0
-    info = Info(1, 0.07, 3, 1.0, vectors(seed=5))
-    _, _, path = local_run(algorithm, algorithm.init(x), algorithm.client_init(x), grads, info)
+    info = infos(1, 0.07, 3, 1.0, vectors(seed=5))
+    _, _, path = local_run(algorithm, algorithm.init(x, LAYERS), algorithm.client_init(x, LAYERS), grads, info)
     assert torch.equal(path[-1][dead], x[dead])
     assert torch.isfinite(path[-1]).all()
     assert all(differ(path[-1][part], x[part]) for part in T.TENSORS if part != dead)
@@ -685,7 +697,9 @@ def test_authors_preset_has_no_floor() -> None:
     algorithm = make("fedlamb", {"preset": "authors"})
     x = vectors(seed=4)
     x[T.TENSORS[1]] *= 0.002 / float(x[T.TENSORS[1]].norm())
-    _, _, path = local_run(algorithm, algorithm.init(x), algorithm.client_init(x), vectors(1, seed=6), Info(1, 0.07))
+    _, _, path = local_run(
+        algorithm, algorithm.init(x, LAYERS), algorithm.client_init(x, LAYERS), vectors(1, seed=6), infos(1, 0.07)
+    )
     assert float((path[1] - path[0])[T.TENSORS[1]].norm()) == pytest.approx(0.07 * 0.002, rel=1e-10)
 
 
@@ -710,9 +724,9 @@ def test_fedadam_presets(name: str, preset: str) -> None:
     assert (algorithm.beta1, algorithm.beta2) == (beta1, beta2)
     assert server_lr is None or algorithm.server_lr == server_lr
     x = vectors(seed=1)
-    server = algorithm.init(x)
-    up = local_run(algorithm, server, algorithm.client_init(x), vectors(1), Info(1, 0.1))[0]
-    after = algorithm.update(server, up._replace(delta=torch.full_like(x, 0.5)), Info(1, 0.1))
+    server = algorithm.init(x, LAYERS)
+    up = local_run(algorithm, server, algorithm.client_init(x, LAYERS), vectors(1), infos(1, 0.1))[0]
+    after = algorithm.update(server, up._replace(delta=torch.full_like(x, 0.5)), infos(1, 0.1)[0])
     step = algorithm.server_lr * (1 - beta1) * 0.5 / (np.sqrt(beta2 * v_init + (1 - beta2) * 0.25) + tau)
     close(after.x - x, np.full(T.SIZE, step), rtol=1e-9)
 
@@ -939,7 +953,7 @@ def test_absent_clients_keep_their_state(name: str, given: Any) -> None:
     """A round touches the state of its cohort only; a client never active is as `client_init` made it."""
     algorithm = make(name, given)
     simulation = simulate(algorithm, participation=0.4)
-    fresh = algorithm.client_init(torch.from_numpy(START))
+    fresh = algorithm.client_init(torch.from_numpy(START), LAYERS)
     for r in range(1, 5):
         before = {i: tensors(c) for i, c in simulation.state.clients.items()}
         before = {i: {f: v.clone() for f, v in c.items()} for i, c in before.items()}
@@ -969,18 +983,18 @@ def drive(algorithm: Any, lr: Any, steps: Any, row: Any = ..., check: Any = None
         return result
 
     x = START3[row]
-    server, client = call(algorithm.init, x), call(algorithm.client_init, x)
+    server, client = call(algorithm.init, x, LAYERS), call(algorithm.client_init, x, LAYERS)
     for r in range(1, 4):
         needs = algorithm.needs(r)
         wanted = needs.full_gradient or needs.control_variate
-        info = Info(r, lr, steps, 0.4, vectors(3, seed=100 + r)[row] if wanted else None)
-        down = call(algorithm.broadcast, server, info)
+        server_info, info = infos(r, lr, steps, 0.4, vectors(3, seed=100 + r)[row] if wanted else None)
+        down = call(algorithm.broadcast, server, server_info)
         local = call(algorithm.begin, down, client, info)
         for k in range(3):
             grad = vectors(3, seed=10 * r + k, scale=0.5)[row]
             local = call(algorithm.step, local, down, grad, lr, LAYERS)
         up, client = call(algorithm.finish, local, down, client, info)
-        server = call(algorithm.update, server, up, info)
+        server = call(algorithm.update, server, up, server_info)
     return out
 
 

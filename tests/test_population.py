@@ -63,14 +63,13 @@ def test_members_have_their_own_protocol():
 
 
 class UsesParticipation(lamina.FedAvg):
-    """Scales what a client sends by the share of clients that take part."""
+    """Scales the server's step by the share of clients that take part."""
 
-    def finish(self, local, down, client, info):
-        up, client = super().finish(local, down, client, info)
-        return up._replace(delta=up.delta * info.participation), client
+    def update(self, server, up, info):
+        return super().update(server, up._replace(delta=up.delta * info.participation), info)
 
 
-def test_clients_see_the_participation_of_their_own_member():
+def test_servers_see_the_participation_of_their_own_member():
     make = functools.partial(simulation, algorithm=UsesParticipation())
     assert_each_is_as_if_alone(make, [{"participation": 0.4}, {"participation": 1.0}])
 
@@ -100,6 +99,11 @@ def test_clients_see_the_participation_of_their_own_member():
         ({}, {"loss": lambda outputs, targets: outputs[:, 0] ** 2}, "they have different losses"),
         ({}, {"model": net().float()}, "different types"),
         ({}, {"algorithm": "fedlamb"}, "different algorithms"),
+        (
+            {"algorithm": "fedlamb"},
+            {"algorithm": lamina.FedLamb(sync_every=2)},
+            "their algorithms synchronise after different numbers of rounds",
+        ),
         ({}, {"engine": "loop"}, "simulation 2 cannot be stacked, it runs client by client: engine='loop' was asked"),
     ],
 )

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 
 import lamina
 from test_dropout import simulation as dropout_simulation
+from test_per_layer import PerLayer
 from test_stacked import PARTS, simulation
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +29,8 @@ ALGORITHMS = {
 CASES = [
     (name, kind, share) for name in ALGORITHMS for kind, share in (("cnn", 0.6), ("batch_norm", 1.0), ("mlp", 0.2))
 ]
-CASES += [("fedlamb", "dropout", 0.6), ("mime", "dropout2d", 1.0)]
+ALGORITHMS["per_layer"] = PerLayer
+CASES += [("fedlamb", "dropout", 0.6), ("mime", "dropout2d", 1.0), ("per_layer", "cnn", 0.6)]
 
 
 def run_case(name, kind, share):

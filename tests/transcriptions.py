@@ -162,7 +162,7 @@ def fedavg(
         for c in range(len(rnd.cohort)):
             y = x.copy()
             for batch in batches(rnd, c):
-                y = y - rnd.lr * (gradient(y, batch) + l2(o, y) + decoupled(o, y))
+                y = y - rnd.lr * (gradient(y, batch) + o.decay * y)
             deltas.append(y - x)
         x = x + o.server_lr * mean(deltas)
         yield Record({"x": x}, deltas=deltas)
@@ -178,7 +178,7 @@ def fedprox(
         for c in range(len(rnd.cohort)):
             y = x.copy()
             for batch in batches(rnd, c):
-                y = y - rnd.lr * (gradient(y, batch) + l2(o, y) + o.mu * (y - x) + decoupled(o, y))
+                y = y - rnd.lr * (gradient(y, batch) + o.decay * y + o.mu * (y - x))
             deltas.append(y - x)
         x = x + o.server_lr * mean(deltas)
         yield Record({"x": x}, deltas=deltas)
@@ -195,7 +195,7 @@ def scaffold(
         for a, i in enumerate(rnd.cohort):
             y, c_i, K = x.copy(), own.get(i, np.zeros_like(x0)), int(rnd.steps[a])
             for batch in batches(rnd, a):
-                y = y - rnd.lr * (gradient(y, batch) + l2(o, y) + o.scale * (c - c_i) + decoupled(o, y))
+                y = y - rnd.lr * (gradient(y, batch) + o.decay * y + o.scale * (c - c_i))
             s = 1.0 if o.control == "literal" else o.scale
             own[i] = (x - y) / (K * rnd.lr) - s * (c - c_i)
             deltas.append(y - x)
@@ -255,7 +255,7 @@ def fedadam(
         for c in range(len(rnd.cohort)):
             y = x.copy()
             for batch in batches(rnd, c):
-                y = y - rnd.lr * (gradient(y, batch) + l2(o, y) + decoupled(o, y))
+                y = y - rnd.lr * (gradient(y, batch) + o.decay * y)
             deltas.append(y - x)
         D = mean(deltas)
         m = o.beta1 * m + (1 - o.beta1) * D

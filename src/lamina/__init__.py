@@ -20,7 +20,7 @@ _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from lamina import aggregation, data, models, schedules
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
-from lamina.algorithms.contract import Info, Needs, Number, algorithm, hyper
+from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
 from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.history import History
@@ -32,16 +32,17 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BadInput",
+    "ClientInfo",
     "Dataset",
     "Diverged",
     "History",
-    "Info",
     "LaminaError",
     "Layers",
     "MissingExtra",
     "Needs",
     "Number",
     "Population",
+    "ServerInfo",
     "Simulation",
     "aggregation",
     "algorithm",

@@ -93,7 +93,8 @@ def evaluation_rows(data: Dataset) -> int:
 
 def check_clients(algorithm: Algorithm, objective: Objective, data: Dataset, plan: Plan) -> None:
     """Find what would only fail, or surprise, in some later round."""
-    if plan.clients.moving is not None and any(v is not None for v in algorithm.client_init(objective.start)):
+    first = algorithm.client_init(objective.start, objective.layers)
+    if plan.clients.moving is not None and any(value is not None for value in first):
         log.warning("clients keep state between rounds, but 'reallocate' gives them other data in every round")
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in objective.module.modules())
     batch = plan.protocol.batch_size

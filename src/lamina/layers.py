@@ -97,10 +97,6 @@ class Layers:
             self._repeats[key] = torch.tensor(self._sizes[by], device=per_layer.device)
         return per_layer.repeat_interleave(self._repeats[key], dim=-1, output_size=self.size)
 
-    def firsts(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
-        """Return the first element of every layer: undoes `spread`."""
-        return torch.stack([piece[..., 0] for piece in torch.split(u, self._sizes[by], dim=-1)], dim=-1)
-
     def matrix_mask(self, like: Tensor) -> Tensor:
         """[p]: 1 on tensors with two or more axes (weights), 0 on vectors (biases, norm scales)."""
         flags = torch.tensor([float(len(s) >= 2) for s in self.shapes.values()], dtype=like.dtype, device=like.device)

@@ -76,7 +76,7 @@ def round_row(
     algorithm: Algorithm, x: Tensor, plan: Round, report: RoundReport, seconds: float
 ) -> dict[str, float | int]:
     """The metrics of a round, but for its evaluation."""
-    models = algorithm.card.paper_cost
+    models = algorithm.paper_models(plan.number)
     row: dict[str, float | int] = {
         "round": plan.number,
         "lr": plan.lr,
@@ -91,8 +91,6 @@ def round_row(
     }
     if models is not None:  # the papers' own counting, beside what really travels
         row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
-        if plan.number % getattr(algorithm, "sync_every", 1):  # lazy: one tensor less between two syncs
-            row["paper_bytes"] = row["paper_bytes"] * (models - 1) // models
     return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
 
 

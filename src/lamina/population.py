@@ -119,9 +119,9 @@ def mismatch(first: Simulation, other: Simulation) -> str:
         a, b = getattr(first.algorithm, name), getattr(other.algorithm, name)
         if a != b and not (isinstance(a, float | int) and isinstance(b, float | int) and not isinstance(a, bool)):
             return f"they differ in the option '{name}', which is not a number"
-        if a != b and name == "sync_every":
-            return "they differ in 'sync_every', which changes what a round does"
         has_other_numbers = has_other_numbers or a != b
+    if first.algorithm.cycle != other.algorithm.cycle:
+        return "their algorithms synchronise after different numbers of rounds"
     if has_other_numbers:
         number = first.state.round + 1
         if first.algorithm.needs(number) != other.algorithm.needs(number):

@@ -216,7 +216,7 @@ class Simulation:
     def start(self) -> tuple[State, Any]:
         """The state before round 1, and the record of a client that has not taken part."""
         state = State.start(self.algorithm, self.objective, self.plan.clients.count)
-        return state, self.algorithm.client_init(self.objective.start)
+        return state, self.algorithm.client_init(self.objective.start, self.objective.layers)
 
     def record(self, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]) -> Row:
         """Add the row of a round that has just finished, with its evaluation if there was one."""

@@ -1,4 +1,4 @@
-"""All algorithms. `create` makes one by name; `registry` lists them with their cards."""
+"""All algorithms: `create` makes one by name, `registry` lists the classes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from lamina.algorithms.scaffold import Scaffold
 from lamina.errors import BadInput, unknown
 
 __all__ = [
+    "BUILT_IN",
     "Algorithm",
     "Card",
     "FedAdam",
@@ -45,8 +46,12 @@ __all__ = [
 ]
 
 
+BUILT_IN = frozenset(registry())
+"""The names of lamina's own algorithms."""
+
+
 def find(name: str) -> type[Algorithm]:
-    """The algorithm class of that name; ``package.module:Class`` finds one of your own.
+    """Return an algorithm class by name; ``package.module:Class`` finds one of your own.
 
     >>> find("fedlamb").card.title
     'Fed-LAMB'
@@ -54,36 +59,36 @@ def find(name: str) -> type[Algorithm]:
     if ":" in name:
         module, _, attribute = name.partition(":")
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            cls = getattr(importlib.import_module(module), attribute)
         except (ImportError, AttributeError) as error:
             raise BadInput(f"cannot load the algorithm '{name}': {error}") from error
-        except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+        except (Exception, SystemExit) as error:  # importing the user's module may raise anything
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise BadInput(f"cannot load the algorithm '{name}': {reason}") from error
-        if not (isinstance(found, type) and issubclass(found, Algorithm) and hasattr(found, "card")):
+        if not (isinstance(cls, type) and issubclass(cls, Algorithm) and hasattr(cls, "card")):
             raise BadInput(f"'{name}' is not an algorithm class: decorate it with @lamina.algorithm")
-        if inspect.isabstract(found):
-            missing = ", ".join(sorted(found.__abstractmethods__))
+        if inspect.isabstract(cls):
+            missing = ", ".join(sorted(cls.__abstractmethods__))
             raise BadInput(f"the algorithm '{name}' is not complete: it lacks {missing}")
-        return found
+        return cls
     if name not in registry():
         raise unknown("algorithm", name, registry())
     return registry()[name]
 
 
 def create(name: str, preset: str | None = None, **given: Any) -> Algorithm:
-    """Make an algorithm by name, from its defaults, an optional preset, and options that override both.
+    """Make an algorithm by name, from its defaults, a preset and options, each overriding the one before.
 
     >>> create("fedlamb", decay=0.01).decay
     0.01
     """
     cls = find(name)
-    chosen: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if preset is not None:
-        if preset not in cls.card.presets:
-            known = cls.card.presets
-            raise unknown(f"preset of {name}", preset, known) if known else BadInput(f"{name} has no presets")
-        chosen.update(cls.card.presets[preset])
-    chosen.update(given)
-    check_option_names(cls, chosen)
-    return cls(**chosen)
+        presets = cls.card.presets
+        if preset not in presets:
+            raise unknown(f"preset of {name}", preset, presets) if presets else BadInput(f"{name} has no presets")
+        values.update(presets[preset])
+    values.update(given)
+    check_option_names(cls, values)
+    return cls(**values)

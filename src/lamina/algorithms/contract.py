@@ -1,22 +1,22 @@
 """The contract: a federated algorithm is a frozen record of hyper-parameters and seven pure functions.
 
-    init(x)                              -> Server       the server's state before round 1
-    client_init(x)                       -> Client       what a client keeps between rounds (often nothing)
-    broadcast(server, info)              -> Down         what is sent down
-    begin(down, client, info)            -> Local        start of local training
+    init(x, layers)                      -> Server       the server's state before round 1; default: the model
+    client_init(x, layers)               -> Client       what a client keeps between rounds; default: nothing
+    broadcast(server, info)              -> Down         what is sent to the clients; default: the server's state
+    begin(down, client, info)            -> Local        the start of local training; default: y = x
     step(local, down, grad, lr, layers)  -> Local        one local step
-    finish(local, down, client, info)    -> Up, Client   what is sent up; the client's new state
+    finish(local, down, client, info)    -> Up, Client   what is sent back, and the client's new state; default: y_K - x
     update(server, up, info)             -> Server       the server's step, on the mean of all Ups
 
-Rules that make one definition run in every engine:
+Only `step` and `update` have no default. These rules let one definition run in every engine:
 
-- States are NamedTuples whose fields are tensors ``[..., p]`` (or ``[..., 1]`` for one number per
-  client), or None for a part an option switches off. The leading axes belong to the engine.
+- States are NamedTuples. A field is a tensor ``[..., p]`` (like the model), ``[..., layers]`` (one number per layer) or
+  ``[..., 1]`` (one number per client), or None where an option switches it off. The engine owns the leading axes.
 - `Server` and `Down` have a field ``x`` (the model), `Local` a field ``y`` (the local model),
   `Up` a field ``delta`` (y_K - x).
-- A field of `Down` or `Up` that is not None is sent: the ledger counts it, Flower ships it.
-- The mean of the Ups follows the run's weighting, except for the fields named in `state_changes`.
-- No branch on a tensor's value, no in-place write, no ``.item()``. Branching on options is fine.
+- Every field of `Down` and `Up` that is not None is sent: the ledger counts it, Flower ships it.
+- The mean of the Ups uses the run's weighting, except for the fields named in `state_changes`.
+- No branch on a tensor's value, no in-place write, no ``.item()``. Branches on options are fine.
 - A numeric hyper-parameter may be a tensor that broadcasts over the leading axes.
 """
 
@@ -42,27 +42,37 @@ import torch
 from torch import Tensor
 
 from lamina.errors import BadInput, is_number, nearest, short_repr
-from lamina.layers import Layers
+from lamina.layers import Grouping, Layers
 
 Number = float | Tensor
 
 
-class Info(NamedTuple):
-    """What the engine tells an algorithm about the round."""
+class ClientInfo(NamedTuple):
+    """What a client knows about the round, in `begin` and `finish`."""
 
     round: int  # r, from 1
-    lr: Number  # eta_l of this round
-    steps: Number = 1.0  # K_i in begin and finish; the mean K over the cohort in update
+    lr: Number  # eta_l, the local learning rate of this round
+    layers: Layers  # where each layer lies in the flat vector
+    steps: Number = 1.0  # K_i, the client's number of local steps
+    full_gradient: Tensor | None = None  # grad F_i(x), if `needs` asks for it
+
+
+class ServerInfo(NamedTuple):
+    """What the server knows about the round, in `broadcast` and `update`."""
+
+    round: int  # r, from 1
+    lr: Number  # eta_l, the local learning rate of this round
+    layers: Layers  # where each layer lies in the flat vector
     participation: Number = 1.0  # |S| / N
-    full_gradient: Tensor | None = None  # grad F_i(x) in finish; its mean over the cohort in broadcast (see Needs)
-    record_trust_ratios: bool = False  # begin then gives Local a field `ratio`, see Algorithm.trust_ratios
+    mean_steps: Number = 1.0  # the mean K_i of the cohort; in `update` only
+    mean_gradient: Tensor | None = None  # the mean of grad F_i(x), if `needs` asks for it; in `broadcast` only
 
 
 class Needs(NamedTuple):
-    """What an algorithm asks of the engine in a round, beyond mini-batch gradients."""
+    """What an algorithm asks of the engine in a round, besides mini-batch gradients."""
 
-    full_gradient: bool = False  # grad F_i(x) over all local data, given to finish as info.full_gradient
-    control_variate: bool = False  # step gets g(y) - g(x) on the same batch; broadcast gets the mean full gradient
+    full_gradient: bool = False  # `finish` gets grad F_i(x), over all of the client's data
+    control_variate: bool = False  # `step` gets g(y) - g(x) on the same batch; `broadcast` gets the mean of grad F_i(x)
 
 
 class Nothing(NamedTuple):
@@ -70,121 +80,134 @@ class Nothing(NamedTuple):
 
 
 class Model(NamedTuple):
-    """A server that keeps, or a broadcast that carries, nothing but the model."""
+    """The state of a server, or a broadcast, that consists of the model alone."""
 
     x: Tensor
 
 
 class LocalModel(NamedTuple):
-    """Local training that keeps nothing but the local model."""
+    """The state of local training that consists of the local model alone."""
 
     y: Tensor
 
 
 class Displacement(NamedTuple):
-    """An upload of nothing but the local displacement y_K - x."""
+    """An upload that consists of the local displacement y_K - x alone."""
 
     delta: Tensor
 
 
 class Card(NamedTuple):
-    """What the registry knows about an algorithm; feeds the CLI, the docs and the contract tests."""
+    """The registry's entry of an algorithm, for the command line, the docs and the contract tests."""
 
     name: str
     title: str
     reference: str
-    lr: float  # a sensible local learning rate to start from
+    lr: float  # a local learning rate to start from
     paper_cost: int | None  # the paper's own count of the communication, in models per client and round
     presets: Mapping[str, Mapping[str, Any]]
 
 
 class Algorithm(ABC):
-    """Base of all algorithms: the contract, with defaults for what most of them do not need."""
+    """Base class of all algorithms: the seven functions of the contract, and what engines and checks ask about them."""
 
     card: ClassVar[Card]
-    state_changes: ClassVar[tuple[str, ...]] = ()
-    """The fields of `Up` that are changes of a client's own state, which the server adds up over the rounds.
 
-    Their mean is uniform over the cohort even where clients are weighted by their examples. A federation's server
-    compares what every client has added so far: small errors in the same direction would otherwise add up unseen.
+    state_changes: ClassVar[tuple[str, ...]] = ()
+    """The fields of `Up` that are changes of a client's own state, which the server sums over the rounds.
+
+    Their mean is uniform over the cohort even if the run weights clients by their examples. A federation's server
+    compares each client's sum over all rounds: small errors in the same direction would otherwise go unnoticed.
     """
 
-    @abstractmethod
-    def init(self, x: Tensor) -> Any:
-        """Return the server's state before round 1."""
+    non_negative: ClassVar[tuple[str, ...]] = ()
+    """The fields of `Up` that are never negative, such as second moments. A federation's server refuses others."""
 
-    def client_init(self, x: Tensor) -> Any:
+    @property
+    def cycle(self) -> int:
+        """The number of rounds after which the same fields are sent again: more than 1 with lazy synchronisation."""
+        return 1
+
+    @property
+    def grouping(self) -> Grouping:
+        """What one layer is in the fields ``[..., layers]``: a tensor, or all tensors of a module."""
+        return "tensor"
+
+    def paper_models(self, round: int) -> int | None:
+        """Return the paper's own count of the communication in this round, in models per client."""
+        return self.card.paper_cost
+
+    def init(self, x: Tensor, layers: Layers) -> Any:
+        """Return the server's state before round 1."""
+        return Model(x)
+
+    def client_init(self, x: Tensor, layers: Layers) -> Any:
         """Return the state of a client that has not taken part yet."""
         return Nothing()
 
-    @abstractmethod
-    def broadcast(self, server: Any, info: Info) -> Any:
-        """Return what is sent down in this round."""
+    def broadcast(self, server: Any, info: ServerInfo) -> Any:
+        """Return what is sent to the clients in this round."""
+        return server
 
-    @abstractmethod
-    def begin(self, down: Any, client: Any, info: Info) -> Any:
+    def begin(self, down: Any, client: Any, info: ClientInfo) -> Any:
         """Return the local state before the first step."""
+        return LocalModel(down.x)
 
     @abstractmethod
     def step(self, local: Any, down: Any, grad: Tensor, lr: Number, layers: Layers) -> Any:
         """Return the local state after one step with the gradient at ``local.y``."""
 
-    @abstractmethod
-    def finish(self, local: Any, down: Any, client: Any, info: Info) -> tuple[Any, Any]:
-        """Return what is sent up, and the client's new state."""
+    def finish(self, local: Any, down: Any, client: Any, info: ClientInfo) -> tuple[Any, Any]:
+        """Return what is sent to the server, and the client's new state."""
+        return Displacement(local.y - down.x), client
 
     @abstractmethod
-    def update(self, server: Any, up: Any, info: Info) -> Any:
-        """Return the server's state after the round, from the mean of what was sent up."""
+    def update(self, server: Any, up: Any, info: ServerInfo) -> Any:
+        """Return the server's state after the round, from the mean of the uploads."""
 
     def needs(self, round: int) -> Needs:
-        """Say what the engine must provide in this round."""
+        """Return what the engine must provide in this round."""
         return Needs()
 
     def down_versions(self, round: int) -> Mapping[str, int]:
-        """Name the Down fields that change only now and then, each with its version in this round.
+        """Return the version in this round of every Down field that does not change in each round.
 
-        A client keeps such a field and is sent it again only when it holds another version.
+        A client caches such a field and receives it again only when the version changes.
         """
         return {}
 
-    def inherited_moments(self, down: Any, info: Info) -> Mapping[str, Tensor]:
-        """Name the Up fields that are second moments, each with the part of it that comes from the broadcast.
+    def inherited_moments(self, down: Any, info: ClientInfo) -> Mapping[str, Tensor]:
+        """Return, for every Up field that is a second moment, the part that comes from the broadcast.
 
-        The rest is what the client added from its own gradients, with ``info.steps`` local steps. A federation's
-        server refuses negative second moments, and compares what clients added.
+        The rest was added by the client's own gradients in ``info.steps`` local steps. A federation's server compares
+        what the clients added.
         """
         return {}
 
-    def inherited_step(self, down: Any, info: Info) -> Tensor | None:
-        """Return the part of ``delta`` that the broadcast accounts for after K_i local steps, or None for nothing.
+    def inherited_step(self, down: Any, info: ClientInfo) -> Tensor | None:
+        """Return the part of ``delta`` that follows from the broadcast alone after K_i local steps, or None for zero.
 
-        A shared momentum, for example. A federation's server compares what clients add to it: a node that takes the
-        common step back would otherwise look like any other.
+        A shared momentum is an example. A federation's server compares what the clients add to this part: without it,
+        a node that reverts the common step would look like any other.
         """
         return None
 
-    def implied_fields(self, up: Any, down: Any, info: Info) -> Mapping[str, Tensor]:
-        """Name the Up fields that follow from the others, each with the value it must have after K_i local steps.
+    def implied_fields(self, up: Any, down: Any, info: ClientInfo) -> Mapping[str, Tensor]:
+        """Return the value of every Up field that follows from the other fields after K_i local steps.
 
         A federation's server refuses an upload that contradicts itself.
         """
         return {}
 
-    def trust_ratios(self, local: Any, down: Any, layers: Layers) -> Tensor | None:
-        """Return the layer-wise trust ratios of the last local step [..., number of layers], or None.
-
-        A layer-wise method whose `begin` is told to record them keeps what every `step` multiplies its update with
-        in the field ``ratio`` of its `Local` [..., p]: one value per layer, repeated over the layer.
-        """
-        ratio = getattr(local, "ratio", None)
-        return None if ratio is None else layers.firsts(ratio, getattr(self, "layers", "tensor"))
+    def trust_ratios(self, local: Any) -> Tensor | None:
+        """Return the trust ratio of every layer ``[..., layers]`` in the last local step, or None."""
+        return None
 
 
 def hyper(
     default: Any, doc: str, *, low: float | None = None, high: float | None = None, open_low: bool = False
 ) -> Any:
-    """Declare a hyper-parameter: its default, one line of meaning with the paper's symbol, its range."""
+    """Declare a hyper-parameter: its default, a line of documentation with the paper's symbol, and its range."""
     return dataclasses.field(default=default, metadata={"doc": doc, "low": low, "high": high, "open_low": open_low})
 
 
@@ -202,44 +225,44 @@ def algorithm(
     paper_cost: int | None = None,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Callable[[type[A]], type[A]]:
-    """Class decorator: make the class a frozen, validated dataclass and enter it in the registry."""
+    """Make a class a frozen, validated dataclass and add it to the registry. Use it as a decorator."""
 
     def decorate(cls: type[A]) -> type[A]:
         def check(self: Algorithm) -> None:
             _check_options(self)
             if own_check is not None:
                 own_check(self)
-            for base in type(self).__mro__:  # combinations that a group of options refuses
+            for base in type(self).__mro__:  # every class of options may refuse combinations
                 if "check" in vars(base):
                     vars(base)["check"](self)
 
-        taken = _REGISTRY.get(name)
-        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise BadInput(f"an algorithm named '{name}' exists already ({taken.__module__}): choose another name")
+        other = _REGISTRY.get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise BadInput(f"an algorithm named '{name}' exists already ({other.__module__}): choose another name")
         own_check = cls.__dict__.get("__post_init__")
         cls.__post_init__ = check  # type: ignore[attr-defined]
-        made = dataclasses.dataclass(frozen=True, eq=False)(cls)
-        made.card = Card(name, title, reference, lr, paper_cost, presets or {})
-        _REGISTRY[name] = made
-        for preset in made.card.presets.values():
-            made(**preset)  # a preset that does not validate is a bug: find it at import
-        return made
+        record = dataclasses.dataclass(frozen=True, eq=False)(cls)
+        record.card = Card(name, title, reference, lr, paper_cost, presets or {})
+        _REGISTRY[name] = record
+        for preset in record.card.presets.values():
+            record(**preset)  # an invalid preset is a bug, so it fails at import
+        return record
 
     return decorate
 
 
 def registry() -> Mapping[str, type[Algorithm]]:
-    """All registered algorithms by name."""
+    """Return all registered algorithms by name."""
     return _REGISTRY
 
 
 def options(cls: type[Algorithm]) -> dict[str, dataclasses.Field[Any]]:
-    """The hyper-parameters of an algorithm class by name."""
+    """Return the hyper-parameters of an algorithm class by name."""
     return {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
 
 
 def allowed(cls: type[Algorithm], option: str) -> str:
-    """Say in words what an option accepts: ``'l2' or 'decoupled'``, ``a number > 0``."""
+    """Return in words what an option accepts: ``'l2' or 'decoupled'``, ``a number > 0``."""
     hint = get_type_hints(cls)[option]
     if get_origin(hint) is Literal:
         return " or ".join(repr(v) for v in get_args(hint))
@@ -257,7 +280,7 @@ def allowed(cls: type[Algorithm], option: str) -> str:
 
 
 def _fits(value: Any, hint: Any, meta: Mapping[str, Any]) -> bool:
-    if isinstance(value, Tensor):  # a grid of values: the engine made it
+    if isinstance(value, Tensor):  # one value per experiment of a population
         return True
     if get_origin(hint) is Literal:
         return value in get_args(hint)
@@ -265,7 +288,7 @@ def _fits(value: Any, hint: Any, meta: Mapping[str, Any]) -> bool:
         return isinstance(value, hint)
     if not isinstance(value, int if hint is int else (int, float)) or not is_number(value) or math.isnan(value):
         return False
-    if isinstance(value, int) and abs(value) >= 2**63:  # torch takes no longer ones
+    if isinstance(value, int) and abs(value) >= 2**63:  # torch's integers have 64 bits
         return False
     low, high = meta.get("low"), meta.get("high")
     too_low = low is not None and (value <= low if meta.get("open_low") else value < low)
@@ -282,7 +305,7 @@ def _check_options(self: Algorithm) -> None:
 
 
 def check_option_names(cls: type[Algorithm], given: Mapping[str, Any]) -> None:
-    """Refuse an option the algorithm does not have, naming the nearest one it has."""
+    """Refuse an option that the algorithm does not have, and suggest the nearest one."""
     known = options(cls)
     for name in given:
         if name not in known:
@@ -292,5 +315,15 @@ def check_option_names(cls: type[Algorithm], given: Mapping[str, Any]) -> None:
 
 
 def zeros(x: Tensor) -> Tensor:
-    """A zero vector like x."""
+    """Return a zero vector like x."""
     return torch.zeros_like(x)
+
+
+def per_client(x: Tensor, value: Number = 0.0) -> Tensor:
+    """Return one number per client, ``[..., 1]``, for models x of shape ``[..., p]``."""
+    return torch.zeros_like(x[..., :1]) + value
+
+
+def per_layer(x: Tensor, layers: Layers, value: Number = 0.0, by: Grouping = "tensor") -> Tensor:
+    """Return one number per layer, ``[..., layers]``, for models x of shape ``[..., p]``."""
+    return x.new_zeros(*x.shape[:-1], len(layers.group_sizes(by))) + value

@@ -6,36 +6,36 @@ Algorithm 1 (which prints the decay rates the other way round: B1).
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import (
     Algorithm,
     Displacement,
-    Info,
     LocalModel,
     Model,
-    Nothing,
     Number,
+    ServerInfo,
     algorithm,
     hyper,
     zeros,
 )
-from lamina.algorithms.primitives import AdamOptions, add_l2, descend, server_adam
+from lamina.algorithms.primitives import (
+    add_decay,
+    descend,
+    ema,
+    precondition,
+    refuse_still_momentum,
+    refuse_uncorrectable,
+    refuse_zero_moment,
+)
 from lamina.layers import Layers
-
-PRESETS = {
-    "reddi": {"v_init": 1e-6, "tau": 1e-3, "beta1": 0.9, "beta2": 0.99},  # v_init = tau^2
-    "fedlamb_paper": {"v_init": 1e-6, "tau": 0.0, "beta1": 0.9, "beta2": 0.999},  # v_0 = epsilon (A4)
-    "fedlada_paper": {"v_init": 1e-2, "tau": 0.0, "beta1": 0.9, "beta2": 0.99, "server_lr": 0.1, "decay": 1e-3},
-    "fl_simulator": {"v_init": 0.0, "tau": 1e-2, "beta1": 0.9, "beta2": 0.99, "server_lr": 0.1, "decay": 1e-3},  # B12
-    "authors": {"v_init": 0.0, "tau": 0.0, "root_eps": 1e-8, "beta1": 0.9, "beta2": 0.999},
-}
 
 
 class Server(NamedTuple):
-    """The model, the two moments and, with `amsgrad`, the running maximum."""
+    """The model, the two moments and, with `amsgrad`, the running maximum of v."""
 
     x: Tensor
     m: Tensor
@@ -44,32 +44,58 @@ class Server(NamedTuple):
 
 
 @algorithm(
-    "fedadam", title="FedAdam (Adp-Fed)", reference="Reddi et al. 2021, Alg. 2", lr=0.1, paper_cost=1, presets=PRESETS
-)
-class FedAdam(AdamOptions, Algorithm):
+    "fedadam",
+    title="FedAdam (Adp-Fed)",
+    reference="Reddi et al. 2021, Alg. 2",
+    lr=0.1,
+    paper_cost=1,
+    presets={
+        "reddi": {"v_init": 1e-6, "tau": 1e-3, "beta1": 0.9, "beta2": 0.99},  # v_init = tau^2
+        "fedlamb_paper": {"v_init": 1e-6, "tau": 0.0, "beta1": 0.9, "beta2": 0.999},  # v_0 = epsilon (A4)
+        "fedlada_paper": {"v_init": 1e-2, "tau": 0.0, "beta1": 0.9, "beta2": 0.99, "server_lr": 0.1, "decay": 1e-3},
+        "fl_simulator": {  # B12
+            "v_init": 0.0, "tau": 1e-2, "beta1": 0.9, "beta2": 0.99, "server_lr": 0.1, "decay": 1e-3
+        },
+        "authors": {"v_init": 0.0, "tau": 0.0, "root_eps": 1e-8, "beta1": 0.9, "beta2": 0.999},
+    },
+)  # fmt: skip
+class FedAdam(Algorithm):
     """Clients run SGD; the server runs Adam on their mean displacement."""
 
+    beta1: Number = hyper(0.9, "beta_1, decay rate of the server's momentum", low=0.0, high=1.0)
+    beta2: Number = hyper(0.99, "beta_2, decay rate of the server's second moment", low=0.0, high=1.0)
+    tau: Number = hyper(1e-3, "tau, added to the root of v", low=0.0)
+    v_init: Number = hyper(1e-6, "v_0, the second moment before round 1", low=0.0)
+    root_eps: Number = hyper(0.0, "added to v under the root", low=0.0)
+    amsgrad: bool = hyper(False, "divide by the running maximum of v")
+    bias_correction: bool = hyper(False, "divide copies of m and v by 1 - beta^r")
+    server_lr: Number = hyper(0.01, "eta_g, the server's step size", low=0.0, open_low=True)
     decay: Number = hyper(0.0, "lambda, the clients' weight decay", low=0.0)
-    decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")
 
-    def init(self, x: Tensor) -> Server:
+    def check(self) -> None:
+        """Refuse decay rates with which nothing is learned."""
+        refuse_still_momentum(self.beta1)
+        if self.bias_correction:
+            refuse_uncorrectable(self.beta2)
+        refuse_zero_moment(self.beta2, self.v_init, self.tau, self.root_eps)
+
+    def init(self, x: Tensor, layers: Layers) -> Any:
         v = zeros(x) + self.v_init
         return Server(x, m=zeros(x), v=v, v_hat=v if self.amsgrad else None)
 
-    def broadcast(self, server: Server, info: Info) -> Model:
+    def broadcast(self, server: Any, info: ServerInfo) -> Any:
         return Model(server.x)
 
-    def begin(self, down: Model, client: Nothing, info: Info) -> LocalModel:
-        return LocalModel(down.x)
+    def step(self, local: LocalModel, down: Any, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
+        g = add_decay(grad, local.y, self.decay)
+        return LocalModel(descend(local.y, g, lr))
 
-    def step(self, local: LocalModel, down: Model, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
-        g = add_l2(grad, local.y, self)
-        return LocalModel(descend(local.y, g, lr, self))
-
-    def finish(self, local: LocalModel, down: Model, client: Nothing, info: Info) -> tuple[Displacement, Nothing]:
-        return Displacement(local.y - down.x), client
-
-    def update(self, server: Server, up: Displacement, info: Info) -> Server:
-        direction, m, v, v_hat = server_adam(server.m, server.v, server.v_hat, up.delta, self, info.round)
-        x = server.x + self.server_lr * direction
-        return Server(x, m, v, v_hat)
+    def update(self, server: Any, up: Displacement, info: ServerInfo) -> Any:
+        m = ema(server.m, up.delta, self.beta1)
+        v = ema(server.v, up.delta**2, self.beta2)
+        v_hat = torch.maximum(server.v_hat, v) if self.amsgrad else None
+        m_used, v_used = m, v if v_hat is None else v_hat
+        if self.bias_correction:
+            m_used, v_used = m / (1 - self.beta1**info.round), v_used / (1 - self.beta2**info.round)
+        x = server.x + self.server_lr * precondition(m_used, v_used + self.root_eps, self.tau)
+        return server._replace(x=x, m=m, v=v, v_hat=v_hat)

@@ -1,21 +1,45 @@
-"""Fed-AMS: local AMSGrad; the second moment is shared and frozen within a round.
+"""Fed-AMS: local AMSGrad; all clients divide by the server's second moment v_hat, which is frozen within a round.
 
 Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", as used in the Fed-LAMB paper:
-its Algorithm 1 ("l." below) without the layer-wise step. Readings of the text: A1 to A6, A16.
+Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1 ("l." below), without
+the layer-wise step. Readings of the text (docs/algorithms.md): A1 to A6, A16. Mime shares `LocalMomentum`.
+
+Bias correction (A6) divides a copy of a moment by its *share*: the fraction of the moment that comes from gradients, as
+opposed to its initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. A moment that
+was averaged over clients, sent, maximised or restarted has no such t, but its share went through the same operations.
+So each moment carries its share as one number, and every operation on the moment is applied to the share, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lamina.algorithms import moments
-from lamina.algorithms.contract import Algorithm, Info, Number, algorithm, hyper, zeros
-from lamina.algorithms.moments import AmsOptions, Client, Local
-from lamina.algorithms.primitives import add_l2, descend
+from lamina.algorithms.contract import (
+    Algorithm,
+    ClientInfo,
+    Number,
+    ServerInfo,
+    algorithm,
+    hyper,
+    per_client,
+    zeros,
+)
+from lamina.algorithms.primitives import (
+    add_decoupled,
+    add_l2,
+    descend,
+    ema,
+    precondition,
+    refuse_still_momentum,
+    refuse_uncorrectable,
+    refuse_zero_moment,
+)
+from lamina.errors import BadInput
 from lamina.layers import Layers
 
 
@@ -25,8 +49,32 @@ class Server(NamedTuple):
     x: Tensor
     v_hat: Tensor
     m: Tensor | None
-    v_share: Tensor | None  # of gradients in v_hat, with bias correction (A6)
-    m_share: Tensor | None  # of gradients in m
+    v_share: Tensor | None  # of v_hat, with bias correction (A6)
+    m_share: Tensor | None
+
+
+class Client(NamedTuple):
+    """What a client keeps between rounds; a field that the options do not use is None."""
+
+    m: Tensor | None  # m_i of its last round (A5)
+    m_share: Tensor | None = None
+    v: Tensor | None = None  # v_i of its last round (A3, A16)
+    v_share: Tensor | None = None
+    v_version: Tensor | None = None  # the version of v_hat that v started from (A16)
+
+
+class Local(NamedTuple):
+    """The local model and moments; a field that the options do not use is None."""
+
+    y: Tensor
+    m: Tensor
+    m_share: Tensor | None
+    v: Tensor
+    v_share: Tensor | None
+    v_hat: Tensor | None = None  # the local running maximum (A2)
+    v_hat_share: Tensor | None = None
+    in_round_one: Tensor | None = None  # 1 in round 1, else 0: decides which v to divide by
+    ratio: Tensor | None = None  # layer-wise methods: the trust ratio of every layer in the last step
 
 
 class Up(NamedTuple):
@@ -35,8 +83,78 @@ class Up(NamedTuple):
     delta: Tensor
     v: Tensor | None
     m: Tensor | None
-    v_share: Tensor | None  # of gradients in v, with bias correction (A6)
-    m_share: Tensor | None  # of gradients in m
+    v_share: Tensor | None
+    m_share: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LocalMomentum(Algorithm):
+    """The part that Fed-AMS and Mime share: a local momentum, divided by a second moment that may be synced lazily."""
+
+    beta1: Number = hyper(0.9, "beta_1, decay rate of the momentum", low=0.0, high=1.0)
+    beta2: Number = hyper(0.999, "beta_2, decay rate of the second moment", low=0.0, high=1.0)
+    v_init: Number = hyper(1e-6, "epsilon, the second moment before round 1 (A4)", low=0.0)
+    m_init: Number = hyper(0.0, "the momentum before a client's first step")
+    eps: Number = hyper(0.0, "added to the root of v_hat (A4)", low=0.0)
+    bias_correction: bool = hyper(False, "divide copies of the moments by the share of gradients in them (A6)")
+    sync_every: int = hyper(1, "Z, synchronise the second moment every Z rounds (A16)", low=1)
+    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    momentum: str = "carry"  # each method lists its choices
+
+    def check(self) -> None:
+        """Refuse moments that never change."""
+        refuse_still_momentum(self.beta1)
+        refuse_zero_moment(self.beta2, self.v_init, self.eps)
+
+    def refuse_zero_divisor(self, when: str = "in round 1") -> None:
+        """Refuse v_init = 0 if some round divides by it: nothing would move."""
+        if not isinstance(self.v_init, Tensor) and not isinstance(self.eps, Tensor) and self.v_init == self.eps == 0:
+            raise BadInput(f"v_init = 0 leaves nothing to divide by {when}: give v_init or eps a positive value")
+
+    @property
+    def cycle(self) -> int:
+        return self.sync_every
+
+    def is_sync(self, round: int) -> bool:
+        """Return whether the second moment is synchronised at the end of this round (A16)."""
+        return round % self.sync_every == 0
+
+    def version(self, round: int) -> int:
+        """Return how often the second moment was synchronised before this round."""
+        return (round - 1) // self.sync_every
+
+    def paper_models(self, round: int) -> int | None:
+        models = super().paper_models(round)
+        return models if models is None or self.is_sync(round) else models - 1  # without the second moment
+
+    def new_share(self, x: Tensor) -> Tensor | None:
+        """Return the share of a moment that has seen no gradient; None without bias correction (A6)."""
+        return per_client(x) if self.bias_correction else None
+
+    def client_init(self, x: Tensor, layers: Layers) -> Client:
+        if self.momentum != "carry":
+            return Client(m=None)
+        return Client(m=zeros(x) + self.m_init, m_share=self.new_share(x))  # l.2
+
+    def first_momentum(self, down: Any, client: Client) -> tuple[Tensor, Tensor | None]:
+        """Return the momentum before the first step and its share: the server's, the client's own or a new one (A5)."""
+        if down.m is not None:
+            return down.m, down.m_share
+        if client.m is not None:
+            return client.m, client.m_share
+        return zeros(down.x) + self.m_init, self.new_share(down.x)
+
+    def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
+        """Return the direction of the step, here psi as it is. Layer-wise methods rescale it and return the ratios."""
+        return psi, None
+
+    def keep(self, local: Any) -> Client:
+        """Return the client's momentum of this round, if it carries it to its next one."""
+        return Client(local.m, local.m_share) if self.momentum == "carry" else Client(m=None)
+
+    def send_momentum(self, local: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return the momentum to upload and its share, if the server averages them."""
+        return (local.m, local.m_share) if self.momentum == "average" else (None, None)
 
 
 @algorithm(
@@ -45,50 +163,136 @@ class Up(NamedTuple):
     reference="Chen, Li & Li 2020",
     lr=1e-3,
     paper_cost=2,
+    # What the Fed-LAMB authors' public research code does where it differs from the text.
     presets={"authors": {"m_init": 1e-8, "v_init": 1e-8, "eps": 1e-8, "first_round": "running", "v_seed": "client"}},
 )
-class FedAms(AmsOptions, Algorithm):
+class FedAms(LocalMomentum):
     """Local AMSGrad with a shared second moment."""
 
+    non_negative = ("v",)
+
+    momentum: Literal["carry", "restart", "average"] = hyper(
+        "carry", "m_0: the client's own of its last round, a fresh one, or the mean of all clients' (A5)"
+    )
+    second_moment: Literal["frozen", "running"] = hyper(
+        "frozen", "divide by the round's v_hat, or by its local running maximum (A2)"
+    )
+    first_round: Literal["frozen", "running"] = hyper("frozen", "in round 1 divide by v_hat, or by the running v")
+    v_seed: Literal["server", "client"] = hyper("server", "v_0: the server's v_hat, or the client's own last v (A3)")
+    lazy: Literal["restart", "accumulate"] = hyper(
+        "restart", "between syncs v_0 is v_hat, or the client's own v_K (A16)"
+    )
     decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")
 
-    def init(self, x: Tensor) -> Server:
-        v_hat, share = zeros(x) + self.v_init, moments.no_share(self, x)  # l.2
-        if self.momentum == "average":
-            return Server(x, v_hat, m=zeros(x) + self.m_init, v_share=share, m_share=share)
-        return Server(x, v_hat, m=None, v_share=share, m_share=None)
+    def check(self) -> None:
+        """Refuse options with which nothing would move or be corrected."""
+        if self.second_moment == "frozen":
+            if self.first_round == "frozen":
+                self.refuse_zero_divisor()
+            elif self.sync_every > 1:
+                self.refuse_zero_divisor(f"from round 2 until v_hat is synchronised after round {self.sync_every}")
+        if self.bias_correction:
+            refuse_uncorrectable(self.beta2)
 
-    def client_init(self, x: Tensor) -> Client:
-        return moments.client_init(self, x)
+    @property
+    def accumulates(self) -> bool:
+        """Whether a client continues its own v between two synchronisations (A16)."""
+        return self.v_seed == "server" and self.lazy == "accumulate" and self.sync_every > 1
 
-    def broadcast(self, server: Server, info: Info) -> Server:
-        return server
+    def init(self, x: Tensor, layers: Layers) -> Server:
+        v_hat, share = zeros(x) + self.v_init, self.new_share(x)  # l.2
+        averages = self.momentum == "average"
+        return Server(x, v_hat, zeros(x) + self.m_init if averages else None, share, share if averages else None)
 
-    def begin(self, down: Server, client: Client, info: Info) -> Local:
-        local = moments.begin(self, down.x, client, down.m, down.m_share)  # l.6
-        return moments.begin_v(self, local, down.v_hat, down.v_share, client, info)
+    def client_init(self, x: Tensor, layers: Layers) -> Client:
+        client = super().client_init(x, layers)
+        if self.v_seed == "client" or self.accumulates:
+            client = client._replace(v=zeros(x) + self.v_init, v_share=self.new_share(x))
+        return client._replace(v_version=per_client(x, -1.0) if self.accumulates else None)
+
+    def begin(self, down: Server, client: Client, info: ClientInfo) -> Local:
+        v, v_share = (down.v_hat, down.v_share) if client.v is None else (client.v, client.v_share)  # A3
+        if client.v_version is not None:  # A16: a client continues its v only while v_hat is the one it started from
+            is_current = client.v_version == self.version(info.round)
+            v = torch.where(is_current, v, down.v_hat)
+            if v_share is not None and down.v_share is not None:
+                v_share = torch.where(is_current, v_share, down.v_share)
+        local = Local(down.x, *self.first_momentum(down, client), v, v_share)  # l.6
+        if self.second_moment == "running":  # A2
+            local = local._replace(v_hat=down.v_hat, v_hat_share=down.v_share)
+        if self.first_round == "running":
+            local = local._replace(in_round_one=per_client(down.x, float(info.round == 1)))
+        return local
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
-        local = moments.advance(self, local, add_l2(grad, local.y, self))  # l.10-11
-        psi = moments.psi(self, local, down.v_hat, down.v_share)  # l.12
-        return local._replace(y=descend(local.y, psi, lr, self))
+        g = add_l2(grad, local.y, self)
+        v = ema(local.v, g * g, self.beta2)  # l.11, A1
+        v_share = next_share(local.v_share, self.beta2)
+        local = local._replace(
+            m=ema(local.m, g, self.beta1),  # l.10
+            m_share=next_share(local.m_share, self.beta1),
+            v=v,
+            v_share=v_share,
+            v_hat=larger(local.v_hat, v),  # A2
+            v_hat_share=larger(local.v_hat_share, v_share),
+        )
+        psi = precondition(corrected(local.m, local.m_share), self.divisor(local, down), self.eps)  # l.12
+        direction, ratio = self.rescale(psi, local.y, layers)  # Fed-LAMB: eq. 3
+        return local._replace(y=descend(local.y, add_decoupled(direction, local.y, self), lr), ratio=ratio)  # l.13
 
-    def finish(self, local: Local, down: Server, client: Client, info: Info) -> tuple[Up, Client]:
-        v, v_share = moments.to_send(self, local, info)  # l.16, A2, A16
-        m, m_share = (local.m, local.m_share) if self.momentum == "average" else (None, None)
-        return Up(local.y - down.x, v, m, v_share, m_share), moments.keep(self, local, info)  # l.15
+    def divisor(self, local: Local, down: Server) -> Tensor:
+        """Return the second moment to divide by: v_hat of the round, its running maximum, or v in round 1 (A2)."""
+        v_hat, share = (down.v_hat, down.v_share) if local.v_hat is None else (local.v_hat, local.v_hat_share)
+        if local.in_round_one is not None:
+            v_hat = torch.where(local.in_round_one > 0, local.v, v_hat)
+            if share is not None and local.v_share is not None:
+                share = torch.where(local.in_round_one > 0, local.v_share, share)
+        return corrected(v_hat, share)
 
-    def update(self, server: Server, up: Up, info: Info) -> Server:
+    def finish(self, local: Local, down: Server, client: Client, info: ClientInfo) -> tuple[Up, Client]:
+        v, v_share = (local.v, local.v_share) if local.v_hat is None else (local.v_hat, local.v_hat_share)  # l.16, A2
+        m, m_share = self.send_momentum(local)
+        up = Up(local.y - down.x, v, m, v_share, m_share)  # l.15
+        kept = self.keep(local)
+        if client.v is not None:  # A3, A16
+            kept = kept._replace(v=local.v, v_share=local.v_share)
+        if client.v_version is not None:
+            kept = kept._replace(v_version=per_client(local.y, self.version(info.round)))
+        return up if self.is_sync(info.round) else up._replace(v=None, v_share=None), kept  # A16
+
+    def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
         x = server.x + self.server_lr * up.delta  # l.19
         v_hat, v_share = server.v_hat, server.v_share
         if up.v is not None:
             v_hat = torch.maximum(v_hat, up.v)  # l.20
-            v_share = moments.larger(v_share, up.v_share)  # A6
+            v_share = larger(v_share, up.v_share)
         return Server(x, v_hat, up.m, v_share, up.m_share)
 
-    def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
-        return moments.inherited(self, down.v_hat, info)
+    def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
+        if not self.is_sync(info.round):
+            return {}
+        if self.v_seed == "client":
+            return {"v": zeros(down.v_hat)}
+        if self.second_moment == "running" or self.accumulates:  # a maximum with v_hat; or v_hat of an earlier round
+            return {"v": down.v_hat}
+        return {"v": self.beta2**info.steps * down.v_hat}
 
     def down_versions(self, round: int) -> Mapping[str, int]:
-        return moments.versions(self, round, "v_hat", *(("v_share",) if self.bias_correction else ()))
+        cached = ["v_hat", "v_share"] if self.bias_correction else ["v_hat"]
+        return dict.fromkeys(cached, self.version(round)) if self.sync_every > 1 else {}
+
+
+def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
+    """Return the share after one more gradient: the moment's own recursion with g = 1 (A6)."""
+    return None if share is None else beta * share + (1 - beta)
+
+
+def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the elementwise maximum, or None if a tensor is None."""
+    return None if one is None or other is None else torch.maximum(one, other)
+
+
+def corrected(moment: Tensor, share: Tensor | None) -> Tensor:
+    """Return the moment divided by its share; an initial value, which has seen no gradient, stays as it is (A6)."""
+    return moment if share is None else moment / torch.where(share > 0, share, 1.0)

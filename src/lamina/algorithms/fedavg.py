@@ -5,22 +5,10 @@ McMahan et al. 2017, "Communication-efficient learning of deep networks from dec
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from lamina.algorithms.contract import (
-    Algorithm,
-    Displacement,
-    Info,
-    LocalModel,
-    Model,
-    Nothing,
-    Number,
-    algorithm,
-    hyper,
-)
-from lamina.algorithms.primitives import add_l2, descend
+from lamina.algorithms.contract import Algorithm, Displacement, LocalModel, Model, Number, ServerInfo, algorithm, hyper
+from lamina.algorithms.primitives import add_decay, descend
 from lamina.layers import Layers
 
 
@@ -37,23 +25,10 @@ class FedAvg(Algorithm):
 
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
-    decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")
-
-    def init(self, x: Tensor) -> Model:
-        return Model(x)
-
-    def broadcast(self, server: Model, info: Info) -> Model:
-        return Model(server.x)
-
-    def begin(self, down: Model, client: Nothing, info: Info) -> LocalModel:
-        return LocalModel(down.x)
 
     def step(self, local: LocalModel, down: Model, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
-        g = add_l2(grad, local.y, self)
-        return LocalModel(descend(local.y, g, lr, self))
+        g = add_decay(grad, local.y, self.decay)
+        return LocalModel(descend(local.y, g, lr))
 
-    def finish(self, local: LocalModel, down: Model, client: Nothing, info: Info) -> tuple[Displacement, Nothing]:
-        return Displacement(local.y - down.x), client
-
-    def update(self, server: Model, up: Displacement, info: Info) -> Model:
+    def update(self, server: Model, up: Displacement, info: ServerInfo) -> Model:
         return Model(server.x + self.server_lr * up.delta)

@@ -1,4 +1,4 @@
-"""FedCM: every local step is mixed with the direction the server moved in the last round.
+"""FedCM: every local step is mixed with the mean local step of the previous round.
 
 Xu et al. 2021, "FedCM: federated learning with client-level momentum".
 """
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from lamina.algorithms.contract import (
     Algorithm,
+    ClientInfo,
     Displacement,
-    Info,
     LocalModel,
-    Nothing,
     Number,
+    ServerInfo,
     algorithm,
     hyper,
     zeros,
 )
-from lamina.algorithms.primitives import add_l2, clip_by_norm, descend
+from lamina.algorithms.primitives import add_decoupled, add_l2, clip_by_norm, descend
 from lamina.layers import Layers
 
 
 class Server(NamedTuple):
-    """The model and the mean step of the last round; both are broadcast."""
+    """The model and the mean local step of the previous round; both are broadcast."""
 
     x: Tensor
     momentum: Tensor
@@ -54,29 +54,24 @@ class FedCM(Algorithm):
     decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "inside g, or outside the mix")
 
-    def init(self, x: Tensor) -> Server:
+    @property
+    def clips(self) -> bool:
+        """Whether the mixed direction is clipped."""
+        return isinstance(self.clip_mix, Tensor) or self.clip_mix != float("inf")
+
+    def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, momentum=zeros(x))
-
-    def broadcast(self, server: Server, info: Info) -> Server:
-        return server
-
-    def begin(self, down: Server, client: Nothing, info: Info) -> LocalModel:
-        return LocalModel(down.x)
 
     def step(self, local: LocalModel, down: Server, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
         g = add_l2(grad, local.y, self)
         mix = self.alpha * g + (1 - self.alpha) * down.momentum
-        if isinstance(self.clip_mix, Tensor) or self.clip_mix != float("inf"):
-            mix = clip_by_norm(mix, self.clip_mix)
-        return LocalModel(descend(local.y, mix, lr, self))
+        mix = clip_by_norm(mix, self.clip_mix) if self.clips else mix
+        return LocalModel(descend(local.y, add_decoupled(mix, local.y, self), lr))
 
-    def finish(self, local: LocalModel, down: Server, client: Nothing, info: Info) -> tuple[Displacement, Nothing]:
-        return Displacement(local.y - down.x), client
+    def update(self, server: Server, up: Displacement, info: ServerInfo) -> Server:
+        return Server(server.x + self.server_lr * up.delta, momentum=-up.delta / (info.lr * info.mean_steps))
 
-    def update(self, server: Server, up: Displacement, info: Info) -> Server:
-        return Server(server.x + self.server_lr * up.delta, momentum=-up.delta / (info.lr * info.steps))
-
-    def inherited_step(self, down: Server, info: Info) -> Tensor | None:
-        if isinstance(self.clip_mix, Tensor) or self.clip_mix != float("inf"):
-            return None  # how much of it is left depends on the gradients
+    def inherited_step(self, down: Server, info: ClientInfo) -> Tensor | None:
+        if self.clips:
+            return None  # the share of the momentum depends on the gradients
         return -info.lr * info.steps * (1 - self.alpha) * down.momentum

@@ -1,4 +1,4 @@
-"""FedLADA: local AMSGrad, amended by the mean step of the last round; the second moment is averaged.
+"""FedLADA: local AMSGrad, amended by the mean step of the previous round; the second moment is averaged.
 
 Sun et al. 2023, "Efficient federated learning via local adaptive amended optimizer with linear speedup",
 Algorithm 3 ("l." below), read as in B1 to B10: K steps, v seeded from the server, g_a of line 18 broadcast.
@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, Info, Nothing, Number, algorithm, hyper, zeros
+from lamina.algorithms.contract import Algorithm, ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
 from lamina.algorithms.primitives import (
+    add_decoupled,
     add_l2,
     amsgrad,
     descend,
@@ -24,7 +25,7 @@ from lamina.layers import Layers
 
 
 class Server(NamedTuple):
-    """The model, the second moment and the mean amended step of the last round; all three are broadcast (B6)."""
+    """The model, the second moment and the mean amended step of the previous round; all three are broadcast (B6)."""
 
     x: Tensor
     v: Tensor
@@ -38,11 +39,11 @@ class Local(NamedTuple):
     m: Tensor
     v: Tensor
     v_hat: Tensor
-    ratio: Tensor | None = None  # FedLADA-LAMB's trust ratio of the last step, if it is recorded
+    ratio: Tensor | None = None  # FedLADA-LAMB: the trust ratio of every layer in the last step
 
 
 class Up(NamedTuple):
-    """The displacement, the maximum second moment and, on request, the client's own mean step (B9)."""
+    """The displacement, the running maximum of v and, with ``amendment="per_client"``, the client's mean step (B9)."""
 
     delta: Tensor
     v_hat: Tensor
@@ -59,6 +60,8 @@ class Up(NamedTuple):
 )
 class FedLada(Algorithm):
     """Local AMSGrad mixed with the global direction."""
+
+    non_negative = ("v_hat",)
 
     alpha: Number = hyper(
         0.1, "alpha, weight of the local adaptive step; 1 is LocalAdam", low=0.0, high=1.0, open_low=True
@@ -79,37 +82,39 @@ class FedLada(Algorithm):
         refuse_still_momentum(self.beta1)
         refuse_zero_moment(self.beta2, self.v_init)
 
-    def init(self, x: Tensor) -> Server:
+    def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, v=zeros(x) + self.v_init, g_a=zeros(x))
 
-    def broadcast(self, server: Server, info: Info) -> Server:
-        return server  # l.4, B6
-
-    def begin(self, down: Server, client: Nothing, info: Info) -> Local:
+    def begin(self, down: Server, client: Nothing, info: ClientInfo) -> Local:
         v = down.v if self.v_seed == "server" else zeros(down.v)  # B3
         return Local(down.x, m=zeros(down.x), v=v, v_hat=down.v)  # l.5
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         g = add_l2(grad, local.y, self)
         m, v, v_hat = amsgrad(local.m, local.v, local.v_hat, g, self.beta1, self.beta2)  # l.8-10
-        direction = self.alpha * precondition(m, v_hat) + (1 - self.alpha) * down.g_a  # l.11-12
-        return Local(descend(local.y, direction, lr, self), m, v, v_hat)
+        own, ratio = self.rescale(precondition(m, v_hat), local.y, layers)  # l.11
+        direction = self.alpha * own + (1 - self.alpha) * down.g_a  # l.12
+        return Local(descend(local.y, add_decoupled(direction, local.y, self), lr), m, v, v_hat, ratio)
 
-    def finish(self, local: Local, down: Server, client: Nothing, info: Info) -> tuple[Up, Nothing]:
+    def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
+        """Return the local direction, here as it is. FedLADA-LAMB rescales it and returns the ratios, too."""
+        return psi, None
+
+    def finish(self, local: Local, down: Server, client: Nothing, info: ClientInfo) -> tuple[Up, Nothing]:
         delta = local.y - down.x
         mean_step = -delta / (info.lr * info.steps) if self.amendment == "per_client" else None  # B9
         return Up(delta, local.v_hat, mean_step), client  # l.14
 
-    def update(self, server: Server, up: Up, info: Info) -> Server:
+    def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
         x = server.x + self.server_lr * up.delta  # l.17
-        mean_step = -up.delta / (info.lr * info.steps) if up.mean_step is None else up.mean_step
+        mean_step = -up.delta / (info.lr * info.mean_steps) if up.mean_step is None else up.mean_step
         return Server(x, v=up.v_hat, g_a=mean_step)  # l.16; l.18, where eta_g cancels
 
-    def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
+    def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
         return {"v_hat": down.v}  # the running maximum starts from it
 
-    def implied_fields(self, up: Up, down: Server, info: Info) -> Mapping[str, Tensor]:
+    def implied_fields(self, up: Up, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
         return {} if up.mean_step is None else {"mean_step": -up.delta / (info.lr * info.steps)}  # B9
 
-    def inherited_step(self, down: Server, info: Info) -> Tensor | None:
+    def inherited_step(self, down: Server, info: ClientInfo) -> Tensor | None:
         return -info.lr * info.steps * (1 - self.alpha) * down.g_a

@@ -1,30 +1,90 @@
-"""Fed-LAMB: local AMSGrad whose step is normalised layer by layer; the second moment is shared.
+"""Fed-LAMB: Fed-AMS whose step is rescaled layer by layer.
 
-Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1 ("l." below),
-blue boxes. Readings of the text: A1 to A6, A10 to A12, A16.
+Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, blue boxes.
+Readings of the text (docs/algorithms.md): A1 to A6, A10 to A12, A16.
+
+Fed-AMS steps along psi = m / sqrt(v_hat). Fed-LAMB steps along u = psi + lambda * y and multiplies every layer of u by
+its trust ratio phi(||y||) / ||u||. So the step of a layer is as long as the layer itself, times the learning rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lamina.algorithms import moments
-from lamina.algorithms.contract import Algorithm, Info, Number, algorithm, zeros
-from lamina.algorithms.fedams import Server, Up
-from lamina.algorithms.moments import AmsOptions, Client, Local
-from lamina.algorithms.primitives import (
-    LayerwiseOptions,
-    add_l2,
-    add_ratio_decay,
-    begin_ratio,
-    descend,
-    keep_ratio,
-    layerwise,
-)
-from lamina.layers import Layers
+from lamina.algorithms.contract import Algorithm, ClientInfo, Number, algorithm, hyper, per_layer
+from lamina.algorithms.fedams import FedAms
+from lamina.algorithms.primitives import is_on
+from lamina.errors import BadInput
+from lamina.layers import Grouping, Layers
+
+
+@dataclass(frozen=True, eq=False)
+class Layerwise(Algorithm):
+    """The layer-wise step: inherit from it first, then from the method whose `rescale` it replaces."""
+
+    trust_ratio: bool = hyper(True, "normalise the step layer by layer")
+    phi_min: Number = hyper(1e-2, "floor of phi (A10)", low=0.0)
+    phi_max: Number = hyper(float("inf"), "ceiling of phi (A10)", low=0.0, open_low=True)
+    zero_norm: Literal["floor", "lamb", "literal"] = hyper(
+        "floor", "a layer of norm 0: floor phi at phi_min; or no floor, and ratio 1 or no step (A10)"
+    )
+    layers: Grouping = hyper("tensor", "what a layer is (A11)")
+    decay: Number = hyper(0.0, "lambda, weight decay; the paper tunes it over 0, 0.01, 0.1", low=0.0)
+    decay_form: Literal["ratio", "l2", "decoupled"] = hyper(
+        "ratio", "where the decay acts; ratio: inside the normalised step"
+    )
+    decay_on: Literal["all", "matrices"] = hyper("all", "tensors that decay under form 'ratio' (A12)")
+
+    def check(self) -> None:
+        """Refuse options that contradict each other."""
+        limits = (self.phi_min, self.phi_max)
+        if not any(isinstance(limit, Tensor) for limit in limits) and self.phi_min > self.phi_max:
+            raise BadInput(f"phi_min = {self.phi_min:g} is above phi_max = {self.phi_max:g}")
+        if self.decay_on != "all" and self.decay_form != "ratio":
+            raise BadInput(f"decay_on = '{self.decay_on}' acts only with decay_form = 'ratio'")
+
+    @property
+    def grouping(self) -> Grouping:
+        return self.layers
+
+    def begin(self, down: Any, client: Any, info: ClientInfo) -> Any:
+        local = super().begin(down, client, info)
+        return local._replace(ratio=per_layer(down.x, info.layers, by=self.layers)) if self.trust_ratio else local
+
+    def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
+        """Return the update with every layer rescaled to length phi(||y||), and the trust ratio of every layer."""
+        u = psi
+        if self.decay_form == "ratio" and is_on(self.decay):
+            decays = 1.0 if self.decay_on == "all" else layers.matrix_mask(y)  # A12
+            u = psi + self.decay * decays * y  # l.12
+        if not self.trust_ratio:
+            return u, None
+        ratio = self.ratios(y, u, layers)
+        return layers.spread(ratio, self.layers) * u, ratio  # eq. 3
+
+    def ratios(self, y: Tensor, u: Tensor, layers: Layers) -> Tensor:
+        """Return phi(||y||) / ||u|| for every layer. A layer with ||u|| = 0 does not move.
+
+        phi is the identity, cut at `phi_max`. By the paper's text a tensor that starts at zero would never move
+        (``zero_norm="literal"``). LAMB's implementations use the ratio 1 for it (``"lamb"``). The default is a floor
+        of phi at `phi_min`, as in Assumption 4.4 (A10).
+        """
+        y_norm, u_norm = layers.norms(y, self.layers), layers.norms(u, self.layers)
+        phi = torch.clamp(y_norm, max=self.phi_max)
+        if self.zero_norm == "floor":
+            phi = torch.clamp(phi, min=self.phi_min)
+        ratio = torch.where(u_norm > 0, phi / u_norm, 0.0)
+        if self.zero_norm == "lamb":
+            ratio = torch.where((y_norm > 0) & (u_norm > 0), ratio, 1.0)
+        return ratio
+
+    def trust_ratios(self, local: Any) -> Tensor | None:
+        ratios: Tensor | None = local.ratio
+        return ratios
 
 
 @algorithm(
@@ -33,58 +93,7 @@ from lamina.layers import Layers
     reference="Karimi, Li & Li, Alg. 1",
     lr=0.01,
     paper_cost=2,
-    presets={  # what the authors' public research code does, where it differs from the text
-        "authors": {
-            "m_init": 1e-8,
-            "v_init": 1e-8,
-            "eps": 1e-8,
-            "first_round": "running",
-            "v_seed": "client",
-            "zero_norm": "literal",
-        }
-    },
+    presets={"authors": {**FedAms.card.presets["authors"], "zero_norm": "literal"}},
 )
-class FedLamb(LayerwiseOptions, AmsOptions, Algorithm):
+class FedLamb(Layerwise, FedAms):
     """Local AMSGrad with a shared second moment, every layer's step scaled to the norm of the layer."""
-
-    def init(self, x: Tensor) -> Server:
-        v_hat, share = zeros(x) + self.v_init, moments.no_share(self, x)  # l.2
-        if self.momentum == "average":
-            return Server(x, v_hat, m=zeros(x) + self.m_init, v_share=share, m_share=share)
-        return Server(x, v_hat, m=None, v_share=share, m_share=None)
-
-    def client_init(self, x: Tensor) -> Client:
-        return moments.client_init(self, x)
-
-    def broadcast(self, server: Server, info: Info) -> Server:
-        return server
-
-    def begin(self, down: Server, client: Client, info: Info) -> Local:
-        local = moments.begin(self, down.x, client, down.m, down.m_share)  # l.6
-        local = local._replace(ratio=begin_ratio(down.x, self, info))
-        return moments.begin_v(self, local, down.v_hat, down.v_share, client, info)
-
-    def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
-        local = moments.advance(self, local, add_l2(grad, local.y, self))  # l.10-11
-        u = add_ratio_decay(moments.psi(self, local, down.v_hat, down.v_share), local.y, self, layers)  # l.12
-        update, ratio = layerwise(local.y, u, self, layers)  # eq. 3
-        return local._replace(y=descend(local.y, update, lr, self), ratio=keep_ratio(local.ratio, ratio))  # l.13
-
-    def finish(self, local: Local, down: Server, client: Client, info: Info) -> tuple[Up, Client]:
-        v, v_share = moments.to_send(self, local, info)  # l.16, A2, A16
-        m, m_share = (local.m, local.m_share) if self.momentum == "average" else (None, None)
-        return Up(local.y - down.x, v, m, v_share, m_share), moments.keep(self, local, info)  # l.15
-
-    def update(self, server: Server, up: Up, info: Info) -> Server:
-        x = server.x + self.server_lr * up.delta  # l.19
-        v_hat, v_share = server.v_hat, server.v_share
-        if up.v is not None:
-            v_hat = torch.maximum(v_hat, up.v)  # l.20
-            v_share = moments.larger(v_share, up.v_share)  # A6
-        return Server(x, v_hat, up.m, v_share, up.m_share)
-
-    def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
-        return moments.inherited(self, down.v_hat, info)
-
-    def down_versions(self, round: int) -> Mapping[str, int]:
-        return moments.versions(self, round, "v_hat", *(("v_share",) if self.bias_correction else ()))

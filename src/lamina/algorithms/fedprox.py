@@ -1,27 +1,16 @@
-"""FedProx: FedAvg with a proximal pull towards the broadcast model.
+"""FedProx: FedAvg with a proximal term that pulls every client towards the broadcast model.
 
 Li et al. 2020, "Federated optimization in heterogeneous networks", Algorithm 2.
-The papers compared here do not state mu; 0.1 is what public FedLADA-side code uses.
+The papers compared here do not state mu; 0.1 is the value in public code for FedLADA.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
-from lamina.algorithms.contract import (
-    Algorithm,
-    Displacement,
-    Info,
-    LocalModel,
-    Model,
-    Nothing,
-    Number,
-    algorithm,
-    hyper,
-)
-from lamina.algorithms.primitives import add_l2, descend
+from lamina.algorithms.contract import LocalModel, Model, Number, algorithm, hyper
+from lamina.algorithms.fedavg import FedAvg
+from lamina.algorithms.primitives import add_decay, descend
 from lamina.layers import Layers
 
 
@@ -33,29 +22,11 @@ from lamina.layers import Layers
     paper_cost=1,
     presets={"fedlada_paper": {"decay": 1e-3}},
 )
-class FedProx(Algorithm):
+class FedProx(FedAvg):
     """FedAvg on F_i(y) + mu/2 ||y - x||^2."""
 
     mu: Number = hyper(0.1, "mu, weight of the proximal term", low=0.0)
-    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
-    decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
-    decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")
-
-    def init(self, x: Tensor) -> Model:
-        return Model(x)
-
-    def broadcast(self, server: Model, info: Info) -> Model:
-        return Model(server.x)
-
-    def begin(self, down: Model, client: Nothing, info: Info) -> LocalModel:
-        return LocalModel(down.x)
 
     def step(self, local: LocalModel, down: Model, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
-        g = add_l2(grad, local.y, self) + self.mu * (local.y - down.x)
-        return LocalModel(descend(local.y, g, lr, self))
-
-    def finish(self, local: LocalModel, down: Model, client: Nothing, info: Info) -> tuple[Displacement, Nothing]:
-        return Displacement(local.y - down.x), client
-
-    def update(self, server: Model, up: Displacement, info: Info) -> Model:
-        return Model(server.x + self.server_lr * up.delta)
+        g = add_decay(grad, local.y, self.decay) + self.mu * (local.y - down.x)
+        return LocalModel(descend(local.y, g, lr))

@@ -1,7 +1,7 @@
 """LocalAdam: local AMSGrad with an averaged second moment; FedLADA without its amendment.
 
 Sun et al. 2023, Algorithm 2 and Tables 3, 5, 11, read as in B1 and B13: the second moment is synchronised
-(``sync=False`` gives Algorithm 2 as printed, where nothing but the model travels).
+(``sync=False`` gives Algorithm 2 as printed, which sends only the model).
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, Info, Nothing, Number, algorithm, hyper, zeros
+from lamina.algorithms.contract import Algorithm, ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
 from lamina.algorithms.primitives import (
+    add_decoupled,
     add_l2,
     amsgrad,
     descend,
@@ -40,7 +41,7 @@ class Local(NamedTuple):
 
 
 class Up(NamedTuple):
-    """The displacement and, if synchronised, the second moment the client divided by last."""
+    """The displacement and, if synchronised, the second moment of the client's last step."""
 
     delta: Tensor
     v_hat: Tensor | None
@@ -49,6 +50,8 @@ class Up(NamedTuple):
 @algorithm("localadam", title="LocalAdam", reference="Sun et al. 2023, Alg. 2", lr=1e-3, paper_cost=2)
 class LocalAdam(Algorithm):
     """Local AMSGrad and averaging."""
+
+    non_negative = ("v_hat",)
 
     beta1: Number = hyper(0.9, "beta_1, decay rate of the momentum", low=0.0, high=1.0)
     beta2: Number = hyper(0.99, "beta_2, decay rate of the second moment", low=0.0, high=1.0)
@@ -65,13 +68,10 @@ class LocalAdam(Algorithm):
         refuse_still_momentum(self.beta1)
         refuse_zero_moment(self.beta2, self.v_init)
 
-    def init(self, x: Tensor) -> Server:
+    def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, v=zeros(x) + self.v_init if self.sync else None)
 
-    def broadcast(self, server: Server, info: Info) -> Server:
-        return server  # l.4
-
-    def begin(self, down: Server, client: Nothing, info: Info) -> Local:
+    def begin(self, down: Server, client: Nothing, info: ClientInfo) -> Local:
         v_start = zeros(down.x) + self.v_init if down.v is None else down.v
         v = v_start if self.v_seed == "server" else zeros(down.x)
         return Local(down.x, m=zeros(down.x), v=v, v_hat=v_start)
@@ -80,15 +80,16 @@ class LocalAdam(Algorithm):
         g = add_l2(grad, local.y, self)
         m, v, v_hat = amsgrad(local.m, local.v, local.v_hat, g, self.beta1, self.beta2)  # l.7-9
         v_hat = v_hat if self.amsgrad else v
-        return Local(descend(local.y, precondition(m, v_hat), lr, self), m, v, v_hat)  # l.10
+        direction = add_decoupled(precondition(m, v_hat), local.y, self)
+        return Local(descend(local.y, direction, lr), m, v, v_hat)  # l.10
 
-    def finish(self, local: Local, down: Server, client: Nothing, info: Info) -> tuple[Up, Nothing]:
+    def finish(self, local: Local, down: Server, client: Nothing, info: ClientInfo) -> tuple[Up, Nothing]:
         return Up(local.y - down.x, local.v_hat if self.sync else None), client  # l.12, B13
 
-    def update(self, server: Server, up: Up, info: Info) -> Server:
+    def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
         return Server(server.x + self.server_lr * up.delta, v=up.v_hat)  # l.14-15
 
-    def inherited_moments(self, down: Server, info: Info) -> Mapping[str, Tensor]:
+    def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
         if down.v is None:
             return {}
         if self.amsgrad:

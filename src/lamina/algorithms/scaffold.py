@@ -1,8 +1,8 @@
 """SCAFFOLD, option II, with the scaled correction of the FedLADA paper (eq. 26).
 
 Karimireddy et al. 2020, "SCAFFOLD: stochastic controlled averaging for federated learning", Algorithm 1.
-Always c = (1/N) * sum of all N clients' c_i, and c_i is the mean raw gradient of i's last round. So the change of c is
-the uniform mean of the cohort's changes times |S|/N, also where the model's mean is weighted by examples.
+Always c = (1/N) * sum of all N clients' c_i, and c_i is the mean raw gradient of client i's last round. So the change
+of c is the uniform mean of the cohort's changes times |S|/N, even if the model's mean is weighted by examples.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, Info, Number, algorithm, hyper, zeros
-from lamina.algorithms.primitives import add_l2, descend
+from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.primitives import add_decay, descend
 from lamina.layers import Layers
 
 
@@ -31,7 +31,7 @@ class Client(NamedTuple):
 
 
 class Local(NamedTuple):
-    """The local model and the correction s (c - c_i), constant in the round."""
+    """The local model and the correction s (c - c_i), constant within the round."""
 
     y: Tensor
     correction: Tensor
@@ -63,36 +63,32 @@ class Scaffold(Algorithm):
     )
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
-    decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")
 
-    def init(self, x: Tensor) -> Server:
+    def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, c=zeros(x))
 
-    def client_init(self, x: Tensor) -> Client:
+    def client_init(self, x: Tensor, layers: Layers) -> Client:
         return Client(c=zeros(x))
 
-    def broadcast(self, server: Server, info: Info) -> Server:
-        return server
-
-    def begin(self, down: Server, client: Client, info: Info) -> Local:
+    def begin(self, down: Server, client: Client, info: ClientInfo) -> Local:
         return Local(down.x, self.scale * (down.c - client.c))
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
-        g = add_l2(grad, local.y, self)
-        return local._replace(y=descend(local.y, g + local.correction, lr, self))  # Karimireddy l.10; LADA eq. 26
+        g = add_decay(grad, local.y, self.decay)
+        return local._replace(y=descend(local.y, g + local.correction, lr))  # Karimireddy l.10; LADA eq. 26
 
-    def finish(self, local: Local, down: Server, client: Client, info: Info) -> tuple[Up, Client]:
+    def finish(self, local: Local, down: Server, client: Client, info: ClientInfo) -> tuple[Up, Client]:
         mean_step = (down.x - local.y) / (info.steps * info.lr)  # the mean of g + correction over the round
         removed = local.correction if self.control == "mean_gradient" else down.c - client.c  # B15
         c = mean_step - removed  # Karimireddy l.12, option II
         return Up(local.y - down.x, c - client.c), Client(c)
 
-    def update(self, server: Server, up: Up, info: Info) -> Server:
+    def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
         x = server.x + self.server_lr * up.delta  # l.16
         c = server.c + info.participation * up.delta_c  # l.17
         return Server(x, c)
 
-    def implied_fields(self, up: Up, down: Server, info: Info) -> Mapping[str, Tensor]:
+    def implied_fields(self, up: Up, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
         if self.control == "mean_gradient" and (isinstance(self.scale, Tensor) or self.scale != 1):
-            return {}  # the change of c_i then depends on c_i, which only the client knows
+            return {}  # here the change of c_i depends on c_i, which only the client knows
         return {"delta_c": -up.delta / (info.steps * info.lr) - down.c}  # l.12, where c_i cancels

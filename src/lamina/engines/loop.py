@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lamina import rng
 from lamina.aggregation import combine_vectors
-from lamina.algorithms.contract import Algorithm, Info
+from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
@@ -52,19 +52,14 @@ class Loop:
             combine_vectors(self.protocol.aggregation, full_gradients, weights) if needs.control_variate else None
         )
 
-        info = Info(
-            plan.number,
-            plan.lr,
-            participation=plan.participation,
-            full_gradient=mean_gradient,
-            record_trust_ratios=self.record_trust_ratios,
-        )
-        down = algorithm.broadcast(state.server, info)
+        server_info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_gradient=mean_gradient)
+        down = algorithm.broadcast(state.server, server_info)
 
         sums, clients = Sums(weights=weights, aggregation=self.protocol.aggregation), dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
-            info = info._replace(steps=float(plan.steps[c]), full_gradient=full_gradients[c])
-            client = clients[client_id] if client_id in clients else algorithm.client_init(x)
+            full_gradient = full_gradients[c] if needs.full_gradient else None
+            info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)
+            client = clients[client_id] if client_id in clients else algorithm.client_init(x, layers)
             buffers = {n: b.clone() for n, b in state.buffers.items()}
 
             local, losses = self.train_client(down, client, buffers, info, plan, c)
@@ -81,7 +76,7 @@ class Loop:
             sums.steps += weights[c] * float(plan.steps[c])
             sums.square += weights[c] * float(torch.sum(up.delta.double() ** 2))
             if self.record_trust_ratios:
-                sums.add_trust(algorithm.trust_ratios(local, down, layers), weights[c])
+                sums.add_trust(algorithm.trust_ratios(local), weights[c])
 
         return close_round(algorithm, layers, state, plan, down, sums, clients)
 
@@ -90,7 +85,7 @@ class Loop:
         down: Any,
         client: Any,
         buffers: Buffers,
-        info: Info,
+        info: ClientInfo,
         plan: Round,
         c: int,
         watch: Callable[[int, Tensor, Tensor, Any, Any], None] | None = None,
@@ -168,7 +163,7 @@ class Loop:
                 handle.remove()
         return found[0] if found else None
 
-    def explain(self, down: Any, client: Any, buffers: Buffers, info: Info, plan: Round, c: int, up: Any) -> None:
+    def explain(self, down: Any, client: Any, buffers: Buffers, info: ClientInfo, plan: Round, c: int, up: Any) -> None:
         """Raise `Diverged` for a client whose result is not finite: run it again and look at every step."""
         client_id, layers = int(plan.cohort[c]), self.objective.layers
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.aggregation import MEAN, Aggregation, Mean, combine_uploads
-from lamina.algorithms.contract import Algorithm, Info
+from lamina.algorithms.contract import Algorithm, ServerInfo
 from lamina.errors import Diverged
 from lamina.layers import Layers
 from lamina.ledger import Ledger
@@ -31,7 +31,7 @@ class State:
     @classmethod
     def start(cls, algorithm: Algorithm, objective: Objective, clients: int) -> State:
         """The state before round 1."""
-        return cls(0, algorithm.init(objective.start), dict(objective.buffers), {}, Ledger(clients))
+        return cls(0, algorithm.init(objective.start, objective.layers), dict(objective.buffers), {}, Ledger(clients))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def close_round(
     algorithm: Algorithm, layers: Layers, state: State, plan: Round, down: Any, sums: Sums, clients: dict[int, Any]
 ) -> tuple[State, RoundReport]:
     """The server's step on the means, and the report: the same words in every engine."""
-    info = Info(plan.number, plan.lr, steps=sums.steps, participation=plan.participation)
+    info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_steps=sums.steps)
     up, buffers = sums.combined(algorithm)
     server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
@@ -114,7 +114,7 @@ def close_round(
     # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2
     consistency = sums.square - 2 * along + update_norm**2
     extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
-    names = [name or "model" for name in layers.group_names(getattr(algorithm, "layers", "tensor"))]
+    names = [name or "model" for name in layers.group_names(algorithm.grouping)]
     report = RoundReport(
         train_loss=sums.loss,
         consistency=max(0.0, consistency),

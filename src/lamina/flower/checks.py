@@ -50,8 +50,8 @@ class Limits:
         times_examples: a client is refused that claims more than so many times the round's median number of examples.
             Nor must its number be more than ten times what it was when the client last took part.
         max_examples: the most examples a client may say it has.
-        non_negative: fields of which a negative entry is refused; unless given, the second moments ``v`` and ``v_hat``
-            of lamina's own algorithms.
+        non_negative: fields of which a negative entry is refused; by default those that the algorithm's class
+            declares (`Algorithm.non_negative`), such as second moments.
     """
 
     max_norm: float | Mapping[str, float] | None = None
@@ -146,7 +146,7 @@ def read_update(content: RecordDict, expected: Expected, said: int | None = None
     buffers = read_tensors(content, "buffers", expected.buffers)
     for name in expected.non_negative:
         if name in tensors and bool((tensors[name] < 0).any()):
-            raise Refused(f"'{name}' has negative entries, and it is a second moment")
+            raise Refused(f"'{name}' has negative entries, and is never negative")
     for name, value in buffers.items():
         if name.endswith("running_var") and bool((value < 0).any()):
             raise Refused(f"the buffer '{name}' has negative entries, and it is a variance")

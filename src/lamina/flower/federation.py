@@ -18,6 +18,7 @@ from torch import nn
 
 from lamina import algorithms
 from lamina.aggregation import Mean
+from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import Algorithm, options
 from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import Clients, deal
@@ -185,7 +186,7 @@ class Federation:
             "train": {"rounds": self.rounds, **train},
             "run": {"evaluate_every": self.evaluate_every},
         }
-        if not type(self.algorithm).__module__.startswith("lamina."):  # a report may not know the user's code
+        if self.algorithm.card.name not in BUILT_IN:  # a report does not import the user's code
             own["title"] = self.algorithm.card.title
         config = own if self._resolved is None else self._resolved()
         config["train"]["rounds"] = self.rounds

@@ -15,7 +15,7 @@ from flwr.app import Array, ConfigRecord, Context, Message, MessageType, RecordD
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from lamina.algorithms.contract import Info
+from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.devices import choose_device
@@ -124,8 +124,8 @@ class Node:
         down, buffers, client = self._given(content, task, store)
         loop, plan = self._loop(task, data), self._plan(task, data)
         needs = self.algorithm.needs(task.round)
-        info = Info(task.round, task.protocol.lr, steps=float(plan.steps[0]), participation=task.participation)
-        if needs.full_gradient or needs.control_variate:
+        info = ClientInfo(task.round, task.protocol.lr, self.objective.layers, steps=float(plan.steps[0]))
+        if needs.full_gradient:
             sent = store.load_held("own-gradient", task.gradient, by_content=False) if task.gradient else None
             info = info._replace(
                 full_gradient=loop.full_gradient(down.x, buffers, plan, 0) if sent is None else sent.to(down.x.device)
@@ -144,7 +144,7 @@ class Node:
     def gradient(self, content: RecordDict, context: Context) -> RecordDict:
         """Mime's first exchange: the gradient over all local data at x; both are kept for the second."""
         task, store, data = self._begin(content, context)
-        x, buffers = self._tensor(content, "x"), self._buffers(content)
+        x, buffers = self._model(content), self._buffers(content)
         gradient = self._loop(task, data).full_gradient(x, buffers, self._plan(task, data), 0)
         if not bool(torch.isfinite(gradient).all()):
             raise diverged(
@@ -159,7 +159,7 @@ class Node:
         self._accept(content, context)
         data = self._data(self.federation.node_test or self.federation.data, context)
         check_fit(self.objective, data, "test", evaluation_rows(data))
-        figures = evaluate(self.objective, self._tensor(content, "x"), self._buffers(content), data)
+        figures = evaluate(self.objective, self._model(content), self._buffers(content), data)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
 
     # --- parts ------------------------------------------------------------------------------------------------------
@@ -212,24 +212,25 @@ class Node:
 
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
         """The round's Down, from the message and from disk; the buffers; and the client's state at its base."""
-        start, algorithm = self.objective.start, self.algorithm
+        start, layers, algorithm = self.objective.start, self.objective.layers, self.algorithm
         mean_gradient = start if algorithm.needs(task.round).control_variate else None
         like_down = algorithm.broadcast(
-            algorithm.init(start), Info(task.round, task.protocol.lr, full_gradient=mean_gradient)
+            algorithm.init(start, layers), ServerInfo(task.round, task.protocol.lr, layers, mean_gradient=mean_gradient)
         )
         wanted = {name for name, value in zip(like_down._fields, like_down, strict=True) if value is not None}
         names = {*wire.arrays_of(content, "down"), *task.held}
         if names != wanted:
             odd = wire.shorten(", ".join(sorted(names ^ wanted)), 80)
             raise BadInput(f"the server's message lacks, or has beside those it needs, the fields {odd}: {OTHER}")
-        sent = {name: self._tensor(content, name) for name in wire.arrays_of(content, "down")}
+        arrays = wire.arrays_of(content, "down")
+        sent = {name: _decode(name, array, getattr(like_down, name)) for name, array in arrays.items()}
         held = {
             name: store.load_held(name, tag)
             for name, tag in zip(task.held, task.held_digests, strict=True)
             if name not in sent
         }
         missing = [name for name, value in held.items() if value is None]
-        like = algorithm.client_init(start)
+        like = algorithm.client_init(start, layers)
         client = None
         if task.base and any(value is not None for value in like):
             client = store.load_state(task.base, like)
@@ -241,15 +242,12 @@ class Node:
                 store.save_held(name, wire.digest(sent[name]), sent[name])
         down = type(like_down)(*(_on({**held, **sent}.get(name), start) for name in like_down._fields))
         if client is None:
-            client = algorithm.client_init(down.x)
+            client = algorithm.client_init(down.x, layers)
         return down, self._buffers(content), type(client)(*(_on(value, start) for value in client))
 
-    def _tensor(self, content: RecordDict, name: str) -> Tensor:
-        """A Down field: by the contract one number per parameter, or, but for x, one alone."""
-        start = self.objective.start
-        array = wire.arrays_of(content, "down").get(name)
-        single = name != "x" and array is not None and tuple(array.shape) == (1,)
-        return _decode(name, array, start[:1] if single else start)
+    def _model(self, content: RecordDict) -> Tensor:
+        """Return the server's model from a message."""
+        return _decode("x", wire.arrays_of(content, "down").get("x"), self.objective.start)
 
     def _buffers(self, content: RecordDict) -> Buffers:
         """Buffers of our own to train with: the server's floating ones, and the others as they always are."""

@@ -20,7 +20,7 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from lamina.aggregation import combine_vectors
-from lamina.algorithms.contract import Info
+from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.devices import choose_device
 from lamina.engines.state import State, Sums, client_weights, close_round, undo_weighting
@@ -274,7 +274,8 @@ class Server:
             else:
                 there[client] = node
         needs, x = self.algorithm.needs(number), self.state.server.x
-        info = Info(number, self.protocol.rate(number), participation=len(cohort) / self.plan.clients.count)
+        layers, rate = self.objective.layers, self.protocol.rate(number)
+        info = ServerInfo(number, rate, layers, participation=len(cohort) / self.plan.clients.count)
         first: dict[int, str] = {}  # by client: the token of Mime's first exchange
         said: dict[int, int] = {}  # and the number of examples it gave
         if needs.control_variate:
@@ -284,9 +285,10 @@ class Server:
                 return None, {}  # nobody need train for nothing
             said = {client: one.examples for client, one in gradients.items()}
             there = {client: there[client] for client in gradients}
-            info = info._replace(full_gradient=self._mean_gradient(number, gradients))
+            info = info._replace(mean_gradient=self._mean_gradient(number, gradients))
         down = self.algorithm.broadcast(self.state.server, info)
-        expected = self._expected(down, info._replace(full_gradient=x if any(needs) else None))
+        client_info = ClientInfo(number, rate, layers, full_gradient=x if needs.full_gradient else None)
+        expected = self._expected(down, client_info)
         return down, self._updates(number, there, down, expected, first, said, record)
 
     def _exchange(
@@ -571,22 +573,20 @@ class Server:
         names = [n for n, version in versions.items() if n in digests and n in held and held[n][client] == version]
         return [*names, "x"] if x else names
 
-    def _expected(self, down: Any, info: Info) -> Expected:
+    def _expected(self, down: Any, info: ClientInfo) -> Expected:
         """What a sound update looks like: the fields an engine would get from one local step."""
         algorithm, x = self.algorithm, self.state.server.x
-        client = algorithm.client_init(x)
+        client = algorithm.client_init(x, info.layers)
         zero = torch.zeros_like(x)
-        local = algorithm.step(algorithm.begin(down, client, info), down, zero, info.lr, self.objective.layers)
+        local = algorithm.step(algorithm.begin(down, client, info), down, zero, info.lr, info.layers)
         up, _ = algorithm.finish(local, down, client, info)
-        second_moments = self.limits.non_negative
-        if second_moments is None:
-            second_moments = tuple(algorithm.inherited_moments(down, info))
+        non_negative = self.limits.non_negative
         return Expected(
             up,
             wire.floating(self.state.buffers),
             lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,
-            second_moments,
+            algorithm.non_negative if non_negative is None else non_negative,
             lambda up, steps: algorithm.implied_fields(up, down, info._replace(steps=float(steps))),
             sum(float(value.norm()) for name, value in down._asdict().items() if name != "x" and value is not None),
         )
@@ -594,8 +594,8 @@ class Server:
     def _broadcast(self, down: Any, number: int) -> outliers.Broadcast:
         """What answers are compared by; without a `down` there are no second moments yet."""
 
-        def info(steps: int) -> Info:
-            return Info(number, self.protocol.rate(number), steps=float(steps))
+        def info(steps: int) -> ClientInfo:
+            return ClientInfo(number, self.protocol.rate(number), self.objective.layers, steps=float(steps))
 
         buffers = wire.floating(self.state.buffers)
         return outliers.Broadcast(
@@ -627,12 +627,12 @@ class Server:
 
     def _example_upload(self) -> Any:
         """An Up of one local step: its fields are what a client may send."""
+        algorithm, layers, rate = self.algorithm, self.objective.layers, self.protocol.rate(1)
         zero = torch.zeros_like(self.state.server.x)
-        info = Info(1, self.protocol.rate(1), full_gradient=zero)
-        down = self.algorithm.broadcast(self.state.server, info)
-        client = self.algorithm.client_init(zero)
-        local = self.algorithm.step(self.algorithm.begin(down, client, info), down, zero, 1.0, self.objective.layers)
-        up, _ = self.algorithm.finish(local, down, client, info)
+        down = algorithm.broadcast(self.state.server, ServerInfo(1, rate, layers, mean_gradient=zero))
+        client, info = algorithm.client_init(zero, layers), ClientInfo(1, rate, layers, full_gradient=zero)
+        local = algorithm.step(algorithm.begin(down, client, info), down, zero, 1.0, layers)
+        up, _ = algorithm.finish(local, down, client, info)
         return up
 
     def _judge(self, node: int, content: RecordDict, record: Attendance, read: Callable[[], Any]) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lamina import rng
 from lamina.aggregation import Mean, combine_vectors
-from lamina.algorithms.contract import Algorithm, Info, options
+from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo, options
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import WHOLE_BATCH, Loop
 from lamina.engines.stacked.forward import Forward, arithmetic
@@ -113,7 +113,13 @@ class Stacked:
             mean = None
             if member.algorithm.needs(member.plan.number).control_variate:
                 mean = self._mean_gradient(e, member, rows, gradients, ranks)
-            info = Info(member.plan.number, member.plan.lr, participation=member.plan.participation, full_gradient=mean)
+            info = ServerInfo(
+                member.plan.number,
+                member.plan.lr,
+                self.objective.layers,
+                member.plan.participation,
+                mean_gradient=mean,
+            )
             downs.append(member.algorithm.broadcast(member.state.server, info))
 
         sums = [self._start_sums(member) for member in members]
@@ -172,15 +178,14 @@ class Stacked:
         buffers = {
             n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
         }
-        info = Info(
+        info = ClientInfo(
             plans[0].number,
             self._per_row([plan.lr for plan in plans]),
+            self.forward.layout or self.objective.layers,
             steps=self._per_row([float(plan.steps[row.c]) for plan, row in zip(plans, chunk, strict=True)]),
-            participation=self._per_row([plan.participation for plan in plans]),
             full_gradient=torch.stack([gradients[row.member, row.c] for row in chunk])
             if gradients and algorithm.needs(plans[0].number).full_gradient
             else None,
-            record_trust_ratios=self.record_trust_ratios,
         )
         shares = self._shares(chunk, failed)  # made before the GPU is busy: the host would wait for it otherwise
         relative = self._relative_weights(chunk, members) if algorithm.state_changes else None
@@ -191,7 +196,7 @@ class Stacked:
         if relative is not None:
             up = undo_weighting(algorithm, up, relative)
         client = map_record(lambda value: self._usual(value).to(home), client)
-        ratios = algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
+        ratios = algorithm.trust_ratios(local) if self.record_trust_ratios else None
 
         sums_of = [losses, *row_sums(up), *(total.to(losses.device) for total in row_sums(client))]
         square = squares(up.delta)
@@ -307,16 +312,12 @@ class Stacked:
         """What a client sends in this round, and its trust ratios, with zeros in them: tells which fields there are."""
         x = member.state.server.x
         needs = member.algorithm.needs(member.plan.number)
-        info = Info(
-            member.plan.number,
-            member.plan.lr,
-            full_gradient=x if needs.full_gradient else None,
-            record_trust_ratios=self.record_trust_ratios,
-        )
-        client = member.algorithm.client_init(x)
+        layers = self.objective.layers
+        info = ClientInfo(member.plan.number, member.plan.lr, layers, full_gradient=x if needs.full_gradient else None)
+        client = member.algorithm.client_init(x, layers)
         local = member.algorithm.begin(down, client, info)
         up, _ = member.algorithm.finish(local, down, client, info)
-        ratios = member.algorithm.trust_ratios(local, down, self.objective.layers) if self.record_trust_ratios else None
+        ratios = member.algorithm.trust_ratios(local) if self.record_trust_ratios else None
         trust = x.new_zeros(0) if ratios is None else torch.zeros_like(ratios)
         return type(up)(*(None if value is None else torch.zeros_like(value) for value in up)), trust
 
@@ -331,7 +332,7 @@ class Stacked:
             record = clients[e].get(int(member.plan.cohort[row.c]))
             if record is None:
                 if e not in fresh:
-                    new = member.algorithm.client_init(member.state.server.x)
+                    new = member.algorithm.client_init(member.state.server.x, self.objective.layers)
                     fresh[e] = map_record(lambda value: value.to(home), new)
                 record = fresh[e]
             records.append(record if record is fresh.get(e) else map_record(lambda value: value.to(home), record))
@@ -362,7 +363,7 @@ class Stacked:
         return send(np.array(values), self.objective.device).to(self.objective.dtype).unsqueeze(1)
 
     def _in_layout(self, values: Tensor) -> Tensor:
-        """A vector, or one per row, in the order the forward pass wants; one number per row stays as it is."""
+        """Reorder vectors ``[..., p]`` as the forward pass wants them; numbers per layer or per row have no order."""
         layout = self.forward.layout
         if layout is None or values.shape[-1] != layout.size:
             return values
@@ -385,7 +386,7 @@ class Stacked:
         """The parts local state is kept in during training: layers, or one whole vector."""
         layers = self.forward.layout or self.objective.layers
         parts = layers.parts()
-        # all of one element: a vector could not be told from one number per row
+        # If every tensor has one element, vectors, numbers per layer and numbers per row have the same shape.
         return parts if any(part.size > 1 for part in parts) and works_by_layer(self.algorithm) else [layers]
 
     def steps(
@@ -411,7 +412,7 @@ class Stacked:
         down: Any,
         client: Any,
         buffers: Buffers,
-        info: Info,
+        info: ClientInfo,
         chunk: list[Row],
         plans: list[Round],
         clip: float | Tensor | None,
@@ -449,7 +450,7 @@ class Stacked:
             some = None if least == most else counts[:, k]
             parts, losses = steps.step(parts, fixed, buffers, samples[:, k, :most], some, own_keys, own_masks, info.lr)
             total = total + losses
-        return join(parts), total / taken
+        return join(parts, local), total / taken
 
     def _graph(
         self,
@@ -552,7 +553,7 @@ class Stacked:
                 parts, fixed = split(local, steps.parts), split(down, steps.parts)
                 for k in range(many):
                     parts, _ = steps.step(parts, fixed, buffers, samples[:, k], counts[:, k], None, None, 0.0)
-                local = join(parts)
+                local = join(parts, local)
             total = local.total / send(sizes, device).to(flat.dtype).unsqueeze(1)
             for r, row in enumerate(chunk):
                 found[row.member, row.c] = total[r]
@@ -567,20 +568,21 @@ class Stacked:
         loop = Loop(member.algorithm, self.objective, self.data, member.protocol)
         client_id = int(member.plan.cohort[row.c])
         client = member.state.clients.get(client_id)
-        client = member.algorithm.client_init(member.state.server.x) if client is None else client
+        layers = self.objective.layers
+        client = member.algorithm.client_init(member.state.server.x, layers) if client is None else client
         client = map_record(lambda value: value.to(self.objective.device), client)  # it may be kept on the host
-        info = Info(
+        info = ClientInfo(
             member.plan.number,
             member.plan.lr,
+            layers,
             float(member.plan.steps[row.c]),
-            member.plan.participation,
             self._usual(gradients[row.member, row.c]) if gradients else None,
         )
         try:
             loop.explain(down, client, member.state.buffers, info, member.plan, row.c, up)
         except Diverged as error:
             return error
-        return diverged(self.objective.layers, up.delta, member.plan.number, member.plan.lr, client_id)
+        return diverged(layers, up.delta, member.plan.number, member.plan.lr, client_id)
 
 
 def _identity(value: Any) -> Any:

@@ -135,7 +135,8 @@ def client_home(engine: Stacked, members: Sequence[Member]) -> torch.device:
         device, first = engine.objective.device, members[0]
         engine.client_home = device
         if device.type == "cuda":
-            kept = sum(payload_bytes(first.algorithm.client_init(first.state.server.x)).values())
+            client = first.algorithm.client_init(first.state.server.x, engine.objective.layers)
+            kept = sum(payload_bytes(client).values())
             free = free_bytes(device)
             if kept * first.state.ledger.clients * len(members) > FOR_CLIENTS * free:
                 engine.client_home = torch.device("cpu")

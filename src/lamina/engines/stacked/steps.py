@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, Info
+from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import using_up
 from lamina.algorithms.rehearsal import TINY
 from lamina.data.dataset import Dataset
@@ -197,40 +197,41 @@ def _clipped(grads: list[Tensor], limit: float | Tensor) -> list[Tensor]:
 
 
 def split(record: Any, parts: Sequence[Layers]) -> list[Any]:
-    """A record of [..., p] vectors as one record of views per part; one number per row goes into each."""
-    size, sizes = sum(part.size for part in parts), [part.size for part in parts]
-    fields = [
-        [value] * len(sizes) if value is None or value.shape[-1] != size else torch.split(value, sizes, dim=-1)
-        for value in record
-    ]
-    return [type(record)(*own) for own in zip(*fields, strict=True)]
+    """Return one record of views per part. Vectors and numbers per layer are split, numbers per row are repeated."""
+    sizes = [part.size for part in parts]
+
+    def pieces(value: Tensor | None) -> Sequence[Tensor | None]:
+        if value is not None and value.shape[-1] == sum(sizes):
+            return torch.split(value, sizes, dim=-1)
+        if value is not None and value.shape[-1] == len(parts):  # one number per layer: every part is a layer
+            return torch.split(value, 1, dim=-1)
+        return [value] * len(parts)
+
+    return [type(record)(*fields) for fields in zip(*map(pieces, record), strict=True)]
 
 
-def join(records: list[Any]) -> Any:
-    """The records of all parts as one."""
+def join(records: list[Any], like: Any) -> Any:
+    """Return the records of all parts as one, with fields of the same sizes as those of `like`."""
     if len(records) == 1:
         return records[0]
-    return type(records[0])(
-        *(
-            values[0] if values[0] is None or _is_one_number(values) else torch.cat(values, dim=-1)
-            for values in zip(*records, strict=True)
-        )
-    )
 
+    def joined(values: Sequence[Any], whole: Tensor | None) -> Any:
+        is_split = whole is not None and whole.shape[-1] > 1
+        return torch.cat(list(values), dim=-1) if is_split else values[0]
 
-def _is_one_number(values: tuple[Tensor, ...]) -> bool:
-    """One number per row, repeated in every part (a layer may have one element too, but not all of them have)."""
-    return all(value.shape[-1] == 1 for value in values)
+    return type(like)(*map(joined, zip(*records, strict=True), like))
 
 
 def works_by_layer(algorithm: Algorithm) -> bool:
-    """Whether a step part by part is the step on the whole vector."""
+    """Return whether a step part by part, one part per tensor, is the step on the whole vector."""
+    if algorithm.grouping != "tensor":
+        return False
     for local, down, grad in made_up(algorithm):
         whole = algorithm.step(local, down, grad, 0.1, TINY)
         parts = TINY.parts()
         grads = torch.split(grad, [part.size for part in parts], dim=-1)
         rows = zip(parts, split(local, parts), split(down, parts), grads, strict=True)
-        by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows])
+        by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows], local)
         if not _equal(whole, by_part):
             return False
     return True
@@ -267,9 +268,11 @@ def made_up(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
 
     x = draw(TINY.size)[0]
     needs = algorithm.needs(1)
-    info = Info(1, 0.1, full_gradient=x if needs.full_gradient or needs.control_variate else None)
-    sent = algorithm.broadcast(algorithm.init(x), info)
-    begun = algorithm.begin(sent, algorithm.client_init(x), info)
+    sent = algorithm.broadcast(
+        algorithm.init(x, TINY), ServerInfo(1, 0.1, TINY, mean_gradient=x if needs.control_variate else None)
+    )
+    info = ClientInfo(1, 0.1, TINY, full_gradient=x if needs.full_gradient else None)
+    begun = algorithm.begin(sent, algorithm.client_init(x, TINY), info)
     sizes = [10.0**exponent for exponent in range(-6, 7)]
     for of_state, of_gradient in [(1.0, size) for size in sizes] + [(size, 1.0) for size in sizes]:
         local, down = (
