@@ -21,7 +21,7 @@ DEFAULT_CLIENTS = 10
 
 
 class Clients:
-    """Who holds which samples: fixed lists, or dealt anew to the active clients in every round (`Reallocate`)."""
+    """The samples of every client: fixed lists, or a new split among the active clients in every round."""
 
     def __init__(self, parts: Sequence[Any], samples: int) -> None:
         self.parts = [_as_indices(i, part, samples) for i, part in enumerate(parts)]
@@ -33,7 +33,7 @@ class Clients:
 
     @classmethod
     def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
-        """Clients that own nothing: in every round the whole data set is split over the active ones."""
+        """Return clients without samples of their own: each round splits the whole data set among the active ones."""
         if count < 1:
             raise BadInput("a federation needs at least one client")
         self = cls.__new__(cls)
@@ -43,13 +43,13 @@ class Clients:
 
     @classmethod
     def elsewhere(cls, count: int) -> Clients:
-        """Clients whose samples lie on machines of their own: here only their number is known."""
+        """Return clients whose samples are on other machines, so that only their number is known."""
         self = cls.__new__(cls)
         self.parts, self.count, self.moving = [], check_count("clients", count, MOST_CLIENTS), None
         return self
 
     def samples(self, round: int, cohort: Indices) -> list[Indices]:
-        """The sample indices of every active client in a round."""
+        """Return the sample indices of every active client in a round."""
         if self.moving is None:
             return [self.parts[i] for i in cohort]
         partition, labels, seed, samples = self.moving
@@ -61,7 +61,7 @@ class Clients:
             ) from error
 
     def same_as(self, other: Clients) -> bool:
-        """Whether all get the same samples in every round."""
+        """Return whether both give every client the same samples in every round."""
         if (self.moving is None) != (other.moving is None) or self.count != other.count:
             return False
         if self.moving is None or other.moving is None:
@@ -71,7 +71,7 @@ class Clients:
 
 
 def _as_indices(client: int, part: Any, samples: int) -> Indices:
-    """One client's samples as indices; a boolean mask over all samples is fine too."""
+    """Return one client's samples as indices; a boolean mask over all samples is accepted too."""
     array = np.asarray(list(part) if isinstance(part, range | set) else part)
     if array.dtype == bool:
         if array.shape != (samples,):
@@ -90,7 +90,7 @@ def _as_indices(client: int, part: Any, samples: int) -> Indices:
 
 
 def _refuse_shared_samples(parts: Sequence[Indices], samples: int) -> None:
-    """Refuse a sample that is given out twice: usually a mistake in the lists, and it would count twice."""
+    """Refuse a sample that appears twice: usually a mistake in the lists, and it would count twice."""
     taken = np.concatenate(parts)
     counts = np.bincount(taken, minlength=samples)
     if counts.max() <= 1:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """The device to run on: "auto" takes a GPU if there is one."""
+    """Return the device to run on; "auto" takes a GPU if there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -42,7 +42,7 @@ def has_bf16_instructions() -> bool:
 
 
 def check_model_fits(model: nn.Module, device: torch.device) -> None:
-    """Refuse a model whose training cannot fit the memory: before it is copied, in words that help."""
+    """Refuse a model whose training cannot fit into memory, before it is copied."""
     tensors = [*model.parameters(), *model.buffers()]
     if any(map(is_lazy, tensors)):
         return  # a lazy layer: its size is not known yet

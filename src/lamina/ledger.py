@@ -14,7 +14,7 @@ from lamina.layers import Layers
 
 
 def payload_bytes(payload: Any) -> dict[str, int]:
-    """Bytes of every field of one client's Down or Up; a field that is None is not sent."""
+    """Return the bytes of every field of one client's Down or Up; a field that is None is not sent."""
     return {
         name: value.numel() * value.element_size()
         for name, value in zip(payload._fields, payload, strict=True)
@@ -34,7 +34,7 @@ class Ledger:
         self.held: dict[str, NDArray[np.int64]] = {}
 
     def down(self, payload: Any, versions: Mapping[str, int], cohort: NDArray[np.int64]) -> int:
-        """Bytes sent to the whole cohort."""
+        """Return the bytes sent to the whole cohort."""
         total = 0
         for name, size in payload_bytes(payload).items():
             receivers = len(cohort)

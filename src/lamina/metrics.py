@@ -1,4 +1,4 @@
-"""What is reported of a round: its row in the history, and the evaluation of the new model."""
+"""The metrics of a round: its row in the history, and the evaluation of the new model."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ MOST_EVALUATED = 16_384  # but not more samples than this: tokens are small, wha
 
 
 def evaluate(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> dict[str, float]:
-    """The mean loss of a model on data and its accuracy where that has a meaning, see `Objective.correct`."""
+    """Return the mean loss of a model on data and, where it is defined (see `Objective.correct`), its accuracy."""
     return named(measure(objective, x, buffers, data))
 
 
 def measure(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> Tensor:
-    """The mean loss and, where there is one, the accuracy, still on the device."""
+    """Return the mean loss and the accuracy, if there is one, as a tensor on the device."""
     losses, correct = predict(objective, x, buffers, data)
     return torch.stack([values.double().mean() for values in (losses, correct) if values is not None])
 
 
 def named(measured: Tensor) -> dict[str, float]:
-    """What `measure` found, by name; one wait for a GPU."""
+    """Return the values of `measure` by name; this waits for the GPU once."""
     return dict(zip(("loss", "accuracy"), measured.tolist(), strict=False))
 
 
 def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> tuple[Tensor, Tensor | None]:
-    """Per-sample losses and, where there is an accuracy, whether each prediction is right (as 0 or 1)."""
+    """Return the loss of every sample and, where there is an accuracy, whether its prediction is right (0 or 1)."""
     losses, correct = [], []
     batch = EVALUATION_BATCH
     if objective.device.type != "cpu":
@@ -75,7 +75,7 @@ def client_metrics(correct: Tensor, clients: Clients) -> dict[str, float]:
 def round_row(
     algorithm: Algorithm, x: Tensor, plan: Round, report: RoundReport, seconds: float
 ) -> dict[str, float | int]:
-    """The metrics of a round, but for its evaluation."""
+    """Return the metrics of a round without its evaluation."""
     models = algorithm.paper_models(plan.number)
     row: dict[str, float | int] = {
         "round": plan.number,

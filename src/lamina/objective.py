@@ -1,4 +1,4 @@
-"""What is minimised: a module and a loss, seen as a function of the flat parameter vector."""
+"""The objective: a module and a loss as a function of the flat parameter vector."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Objective:
         self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
 
     def difference(self, other: Objective) -> str:
-        """Why the two are not one model with other weights, in words; empty if they are."""
+        """Return how two objectives differ in more than their weights, or an empty string."""
         if self.layers.shapes != other.layers.shapes:
             return "their models have different shapes"
         if (self.dtype, self.device) != (other.dtype, other.device):
@@ -214,7 +214,7 @@ class Objective:
         train: bool = True,
         streams: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of the mean loss over the batch, and that loss."""
+        """Return the gradient of the mean loss over the batch, and that loss."""
         leaf = x.detach().requires_grad_()
         parameters = self.layers.unflatten(leaf)
         if self._gives_sparse_gradients:
@@ -274,7 +274,7 @@ class Objective:
         return None
 
     def refuse_rate(self, lr: float) -> None:
-        """Refuse a learning rate that the parameters' type cannot hold: torch would say so in its own words."""
+        """Refuse a learning rate that the parameters' dtype cannot hold."""
         if lr > torch.finfo(self.dtype).max:
             raise BadInput(f"lr = {lr:g} is more than a {str(self.dtype).removeprefix('torch.')} can hold")
 
@@ -353,5 +353,5 @@ def _other_names(module: nn.Module) -> dict[str, str]:
 
 
 def buffer_bytes(buffers: Mapping[str, Tensor]) -> int:
-    """Bytes of the floating buffers, which travel with the model."""
+    """Return the bytes of the floating buffers, which are sent with the model."""
     return sum(b.numel() * b.element_size() for b in buffers.values() if b.is_floating_point())

@@ -38,44 +38,44 @@ class Round:
 
     @functools.cached_property
     def steps(self) -> Indices:
-        """K_i, [C]."""
+        """The number of local steps of every active client, K_i [C]."""
         return np.asarray((self.filled > 0).sum(axis=1), dtype=np.int64)
 
     @functools.cached_property
     def examples(self) -> Indices:
-        """n_i, [C]."""
+        """The number of samples of every active client, n_i [C]."""
         return np.array([len(s) for s in self.samples], dtype=np.int64)
 
     def batch(self, c: int, k: int) -> Indices:
-        """The sample indices of step k of the c-th active client."""
+        """Return the sample indices of step k of the c-th active client."""
         return self.index[c, k, : self.filled[c, k]]
 
     def augment_keys(self, c: int, k: int) -> Indices:
-        """One random word for every sample of a batch."""
+        """Return one random word for every sample of a batch."""
         counters = sample_counters(k + 1, int(self.filled[c, k]))[k]
         return np.asarray(rng.bits(int(self.streams[c]), counters), dtype=np.int64)
 
 
 def sample_counters(steps: int, width: int) -> Indices:
-    """[steps, width]: a number for every place in a client's round, whatever the width of the batch."""
+    """Return a counter for every sample of a client's round [steps, width]; it does not depend on the batch size."""
     return (np.arange(steps, dtype=np.int64)[:, None] << 32) + np.arange(width, dtype=np.int64)
 
 
 def dropout_streams(streams: Indices, steps: int) -> Indices:
-    """[rows, steps]: the random stream of every local step's dropout masks, from the clients' streams [rows]."""
+    """Return the random stream of every local step's dropout masks [rows, steps] from the clients' streams [rows]."""
     own = rng.fork(streams, -1)  # no sample's counter is negative, so augmentation draws other numbers
     return np.asarray(rng.fork(own[:, None], np.arange(steps, dtype=np.int64)), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that, with the number of a round, determines it."""
+    """The clients and the protocol: together with a round's number they determine the round."""
 
     clients: Clients
     protocol: Protocol
 
     def cohort(self, round: int) -> Indices:
-        """The active clients: exactly max(1, round(C N)) of them, or an independent coin for each."""
+        """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability."""
         n = self.clients.count
         if self.protocol.sampling == "exact":
             size = max(1, builtins.round(self.protocol.participation * n))
@@ -94,12 +94,12 @@ class Plan:
         return self.protocol.same_rounds(other.protocol) and self.clients.same_as(other.clients)
 
     def round(self, number: int) -> Round:
-        """The plan of round `number` (from 1)."""
+        """Return the plan of round `number`, counted from 1."""
         cohort = self.cohort(number)
         return self.round_of(number, cohort, self.clients.samples(number, cohort))
 
     def round_of(self, number: int, cohort: Indices, samples: list[Indices]) -> Round:
-        """The plan of a round for these clients and their samples.
+        """Return the plan of a round for these clients and their samples.
 
         What a client does depends on its own number and samples alone: a client that knows only itself gets the same
         batches as in a plan of the whole cohort.

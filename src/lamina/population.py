@@ -65,7 +65,7 @@ class Population:
         return [simulation.history for simulation in self.simulations]
 
     def run_round(self, *, evaluate: bool = False) -> dict[int, Row]:
-        """Train one round of all members that have not diverged; the rows of those that finished it, by member."""
+        """Train one round of all members that have not diverged; return the finished members' rows."""
         engine = self.simulations[0].engine
         assert isinstance(engine, Stacked)
         rows: dict[int, Row] = {}
@@ -109,7 +109,7 @@ class Population:
 
 
 def mismatch(first: Simulation, other: Simulation) -> str:
-    """Why two simulations cannot be rows of one model, or an empty string."""
+    """Return why two simulations cannot be stacked, or an empty string."""
     if not isinstance(other.engine, Stacked):
         return "a member does not run on the stacked engine"
     if type(other.algorithm) is not type(first.algorithm):
@@ -146,12 +146,12 @@ def mismatch(first: Simulation, other: Simulation) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _steps_by_layer(algorithm: Algorithm) -> bool:
-    """`works_by_layer`, remembered: it takes many small steps, and every member is asked about several times."""
+    """Return `works_by_layer`, cached because it is slow and needed several times per member."""
     return works_by_layer(algorithm)
 
 
 def _data_difference(one: Dataset, other: Dataset) -> str:
-    """Why two data sets would not give a model the same batches, or an empty string."""
+    """Return how two data sets differ in the batches they give a model, or an empty string."""
     if not same_tensor(one.x, other.x):
         return "they have different training data"
     if not same_tensor(one.y, other.y):

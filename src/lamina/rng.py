@@ -66,7 +66,7 @@ def key(seed: int, purpose: str, *counters: int) -> int:
 
 
 def fork(stream: Ints, counter: Ints) -> Ints:
-    """The streams below a stream: one new word for every ``stream`` x ``counter`` (numpy or torch, broadcast).
+    """Return the streams below a stream: one new word for every ``stream`` x ``counter`` (numpy or torch, broadcast).
 
     One of the two must be an array or a tensor: only those wrap around at 64 bits as the mixing needs.
     """
@@ -75,7 +75,7 @@ def fork(stream: Ints, counter: Ints) -> Ints:
 
 
 def words(stream: Ints, counter: Ints) -> Ints:
-    """One random word for every ``stream`` x ``counter``, faster than `fork` and not to be forked further.
+    """Return one random word for every ``stream`` x ``counter``, faster than `fork` and not to be forked further.
 
     The counters are not multiplied: torch's compiler would do that with the numbers of an `arange` in exact arithmetic.
     """
@@ -83,17 +83,17 @@ def words(stream: Ints, counter: Ints) -> Ints:
 
 
 def bits(stream: Ints, counter: Ints) -> Ints:
-    """53 random bits for every ``stream`` x ``counter``: non-negative int64, so that sorting agrees everywhere."""
+    """Return 53 bits for every ``stream`` x ``counter`` as non-negative int64, so that sorting agrees everywhere."""
     return _shift(fork(stream, counter), 11)
 
 
 def uniform(stream: int, n: int) -> NDArray[np.float64]:
-    """`n` numbers in [0, 1)."""
+    """Return `n` numbers in [0, 1)."""
     return np.asarray(bits(stream, np.arange(n, dtype=np.int64)) * 2.0**-53, dtype=np.float64)
 
 
 def permutation(stream: int, n: int) -> NDArray[np.int64]:
-    """A random order of ``range(n)``.
+    """Return a random order of ``range(n)``.
 
     >>> sorted(permutation(key(0, "doc"), 5).tolist())
     [0, 1, 2, 3, 4]
@@ -102,7 +102,7 @@ def permutation(stream: int, n: int) -> NDArray[np.int64]:
 
 
 def order(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What sorts random keys along the last axis: of equal ones, as good as never met, the first comes first."""
+    """Return the order that sorts keys along the last axis. Ties, which practically never occur, keep their order."""
     made = np.argsort(keys, axis=-1)  # many times as fast as a stable sort, and the same if no two keys are equal
     ranked = np.take_along_axis(keys, made, axis=-1)
     if bool((ranked[..., 1:] == ranked[..., :-1]).any()):
@@ -111,7 +111,7 @@ def order(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """A numpy generator for the few draws with no simple closed form (Dirichlet proportions).
+    """Return a numpy generator for the few draws with no simple closed form (Dirichlet proportions).
 
     It is made afresh for one (seed, purpose, counters) and thrown away, so it carries no position.
     """
@@ -119,7 +119,7 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
 
 
 def torch_seed(seed: int, purpose: str, *counters: int) -> int:
-    """A non-negative seed for `torch.manual_seed` (initial weights, dropout)."""
+    """Return a non-negative seed for `torch.manual_seed` (initial weights, dropout)."""
     return key(seed, purpose, *counters) & ((1 << 63) - 1)
 
 

@@ -23,7 +23,7 @@ class Constant:
     """The same rate in every round."""
 
     def factor(self, round: int) -> float:
-        """1."""
+        """Return 1."""
         return 1.0
 
 
@@ -40,7 +40,7 @@ class Exponential:
         _check_numbers(self, gamma=self.gamma)
 
     def factor(self, round: int) -> float:
-        """gamma^(round - 1)."""
+        """Return gamma^(round - 1)."""
         return float(self.gamma ** (round - 1))
 
 
@@ -57,7 +57,7 @@ class Milestones:
             raise BadInput(f"schedule 'milestones': at = {short_repr(self.at)} is not a list of whole rounds")
 
     def factor(self, round: int) -> float:
-        """gamma^(number of milestones reached)."""
+        """Return gamma^(number of milestones reached)."""
         return float(self.gamma ** sum(m <= round for m in self.at))
 
 
@@ -74,7 +74,7 @@ class Cosine:
             raise BadInput(f"schedule 'cosine': floor = {self.floor!r} is not a fraction in [0, 1]")
 
     def factor(self, round: int) -> float:
-        """floor + (1 - floor) (1 + cos(pi (round - 1) / rounds)) / 2."""
+        """Return floor + (1 - floor) (1 + cos(pi (round - 1) / rounds)) / 2."""
         done = min(1.0, (round - 1) / self.rounds)
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
 

@@ -158,7 +158,7 @@ class Simulation:
         return self.history
 
     def run_round(self, *, evaluate: bool = False) -> Row:
-        """Train one round; it is evaluated if it is its turn or asked for."""
+        """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set."""
         started = time.perf_counter()
         plan = self.next_plan()
         if isinstance(self.engine, Stacked):
@@ -170,7 +170,7 @@ class Simulation:
         return self.record(plan, report, seconds, metrics)
 
     def next_plan(self) -> Round:
-        """The plan of the round to come."""
+        """Return the plan of the next round."""
         number = self.state.round + 1
         planned, self._planned = self._planned, None
         if planned is None or planned.number != number:
@@ -179,13 +179,13 @@ class Simulation:
         return planned
 
     def plan_ahead(self) -> None:
-        """Plan the round after the one that runs now: the host has time while a GPU works."""
+        """Plan the round after the current one, while a GPU works on that."""
         if self._planned is None:
             with contextlib.suppress(BadInput):  # if there is no such round, it is not the time to say so
                 self._planned = self.plan.round(self.state.round + 2)
 
     def save(self, folder: str | Path) -> None:
-        """Write a checkpoint, as safetensors; again into the same folder, client by client only what changed.
+        """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.
 
         A folder with the checkpoints of another simulation is refused.
         """
@@ -197,7 +197,7 @@ class Simulation:
         self._checkpoints.save(self.state, self.history)
 
     def restore(self, folder: str | Path) -> None:
-        """Go back to the newest checkpoint of a simulation made with the same arguments, and its history.
+        """Restore the newest checkpoint, with its history, of a simulation made with the same arguments.
 
         A checkpoint of other settings is refused. Device, engine, precision, test data and evaluation may differ.
         """
@@ -214,50 +214,50 @@ class Simulation:
         self._checkpoints = checkpoints
 
     def start(self) -> tuple[State, Any]:
-        """The state before round 1, and the record of a client that has not taken part."""
+        """Return the state before round 1 and the initial state of a client."""
         state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         return state, self.algorithm.client_init(self.objective.start, self.objective.layers)
 
     def record(self, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]) -> Row:
-        """Add the row of a round that has just finished, with its evaluation if there was one."""
+        """Append the row of a finished round, with its evaluation if there was one, and return it."""
         row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)
         self.history.append(row)
         return row
 
     def refuse_nonfinite(self, row: Row) -> None:
-        """Stop a run whose weights are still finite but whose test loss is not; its row is kept."""
+        """Raise `Diverged` if the test loss is not finite although the weights are; the row is kept."""
         refuse_nonfinite(row)
 
     @property
     def model(self) -> nn.Module:
-        """The trained module: a copy of its own, in evaluation mode, that later rounds do not change."""
+        """A copy of the trained module in evaluation mode; later rounds do not change it."""
         return copy.deepcopy(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
 
     def evaluate(self) -> dict[str, float]:
-        """Accuracy and loss of the current model on the test data, and on the clients' own data if asked for."""
+        """Return the loss and accuracy of the current model on the test data, and the client metrics if enabled."""
         return self.metrics(self.measure())
 
     def measure(self) -> Tensor | None:
-        """Begin to evaluate the current model on the test data: a GPU is not waited for."""
+        """Start evaluating the current model on the test data, without waiting for a GPU."""
         if self.test_data is None:
             return None
         with arithmetic(self.precision, self.deterministic):
             return measure(self.objective, self.state.server.x, self.state.buffers, self.test_data)
 
     def metrics(self, measured: Tensor | None) -> dict[str, float]:
-        """What was measured, by name, with the metrics of clients if asked for."""
+        """Return the measured values by name, with the client metrics if enabled."""
         metrics = {} if measured is None else named(measured)
         return metrics | self._client_metrics() if self.client_metrics else metrics
 
     def _client_metrics(self) -> dict[str, float]:
-        """The model's accuracy on every client's own training data: how evenly it serves them."""
+        """Return how evenly the model serves the clients: its accuracy on each client's own training data."""
         with arithmetic(self.precision, self.deterministic):
             _, correct = predict(self.objective, self.state.server.x, self.state.buffers, self.train_data)
         assert correct is not None  # checked when the simulation was made
         return client_metrics(correct, self.plan.clients)
 
     def _check_fit(self, client_metrics: bool) -> None:
-        """Refuse a model that does not fit the data here rather than in round 1."""
+        """Refuse a model that does not fit the data when the simulation is made, not in round 1."""
         if check_fit(self.objective, self.train_data, "train", training_rows(self.plan)):
             self.metric = "accuracy"
         if self.test_data is not None:
@@ -271,7 +271,7 @@ class Simulation:
 
 
 def evaluate_together(simulations: Sequence[Simulation], *, always: bool = False) -> list[dict[str, float]]:
-    """Evaluate the simulations whose turn it is, or all; every one is under way before a GPU is waited for."""
+    """Evaluate the simulations that are due, or all of them; start every one before waiting for a GPU."""
     started = time.perf_counter()
     due = [always or simulation.state.round % simulation.evaluate_every == 0 for simulation in simulations]
     measured = [one.measure() if turn else None for one, turn in zip(simulations, due, strict=True)]

@@ -40,7 +40,7 @@ class Loop:
     why: str = "engine='loop' was asked for"  # why this engine, for messages
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
-        """One round: broadcast, local training of every active client, mean, server update."""
+        """Run one round: broadcast, local training of every active client, mean, server update."""
         algorithm, layers, x = self.algorithm, self.objective.layers, state.server.x
         needs = algorithm.needs(plan.number)
         weights = client_weights(plan, self.protocol.by_examples)
@@ -90,7 +90,7 @@ class Loop:
         c: int,
         watch: Callable[[int, Tensor, Tensor, Any, Any], None] | None = None,
     ) -> tuple[Any, Tensor]:
-        """Local training of the c-th active client: its final local state and the loss of every step [K_i]."""
+        """Train the c-th active client; return its final local state and the loss of every step [K_i]."""
         algorithm, objective = self.algorithm, self.objective
         local = algorithm.begin(down, client, info)
         losses = []
@@ -115,7 +115,7 @@ class Loop:
         return local, torch.stack(losses)
 
     def _dropout_streams(self, plan: Round, c: int) -> Tensor:
-        """The random stream of every local step's dropout masks [1, K_i]."""
+        """Return the random stream of every local step's dropout masks [1, K_i]."""
         streams = dropout_streams(plan.streams[c : c + 1], int(plan.steps[c]))
         return torch.from_numpy(streams).to(self.objective.device)
 
@@ -129,7 +129,7 @@ class Loop:
         return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
 
     def full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
-        """The gradient over all of a client's data: evaluation mode, so no dropout and fixed BatchNorm statistics."""
+        """Return the gradient over all of a client's data in evaluation mode (fixed BatchNorm statistics)."""
         data, total = self.data, torch.zeros_like(x)
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
         for part in torch.split(index, WHOLE_BATCH if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
@@ -140,7 +140,7 @@ class Loop:
         return total
 
     def _first_nonfinite_module(self, y: Tensor, buffers: Buffers, plan: Round, c: int, k: int) -> str | None:
-        """The first layer whose output is not finite on a batch, in the order of the forward pass."""
+        """Return the first layer, in the order of the forward pass, whose output on a batch is not finite."""
         found: list[str] = []
 
         def look(name: str) -> Callable[..., None]:
@@ -164,7 +164,7 @@ class Loop:
         return found[0] if found else None
 
     def explain(self, down: Any, client: Any, buffers: Buffers, info: ClientInfo, plan: Round, c: int, up: Any) -> None:
-        """Raise `Diverged` for a client whose result is not finite: run it again and look at every step."""
+        """Raise `Diverged` for a client whose result is not finite, after running it again and checking every step."""
         client_id, layers = int(plan.cohort[c]), self.objective.layers
 
         def watch(k: int, loss: Tensor, grad: Tensor, before: Any, after: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a federation is between two rounds, and what a round reports: shared by all engines."""
+"""The state between two rounds, and a round's sums and report: shared by all engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lamina.plan import Round
 
 @dataclass
 class State:
-    """Everything that must survive to continue a run: nothing else carries over from round to round."""
+    """Everything that carries over from one round to the next."""
 
     round: int  # rounds finished
     server: Any  # the algorithm's Server record
@@ -30,13 +30,13 @@ class State:
 
     @classmethod
     def start(cls, algorithm: Algorithm, objective: Objective, clients: int) -> State:
-        """The state before round 1."""
+        """Return the state before round 1."""
         return cls(0, algorithm.init(objective.start, objective.layers), dict(objective.buffers), {}, Ledger(clients))
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """What an engine measures while it runs a round."""
+    """The measurements of one round."""
 
     # means over clients are weighted as the algorithm's own
     train_loss: float  # mean over clients of their mean mini-batch loss
@@ -49,7 +49,7 @@ class RoundReport:
 
 @dataclass
 class Sums:
-    """What a round adds up over its clients; weights sum to one over the cohort."""
+    """The sums of a round over its clients; the weights of the cohort sum to one."""
 
     up: Any = None  # the weighted sum of the Ups: their mean
     buffers: Buffers = field(default_factory=dict)  # the weighted sum of the floating buffers
@@ -64,7 +64,7 @@ class Sums:
 
     @property
     def keeps_uploads(self) -> bool:
-        """Whether the round's uploads must be kept: sums are enough for the mean."""
+        """Whether the round's uploads must be kept; the mean needs only sums."""
         return not isinstance(self.aggregation, Mean)
 
     def keep(self, c: int, up: Any, buffers: Buffers) -> None:
@@ -89,7 +89,7 @@ class Sums:
             self.trust = weight * ratios if self.trust is None else self.trust + weight * ratios
 
     def plus(self, up: Any, buffers: Buffers, weight: float = 1.0) -> tuple[Any, Buffers]:
-        """What `up` and `buffers` will be once these are added; changes nothing."""
+        """Return `up` and `buffers` with these added, without changing them."""
         if self.up is None:
             total_up = type(up)(*(None if value is None else weight * value for value in up))
         else:
@@ -102,7 +102,7 @@ class Sums:
 def close_round(
     algorithm: Algorithm, layers: Layers, state: State, plan: Round, down: Any, sums: Sums, clients: dict[int, Any]
 ) -> tuple[State, RoundReport]:
-    """The server's step on the means, and the report: the same words in every engine."""
+    """Take the server's step on the means; return the new state and the report. All engines end a round here."""
     info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_steps=sums.steps)
     up, buffers = sums.combined(algorithm)
     server = algorithm.update(state.server, up, info)
@@ -128,7 +128,7 @@ def close_round(
 
 
 def client_weights(plan: Round, by_examples: bool) -> list[float]:
-    """Every active client's weight in the mean."""
+    """Return every active client's weight in the mean."""
     shares = plan.examples if by_examples else np.ones(len(plan.cohort))
     return [float(w) for w in shares / shares.sum()]
 
@@ -144,7 +144,7 @@ def undo_weighting(algorithm: Algorithm, up: Any, relative: float | Tensor) -> A
 def diverged(
     layers: Layers, vector: Tensor, round: int, lr: float, client: int | None, step: str = "", fallback: str = "loss"
 ) -> Diverged:
-    """The error for a NaN or an infinity in a flat vector: says where it is and what to try."""
+    """Return the error for a NaN or an infinity in a flat vector: where it is and what to try."""
     layer = (layers.first_nonfinite(vector) if vector.shape[-1] == layers.size else None) or fallback
     who = "the server's step" if client is None else f"client {client}{step}"
     return Diverged(
