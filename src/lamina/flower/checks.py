@@ -98,6 +98,15 @@ class Gradient(NamedTuple):
     gradient: Tensor
     examples: int
     clipped: tuple[str, ...] = ()
+    token: str = ""  # of the exchange
+
+
+class Evaluation(NamedTuple):
+    """What a client says of the model on its data, checked."""
+
+    loss: float
+    accuracy: float | None  # None: the data have no classes
+    examples: int
 
 
 class Problem(NamedTuple):
@@ -197,8 +206,8 @@ def read_gradient(content: RecordDict, like: Tensor, limits: Limits) -> Gradient
     return Gradient(tensors["gradient"], examples, clipped)
 
 
-def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None) -> tuple[float, float | None, int]:
-    """The loss, accuracy (if there are classes) and number of examples of an evaluation; raises `Refused`.
+def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None) -> Evaluation:
+    """Return a checked evaluation; raises `Refused`.
 
     `most` is the number of examples the client said it trains on, where it evaluates on the same.
     """
@@ -213,7 +222,7 @@ def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None
         raise Refused(f"its evaluation loss is {shorten(repr(loss), 40)}")
     if accuracy is not None and not (isinstance(accuracy, float) and 0 <= accuracy <= 1):
         raise Refused(f"its accuracy is {shorten(repr(accuracy), 40)}")
-    return loss, accuracy, examples
+    return Evaluation(loss, accuracy, examples)
 
 
 def read_problem(content: RecordDict) -> Problem | None:

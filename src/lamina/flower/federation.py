@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -24,13 +23,14 @@ from lamina.clients import Clients, deal
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
-from lamina.errors import BadInput, LaminaError, is_number, is_whole, unknown
+from lamina.errors import BadInput, LaminaError
 from lamina.experiment import run as running
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import LogLines, RunFolder
 from lamina.flower.checks import Limits
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
+from lamina.flower.setup import Setup
 from lamina.flower.signing import SERVER_OPTION, read_signer
 from lamina.plan import Plan
 from lamina.protocol import Protocol, Settings
@@ -38,7 +38,7 @@ from lamina.protocol import Protocol, Settings
 log = logging.getLogger(__name__)
 
 
-class Federation:
+class Federation(Setup):
     """A federation: what is trained, on whose data, by which rules.
 
     The same object is made on the server and on every node; each side calls only what it needs. Nothing is loaded
@@ -99,32 +99,27 @@ class Federation:
         signing_key: str | Path | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        for name, made in (("model", model), ("data", data), ("test", test), ("node_test", node_test)):
-            if isinstance(made, nn.Module) or (made is not None and not callable(made)):
-                raise BadInput(f"{name} is a {type(made).__name__}: give a function that makes it, such as lambda: …")
-        if evaluate_on not in ("central", "nodes", "both"):
-            raise unknown("evaluate_on", evaluate_on, ("central", "nodes", "both"))
-        for name, whole in (("rounds", rounds), ("attempts", attempts), ("evaluate_every", evaluate_every)):
-            if not is_whole(whole) or whole < 1:
-                raise BadInput(f"{name} = {whole!r} is not a whole number >= 1")
-        for name, number in (("deadline", deadline), ("poll", poll), ("quorum", quorum)):
-            if not (is_number(number) and math.isfinite(number) and number > 0):
-                raise BadInput(f"{name} = {number!r} is not a number > 0")
-        if not is_whole(quorum) and quorum > 1:
-            raise BadInput(f"quorum = {quorum!r} is neither a fraction up to 1 nor a whole number of clients")
-        self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-        rehearse(self.algorithm)
-        self.make_model, self.data, self.test, self.node_test = model, data, test, node_test
-        self.rounds, self.out, self.nodes, self.state_dir = rounds, out, nodes, state_dir
-        self.signing_key = signing_key
-        self.device = device
-        self.evaluate_every, self.evaluate_on = evaluate_every, evaluate_on
-        self.quorum, self.deadline, self.attempts, self.poll = quorum, deadline, attempts, poll
-        self.limits = limits or Limits()
-        self.protocol = Protocol.of(self.algorithm, settings)
-        self.plan = Plan(Clients.elsewhere(clients), self.protocol)
-        if is_whole(quorum) and quorum > clients:
-            raise BadInput(f"quorum = {quorum} of {clients} clients can never answer: give at most {clients}")
+        algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+        rehearse(algorithm)
+        super().__init__(
+            algorithm=algorithm,
+            plan=Plan(Clients.elsewhere(clients), Protocol.of(algorithm, settings)),
+            make_model=model,
+            data=data,
+            test=test,
+            node_test=node_test,
+            device=device,
+            rounds=rounds,
+            evaluate_every=evaluate_every,
+            evaluate_on=evaluate_on,
+            quorum=quorum,
+            deadline=deadline,
+            attempts=attempts,
+            poll=poll,
+            limits=limits or Limits(),
+            state_dir=state_dir,
+        )
+        self.out, self.nodes, self.signing_key = out, nodes, signing_key
         self._resolved: Callable[[], dict[str, Any]] | None = None  # of an experiment file
 
     @classmethod
@@ -165,11 +160,6 @@ class Federation:
         made = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
         made._resolved = dealt.config
         return made
-
-    def needed(self, cohort: int) -> int:
-        """How many of a cohort must answer."""
-        wanted = int(self.quorum) if is_whole(self.quorum) else math.ceil(self.quorum * cohort)
-        return max(1, min(cohort, wanted))
 
     def config(self) -> dict[str, Any]:
         """The run's configuration, as its folder keeps it."""

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 from lamina.algorithms.contract import Info
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
-from lamina.devices import choose_device
 from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
@@ -26,16 +25,13 @@ from lamina.experiment.run import THREADED_FROM
 from lamina.fit import check_fit, evaluation_rows
 from lamina.flower import signing, wire
 from lamina.flower.bounds import refuse_work
+from lamina.flower.setup import Setup
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
 from lamina.metrics import evaluate
 from lamina.objective import Buffers, Objective
 from lamina.plan import Plan, Round
 from lamina.text import printable
-
-if TYPE_CHECKING:
-    from lamina.flower.federation import Federation
-
 
 log = logging.getLogger(__name__)
 TYPES = (MessageType.QUERY, MessageType.TRAIN, wire.GRADIENT, MessageType.EVALUATE)
@@ -66,9 +62,8 @@ class App(ClientApp):
 class Node:
     """Answers the server's messages."""
 
-    def __init__(self, federation: Federation) -> None:
-        self.federation = federation
-        self.algorithm = federation.algorithm
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.algorithm = setup, setup.algorithm
 
     def app(self) -> ClientApp:
         """The Flower app."""
@@ -157,7 +152,7 @@ class Node:
     def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
         """The loss and accuracy of the server's model on this node's data."""
         self._accept(content, context)
-        data = self._data(self.federation.node_test or self.federation.data, context)
+        data = self._data(self.setup.node_test or self.setup.data, context)
         check_fit(self.objective, data, "test", evaluation_rows(data))
         figures = evaluate(self.objective, self._tensor(content, "x"), self._buffers(content), data)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
@@ -166,9 +161,8 @@ class Node:
 
     @functools.cached_property
     def objective(self) -> Objective:
-        """The model; its weights are of no importance, for the server sends its own."""
-        device = choose_device(self.federation.device)
-        objective = Objective(self.federation.make_model().to(device), self.federation.protocol.loss)
+        """The model; its trainable weights are not used, because the server sends its own."""
+        objective = self.setup.objective()
         if objective.start.numel() < THREADED_FROM:
             torch.set_num_threads(1)
         return objective
@@ -176,36 +170,29 @@ class Node:
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
-        data = self._data(self.federation.data, context)
+        data = self._data(self.setup.data, context)
         check_fit(self.objective, data, "train", 2 * min(task.protocol.batch_size or len(data), len(data)))
         return task, store, data
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:
         """The task in a message, if it is for this node and no replay, and where the client's files are."""
         task = Task.read(content)
-        self._check_app(task)
-        self._check_number(task, context)
-        root = context.node_config.get("state-dir") or self.federation.state_dir or default_folder()
-        store = Store(Path(str(root)).expanduser(), task.run, task.client)
-        if not signing.is_simulated():
-            store.refuse_replay(task.issued)
-        return task, store
-
-    def _check_app(self, task: Task) -> None:
         if task.app != wire.fingerprint(self.algorithm, self.objective):
             raise BadInput(
                 "the server's algorithm, its options, the model's layers or its frozen weights are not this node's: "
                 "run the same app on both sides"
             )
-
-    def _check_number(self, task: Task, context: Context) -> None:
-        """The server's list and this node's own configuration must agree: the data follow the latter."""
-        own = context.node_config.get("partition-id")
+        own = context.node_config.get("partition-id")  # this node's data follow it
         if own is not None and str(own) != str(task.client):
             raise BadInput(
                 f"this node is client {task.client} for the server, and its own partition-id is {own}: "
                 "correct the server's list of nodes, or restart the node with the other number"
             )
+        root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
+        store = Store(Path(str(root)).expanduser(), task.run, task.client)
+        if not signing.is_simulated():
+            store.refuse_replay(task.issued)
+        return task, store
 
     def _data(self, make: Callable[[Context], Any], context: Context) -> Dataset:
         return as_dataset(make(context)).to(self.objective.device)

@@ -2,8 +2,8 @@
 
 An answer is compared with the other answers of the same round and with nothing else, because anything remembered or
 broadcast may be the work of an earlier attack. The statistics are medians and order statistics over the clients, which
-a minority cannot set. `Limits` has the factors; docs/explanation/hostile-nodes.md says which attacks they stop, and what honest nodes
-were measured to need.
+a minority cannot set. `Limits` has the factors; docs/explanation/hostile-nodes.md says which attacks they stop, and
+what honest nodes were measured to need.
 """
 
 from __future__ import annotations

@@ -43,15 +43,17 @@ class Attendance:
     def lines(self) -> list[str]:
         """Whoever is not in the mean, in words."""
         every = [(entry, "") for entry in self.missing] + [(entry, "refused: ") for entry in self.refused]
-        return [f"{name(entry['client'], entry['node'])}: {word}{entry['why']}" for entry, word in every] + self.notes
+        return [
+            f"{name_of(entry['client'], entry['node'])}: {word}{entry['why']}" for entry, word in every
+        ] + self.notes
 
 
 def _entry(client: int | None, node: int | None) -> dict[str, Any]:
     return {"client": client, "node": None if node is None else str(node)}
 
 
-def name(client: int | None, node: int | str | None) -> str:
-    """A client and its node, in words."""
+def name_of(client: int | None, node: int | str | None) -> str:
+    """Return a client and its node in words."""
     if client is None:
         return f"node {node}"
     return f"client {client}" + (f" (node {node})" if node is not None else "")

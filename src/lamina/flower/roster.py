@@ -16,7 +16,7 @@ from lamina.errors import is_whole
 from lamina.flower import wire
 from lamina.flower.checks import read_problem
 from lamina.flower.mail import Mail
-from lamina.flower.records import Attendance, name
+from lamina.flower.records import Attendance, name_of
 
 ASK_FOR = 60.0  # seconds a round waits for the name of a node that has just come
 ANSWER_WITHIN = 600.0  # seconds until it is asked again
@@ -48,15 +48,15 @@ class Roster:
 
     def name(self, node: int) -> str:
         """A node in words."""
-        return name(self.client_of(node), node)
+        return name_of(self.client_of(node), node)
 
-    def nobodys(self) -> list[int]:
+    def unlisted(self) -> list[int]:
         """The clients that no node can be, because the list of nodes names none for them."""
         return [] if self.fixed is None else [c for c in range(self.clients) if c not in self.bound]
 
     def why_absent(self, client: int) -> str:
         """Why a client has no node that is connected."""
-        return "no node is listed for it" if client in self.nobodys() else "it is not connected"
+        return "no node is listed for it" if client in self.unlisted() else "it is not connected"
 
     def call(
         self,
@@ -78,7 +78,7 @@ class Roster:
             all_of_them: wait for all (at the start of a run), not only for those who have just come.
             waits: is told, at every look, for which clients.
         """
-        possible = [client for client in wanted if client not in self.nobodys()]
+        possible = [client for client in wanted if client not in self.unlisted()]
         while True:
             self._look(record)
             absent = [client for client in possible if self.node_of(client) is None]
