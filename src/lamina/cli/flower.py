@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import shutil
 import signal
 from collections.abc import Iterator
@@ -167,7 +166,7 @@ def tell_complete(job: Job, more: str) -> None:
 
 
 def read_quorum(text: str) -> float:
-    """A quorum as it is written: a whole number is one of clients, anything else a part of them."""
+    """Return a quorum: a whole number of clients, or a fraction of them."""
     value = 0.0
     with contextlib.suppress(ValueError):
         value = int(text) if text.isdecimal() else float(text)
@@ -205,15 +204,14 @@ def terminate_as_interrupt() -> Iterator[None]:
 
 
 class Display:
-    """How the run goes: a bar on a terminal, else a line per round; whoever is missing is named in a line."""
+    """Shows how a run goes: a bar on a terminal, else a line per round; and the warnings in the server's log."""
 
     def __init__(self, job: Job, quiet: bool, *, anew: bool = False) -> None:
         self._job, self._quiet = job, quiet
         self._live = not quiet and err.is_terminal
         self._seen = 0 if anew else len(job.history())  # rounds
-        self._journal, self._log = Tail(job.out / "federation.jsonl"), Tail(job.out / "log.txt")
-        self._said: set[str] = set()  # who was named for the last attempt
-        self._metrics = -1
+        self._log = Tail(job.out / "log.txt")
+        self._metrics_size = -1
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -249,12 +247,14 @@ class Display:
 
     def update(self) -> None:
         """Show what is new in the run's folder."""
-        self._name_awaited()
-        self._name_absent()
+        for line in self._log.lines():
+            _, _, level, text = [*line.split(" ", 3), "", "", ""][:4]  # after the date and the time
+            if level == "WARNING":
+                self.line(text)
         size = file_size(self._job.out / "metrics.jsonl")
-        if size == self._metrics:
+        if size == self._metrics_size:
             return
-        self._metrics = size
+        self._metrics_size = size
         history, rounds = self._job.history(), self._job.rounds
         for row in history[self._seen :]:
             accuracy = f"accuracy {row['accuracy']:.4f}" if "accuracy" in row else ""
@@ -265,31 +265,6 @@ class Display:
                 self.line(f"round {row['round']}/{rounds or '?'}{': ' + accuracy if accuracy else ''}")
         self._seen = max(self._seen, len(history))
 
-    def _name_awaited(self) -> None:
-        """Show what the server's log says about clients it waits for: before the first round there is nothing else."""
-        for line in self._log.lines():
-            level, _, said = line.partition(" ")[2].partition(" ")[2].partition(" ")  # after the date and the time
-            if level == "WARNING" and said.startswith(("waiting for ", "no node is listed ")):
-                self.line(said)
-
-    def _name_absent(self) -> None:
-        """Name, for every attempt at a round since the last look, who is not in its mean; once if it is the same."""
-        for line in self._journal.lines():
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
-                said = [
-                    f"{whose(one)} {kind}: {one['why']}" for kind in ("missing", "refused") for one in entry[kind]
-                ] + entry.get("notes", [])
-                for text in said:
-                    if text not in self._said:
-                        self.line(f"round {entry['round']}: {text}")
-                self._said = set(said)
-
-
-def whose(entry: dict[str, str | int | None]) -> str:
-    """Whom an entry of the attendance is about."""
-    return f"node {entry['node']}" if entry["client"] is None else f"client {entry['client']}"
-
 
 class Tail:
     """The lines that are added to a file from now on."""
@@ -298,22 +273,19 @@ class Tail:
         self._path, self._read = path, file_size(path)
 
     def lines(self) -> list[str]:
-        """What is new since the last look."""
-        size = file_size(self._path)
-        if size < self._read:
-            self._read = 0  # begun anew, or cut back
-        if size <= self._read:
-            return []
-        with self._path.open("rb") as file:
+        """Return the lines that are new since the last call."""
+        if file_size(self._path) < self._read:
+            self._read = 0  # the file was begun anew, or cut back
+        with contextlib.suppress(OSError), self._path.open("rb") as file:
             file.seek(self._read)
-            text = file.read(size - self._read)
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        return whole.decode(errors="replace").splitlines()
+            complete, newline, _ = file.read().rpartition(b"\n")
+            self._read += len(complete) + len(newline)
+            return complete.decode(errors="replace").splitlines()
+        return []
 
 
 def file_size(path: Path) -> int:
-    """The size of a file; 0 if there is none."""
+    """Return the size of a file; 0 if there is none."""
     try:
         return path.stat().st_size
     except OSError:

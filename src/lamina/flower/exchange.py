@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from flwr.app import Array, MessageType, RecordDict
@@ -15,7 +15,7 @@ from flwr.app import Array, MessageType, RecordDict
 from lamina.engines.state import State
 from lamina.flower import checks, wire
 from lamina.flower.checks import Evaluation, Expected, Gradient, Problem, Refused, Update
-from lamina.flower.judge import Judge
+from lamina.flower.judge import Attempt, Judge
 from lamina.flower.mail import Mail
 from lamina.flower.records import Attendance
 from lamina.flower.roster import Roster
@@ -86,32 +86,28 @@ class Exchange:
 
     # --- exchanges --------------------------------------------------------------------------------------------------
 
-    def gradients(self, state: State, nodes: Mapping[int, int], record: Attendance) -> dict[int, Gradient]:
+    def gradients(self, attempt: Attempt) -> dict[int, Gradient]:
         """Ask for every client's full gradient at x and number of examples."""
-        x = state.server.x
-        arrays = {"x": wire.encode(x)}
-        tokens = {client: secrets.token_hex(8) for client in nodes}
+        x, contents = attempt.state.server.x, self._about_x(attempt)
 
         def read(client: int, content: RecordDict) -> Gradient:
-            return checks.read_gradient(content, x, self.setup.limits)._replace(token=tokens[client])
+            gradient = checks.read_gradient(content, x, self.setup.limits)
+            return gradient._replace(token=wire.token_of(contents[client]))
 
-        contents = {client: self._message(state, arrays, self._task(record.round, client, tokens[client]))
-                    for client in nodes}  # fmt: skip
-        gradients = self._collect(wire.GRADIENT, contents, nodes, state, record, read)
-        self.judge.remove_odd_gradients(gradients, state, nodes, record)
+        gradients = self._collect(wire.GRADIENT, contents, attempt, read)
+        self.judge.remove_odd_gradients(gradients, attempt)
         return dict(sorted(gradients.items()))
 
     def updates(
         self,
-        state: State,
-        nodes: Mapping[int, int],
+        attempt: Attempt,
         down: Any,
         expected: Expected,
         gradients: Mapping[int, Gradient],
         last_loss: float | None,
-        record: Attendance,
     ) -> dict[int, Update]:
         """Have every client train, and return the updates that are used; `gradients` are those of Mime."""
+        state, nodes, record = attempt
         versions = self.setup.algorithm.down_versions(record.round)
         arrays = wire.pack(down)
         digests = {name: wire.digest(getattr(down, name)) for name in (*versions, *(["x"] if gradients else []))
@@ -149,34 +145,30 @@ class Exchange:
         for client in nodes:
             held = [n for n, v in versions.items() if n in digests and n in ledger and ledger[n][client] == v]
             contents[client] = message(client, [*held, *(["x"] if gradients else [])], base_of(client))
-        updates = self._collect(MessageType.TRAIN, contents, nodes, state, record, read, resend)
-        self.judge.remove_odd_updates(updates, state, down, expected, last_loss, nodes, record)
+        updates = self._collect(MessageType.TRAIN, contents, attempt, read, resend)
+        self.judge.remove_odd_updates(updates, attempt, down, expected, last_loss)
         return dict(sorted(updates.items()))
 
     def evaluations(self, state: State, record: Attendance) -> dict[int, Evaluation]:
         """Have every connected client evaluate the model."""
         clients = range(self.setup.plan.clients.count)
         nodes = {client: node for client in clients if (node := self.roster.node_of(client)) is not None}
-        arrays = {"x": wire.encode(state.server.x)}
+        attempt = Attempt(state, nodes, record)
 
         def read(client: int, content: RecordDict) -> Evaluation:
             on_training_data = self.setup.node_test is None
             most = self.judge.examples.get(client) if on_training_data else None
             return checks.read_evaluation(content, self.setup.limits, most)
 
-        contents = {client: self._message(state, arrays, self._task(record.round, client, secrets.token_hex(8)))
-                    for client in nodes}  # fmt: skip
-        evaluations = self._collect(MessageType.EVALUATE, contents, nodes, state, record, read)
-        self.judge.remove_odd_evaluations(evaluations, nodes, record)
+        evaluations = self._collect(MessageType.EVALUATE, self._about_x(attempt), attempt, read)
+        self.judge.remove_odd_evaluations(evaluations, attempt)
         return dict(sorted(evaluations.items()))
 
     def _collect(
         self,
         kind: str,
         contents: Mapping[int, RecordDict],
-        nodes: Mapping[int, int],
-        state: State,
-        record: Attendance,
+        attempt: Attempt,
         read: Callable[[int, RecordDict], Any],
         resend: Callable[[int, Problem], RecordDict] | None = None,
     ) -> dict[int, Any]:
@@ -185,12 +177,11 @@ class Exchange:
         Args:
             kind: Flower's message type.
             contents: the messages by client.
-            nodes: the clients' nodes.
-            state: the training state.
-            record: takes down who does not answer, and whose answer is refused.
+            attempt: its record takes down who does not answer, and whose answer is refused.
             read: reads a client's reply, or raises `Refused`.
             resend: makes another message for a client that does not hold what its message relied on.
         """
+        state, nodes, record = attempt
         clients = {nodes[client]: client for client in contents}
         tokens = {client: wire.token_of(content) for client, content in contents.items()}
         answers: dict[int, Any] = {}
@@ -229,6 +220,9 @@ class Exchange:
         failed = self.mail.exchange(messages, kind, str(record.round), self.setup.deadline, record, take, waits)
         for node, why in failed.items():
             record.miss(clients[node], node, why)
+        for client, answer in answers.items():
+            for field in getattr(answer, "clipped", ()):
+                record.note(f"{self.roster.name(nodes[client])}: '{field}' was scaled down to the limit")
         return answers
 
     # --- messages ---------------------------------------------------------------------------------------------------
@@ -248,6 +242,15 @@ class Exchange:
             settings=json.dumps(plan.protocol.local_record(number)),
         )
 
+    def _about_x(self, attempt: Attempt) -> dict[int, RecordDict]:
+        """Return messages with nothing but x, the buffers and a task, by client."""
+        arrays = {"x": wire.encode(attempt.state.server.x)}
+        number = attempt.record.round
+        return {
+            client: self._message(attempt.state, arrays, self._task(number, client, secrets.token_hex(8)))
+            for client in attempt.nodes
+        }
+
     def _message(self, state: State, down: Mapping[str, Array], task: Task) -> RecordDict:
         buffers = {name: wire.encode(value) for name, value in wire.floating(state.buffers).items()}
-        return wire.content_of({"down": down, "buffers": buffers, "task": task.record()})
+        return wire.content_of({"down": down, "buffers": buffers, "task": asdict(task)})

@@ -1,4 +1,4 @@
-"""`Federation`: one object describes a federation, and the server's and the nodes' apps are made of it."""
+"""`Federation`: the one object that describes a federation, and makes the server's and the nodes' apps."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Federation(Setup):
 
     @classmethod
     def from_experiment(cls, experiment: Experiment, **more: Any) -> Federation:
-        """The federation of an experiment file: client i holds what the simulation deals to client i.
+        """Return the federation of an experiment file: client i holds what the simulation deals to client i.
 
         Every machine needs the data set, and uses only its part. So a federation can be compared with its simulation.
 
@@ -132,10 +132,9 @@ class Federation(Setup):
             experiment: the experiment.
             **more: what a file does not say: out, nodes, quorum, deadline, attempts, poll, limits, state_dir, ...
         """
-        data, train, run = experiment.data, experiment.train, experiment.run
         algorithm, settings = running.build_algorithm(experiment), running.settings_of(experiment)
-        partition = running.build_partition(experiment)
-        if data.partition.name == "reallocate":
+        partition, run = running.build_partition(experiment), experiment.run
+        if experiment.data.partition.name == "reallocate":
             raise BadInput(
                 "partition 'reallocate' gives clients other data in every round, and a node keeps its own: "
                 "choose another partition, such as 'dirichlet'"
@@ -143,26 +142,17 @@ class Federation(Setup):
         if run.trust_ratios or run.client_metrics:
             log.warning("trust_ratios and client_metrics are not measured in a federation; see evaluate_on")
         if run.precision != "fp32":
-            log.warning(
-                "precision = '%s' is for simulations: nodes compute in the model's own precision", run.precision
-            )
-
+            log.warning("precision = '%s' is for simulations only: nodes use the model's own precision", run.precision)
         dealt = _Dealt(experiment, partition)
-        given: dict[str, Any] = {
-            "rounds": train.rounds,
-            "out": run.out,
-            "test": dealt.test,
-            **settings,
-            "device": run.device,
-            "evaluate_every": run.evaluate_every,
-        }
+        given: dict[str, Any] = {"rounds": experiment.train.rounds, "out": run.out, "test": dealt.test, **settings}
+        given |= {"device": run.device, "evaluate_every": run.evaluate_every}
         clients = running.count_clients(experiment) or dealt.clients.count
-        made = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
-        made._resolved = dealt.config
-        return made
+        federation = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
+        federation._resolved = dealt.config
+        return federation
 
     def config(self) -> dict[str, Any]:
-        """The run's configuration, as its folder keeps it."""
+        """Return the run's configuration, as its folder stores it."""
         named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
         train = self.protocol.record()
         del train["augmentation"]  # a section of an experiment's data
@@ -184,7 +174,7 @@ class Federation(Setup):
         return config | {"federation": {"on": "flower"}}
 
     def server_app(self) -> ServerApp:
-        """The app for Flower's server."""
+        """Return the app for Flower's server."""
         app = ServerApp()
 
         @app.main()
@@ -211,12 +201,12 @@ class Federation(Setup):
         return app
 
     def client_app(self) -> ClientApp:
-        """The app for Flower's nodes."""
+        """Return the app for Flower's nodes."""
         return Node(self).app()
 
 
 class _Dealt:
-    """An experiment's data, dealt to clients: loaded once in a process, when they are needed."""
+    """An experiment's data, dealt to clients; loaded on first use, once per process."""
 
     def __init__(self, experiment: Experiment, partition: Partition) -> None:
         self.experiment, self.partition = experiment, partition
@@ -231,7 +221,7 @@ class _Dealt:
         return deal(self.splits.train, count, self.partition, self.experiment.train.seed)
 
     def part(self, context: Context) -> Dataset:
-        """What a node holds."""
+        """Return the data of a node."""
         client = client_number(context)
         if not 0 <= client < self.clients.count:
             raise BadInput(f"partition-id = {client}, but the clients are numbered 0 to {self.clients.count - 1}")
@@ -244,14 +234,14 @@ class _Dealt:
         return running.build_model(self.experiment, self.splits.train)
 
     def config(self) -> dict[str, Any]:
-        """The configuration as resolved, for the engine that nodes use."""
+        """Return the resolved configuration, with the engine that nodes use."""
         run = self.experiment.run.model_copy(update={"engine": "loop", "precision": "fp32"})
         plain = self.experiment.model_copy(update={"run": run})
         return running.resolved(plain, running.build(plain, self.splits))
 
 
 def read_nodes(given: Any, clients: int) -> dict[int, int] | None:
-    """A table of node ids and client numbers, from a mapping or a JSON file."""
+    """Return the client of every listed node, from a mapping or a JSON file; None without a list."""
     if given is None:
         return None
     table = given

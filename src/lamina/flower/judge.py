@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,13 +11,20 @@ import torch
 from lamina.algorithms.contract import Info
 from lamina.engines.state import State
 from lamina.flower import checks, outliers, wire
-from lamina.flower.bounds import absurd_losses
 from lamina.flower.checks import Evaluation, Expected, Gradient, Update
 from lamina.flower.records import Attendance, name_of
 from lamina.flower.setup import Setup
 from lamina.objective import Objective
 
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
+
+
+class Attempt(NamedTuple):
+    """One attempt at a round, or at its evaluation."""
+
+    state: State  # before the round
+    nodes: Mapping[int, int]  # by client: those that are asked
+    record: Attendance
 
 
 class Judge:
@@ -77,9 +84,7 @@ class Judge:
         return self.algorithm.finish(local, down, client, info)[0]
 
     def _broadcast(self, state: State, down: Any, number: int) -> outliers.Broadcast:
-        """Return what answers are compared by; without a `down` there are no second moments yet."""
-        if down is None:
-            return outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
+        """Return what updates are compared by."""
 
         def info(steps: int) -> Info:
             return Info(number, self.protocol.rate(number), steps=float(steps))
@@ -100,66 +105,51 @@ class Judge:
 
     # --- what is removed --------------------------------------------------------------------------------------------
 
-    def remove_odd_gradients(
-        self, gradients: dict[int, Gradient], state: State, nodes: Mapping[int, int], record: Attendance
-    ) -> None:
+    def remove_odd_gradients(self, gradients: dict[int, Gradient], attempt: Attempt) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""
-        _note_clipped(gradients, nodes, record)
-        odd = outliers.judge_gradients(gradients, self._broadcast(state, None, record.round), self.limits)
-        self._remove_odd(gradients, odd, outliers.sizes_of_gradients(gradients), nodes, record)
+        known = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
+        odd = outliers.judge_gradients(gradients, known, self.limits)
+        self._remove_odd(gradients, odd, outliers.sizes_of_gradients(gradients), attempt)
 
     def remove_odd_updates(
-        self,
-        updates: dict[int, Update],
-        state: State,
-        down: Any,
-        expected: Expected,
-        last_loss: float | None,
-        nodes: Mapping[int, int],
-        record: Attendance,
+        self, updates: dict[int, Update], attempt: Attempt, down: Any, expected: Expected, last_loss: float | None
     ) -> None:
         """Remove updates that were sent before or stand out, and replace training losses nobody can believe."""
-        _note_clipped(updates, nodes, record)
+        _, nodes, record = attempt
         for client, update in list(updates.items()):
             # An update without any movement is no sign of a replay.
             if bool(update.up.delta.any()) and _short_digest(update) in self.accepted.get(client, []):
                 record.refuse(client, nodes[client], "its update is one it has sent before")
                 del updates[client]
-        known = self._broadcast(state, down, record.round)
+        known = self._broadcast(attempt.state, down, record.round)
         implied = tuple(expected.implied(expected.up, 1))
         odd = outliers.judge_updates(updates, known._replace(implied=implied), self.limits)
-        self._remove_odd(updates, odd, outliers.sizes_of_updates(updates, known), nodes, record)
-        typical, absurd = absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
+        self._remove_odd(updates, odd, outliers.sizes_of_updates(updates, known), attempt)
+        typical, absurd = outliers.absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
         for client in absurd:
             loss = f"its training loss {updates[client].loss:.3g}"
             record.note(f"{name_of(client, nodes[client])}: {loss} is out of all proportion: not recorded")
             updates[client] = updates[client]._replace(loss=typical)
 
     def _remove_odd(
-        self,
-        answers: dict[int, Any],
-        odd: Mapping[int, str],
-        sizes: outliers.Sizes,
-        nodes: Mapping[int, int],
-        record: Attendance,
+        self, answers: dict[int, Any], odd: Mapping[int, str], sizes: outliers.Sizes, attempt: Attempt
     ) -> None:
         """Remove answers that stand out from the others, or are absurd beside those of earlier rounds."""
         self._sizes |= sizes
         counts = {client: answer.examples for client, answer in answers.items()}
         few = outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
-        for client, why in {**odd, **few, **checks.grown(counts, self.examples, self.limits)}.items():
-            record.refuse(client, nodes[client], why)
+        for client, why in {**odd, **few, **checks.examples_grown(counts, self.examples, self.limits)}.items():
+            attempt.record.refuse(client, attempt.nodes[client], why)
             del answers[client]
 
-    def remove_odd_evaluations(
-        self, evaluations: dict[int, Evaluation], nodes: Mapping[int, int], record: Attendance
-    ) -> None:
+    def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], attempt: Attempt) -> None:
         """Remove evaluations that claim far too many examples, or an absurd loss."""
+        _, nodes, record = attempt
         counts = {client: one.examples for client, one in evaluations.items()}
         for client, why in outliers.judge_counts(counts, self.limits).items():
             record.refuse(client, nodes[client], why)
             del evaluations[client]
-        for client in absurd_losses({client: one.loss for client, one in evaluations.items()}, None)[1]:
+        for client in outliers.absurd_losses({client: one.loss for client, one in evaluations.items()}, None)[1]:
             loss = f"its evaluation loss {evaluations[client].loss:.3g}"
             record.refuse(client, nodes[client], f"{loss} is out of all proportion")
             del evaluations[client]
@@ -173,14 +163,6 @@ class Judge:
             self.growth[what] = max(value, self.growth.get(what, 0.0))
         for what, median in outliers.medians(self._sizes, list(updates)).items():
             self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]
-
-
-def _note_clipped(
-    answers: Mapping[int, Gradient] | Mapping[int, Update], nodes: Mapping[int, int], record: Attendance
-) -> None:
-    for client, answer in answers.items():
-        for field in answer.clipped:
-            record.note(f"{name_of(client, nodes[client])}: '{field}' was scaled down to the limit")
 
 
 def _short_digest(update: Update) -> str:

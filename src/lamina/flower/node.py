@@ -1,4 +1,4 @@
-"""A node's side: train one client as the reference engine does, on data that stay here."""
+"""The node's side: train one client as the reference engine does, on data that never leave the node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.run import THREADED_FROM
 from lamina.fit import check_fit, evaluation_rows
 from lamina.flower import signing, wire
-from lamina.flower.bounds import refuse_work
 from lamina.flower.setup import Setup
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
@@ -35,11 +34,11 @@ from lamina.text import printable
 
 log = logging.getLogger(__name__)
 TYPES = (MessageType.QUERY, MessageType.TRAIN, wire.GRADIENT, MessageType.EVALUATE)
-OTHER = "install the same version of lamina on both sides"
+MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on
 
 
 class Missing(Exception):
-    """What the server believes this node holds, and it does not."""
+    """The server relies on files that this node does not hold."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(f"does not hold {', '.join(names)}")
@@ -66,7 +65,7 @@ class Node:
         self.setup, self.algorithm = setup, setup.algorithm
 
     def app(self) -> ClientApp:
-        """The Flower app."""
+        """Return the Flower app."""
         app = App(self._answering(self.refuse))
         app.query()(self._answering(self.who))
         app.train()(self._answering(self.train))
@@ -75,29 +74,30 @@ class Node:
         return app
 
     def _answering(self, do: Callable[[RecordDict, Context], RecordDict]) -> Callable[[Message, Context], Message]:
-        """A handler of messages: what this node cannot do is said in one line, not as a traceback.
+        """Return a handler of messages, which reports a problem in one line instead of raising an exception.
 
         An exception's own text stays on the node: it may quote the node's data.
         """
 
         def handle(message: Message, context: Context) -> Message:
-            token = ""
+            token, content, problem = "", RecordDict(), {}
             try:
                 token = wire.token_of(message.content)
                 signing.authenticate(message, context)
                 content = do(message.content, context)
             except Missing as error:
-                content = wire.content_of({"problem": {"text": str(error), "missing": error.names}})
+                problem = {"text": str(error), "missing": error.names}
             except Diverged as error:
-                content = wire.content_of({"problem": {"text": str(error), "diverged": error.layer}})
+                problem = {"text": str(error), "diverged": error.layer}
             except LaminaError as error:
                 text = own_words(error)
                 log.warning("round %s: %s", message.metadata.group_id or "-", text)
-                content = wire.content_of({"problem": {"text": wire.shorten(text, 1000)}})
+                problem = {"text": wire.shorten(text, 1000)}
             except Exception as error:
                 log.exception("this node cannot answer a message of the server")
-                text = f"its app raised {type(error).__name__}; the node's own log says more"
-                content = wire.content_of({"problem": {"text": text}})
+                problem = {"text": f"its app raised {type(error).__name__}; the node's own log says more"}
+            if problem:
+                content = wire.content_of({"problem": problem})
             content[wire.ANSWER] = ConfigRecord({"to": token})
             return Message(content, reply_to=message)
 
@@ -106,15 +106,15 @@ class Node:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def who(self, content: RecordDict, context: Context) -> RecordDict:
-        """Which client this node is, as its own configuration says."""
+        """Return the number of this node's client, from its own configuration."""
         return wire.content_of({"who": {"client": client_number(context)}})
 
     def refuse(self, content: RecordDict, context: Context) -> RecordDict:
         """Refuse a message of a type that this app has no function for."""
-        raise BadInput(f"refused a message of an unknown type: {OTHER}")
+        raise BadInput(f"refused a message of an unknown type: {wire.SAME_VERSION}")
 
     def train(self, content: RecordDict, context: Context) -> RecordDict:
-        """One round of local training; the client's new state is on disk before the update is sent."""
+        """Train locally for one round; the client's new state is on disk before the update is sent."""
         task, store, data = self._begin(content, context)
         down, buffers, client = self._given(content, task, store)
         loop, plan = self._loop(task, data), self._plan(task, data)
@@ -137,7 +137,7 @@ class Node:
         return wire.content_of({"up": wire.pack(up), "buffers": moved, "figures": figures})
 
     def gradient(self, content: RecordDict, context: Context) -> RecordDict:
-        """Mime's first exchange: the gradient over all local data at x; both are kept for the second."""
+        """Return the gradient over all local data at x (Mime's first exchange); keep both for the second exchange."""
         task, store, data = self._begin(content, context)
         x, buffers = self._tensor(content, "x"), self._buffers(content)
         gradient = self._loop(task, data).full_gradient(x, buffers, self._plan(task, data), 0)
@@ -150,7 +150,7 @@ class Node:
         return wire.content_of({"up": {"gradient": wire.encode(gradient)}, "figures": {"examples": len(data)}})
 
     def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
-        """The loss and accuracy of the server's model on this node's data."""
+        """Evaluate the server's model on this node's data."""
         self._accept(content, context)
         data = self._data(self.setup.node_test or self.setup.data, context)
         check_fit(self.objective, data, "test", evaluation_rows(data))
@@ -175,7 +175,7 @@ class Node:
         return task, store, data
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:
-        """The task in a message, if it is for this node and no replay, and where the client's files are."""
+        """Return the task in a message and the client's store; refuse a task for another node, or a replay."""
         task = Task.read(content)
         if task.app != wire.fingerprint(self.algorithm, self.objective):
             raise BadInput(
@@ -198,7 +198,7 @@ class Node:
         return as_dataset(make(context)).to(self.objective.device)
 
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
-        """The round's Down, from the message and from disk; the buffers; and the client's state at its base."""
+        """Return the round's Down, from the message and from disk; the buffers; and the client's state at its base."""
         start, algorithm = self.objective.start, self.algorithm
         mean_gradient = start if algorithm.needs(task.round).control_variate else None
         like_down = algorithm.broadcast(
@@ -208,7 +208,9 @@ class Node:
         names = {*wire.arrays_of(content, "down"), *task.held}
         if names != wanted:
             odd = wire.shorten(", ".join(sorted(names ^ wanted)), 80)
-            raise BadInput(f"the server's message lacks, or has beside those it needs, the fields {odd}: {OTHER}")
+            raise BadInput(
+                f"the server's message lacks, or has beside those it needs, the fields {odd}: {wire.SAME_VERSION}"
+            )
         sent = {name: self._tensor(content, name) for name in wire.arrays_of(content, "down")}
         held = {
             name: store.load_held(name, tag)
@@ -232,14 +234,14 @@ class Node:
         return down, self._buffers(content), type(client)(*(_on(value, start) for value in client))
 
     def _tensor(self, content: RecordDict, name: str) -> Tensor:
-        """A Down field: by the contract one number per parameter, or, but for x, one alone."""
+        """Return a Down field: one number per parameter or, but for x, a single one."""
         start = self.objective.start
         array = wire.arrays_of(content, "down").get(name)
         single = name != "x" and array is not None and tuple(array.shape) == (1,)
         return _decode(name, array, start[:1] if single else start)
 
     def _buffers(self, content: RecordDict) -> Buffers:
-        """Buffers of our own to train with: the server's floating ones, and the others as they always are."""
+        """Return buffers to train with: the server's floating ones, and this node's others."""
         own = {name: value.clone() for name, value in self.objective.buffers.items()}
         arrays = wire.arrays_of(content, "buffers")
         return own | {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(own).items()}
@@ -248,9 +250,14 @@ class Node:
         return Loop(self.algorithm, self.objective, data, task.protocol)
 
     def _plan(self, task: Task, data: Dataset) -> Round:
-        """This client's part of the round plan: the same batches as if all clients were simulated together."""
+        """Return this client's part of the round plan: the same batches as if all clients were simulated together."""
         protocol = task.protocol
-        refuse_work(len(data), int(protocol.steps(np.array([len(data)]))[0]), protocol.batch_size or len(data))
+        steps, batch = int(protocol.steps(np.array([len(data)]))[0]), min(len(data), protocol.batch_size or len(data))
+        if steps * batch > MAX_SAMPLES_PER_ROUND:
+            raise BadInput(
+                f"the server asks for {steps} local steps of {batch} samples in one round, and this node trains on at "
+                f"most {MAX_SAMPLES_PER_ROUND}: lower epochs or local_steps"
+            )
         own = Plan(Clients.elsewhere(task.clients), protocol).round_of(
             task.round, np.array([task.client]), [np.arange(len(data))]
         )
@@ -258,17 +265,17 @@ class Node:
 
 
 def _decode(name: str, array: Array | None, like: Tensor) -> Tensor:
-    """The tensor in a message of the server's, which must have this dtype and shape."""
+    """Return a tensor of the server's message, which must have this dtype and shape."""
     if array is None:
-        raise BadInput(f"the server's message lacks '{name}': {OTHER}")
+        raise BadInput(f"the server's message lacks '{name}': {wire.SAME_VERSION}")
     try:
         return wire.decode(array, like)
     except wire.Unreadable as error:
-        raise BadInput(f"the server's message: '{name}' {error}: {OTHER}") from None
+        raise BadInput(f"the server's message: '{name}' {error}: {wire.SAME_VERSION}") from None
 
 
 def own_words(error: LaminaError) -> str:
-    """An error's text without the words of the exceptions behind it, which may quote data: their types remain.
+    """Return an error's text, with the words of the exceptions behind it, which may quote data, as their types alone.
 
     >>> try:
     ...     try:
@@ -296,7 +303,7 @@ def _one_line(text: str) -> str:
 
 
 def client_number(context: Context) -> int:
-    """The number a node's own configuration gives it."""
+    """Return the client number in a node's own configuration."""
     given = context.node_config.get("partition-id")
     if isinstance(given, bool) or not isinstance(given, int):
         raise BadInput(

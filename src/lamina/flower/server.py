@@ -25,7 +25,7 @@ from lamina.experiment.folder import RunFolder
 from lamina.flower import wire
 from lamina.flower.checks import Gradient, Update
 from lamina.flower.exchange import Exchange
-from lamina.flower.judge import Judge
+from lamina.flower.judge import Attempt, Judge
 from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal
 from lamina.flower.roster import Roster
@@ -65,7 +65,7 @@ class Server:
         self.roster = Roster(self.mail, self.plan.clients.count, nodes)
         app = wire.fingerprint(self.algorithm, self.objective)
         self.exchange = Exchange(setup, app, self.mail, self.roster, self.judge)
-        self._last_warnings: set[str] = set()  # of the last attempt
+        self._warned: dict[str, int] = {}  # by line: the last round with this warning
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Server:
         info = Info(number, self.protocol.rate(number), participation=len(cohort) / self.plan.clients.count)
         gradients: dict[int, Gradient] = {}
         if needs.control_variate:
-            gradients = self.exchange.gradients(self.state, nodes, record)
+            gradients = self.exchange.gradients(Attempt(self.state, nodes, record))
             if len(gradients) < needed:
                 return None, {}  # nobody need train for nothing
             nodes = {client: nodes[client] for client in gradients}
@@ -194,7 +194,8 @@ class Server:
         example = info._replace(full_gradient=self.state.server.x if any(needs) else None)
         expected = self.judge.expected(self.state, down, example)
         last_loss = float(self.history[-1]["train_loss"]) if len(self.history) else None
-        return down, self.exchange.updates(self.state, nodes, down, expected, gradients, last_loss, record)
+        attempt = Attempt(self.state, nodes, record)
+        return down, self.exchange.updates(attempt, down, expected, gradients, last_loss)
 
     def _refuse_divergence(self, number: int, needed: int) -> None:
         """Raise `Diverged` if a quorum of a round without enough updates reports that its training went non-finite."""
@@ -212,12 +213,11 @@ class Server:
         )
 
     def _warn(self, record: Attendance) -> None:
-        """Log who is not in the mean, but not what the last attempt has already logged."""
-        lines = record.lines()
-        for line in lines:
-            if line not in self._last_warnings:
+        """Log who is not in the mean; what is the same in one round after another is logged once."""
+        for line in record.lines():
+            if self._warned.get(line, -1) < record.round - 1:
                 log.warning("round %d: %s", record.round, line)
-        self._last_warnings = set(lines)
+            self._warned[line] = record.round
 
     # --- the server's step ------------------------------------------------------------------------------------------
 
@@ -299,6 +299,7 @@ class Server:
         results = self.exchange.evaluations(self.state, attendance).values()
         for line in attendance.lines():
             record.note(f"evaluation: {line}")
+        self._warn(record)
         metrics: dict[str, float | int] = {
             "evaluating_nodes": len(results),
             "evaluation_bytes": self.mail.traffic.down,

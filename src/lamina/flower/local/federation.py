@@ -72,7 +72,6 @@ class LocalFederation:
         *,
         secure: bool = True,
         port: int | None = None,
-        node_config: Settings | None = None,
         say: Callable[[str], None] = lambda line: None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
@@ -84,7 +83,6 @@ class LocalFederation:
         self.node_ids: dict[int, int] = {}  # Flower's number of a node -> number of its client
         self.nodes: dict[int, Process] = {}  # by client
         self.superlink: Process | None = None
-        self._node_config = dict(node_config or {})
         self._say, self._warn = say, warn or say  # what is done now; what happened to a node
         self._lock: Lock | None = None
         self._died: dict[int, tuple[float, float]] = {}  # client -> when its node died, when to try again
@@ -222,7 +220,6 @@ class LocalFederation:
             "num-partitions": self.count,
             "state-dir": str(self.folder / node_name(client) / "state"),
             NODE_OPTION: str(key_files(self.folder / "keys")[1]),
-            **self._node_config,
         }
         self.nodes[client] = self.start_supernode(node_name(client), settings)
         return self.nodes[client]
