@@ -696,7 +696,7 @@ def test_a_late_node_is_called_late_and_the_advice_is_the_deadline(tmp_path):
 
 
 def test_who_is_waited_for_is_said_while_it_is_waited(tmp_path, monkeypatch):
-    monkeypatch.setattr("lamina.flower.server.PATIENCE", 0.05)
+    monkeypatch.setattr("lamina.flower.exchange.FIRST_LINE_S", 0.05)
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"deadline": 0.4, "attempts": 1})
     grid = setup.grid(delay=lambda node, message: 0.2 if is_train(message) else 0)
     grid.offline.update((NODE + 2, NODE + 3))

@@ -24,7 +24,7 @@ import lamina
 from flower_grid import over_the_wire, signed
 from lamina.errors import BadInput
 from lamina.flower import Stopped, pull, signing, wire
-from lamina.flower.bounds import absurd_losses
+from lamina.flower.outliers import absurd_losses
 from test_flower import (
     NODE,
     Setup,
@@ -399,7 +399,7 @@ def test_what_a_task_may_ask_for_is_bounded(asked, why, tmp_path, monkeypatch):
     task |= {name: value for name, value in asked.items() if name in task} | {"settings": json.dumps(settings)}
     message.content["task"] = ConfigRecord(task)
     if why is None:  # as much as a node does; it is not really done here
-        monkeypatch.setattr("lamina.flower.bounds.MOST_SAMPLES", 10**7)
+        monkeypatch.setattr("lamina.flower.node.MAX_SAMPLES_PER_ROUND", 10**7)
         why = "local steps of"
     started = time.monotonic()
     assert why in problem(setup.client_app()(signed(message), grid.contexts[NODE + 1]))

@@ -5,7 +5,6 @@ import datetime
 import importlib
 import importlib.util
 import io
-import json
 import os
 import re
 import signal
@@ -26,9 +25,11 @@ from rich.console import Console
 
 import lamina
 from lamina import BadInput, cli
-from lamina.cli import flower
+from lamina.cli import flower, flower_template
 from lamina.experiment.config import parse
-from lamina.flower import TESTED, guard, keys, processes
+from lamina.flower import TESTED, keys
+from lamina.flower.local import federation as local
+from lamina.flower.local import guard, jobs, processes
 
 ROOT = Path(__file__).parent.parent
 
@@ -242,8 +243,8 @@ def test_the_template_is_part_of_the_package():
 
 def test_the_readme_installs_the_flower_that_is_pinned():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["flower"] == [f"flwr=={flower.FLWR}"]
-    assert TESTED == flower.FLWR
+    assert project["optional-dependencies"]["flower"] == [f"flwr=={flower_template.FLWR}"]
+    assert TESTED == flower_template.FLWR
 
 
 def test_no_text_tells_to_open_the_control_interface():
@@ -291,7 +292,7 @@ TOML = '[data]\nclients = 20\n[model]\nname = "mlp"\nhidden = 8\n[train]\nrounds
 
 
 def test_up_refuses_before_anything_is_started(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(processes.LocalFederation, "start", lambda self: pytest.fail("started"))
+    monkeypatch.setattr(local.LocalFederation, "start", lambda self: pytest.fail("started"))
     (tmp_path / "small.toml").write_text(TOML)
     (tmp_path / "empty").mkdir()
     app = '[project]\nname = "a"\n[tool.flwr.app.config]\nout = ""\n'
@@ -332,7 +333,7 @@ def test_the_command_line_does_not_import_flower():
 def test_the_shim_builds_the_federation(tmp_path):
     spec = parse({"data": {"clients": 3}, "model": {"name": "mlp", "hidden": 8}, "train": {"rounds": 7, "lr": 0.5}})
     number = 2**64 - 1  # as long as Flower's get
-    flower.write_app(tmp_path / "app", spec, Path("out"), {number: 2, 5: 0, 6: 1}, {"deadline": 9.0, "quorum": 2})
+    jobs.write_app(tmp_path / "app", spec, Path("out"), {number: 2, 5: 0, 6: 1}, {"deadline": 9.0, "quorum": 2})
     scope = {"__file__": str(tmp_path / "app" / "lamina_up" / "__init__.py"), "__name__": "lamina_up"}
     exec((tmp_path / "app" / "lamina_up" / "__init__.py").read_text(), scope)
     made = scope["federation"]
@@ -346,7 +347,7 @@ def test_the_shim_builds_the_federation(tmp_path):
 def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(flower, "err", Console(file=shown, width=200))
-    job = flower.Job(tmp_path / "run", 3)
+    job = jobs.Job(tmp_path / "run", 3)
     display = flower.Display(job, quiet=False)
     with display:
         display.say("starting")
@@ -359,15 +360,8 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
             "2026-11-15 11:00:03,123 WARNING no node is listed for client 2: it takes no part\n"
         )
         display.update()
-        attempt = {
-            "round": 1,
-            "missing": [{"client": 1, "node": "5", "why": "it is [not] connected"}],
-            "refused": [{"client": None, "node": "7", "why": "it is a stranger"}],
-            "notes": ["client 0 has lost its client state and begins anew"],
-        }
-        again = {**attempt, "notes": []}
-        text = json.dumps(attempt) + "\n" + json.dumps(again) + '\n{"round": 2'
-        (tmp_path / "run" / "federation.jsonl").write_text(text)
+        with (tmp_path / "run" / "log.txt").open("a") as file:
+            file.write("2026-11-15 11:00:04,123 WARNING round 1: node 7: refused: it is a stranger\n2026-11-15 11:")
         (tmp_path / "run" / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5}\n')
         display.update()
         display.update()
@@ -377,10 +371,9 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
     assert shown.getvalue().splitlines() == [
         "starting",
         "waiting for clients 1, 2 to connect (deadline: 600 s)",
+        "round 1: client 1: it is [not] connected",
         "no node is listed for client 2: it takes no part",
-        "round 1: client 1 missing: it is [not] connected",
-        "round 1: node 7 refused: it is a stranger",
-        "round 1: client 0 has lost its client state and begins anew",
+        "round 1: node 7: refused: it is a stranger",
         "round 1/3: accuracy 0.5000",
         "round 2/3",
     ]
@@ -388,7 +381,7 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
     with quiet:
         quiet.say("starting")
         quiet.update()
-    assert shown.getvalue().count("\n") == 8
+    assert shown.getvalue().count("\n") == 7
 
 
 @pytest.mark.parametrize(("text", "quorum"), [("0.5", 0.5), ("1.0", 1.0), ("2", 2), ("1", 1)])
@@ -405,24 +398,7 @@ def test_a_quorum_that_is_none(text, capsys, tmp_path):
 
 
 def test_an_app_that_has_nothing_left_to_do_is_complete(tmp_path, monkeypatch, capsys):
-    class Nothing:
-        def __init__(self, folder, *arguments, **options):
-            self.folder, self.node_ids, self.signing_key = folder, {7: 0}, folder / "tasks.key"
-            folder.mkdir()
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-
-        def submit(self, app, run_config):
-            return 1
-
-        def wait(self, run, tick):
-            return processes.RunStatus("finished:completed", "", 0, 0)
-
-    monkeypatch.setattr(processes, "LocalFederation", Nothing)
+    monkeypatch.setattr(local, "LocalFederation", Finished)
     assert call("new", "app", "--nodes", "1") == 0
     (tmp_path / "runs" / "app").mkdir(parents=True)
     (tmp_path / "runs" / "app" / "metrics.jsonl").write_text('{"round": 1, "accuracy": 0.5}\n')
@@ -434,22 +410,47 @@ def test_an_app_that_has_nothing_left_to_do_is_complete(tmp_path, monkeypatch, c
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_a_run_that_failed_is_one_line(tmp_path, rounds):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"round": {n + 1}}}\n' for n in range(rounds)))
-    status = processes.RunStatus("finished:failed", "ServerApp failed with exception: too few", 0, 0)
-    with pytest.raises(processes.FederationFailed) as failed:
-        flower.fail(flower.Job(tmp_path, 3), status, Path("logs"))
-    kept = f"2 rounds are kept; {flower.TO_GO_ON}; " if rounds else ""
-    assert str(failed.value) == f"the run failed: too few ({kept}logs: logs/)"
+    status = local.RunStatus("finished:failed", "ServerApp failed with exception: too few", 0, 0)
+    failed = jobs.Job(tmp_path, 3).failed(status, Path("logs"), "run it again")
+    assert isinstance(failed, processes.FederationFailed)
+    kept = "2 rounds are kept; run it again; " if rounds else ""
+    assert str(failed) == f"the run failed: too few ({kept}logs: logs/)"
 
 
-def test_overwriting_removes_a_run_and_nothing_else(tmp_path):
+class Finished:
+    """Stands for a federation on which every run is complete at once."""
+
+    node_ids, signing_key = {7: 0}, Path("tasks.key")
+
+    def __init__(self, folder, *arguments, **options):
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def submit(self, app, run_config):
+        return 1
+
+    def wait(self, run, tick):
+        return local.RunStatus("finished:completed", "", 0, 0)
+
+
+def test_overwriting_removes_a_run_and_nothing_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "LocalFederation", Finished)
+    assert call("new", "app", "--nodes", "1") == 0
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
     for name in ("config.json", "metrics.jsonl", "federation.jsonl", "mine.txt"):
-        (tmp_path / name).write_text('{"lamina": "1"}')
-    (tmp_path / "checkpoints").mkdir()
-    flower.remove_run(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    (tmp_path / "metrics.jsonl").write_text("not lamina's")
-    flower.remove_run(tmp_path)
-    assert (tmp_path / "metrics.jsonl").exists()
+        (run / name).write_text('{"lamina": "1"}')
+    assert call("up", "app", "--nodes", "1", "--out", "run", "--overwrite", "--quiet") == 0
+    assert [path.name for path in run.iterdir()] == ["mine.txt"]
+    (run / "metrics.jsonl").write_text("not lamina's")
+    assert call("up", "app", "--nodes", "1", "--out", "run", "--overwrite", "--quiet") == 0
+    assert (run / "metrics.jsonl").exists()
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -500,12 +501,12 @@ def test_the_guard_ends_what_its_owner_leaves(tmp_path):
     (tmp_path / "owner.py").write_text(
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from lamina.flower.processes import LocalFederation\n"
-        "federation = LocalFederation(Path('fed'), 1)\n"
-        "(federation.folder / 'logs').mkdir(parents=True)\n"
-        "federation._start_guard()\n"
-        f"federation._launch('node', [{sys.executable!r}, 'stubborn.py', 'escape'], 'node')\n"
-        "print(federation.mark, flush=True)\n"
+        "from lamina.flower.local.processes import Processes\n"
+        "processes = Processes(Path('fed'), 1)\n"
+        "(processes.folder / 'logs').mkdir(parents=True)\n"
+        "processes.start_guard()\n"
+        f"processes.launch('node', [{sys.executable!r}, 'stubborn.py', 'escape'], 'node')\n"
+        "print(processes.mark, flush=True)\n"
         "time.sleep(60)\n"
     )
     owner = subprocess.Popen([sys.executable, "owner.py"], stdout=subprocess.PIPE, text=True)
@@ -525,12 +526,12 @@ def test_a_federation_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(
         processes, "Process", lambda name, command, *more: REAL(name, false if name == "superlink" else command, *more)
     )
-    federation = processes.LocalFederation(tmp_path / "fed", 2)
+    federation = local.LocalFederation(tmp_path / "fed", 2)
     log = tmp_path / "fed" / "logs" / "superlink.log"
     with pytest.raises(processes.FederationFailed) as failed, federation:
         pytest.fail("started")
     assert str(failed.value) == f"the SuperLink ended with code 1: OSError: no such thing (log: {log})"
-    assert federation.left() == []
+    assert guard.marked(federation.processes.mark) == []
 
 
 REAL = processes.Process
@@ -540,13 +541,13 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
     folder = tmp_path / "fed"
     folder.mkdir(mode=0o755)
     (folder / "superlink").mkdir(mode=0o755)
-    federation = processes.LocalFederation(folder, 1, secure=False)
-    federation._start_superlink = lambda: federation._launch(
+    federation = local.LocalFederation(folder, 1, secure=False)
+    federation._start_superlink = lambda: federation.processes.launch(
         "superlink",
         [sys.executable, "-c", "import os; open('db', 'w'); os.mkdir('dir'); print('SuperNode ID: 7', flush=True)"],
         "superlink",
     )
-    federation._start_supernode = lambda name, settings: federation._start_superlink()
+    federation.start_supernode = lambda name, settings: federation._start_superlink()
     with contextlib.chdir(folder), federation:
         wait_until((folder / "dir").exists)
         assert {mode(path) for path in (folder / "db", folder / "logs" / "superlink.log")} == {0o600}
@@ -565,17 +566,17 @@ def test_up_writes_for_its_owner_alone():
 
 
 def test_nodes_get_the_key_that_tasks_are_verified_with(tmp_path, monkeypatch):
-    federation = processes.LocalFederation(tmp_path / "fed", 1)
+    federation = local.LocalFederation(tmp_path / "fed", 1)
     started = {}
-    monkeypatch.setattr(federation, "_start_supernode", lambda name, settings: started.update(settings))
+    monkeypatch.setattr(federation, "start_supernode", lambda name, settings: started.update(settings))
     federation.start_node(0)
     assert started["server-key"] == str(tmp_path / "fed" / "keys" / "tasks.pub")
     assert federation.signing_key == tmp_path / "fed" / "keys" / "tasks.key"
 
 
 def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
-    first = processes.Lock(keys.private_folder(tmp_path / "fed"))
-    with pytest.raises(BadInput, match="is writing to the folder"), processes.LocalFederation(tmp_path / "fed", 1):
+    first = local.Lock(keys.private_folder(tmp_path / "fed"))
+    with pytest.raises(BadInput, match="is writing to the folder"), local.LocalFederation(tmp_path / "fed", 1):
         pytest.fail("started")
     first.release()
 
@@ -583,7 +584,7 @@ def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
 def test_a_port_in_use(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        federation = processes.LocalFederation(tmp_path / "fed", 1, port=port)
+        federation = local.LocalFederation(tmp_path / "fed", 1, port=port)
         with pytest.raises(BadInput, match=f"port {port} is in use"), federation:
             pytest.fail("started")
     assert not (tmp_path / "fed").exists()
@@ -591,34 +592,34 @@ def test_a_port_in_use(tmp_path):
 
 def test_processes_that_have_ended_are_forgotten(tmp_path, monkeypatch):
     """Their numbers may be used again: neither the guard nor the federation's end may signal them."""
-    federation = processes.LocalFederation(tmp_path / "fed", 1)
-    (federation.folder / "logs").mkdir(parents=True)
-    federation._guard = SimpleNamespace(stdin=io.StringIO(), wait=lambda: None)
-    process = federation._launch("node", [sys.executable, "-c", ""], "node")
+    group = processes.Processes(tmp_path / "fed", 1)
+    (group.folder / "logs").mkdir(parents=True)
+    group._guard = SimpleNamespace(stdin=io.StringIO(), wait=lambda: None)
+    process = group.launch("node", [sys.executable, "-c", ""], "node")
     wait_until(lambda: process.ended == 0)
-    federation._retire(process)
-    assert federation._guard.stdin.getvalue() == f"+{process.pid}\n-{process.pid}\n"
+    group.retire(process)
+    assert group._guard.stdin.getvalue() == f"+{process.pid}\n-{process.pid}\n"
     monkeypatch.setattr(processes.os, "killpg", lambda *_: pytest.fail("signalled"))
     process.kill()
     process.stop()
-    federation.close()
+    group.close()
 
 
 def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
-    federation = processes.LocalFederation(tmp_path / "fed", 1)
+    federation = local.LocalFederation(tmp_path / "fed", 1)
     (federation.folder / "logs").mkdir(parents=True)
-    status = processes.RunStatus("finished:completed", "", 0, 0)
-    ends = [sys.executable, "-c", ""]
-    monkeypatch.setattr(federation, "follow", lambda run: federation._launch("run", ends, "command"))
+    status = local.RunStatus("finished:completed", "", 0, 0)
+    ends, launch = [sys.executable, "-c", ""], federation.processes.launch
+    monkeypatch.setattr(federation, "follow", lambda run: launch("run", ends, "command"))
     monkeypatch.setattr(federation, "status", lambda run: status)
-    monkeypatch.setattr(federation, "_start_supernode", lambda name, settings: federation._launch(name, ends, "node"))
+    monkeypatch.setattr(federation, "start_supernode", lambda name, settings: launch(name, ends, "node"))
     assert federation.wait(7, every=0.01) == status
-    assert federation._processes == []
+    assert federation.processes.running == []
     first = federation.start_node(0)
     wait_until(lambda: first.ended == 0)
     federation.tend()
-    assert first not in federation._processes
-    assert federation.nodes[0] in federation._processes
+    assert first not in federation.processes.running
+    assert federation.nodes[0] in federation.processes.running
     federation.close()
 
 
@@ -632,7 +633,7 @@ def test_the_guard_forgets_groups_that_have_ended(monkeypatch):
 
 
 def test_the_environment_keeps_flower_off_the_network(tmp_path):
-    made = processes.LocalFederation(tmp_path, 1).environment("node-0")
+    made = processes.Processes(tmp_path, 1).environment("node-0")
     assert made["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
     assert made["FLWR_TELEMETRY_ENABLED"] == "0"
     assert made["FLWR_DISABLE_UPDATE_CHECK"] == "1"
@@ -641,9 +642,9 @@ def test_the_environment_keeps_flower_off_the_network(tmp_path):
 
 
 def test_answers_of_the_flwr_command():
-    assert processes._json_in('Loading…\n{"success": true, "run-id": "7"}\n') == {"success": True, "run-id": "7"}
-    assert processes._json_in("no json { here") == {}
-    assert processes._json_in("[1]") == {}
+    assert local.json_in('Loading…\n{"success": true, "run-id": "7"}\n') == {"success": True, "run-id": "7"}
+    assert local.json_in("no json { here") == {}
+    assert local.json_in("[1]") == {}
 
 
 def test_how_long_certificates_last(tmp_path):

@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import NODES, Say
+from harness import NODES, Say, left
 
 HERE = Path(__file__).parent
 
@@ -39,9 +39,9 @@ def pytest_configure(config):
 @pytest.fixture(scope="session")
 def federation(tmp_path_factory):
     """One federation for all tests: starting it costs more than most of them."""
-    from lamina.flower.processes import LocalFederation
+    from lamina.flower.local.federation import LocalFederation
 
     made = LocalFederation(tmp_path_factory.mktemp("federation"), NODES, say=Say())
     with made:
         yield made
-    assert made.left() == []
+    assert left(made) == []

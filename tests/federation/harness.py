@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from lamina.cli.flower import write_app
 from lamina.experiment import run as running
 from lamina.experiment.config import parse
+from lamina.flower.keys import private_folder
+from lamina.flower.local import guard
+from lamina.flower.local.jobs import write_app
 from lamina.plan import Plan
 
 NODES = 3
@@ -112,10 +114,21 @@ class Job:
                 assert row[name] == pytest.approx(other[name], rel=1e-5), (row["round"], name)
 
 
+def start_stranger(federation, name, *, key=None, **options):
+    """Start a SuperNode that belongs to no client: to see whether its key and certificate are let in."""
+    private_folder(federation.folder / name)
+    return federation.start_supernode(name, {}, key=key or federation.node_key(0), **options)
+
+
+def left(federation):
+    """The federation's processes that run now; after `close`, none (known on Linux only)."""
+    return guard.marked(federation.processes.mark)
+
+
 def programs(federation, name):
     """The federation's processes that run a program of Flower's: pid -> process group."""
     found = {}
-    for pid in federation.left():
+    for pid in left(federation):
         with contextlib.suppress(OSError):
             if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[pid] = os.getpgid(pid)

@@ -21,10 +21,11 @@ import torch
 from harness import NODES, Say
 
 from lamina import Simulation
-from lamina.cli.flower import PROJECT
 from lamina.experiment.folder import processor
 from lamina.experiment.records import read_record
-from lamina.flower.processes import HOST, LocalFederation, free_port
+from lamina.flower.local.federation import LocalFederation
+from lamina.flower.local.jobs import PROJECT
+from lamina.flower.local.processes import HOST, free_port
 
 APP = """
 import torch
@@ -100,9 +101,9 @@ class Metered(LocalFederation):
 
     meter = None
 
-    def _start_supernode(self, *arguments, **options):
+    def start_supernode(self, *arguments, **options):
         self.meter = self.meter or Meter(self.port)
-        return super()._start_supernode(*arguments, **{**options, "port": self.meter.port})
+        return super().start_supernode(*arguments, **{**options, "port": self.meter.port})
 
 
 def measure(federation, folder, case):

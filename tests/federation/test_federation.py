@@ -10,10 +10,11 @@ import time
 
 import numpy as np
 import pytest
-from harness import NODES, Job, experiment, programs, serving, simulated
+from harness import NODES, Job, experiment, left, programs, serving, simulated, start_stranger
 
 from lamina.flower.keys import make_authority, make_node_key
-from lamina.flower.processes import HOST, LINK, FederationFailed, free_port
+from lamina.flower.local.federation import LINK
+from lamina.flower.local.processes import HOST, FederationFailed, free_port
 from lamina.storage.checkpoint import Checkpoints
 
 ALGORITHMS = ("fedlamb", "scaffold", "fedlada")
@@ -91,8 +92,8 @@ def test_hostile_updates_of_an_authenticated_node_are_refused_and_named(runs, fe
 def test_strangers_are_not_let_in(federation, tmp_path):
     stranger, _ = make_node_key(tmp_path / "stranger")
     elsewhere = make_authority(tmp_path / "elsewhere")
-    unregistered = federation.start_stranger("unregistered", key=stranger)
-    deceived = federation.start_stranger("deceived", certificate=elsewhere.certificate)
+    unregistered = start_stranger(federation, "unregistered", key=stranger)
+    deceived = start_stranger(federation, "deceived", certificate=elsewhere.certificate)
     until = time.monotonic() + 60
     while unregistered.ended is None and time.monotonic() < until:
         time.sleep(0.2)
@@ -151,7 +152,7 @@ def test_a_proxy_closes_the_control_interface_and_lets_nodes_through(federation,
     key, _ = make_node_key(tmp_path / "spare")
     number = federation.register(key)
     with serving(proxy):
-        through = federation.start_stranger("spare", key=key, port=proxy.server_address[1])
+        through = start_stranger(federation, "spare", key=key, port=proxy.server_address[1])
         until = time.monotonic() + 60
         while f"SuperNode ID: {number}" not in through.output() and time.monotonic() < until:
             time.sleep(0.2)
@@ -242,10 +243,10 @@ def test_a_silent_node_does_not_stop_a_round_of_two_exchanges(federation, tmp_pa
 
 def test_nothing_is_left_behind(federation):
     """Also what Flower starts in sessions of its own."""
-    processes = {pid: os.getpgid(pid) for pid in federation.left()}
+    processes = {pid: os.getpgid(pid) for pid in left(federation)}
     assert len(processes) >= 2 * (1 + NODES)  # SuperLink and SuperNodes, each with its helper
     federation.close()
-    assert federation.left() == []
+    assert left(federation) == []
     for pid, group in processes.items():
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -12,7 +12,7 @@ from flwr.supernode.fleet_http_connection import http_request_response
 from harness import Job, experiment, simulated
 
 from lamina.flower.keys import make_node_key
-from lamina.flower.processes import HOST
+from lamina.flower.local.processes import HOST
 
 SERVER = 1  # its node id in Flower
 VICTIM, PLACE = 0, 2  # clients: whose node is sent a forged task, and whose place the hostile node takes

@@ -1,13 +1,12 @@
-"""What a node sends is not believed but checked: a bad update is refused, with a reason, and never read any further.
+"""Check what nodes send: a bad reply is refused with a reason, and not read any further.
 
-Everything here is a pure function of the reply; nothing it contains can make these functions fail otherwise than by
-`Refused`.
+Everything here is a pure function of the reply. Whatever it contains, these functions raise nothing but `Refused`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeGuard
 
@@ -16,7 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
-from lamina.flower.wire import Unreadable, decode, shorten
+from lamina.flower.wire import Unreadable, arrays_of, decode, shorten
 from lamina.objective import Buffers
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
@@ -33,7 +32,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """What an update may be, beside being well-formed and finite.
+    """Limits for updates, which must be well-formed and finite in any case.
 
     Args:
         max_norm: the largest norm of ``delta``; or a norm for each of several fields of the algorithm's Up, by name;
@@ -93,15 +92,24 @@ class Limits:
 
 
 class Gradient(NamedTuple):
-    """What a client sent in Mime's first exchange, checked."""
+    """A checked full gradient of a client, from Mime's first exchange."""
 
     gradient: Tensor
     examples: int
     clipped: tuple[str, ...] = ()
+    token: str = ""  # of the exchange
+
+
+class Evaluation(NamedTuple):
+    """A client's checked evaluation of the model on its data."""
+
+    loss: float
+    accuracy: float | None  # None: the data have no classes
+    examples: int
 
 
 class Problem(NamedTuple):
-    """What a node says it cannot do."""
+    """Why a node cannot do a task, in its own words."""
 
     text: str
     missing: list[str]  # what the server believes it holds, and it does not
@@ -109,7 +117,7 @@ class Problem(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a client sent, checked."""
+    """A client's checked update."""
 
     up: Any
     buffers: Buffers
@@ -132,26 +140,25 @@ class Expected(NamedTuple):
 
 
 def read_update(content: RecordDict, expected: Expected, said: int | None = None) -> Update:
-    """A checked update from a reply's content; raises `Refused`.
+    """Return the checked update in a reply; raises `Refused`.
 
     Args:
         content: what the reply holds.
         expected: what it must look like.
         said: the number of examples the client gave earlier in this round (Mime).
     """
-    wanted = {n: v for n, v in zip(expected.up._fields, expected.up, strict=True) if v is not None}
+    fields = expected.up._fields
+    wanted = {name: value for name, value in expected.up._asdict().items() if value is not None}
     refuse_size(content, [*wanted.values(), *expected.buffers.values()])
     refuse_records(content, {"up": ArrayRecord, "figures": MetricRecord}, {"buffers": ArrayRecord})
-    tensors = read_tensors(content, "up", wanted)
-    buffers = read_tensors(content, "buffers", expected.buffers)
+    tensors, buffers = read_tensors(content, "up", wanted), read_tensors(content, "buffers", expected.buffers)
     for name in expected.non_negative:
         if name in tensors and bool((tensors[name] < 0).any()):
             raise Refused(f"'{name}' has negative entries, and is never negative")
     for name, value in buffers.items():
         if name.endswith("running_var") and bool((value < 0).any()):
             raise Refused(f"the buffer '{name}' has negative entries, and it is a variance")
-    examples = read_examples(content, expected.limits)
-    figures: dict[str, Any] = dict(content["figures"])
+    figures, examples = read_figures(content, expected.limits)
     steps, loss = figures.get("steps"), figures.get("loss")
     if set(figures) != {"examples", "steps", "loss"}:
         raise Refused("its figures are not examples, steps and loss")
@@ -162,24 +169,21 @@ def read_update(content: RecordDict, expected: Expected, said: int | None = None
                       f"{expected.steps(examples)}")  # fmt: skip
     if not is_loss(loss):
         raise Refused(f"its training loss is {shorten(repr(loss), 40)}")
-    sent = type(expected.up)(*(tensors.get(name) for name in expected.up._fields))
+    sent = type(expected.up)(*(tensors.get(name) for name in fields))
     for name, implied in expected.implied(sent, int(steps)).items():
-        gap, size = _norm([tensors[name] - implied]), _norm([implied])
+        gap, size = _norm(tensors[name] - implied), _norm(implied)
         if gap > CONTRADICTION * size + ROUNDING * expected.broadcast_norm:
             raise Refused(f"'{name}' contradicts the other fields: its distance from what they imply is {gap:.3g}")
     clipped = _limit(tensors, expected.limits)
-    up = type(expected.up)(*(tensors.get(name) for name in expected.up._fields))
+    up = type(expected.up)(*(tensors.get(name) for name in fields))
     return Update(up, buffers, examples, int(steps), loss, clipped)
 
 
 def _limit(tensors: dict[str, Tensor], limits: Limits) -> tuple[str, ...]:
-    """Refuse fields that are over their limit, or scale them down in place: their names."""
+    """Refuse fields over their limit, or scale them down in `tensors` and return their names."""
     clipped = []
     for name, most in limits.norms.items():
-        if name not in tensors:
-            continue
-        norm = _norm([tensors[name]])
-        if norm <= most:
+        if name not in tensors or (norm := _norm(tensors[name])) <= most:
             continue
         if limits.on_large == "reject":
             raise Refused(f"'{name}' has norm {norm:.4g}, over the limit of {most:g}")
@@ -189,23 +193,22 @@ def _limit(tensors: dict[str, Tensor], limits: Limits) -> tuple[str, ...]:
 
 
 def read_gradient(content: RecordDict, like: Tensor, limits: Limits) -> Gradient:
-    """The full gradient of Mime's first exchange, and the number of examples; raises `Refused`."""
+    """Return the checked full gradient in a reply; raises `Refused`."""
     refuse_size(content, [like])
     refuse_records(content, {"up": ArrayRecord, "figures": MetricRecord}, {})
-    tensors, examples = read_tensors(content, "up", {"gradient": like}), read_examples(content, limits)
+    tensors, (_, examples) = read_tensors(content, "up", {"gradient": like}), read_figures(content, limits)
     clipped = _limit(tensors, limits)
     return Gradient(tensors["gradient"], examples, clipped)
 
 
-def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None) -> tuple[float, float | None, int]:
-    """The loss, accuracy (if there are classes) and number of examples of an evaluation; raises `Refused`.
+def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None) -> Evaluation:
+    """Return a checked evaluation; raises `Refused`.
 
     `most` is the number of examples the client said it trains on, where it evaluates on the same.
     """
     refuse_size(content, [])
     refuse_records(content, {"figures": MetricRecord}, {})
-    examples = read_examples(content, limits)
-    figures: dict[str, Any] = dict(content["figures"])
+    figures, examples = read_figures(content, limits)
     loss, accuracy = figures.get("loss"), figures.get("accuracy")
     if most is not None and examples > most:
         raise Refused(f"says it evaluates on {examples} examples, and said it trains on {most}")
@@ -213,23 +216,23 @@ def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None
         raise Refused(f"its evaluation loss is {shorten(repr(loss), 40)}")
     if accuracy is not None and not (isinstance(accuracy, float) and 0 <= accuracy <= 1):
         raise Refused(f"its accuracy is {shorten(repr(accuracy), 40)}")
-    return loss, accuracy, examples
+    return Evaluation(loss, accuracy, examples)
 
 
 def read_problem(content: RecordDict) -> Problem | None:
-    """What a node says it cannot do; None if it says nothing of the kind."""
+    """Return why a node cannot do a task; None if the reply reports no problem."""
     record = content.get("problem")
     if not isinstance(record, ConfigRecord):
         return None
-    problem: dict[str, Any] = dict(record)
-    text, missing = problem.get("text", ""), problem.get("missing", [])
+    missing, layer = record.get("missing"), record.get("diverged")
     names = [m for m in missing if isinstance(m, str)] if isinstance(missing, list) else []
-    layer = problem.get("diverged")
-    return Problem(shorten(str(text)), names[:100], shorten(layer, 80) if isinstance(layer, str) else None)
+    return Problem(
+        shorten(str(record.get("text", ""))), names[:100], shorten(layer, 80) if isinstance(layer, str) else None
+    )
 
 
-def grown(examples: Mapping[int, int], before: Mapping[int, int], limits: Limits) -> dict[int, str]:
-    """The clients that say they have far more examples than when they last took part, each with the reason."""
+def examples_grown(examples: Mapping[int, int], before: Mapping[int, int], limits: Limits) -> dict[int, str]:
+    """Return the clients that claim far more examples than when they last took part, each with the reason."""
     if limits.times_median is None:
         return {}
     return {
@@ -240,12 +243,12 @@ def grown(examples: Mapping[int, int], before: Mapping[int, int], limits: Limits
 
 
 def is_loss(value: Any) -> TypeGuard[float]:
-    """Whether a value is a loss that may enter a mean."""
+    """Return whether a value is a loss that may enter a mean."""
     return isinstance(value, float) and abs(value) <= LARGEST_LOSS  # which a NaN is not
 
 
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(float(torch.sum(tensor.double() ** 2)) for tensor in tensors))
+def _norm(tensor: Tensor) -> float:
+    return math.sqrt(float(torch.sum(tensor.double() ** 2)))
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -260,7 +263,7 @@ def refuse_size(content: RecordDict, tensors: Sequence[Tensor]) -> None:
 
 
 def content_bytes(content: RecordDict) -> int:
-    """About how many bytes a content takes, whatever it holds."""
+    """Return about how many bytes a content takes, whatever it holds."""
     total = 0
     for name, record in content.items():
         total += len(name)
@@ -286,16 +289,14 @@ def refuse_records(content: RecordDict, needed: Mapping[str, type], allowed: Map
 
 
 def read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a record: exactly those wanted, and finite."""
-    record = content.get(name)
-    arrays = dict(record.items()) if isinstance(record, ArrayRecord) else {}
+    """Return the tensors of a record: exactly those wanted, and finite."""
+    arrays, tensors = arrays_of(content, name), {}
     for key in wanted:
         if key not in arrays:
             raise Refused(f"the field '{key}' is missing in '{name}'")
     for key in arrays:
         if key not in wanted:
             raise Refused(f"it has an unknown field '{shorten(key, 40)}' in '{name}'")
-    tensors = {}
     for key, like in wanted.items():
         try:
             tensors[key] = decode(arrays[key], like)
@@ -306,11 +307,11 @@ def read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) -
     return tensors
 
 
-def read_examples(content: RecordDict, limits: Limits) -> int:
-    """The number of examples a client says it has."""
+def read_figures(content: RecordDict, limits: Limits) -> tuple[dict[str, Any], int]:
+    """Return a reply's numbers, and among them the number of examples, which alone is checked here."""
     figures: dict[str, Any] = dict(content["figures"])
     examples: Any = figures.get("examples")
     if not is_whole(examples) or not 1 <= examples <= limits.max_examples:
         raise Refused(f"says {shorten(repr(examples), 40)} examples; at least 1 and at most {limits.max_examples} "
                       "are allowed")  # fmt: skip
-    return int(examples)
+    return figures, int(examples)

@@ -1,11 +1,10 @@
-"""`Federation`: one object describes a federation, and the server's and the nodes' apps are made of it."""
+"""`Federation`: the one object that describes a federation, and makes the server's and the nodes' apps."""
 
 from __future__ import annotations
 
 import functools
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -25,13 +24,14 @@ from lamina.clients import Clients, deal
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
-from lamina.errors import BadInput, LaminaError, is_number, is_whole, unknown
+from lamina.errors import BadInput, LaminaError
 from lamina.experiment import run as running
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import LogLines, RunFolder
 from lamina.flower.checks import Limits
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
+from lamina.flower.setup import Setup
 from lamina.flower.signing import SERVER_OPTION, read_signer
 from lamina.plan import Plan
 from lamina.protocol import Protocol, Settings
@@ -39,7 +39,7 @@ from lamina.protocol import Protocol, Settings
 log = logging.getLogger(__name__)
 
 
-class Federation:
+class Federation(Setup):
     """A federation: what is trained, on whose data, by which rules.
 
     The same object is made on the server and on every node; each side calls only what it needs. Nothing is loaded
@@ -100,37 +100,32 @@ class Federation:
         signing_key: str | Path | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        for name, made in (("model", model), ("data", data), ("test", test), ("node_test", node_test)):
-            if isinstance(made, nn.Module) or (made is not None and not callable(made)):
-                raise BadInput(f"{name} is a {type(made).__name__}: give a function that makes it, such as lambda: …")
-        if evaluate_on not in ("central", "nodes", "both"):
-            raise unknown("evaluate_on", evaluate_on, ("central", "nodes", "both"))
-        for name, whole in (("rounds", rounds), ("attempts", attempts), ("evaluate_every", evaluate_every)):
-            if not is_whole(whole) or whole < 1:
-                raise BadInput(f"{name} = {whole!r} is not a whole number >= 1")
-        for name, number in (("deadline", deadline), ("poll", poll), ("quorum", quorum)):
-            if not (is_number(number) and math.isfinite(number) and number > 0):
-                raise BadInput(f"{name} = {number!r} is not a number > 0")
-        if not is_whole(quorum) and quorum > 1:
-            raise BadInput(f"quorum = {quorum!r} is neither a fraction up to 1 nor a whole number of clients")
-        self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-        rehearse(self.algorithm)
-        self.make_model, self.data, self.test, self.node_test = model, data, test, node_test
-        self.rounds, self.out, self.nodes, self.state_dir = rounds, out, nodes, state_dir
-        self.signing_key = signing_key
-        self.device = device
-        self.evaluate_every, self.evaluate_on = evaluate_every, evaluate_on
-        self.quorum, self.deadline, self.attempts, self.poll = quorum, deadline, attempts, poll
-        self.limits = limits or Limits()
-        self.protocol = Protocol.of(self.algorithm, settings)
-        self.plan = Plan(Clients.elsewhere(clients), self.protocol)
-        if is_whole(quorum) and quorum > clients:
-            raise BadInput(f"quorum = {quorum} of {clients} clients can never answer: give at most {clients}")
+        algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+        rehearse(algorithm)
+        super().__init__(
+            algorithm=algorithm,
+            plan=Plan(Clients.elsewhere(clients), Protocol.of(algorithm, settings)),
+            make_model=model,
+            data=data,
+            test=test,
+            node_test=node_test,
+            device=device,
+            rounds=rounds,
+            evaluate_every=evaluate_every,
+            evaluate_on=evaluate_on,
+            quorum=quorum,
+            deadline=deadline,
+            attempts=attempts,
+            poll=poll,
+            limits=limits or Limits(),
+            state_dir=state_dir,
+        )
+        self.out, self.nodes, self.signing_key = out, nodes, signing_key
         self._resolved: Callable[[], dict[str, Any]] | None = None  # of an experiment file
 
     @classmethod
     def from_experiment(cls, experiment: Experiment, **more: Any) -> Federation:
-        """The federation of an experiment file: client i holds what the simulation deals to client i.
+        """Return the federation of an experiment file: client i holds what the simulation deals to client i.
 
         Every machine needs the data set, and uses only its part. So a federation can be compared with its simulation.
 
@@ -138,10 +133,9 @@ class Federation:
             experiment: the experiment.
             **more: what a file does not say: out, nodes, quorum, deadline, attempts, poll, limits, state_dir, ...
         """
-        data, train, run = experiment.data, experiment.train, experiment.run
         algorithm, settings = running.build_algorithm(experiment), running.settings_of(experiment)
-        partition = running.build_partition(experiment)
-        if data.partition.name == "reallocate":
+        partition, run = running.build_partition(experiment), experiment.run
+        if experiment.data.partition.name == "reallocate":
             raise BadInput(
                 "partition 'reallocate' gives clients other data in every round, and a node keeps its own: "
                 "choose another partition, such as 'dirichlet'"
@@ -149,31 +143,17 @@ class Federation:
         if run.trust_ratios or run.client_metrics:
             log.warning("trust_ratios and client_metrics are not measured in a federation; see evaluate_on")
         if run.precision != "fp32":
-            log.warning(
-                "precision = '%s' is for simulations: nodes compute in the model's own precision", run.precision
-            )
-
+            log.warning("precision = '%s' is for simulations only: nodes use the model's own precision", run.precision)
         dealt = _Dealt(experiment, partition)
-        given: dict[str, Any] = {
-            "rounds": train.rounds,
-            "out": run.out,
-            "test": dealt.test,
-            **settings,
-            "device": run.device,
-            "evaluate_every": run.evaluate_every,
-        }
+        given: dict[str, Any] = {"rounds": experiment.train.rounds, "out": run.out, "test": dealt.test, **settings}
+        given |= {"device": run.device, "evaluate_every": run.evaluate_every}
         clients = running.count_clients(experiment) or dealt.clients.count
-        made = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
-        made._resolved = dealt.config
-        return made
-
-    def needed(self, cohort: int) -> int:
-        """How many of a cohort must answer."""
-        wanted = int(self.quorum) if is_whole(self.quorum) else math.ceil(self.quorum * cohort)
-        return max(1, min(cohort, wanted))
+        federation = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
+        federation._resolved = dealt.config
+        return federation
 
     def config(self) -> dict[str, Any]:
-        """The run's configuration, as its folder keeps it."""
+        """Return the run's configuration, as its folder stores it."""
         named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
         train = self.protocol.record()
         del train["augmentation"]  # a section of an experiment's data
@@ -195,7 +175,7 @@ class Federation:
         return config | {"federation": {"on": "flower"}}
 
     def server_app(self) -> ServerApp:
-        """The app for Flower's server."""
+        """Return the app for Flower's server."""
         app = ServerApp()
 
         @app.main()
@@ -222,12 +202,12 @@ class Federation:
         return app
 
     def client_app(self) -> ClientApp:
-        """The app for Flower's nodes."""
+        """Return the app for Flower's nodes."""
         return Node(self).app()
 
 
 class _Dealt:
-    """An experiment's data, dealt to clients: loaded once in a process, when they are needed."""
+    """An experiment's data, dealt to clients; loaded on first use, once per process."""
 
     def __init__(self, experiment: Experiment, partition: Partition) -> None:
         self.experiment, self.partition = experiment, partition
@@ -242,7 +222,7 @@ class _Dealt:
         return deal(self.splits.train, count, self.partition, self.experiment.train.seed)
 
     def part(self, context: Context) -> Dataset:
-        """What a node holds."""
+        """Return the data of a node."""
         client = client_number(context)
         if not 0 <= client < self.clients.count:
             raise BadInput(f"partition-id = {client}, but the clients are numbered 0 to {self.clients.count - 1}")
@@ -255,14 +235,14 @@ class _Dealt:
         return running.build_model(self.experiment, self.splits.train)
 
     def config(self) -> dict[str, Any]:
-        """The configuration as resolved, for the engine that nodes use."""
+        """Return the resolved configuration, with the engine that nodes use."""
         run = self.experiment.run.model_copy(update={"engine": "loop", "precision": "fp32"})
         plain = self.experiment.model_copy(update={"run": run})
         return running.resolved(plain, running.build(plain, self.splits))
 
 
 def read_nodes(given: Any, clients: int) -> dict[int, int] | None:
-    """A table of node ids and client numbers, from a mapping or a JSON file."""
+    """Return the client of every listed node, from a mapping or a JSON file; None without a list."""
     if given is None:
         return None
     table = given

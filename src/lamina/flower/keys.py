@@ -11,7 +11,6 @@ import datetime
 import ipaddress
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography import x509
@@ -27,38 +26,21 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")  # always in the server's certifica
 DAYS = 365  # that certificates are valid
 HOUR = datetime.timedelta(hours=1)
 CURVE = ec.SECP384R1()
+USES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 
 
-@dataclass(frozen=True)
 class Authority:
-    """Files of the federation's own certificate authority and of the server it vouches for, in one folder."""
+    """The files of a federation's own certificate authority and of the server it vouches for, in one folder."""
 
-    folder: Path
-
-    @property
-    def certificate(self) -> Path:
-        """The authority's certificate: what nodes, and the ``flwr`` command, trust. Not secret."""
-        return self.folder / "ca.crt"
-
-    @property
-    def key(self) -> Path:
-        """The authority's key: secret, and needed only to make the next server certificate."""
-        return self.folder / "ca.key"
-
-    @property
-    def server_certificate(self) -> Path:
-        """What the SuperLink shows. Not secret."""
-        return self.folder / "server.pem"
-
-    @property
-    def server_key(self) -> Path:
-        """The SuperLink's key: secret."""
-        return self.folder / "server.key"
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        """All four."""
-        return self.certificate, self.key, self.server_certificate, self.server_key
+    def __init__(self, folder: Path) -> None:
+        self.certificate = folder / "ca.crt"  # what nodes and the flwr command trust
+        self.key = folder / "ca.key"  # secret, and needed only to make the next server certificate
+        self.server_certificate = folder / "server.pem"  # what the SuperLink shows
+        self.server_key = folder / "server.key"  # secret
+        self.files = self.certificate, self.key, self.server_certificate, self.server_key
 
 
 def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS) -> Authority:
@@ -75,7 +57,7 @@ def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS)
     authority = (
         _certificate(issuer, issuer, ca_key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(key_cert_sign=True, crl_sign=True), critical=True)
+        .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), critical=False)
         .sign(ca_key, hashes.SHA384())
     )
@@ -83,7 +65,7 @@ def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS)
         _certificate(_name(hosts[0] if hosts else names[0]), issuer, server_key.public_key(), days)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        .add_extension(_usage(digital_signature=True), critical=True)
+        .add_extension(_usage("digital_signature"), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(server_key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
@@ -113,7 +95,7 @@ def make_node_key(path: Path) -> tuple[Path, Path]:
 
 
 def usable(authority: Authority, hosts: Sequence[str] = ()) -> bool:
-    """Whether an earlier authority's files are all there, belong together, name these hosts and have a day left."""
+    """Return whether all files of an authority exist, belong together, name these hosts and are valid for a day."""
     try:
         ca = x509.load_pem_x509_certificate(authority.certificate.read_bytes())
         server = x509.load_pem_x509_certificate(authority.server_certificate.read_bytes())
@@ -157,7 +139,7 @@ def refuse_existing(*paths: Path) -> None:
 
 
 def _general_name(host: str) -> x509.GeneralName:
-    """A host as a certificate names it."""
+    """Return a host as a certificate names it."""
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
@@ -190,18 +172,8 @@ def _certificate(
     )
 
 
-def _usage(*, digital_signature: bool = False, key_cert_sign: bool = False, crl_sign: bool = False) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=digital_signature,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=key_cert_sign,
-        crl_sign=crl_sign,
-        encipher_only=False,
-        decipher_only=False,
-    )
+def _usage(*allowed: str) -> x509.KeyUsage:
+    return x509.KeyUsage(**{name: name in allowed for name in USES})
 
 
 def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:

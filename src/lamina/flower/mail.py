@@ -1,4 +1,4 @@
-"""Messages to nodes and their replies, over Flower's Grid: who answered, who did not in time, who answered oddly.
+"""Messages to nodes and their replies, over Flower's Grid.
 
 A reply is known by the message it replies to. Who sent it is known from that, never from what it contains. Flower's
 SuperLink lets a node fetch only its own messages, but does not compare the sender that a reply names with the node that
@@ -61,13 +61,13 @@ class Sent(NamedTuple):
 
     @property
     def over(self) -> bool:
-        """Whether its time is over, or as good as over: clocks differ a little."""
+        """Whether its time is up, give or take the difference of two clocks."""
         return time.monotonic() >= self.at + self.ttl - min(1.0, self.ttl / 10)
 
 
 @dataclass
 class Mail:
-    """The server's post office."""
+    """Sends the server's messages and collects the replies."""
 
     grid: Grid
     poll: float  # seconds between two looks for replies
@@ -102,9 +102,9 @@ class Mail:
         return str(ids[0]), ""
 
     def look(self, waiting: Mapping[str, int], record: Attendance) -> dict[str, Message | str]:
-        """The replies that have come to these messages (id to node), each a message or, in words, why there is none.
+        """Return the replies to these messages (id to node): each a message or, in words, why there is none.
 
-        Anything else that comes is put down in the record and not used.
+        Anything else that arrives is noted in the record and not used.
         """
         found: dict[str, Message | str] = {}
         self._drop_expired()
@@ -156,7 +156,7 @@ class Mail:
                 found[about] = reply
 
     def give_up(self, messages: Iterable[str]) -> None:
-        """Wait for these no longer; if a reply comes in spite of that, the record will say so."""
+        """Stop waiting for these messages; a later reply is only noted in the record."""
         self._late.update(messages)
 
     def _drop_expired(self) -> None:
@@ -185,9 +185,9 @@ class Mail:
             kind: Flower's message type.
             group: the round.
             seconds: how long each has to reply; what is sent once more does not prolong it.
-            record: where odd replies are put down.
-            answer: is given a node and its reply; what it returns is sent to the same node once more.
-            waits: is told, at every look, for which nodes.
+            record: takes notes of odd replies.
+            answer: called with a node and its reply; if it returns a content, that is sent to the same node.
+            waits: called at every look with the nodes that have not replied.
 
         Returns:
             The nodes that did not reply, and why.
@@ -226,7 +226,7 @@ class Mail:
 
 
 def late(seconds: float) -> str:
-    """Why a node is missing that did not answer in time.
+    """Return why a node is missing that did not answer in time.
 
     >>> late(600.2)
     'no reply within 600 s'

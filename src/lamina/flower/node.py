@@ -1,4 +1,4 @@
-"""A node's side: train one client as the reference engine does, on data that stay here."""
+"""The node's side: train one client as the reference engine does, on data that never leave the node."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,13 @@ from torch import Tensor
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
-from lamina.devices import choose_device
 from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.run import THREADED_FROM
 from lamina.fit import check_fit, evaluation_rows
 from lamina.flower import signing, wire
-from lamina.flower.bounds import refuse_work
+from lamina.flower.setup import Setup
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
 from lamina.metrics import evaluate
@@ -33,17 +32,13 @@ from lamina.objective import Buffers, Objective
 from lamina.plan import Plan, Round
 from lamina.text import printable
 
-if TYPE_CHECKING:
-    from lamina.flower.federation import Federation
-
-
 log = logging.getLogger(__name__)
 TYPES = (MessageType.QUERY, MessageType.TRAIN, wire.GRADIENT, MessageType.EVALUATE)
-OTHER = "install the same version of lamina on both sides"
+MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on
 
 
 class Missing(Exception):
-    """What the server believes this node holds, and it does not."""
+    """The server relies on files that this node does not hold."""
 
     def __init__(self, names: list[str]) -> None:
         super().__init__(f"does not hold {', '.join(names)}")
@@ -66,12 +61,11 @@ class App(ClientApp):
 class Node:
     """Answers the server's messages."""
 
-    def __init__(self, federation: Federation) -> None:
-        self.federation = federation
-        self.algorithm = federation.algorithm
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.algorithm = setup, setup.algorithm
 
     def app(self) -> ClientApp:
-        """The Flower app."""
+        """Return the Flower app."""
         app = App(self._answering(self.refuse))
         app.query()(self._answering(self.who))
         app.train()(self._answering(self.train))
@@ -80,29 +74,30 @@ class Node:
         return app
 
     def _answering(self, do: Callable[[RecordDict, Context], RecordDict]) -> Callable[[Message, Context], Message]:
-        """A handler of messages: what this node cannot do is said in one line, not as a traceback.
+        """Return a handler of messages, which reports a problem in one line instead of raising an exception.
 
         An exception's own text stays on the node: it may quote the node's data.
         """
 
         def handle(message: Message, context: Context) -> Message:
-            token = ""
+            token, content, problem = "", RecordDict(), {}
             try:
                 token = wire.token_of(message.content)
                 signing.authenticate(message, context)
                 content = do(message.content, context)
             except Missing as error:
-                content = wire.content_of({"problem": {"text": str(error), "missing": error.names}})
+                problem = {"text": str(error), "missing": error.names}
             except Diverged as error:
-                content = wire.content_of({"problem": {"text": str(error), "diverged": error.layer}})
+                problem = {"text": str(error), "diverged": error.layer}
             except LaminaError as error:
                 text = own_words(error)
                 log.warning("round %s: %s", message.metadata.group_id or "-", text)
-                content = wire.content_of({"problem": {"text": wire.shorten(text, 1000)}})
+                problem = {"text": wire.shorten(text, 1000)}
             except Exception as error:
                 log.exception("this node cannot answer a message of the server")
-                text = f"its app raised {type(error).__name__}; the node's own log says more"
-                content = wire.content_of({"problem": {"text": text}})
+                problem = {"text": f"its app raised {type(error).__name__}; the node's own log says more"}
+            if problem:
+                content = wire.content_of({"problem": problem})
             content[wire.ANSWER] = ConfigRecord({"to": token})
             return Message(content, reply_to=message)
 
@@ -111,15 +106,15 @@ class Node:
     # --- messages ---------------------------------------------------------------------------------------------------
 
     def who(self, content: RecordDict, context: Context) -> RecordDict:
-        """Which client this node is, as its own configuration says."""
+        """Return the number of this node's client, from its own configuration."""
         return wire.content_of({"who": {"client": client_number(context)}})
 
     def refuse(self, content: RecordDict, context: Context) -> RecordDict:
         """Refuse a message of a type that this app has no function for."""
-        raise BadInput(f"refused a message of an unknown type: {OTHER}")
+        raise BadInput(f"refused a message of an unknown type: {wire.SAME_VERSION}")
 
     def train(self, content: RecordDict, context: Context) -> RecordDict:
-        """One round of local training; the client's new state is on disk before the update is sent."""
+        """Train locally for one round; the client's new state is on disk before the update is sent."""
         task, store, data = self._begin(content, context)
         down, buffers, client = self._given(content, task, store)
         loop, plan = self._loop(task, data), self._plan(task, data)
@@ -142,7 +137,7 @@ class Node:
         return wire.content_of({"up": wire.pack(up), "buffers": moved, "figures": figures})
 
     def gradient(self, content: RecordDict, context: Context) -> RecordDict:
-        """Mime's first exchange: the gradient over all local data at x; both are kept for the second."""
+        """Return the gradient over all local data at x (Mime's first exchange); keep both for the second exchange."""
         task, store, data = self._begin(content, context)
         x, buffers = self._model(content), self._buffers(content)
         gradient = self._loop(task, data).full_gradient(x, buffers, self._plan(task, data), 0)
@@ -155,9 +150,9 @@ class Node:
         return wire.content_of({"up": {"gradient": wire.encode(gradient)}, "figures": {"examples": len(data)}})
 
     def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
-        """The loss and accuracy of the server's model on this node's data."""
+        """Evaluate the server's model on this node's data."""
         self._accept(content, context)
-        data = self._data(self.federation.node_test or self.federation.data, context)
+        data = self._data(self.setup.node_test or self.setup.data, context)
         check_fit(self.objective, data, "test", evaluation_rows(data))
         figures = evaluate(self.objective, self._model(content), self._buffers(content), data)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
@@ -166,9 +161,8 @@ class Node:
 
     @functools.cached_property
     def objective(self) -> Objective:
-        """The model; its weights are of no importance, for the server sends its own."""
-        device = choose_device(self.federation.device)
-        objective = Objective(self.federation.make_model().to(device), self.federation.protocol.loss)
+        """The model; its trainable weights are not used, because the server sends its own."""
+        objective = self.setup.objective()
         if objective.start.numel() < THREADED_FROM:
             torch.set_num_threads(1)
         return objective
@@ -176,42 +170,35 @@ class Node:
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
-        data = self._data(self.federation.data, context)
+        data = self._data(self.setup.data, context)
         check_fit(self.objective, data, "train", 2 * min(task.protocol.batch_size or len(data), len(data)))
         return task, store, data
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:
-        """The task in a message, if it is for this node and no replay, and where the client's files are."""
+        """Return the task in a message and the client's store; refuse a task for another node, or a replay."""
         task = Task.read(content)
-        self._check_app(task)
-        self._check_number(task, context)
-        root = context.node_config.get("state-dir") or self.federation.state_dir or default_folder()
-        store = Store(Path(str(root)).expanduser(), task.run, task.client)
-        if not signing.is_simulated():
-            store.refuse_replay(task.issued)
-        return task, store
-
-    def _check_app(self, task: Task) -> None:
         if task.app != wire.fingerprint(self.algorithm, self.objective):
             raise BadInput(
                 "the server's algorithm, its options, the model's layers or its frozen weights are not this node's: "
                 "run the same app on both sides"
             )
-
-    def _check_number(self, task: Task, context: Context) -> None:
-        """The server's list and this node's own configuration must agree: the data follow the latter."""
-        own = context.node_config.get("partition-id")
+        own = context.node_config.get("partition-id")  # this node's data follow it
         if own is not None and str(own) != str(task.client):
             raise BadInput(
                 f"this node is client {task.client} for the server, and its own partition-id is {own}: "
                 "correct the server's list of nodes, or restart the node with the other number"
             )
+        root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
+        store = Store(Path(str(root)).expanduser(), task.run, task.client)
+        if not signing.is_simulated():
+            store.refuse_replay(task.issued)
+        return task, store
 
     def _data(self, make: Callable[[Context], Any], context: Context) -> Dataset:
         return as_dataset(make(context)).to(self.objective.device)
 
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
-        """The round's Down, from the message and from disk; the buffers; and the client's state at its base."""
+        """Return the round's Down, from the message and from disk; the buffers; and the client's state at its base."""
         start, layers, algorithm = self.objective.start, self.objective.layers, self.algorithm
         mean_gradient = start if algorithm.needs(task.round).control_variate else None
         like_down = algorithm.broadcast(
@@ -221,7 +208,9 @@ class Node:
         names = {*wire.arrays_of(content, "down"), *task.held}
         if names != wanted:
             odd = wire.shorten(", ".join(sorted(names ^ wanted)), 80)
-            raise BadInput(f"the server's message lacks, or has beside those it needs, the fields {odd}: {OTHER}")
+            raise BadInput(
+                f"the server's message lacks, or has beside those it needs, the fields {odd}: {wire.SAME_VERSION}"
+            )
         arrays = wire.arrays_of(content, "down")
         sent = {name: _decode(name, array, getattr(like_down, name)) for name, array in arrays.items()}
         held = {
@@ -250,7 +239,7 @@ class Node:
         return _decode("x", wire.arrays_of(content, "down").get("x"), self.objective.start)
 
     def _buffers(self, content: RecordDict) -> Buffers:
-        """Buffers of our own to train with: the server's floating ones, and the others as they always are."""
+        """Return buffers to train with: the server's floating ones, and this node's others."""
         own = {name: value.clone() for name, value in self.objective.buffers.items()}
         arrays = wire.arrays_of(content, "buffers")
         return own | {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(own).items()}
@@ -259,9 +248,14 @@ class Node:
         return Loop(self.algorithm, self.objective, data, task.protocol)
 
     def _plan(self, task: Task, data: Dataset) -> Round:
-        """This client's part of the round plan: the same batches as if all clients were simulated together."""
+        """Return this client's part of the round plan: the same batches as if all clients were simulated together."""
         protocol = task.protocol
-        refuse_work(len(data), int(protocol.steps(np.array([len(data)]))[0]), protocol.batch_size or len(data))
+        steps, batch = int(protocol.steps(np.array([len(data)]))[0]), min(len(data), protocol.batch_size or len(data))
+        if steps * batch > MAX_SAMPLES_PER_ROUND:
+            raise BadInput(
+                f"the server asks for {steps} local steps of {batch} samples in one round, and this node trains on at "
+                f"most {MAX_SAMPLES_PER_ROUND}: lower epochs or local_steps"
+            )
         own = Plan(Clients.elsewhere(task.clients), protocol).round_of(
             task.round, np.array([task.client]), [np.arange(len(data))]
         )
@@ -269,17 +263,17 @@ class Node:
 
 
 def _decode(name: str, array: Array | None, like: Tensor) -> Tensor:
-    """The tensor in a message of the server's, which must have this dtype and shape."""
+    """Return a tensor of the server's message, which must have this dtype and shape."""
     if array is None:
-        raise BadInput(f"the server's message lacks '{name}': {OTHER}")
+        raise BadInput(f"the server's message lacks '{name}': {wire.SAME_VERSION}")
     try:
         return wire.decode(array, like)
     except wire.Unreadable as error:
-        raise BadInput(f"the server's message: '{name}' {error}: {OTHER}") from None
+        raise BadInput(f"the server's message: '{name}' {error}: {wire.SAME_VERSION}") from None
 
 
 def own_words(error: LaminaError) -> str:
-    """An error's text without the words of the exceptions behind it, which may quote data: their types remain.
+    """Return an error's text, with the words of the exceptions behind it, which may quote data, as their types alone.
 
     >>> try:
     ...     try:
@@ -307,7 +301,7 @@ def _one_line(text: str) -> str:
 
 
 def client_number(context: Context) -> int:
-    """The number a node's own configuration gives it."""
+    """Return the client number in a node's own configuration."""
     given = context.node_config.get("partition-id")
     if isinstance(given, bool) or not isinstance(given, int):
         raise BadInput(

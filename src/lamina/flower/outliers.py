@@ -1,4 +1,4 @@
-"""Find the answers of a round that stand out from the others: what one node of ten could do harm with.
+"""Find the answers of a round that stand out from the others, as a hostile node's harmful ones do.
 
 An answer is compared with the other answers of the same round and with nothing else, because anything remembered or
 broadcast may be the work of an earlier attack. The statistics are medians and order statistics over the clients, which
@@ -28,11 +28,13 @@ SUM_OF_MOMENTS = 3.0  # times `times_median`: the limit for the sum of a layer's
 ONE_MOMENT = 40.0  # times `times_median`: the limit for a single second moment
 REMEMBERED = 5  # rounds whose medians judge a round with fewer than three answers
 FEW_ANSWERS = 20.0  # times `times_median`: the limit in such a round
+LOSS_FACTOR = 100.0  # times the typical loss of a round: more is absurd
+LEAST_TYPICAL_LOSS = 1.0  # so that a client that fits worse than others, which fit perfectly, is not absurd
 HOSTILE_SHARE = 0.1  # of the clients, at least one: so many of the largest values are not believed
 
 
 class Broadcast(NamedTuple):
-    """What the server knows of a round beside the answers."""
+    """What the server knows of a round, apart from the answers."""
 
     layers: Layers
     buffers: Buffers  # the floating buffers that were broadcast
@@ -58,7 +60,12 @@ def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limit
     if limits.times_median is None or len(updates) < FEWEST_FOR_A_MEDIAN:
         return {}
     clients, answers = list(updates), list(updates.values())
-    found = _judge_counts(clients, [answer.examples for answer in answers], limits)
+    found = judge_counts({client: answer.examples for client, answer in updates.items()}, limits)
+
+    def add(reasons: Mapping[int, str]) -> None:
+        for i, why in reasons.items():
+            found.setdefault(clients[i], why)
+
     steps = torch.tensor([float(answer.steps) for answer in answers], dtype=torch.float64)
     weights = _relative_weights([answer.examples for answer in answers], known.by_examples)
     inherited = [known.inherited(answer.steps) for answer in answers]
@@ -68,23 +75,20 @@ def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limit
             continue
         if name in inherited[0]:
             own = [base[name] for base in inherited]
-            reasons = _judge_second_moments(name, vectors, own, steps, known, limits.times_median)
-        else:
-            if name == "delta" and known.step(1) is not None:
-                vectors = [vector - known.step(answer.steps) for vector, answer in zip(vectors, answers, strict=True)]
-            reasons = _judge_vectors(f"'{name}'", vectors, weights, steps, known.layers, limits)
-            if name == "delta" and known.drift is not None:
-                reasons = _judge_drift(vectors, weights, known.drift, limits) | reasons
-        found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
+            add(_judge_second_moments(name, vectors, own, steps, known, limits.times_median))
+            continue
+        if name == "delta" and known.step(1) is not None:
+            vectors = [vector - known.step(answer.steps) for vector, answer in zip(vectors, answers, strict=True)]
+        add(_judge_vectors(f"'{name}'", vectors, weights, steps, known.layers, limits))
+        if name == "delta" and known.drift is not None:
+            add(_judge_drift(vectors, weights, known.drift, limits))
     for name, before in known.totals.items():
         vectors = [getattr(answer.up, name) + before.get(client, 0.0) for client, answer in updates.items()]
         equal = torch.ones_like(steps)
-        reasons = _judge_vectors(f"the sum of '{name}' over all rounds", vectors, equal, equal, known.layers, limits)
-        found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
+        add(_judge_vectors(f"the sum of '{name}' over all rounds", vectors, equal, equal, known.layers, limits))
     for name in answers[0].buffers:
         values = [answer.buffers[name] for answer in answers]
-        reasons = _judge_buffer(name, values, known.buffers[name], limits.times_median)
-        found |= {clients[i]: why for i, why in reasons.items() if clients[i] not in found}
+        add(_judge_buffer(name, values, known.buffers[name], limits.times_median))
     return found
 
 
@@ -93,7 +97,7 @@ def judge_gradients(gradients: Mapping[int, Gradient], known: Broadcast, limits:
     if limits.times_median is None or len(gradients) < FEWEST_FOR_A_MEDIAN:
         return {}
     clients, answers = list(gradients), list(gradients.values())
-    found = _judge_counts(clients, [answer.examples for answer in answers], limits)
+    found = judge_counts({client: answer.examples for client, answer in gradients.items()}, limits)
     weights = _relative_weights([answer.examples for answer in answers], known.by_examples)
     vectors = [answer.gradient for answer in answers]
     reasons = _judge_vectors("'gradient'", vectors, weights, torch.ones(len(answers)).double(), known.layers, limits)
@@ -110,7 +114,7 @@ def sizes_of_updates(updates: Mapping[int, Update], known: Broadcast) -> Sizes:
         inherited = known.inherited(update.steps)
         for name, value in zip(update.up._fields, update.up, strict=True):
             if value is not None:
-                own = value.double() - inherited[name] if name in inherited else value.double()
+                own = value.double() - inherited.get(name, 0.0)
                 sizes.setdefault(f"'{name}' has norm", {})[client] = float(torch.linalg.vector_norm(own))
         if update.buffers:
             norms = torch.stack([torch.linalg.vector_norm(value.double()) for value in update.buffers.values()])
@@ -153,18 +157,29 @@ def judge_counts(examples: Mapping[int, int], limits: Limits) -> dict[int, str]:
     """Return the clients that claim far more examples than the others, each with the reason."""
     if limits.times_median is None or len(examples) < FEWEST_FOR_A_MEDIAN:
         return {}
-    return _judge_counts(list(examples), list(examples.values()), limits)
-
-
-def _judge_counts(clients: Sequence[int], examples: Sequence[int], limits: Limits) -> dict[int, str]:
-    counts = torch.tensor(examples, dtype=torch.float64)
-    times = limits.times_examples * _wider(len(clients))
-    median = float(_median(counts))
+    times, median = limits.times_examples * _wider(len(examples)), statistics.median(examples.values())
     return {
-        clients[i]: f"its number of examples is {examples[i]}, more than {times:.3g} times the round's median, "
-        f"{median:.4g} (limits: times_examples)"
-        for i in torch.nonzero(counts > times * median).flatten().tolist()
+        client: f"its number of examples is {count}, more than {times:.3g} times the round's median, {median:.4g} "
+        "(limits: times_examples)"
+        for client, count in examples.items()
+        if count > times * median
     }
+
+
+def absurd_losses(losses: Mapping[int, float], before: float | None) -> tuple[float, list[int]]:
+    """Return the typical loss of a round, and the clients whose loss is out of all proportion to it.
+
+    The median counts; of two answers the smaller, and of one that of the round `before`, if there is any.
+
+    >>> absurd_losses({0: 2.1, 1: 9e29, 2: 2.5, 3: 1.9}, None)
+    (2.1, [1])
+    """
+    sizes = [abs(loss) for loss in losses.values()]
+    if not sizes or (len(sizes) == 1 and before is None):
+        return 0.0, []
+    typical = statistics.median_low(sizes) if len(sizes) > 1 or before is None else before
+    most = LOSS_FACTOR * max(abs(typical), LEAST_TYPICAL_LOSS)
+    return typical, [client for client, loss in losses.items() if abs(loss) > most]
 
 
 def _judge_vectors(
@@ -187,7 +202,7 @@ def _judge_vectors(
         ratio = torch.minimum(norms / median, (norms / credit) / per_step)
         longest = limits.times_median * wider * more
         what = title + (f" of '{where}'" if where else "")
-        for i in torch.nonzero(ratio > longest).flatten().tolist():
+        for i in _where(ratio > longest):
             found.setdefault(
                 i,
                 f"{what} has norm {float(norms[i]):.4g}, more than {longest:.3g} times the round's median, "
@@ -195,7 +210,7 @@ def _judge_vectors(
             )
         against = _opposition(products, norms, median) * weights
         most = limits.times_against * wider * more * (1.0 if title == "'delta'" else OTHER_FIELDS)
-        for i in torch.nonzero(against > most).flatten().tolist():
+        for i in _where(against > most):
             found.setdefault(
                 i,
                 f"{what} is opposed to the others with {float(against[i]):.3g} times the weight of a median one; "
@@ -222,7 +237,7 @@ def _judge_drift(vectors: Sequence[Tensor], weights: Tensor, drift: Tensor, limi
     return {
         i: f"'delta' moves the model back towards its start by {float(back[i]):.3g} times the norm of a median "
         f"one; at most {most:.3g} is allowed"
-        for i in torch.nonzero(back > most).flatten().tolist()
+        for i in _where(back > most)
     }
 
 
@@ -239,7 +254,7 @@ def _opposition(products: Tensor, norms: Tensor, median: Tensor) -> Tensor:
 
 
 def _segments(vectors: Sequence[Tensor], layers: Layers) -> list[Segment]:
-    """The inner products of the whole vectors and, for vectors of the model's size, of every module."""
+    """Return the inner products of the whole vectors and, for vectors of the model's size, of every module."""
     sizes = layers.group_sizes("module") if vectors[0].numel() == layers.size else [vectors[0].numel()]
     names = layers.group_names("module") if len(sizes) > 1 else ("",)
     pieces = zip(*(torch.split(vector.flatten(), sizes) for vector in vectors), strict=True)
@@ -269,14 +284,14 @@ def _judge_second_moments(
         usual_per_step = torch.maximum(_median(sums / steps), usual / _median(steps))
         most = times * SUM_OF_MOMENTS * wider
         over = (sums > most * usual) & (sums / steps > most * usual_per_step)
-        for i in torch.nonzero(over).flatten().tolist():
+        for i in _where(over):
             found.setdefault(
                 i, f"'{name}' of '{layer}' grew by {float(sums[i]):.4g} in sum, more than {most:.3g} times what the "
                 f"others' did, {float(usual):.4g}",
             )  # fmt: skip
         reference = torch.maximum(_believed_maximum(added), base.amin(0)).clamp(min=float(_median(added.amax(1))))
         most = times * ONE_MOMENT * wider
-        for i in torch.nonzero((added > most * reference).any(1)).flatten().tolist():
+        for i in _where((added > most * reference).any(1)):
             found.setdefault(i, f"'{name}' of '{layer}' has entries more than {most:.3g} times as large as the others'")
     return found
 
@@ -318,7 +333,7 @@ def _judge_buffer(name: str, values: Sequence[Tensor], broadcast: Tensor, times:
     reference = torch.maximum(_believed_maximum(distance), moved).clamp(min=float(_median(distance.amax(1))))
     most = times * _wider(len(values))
     return dict.fromkeys(
-        torch.nonzero((distance > most * reference).any(1)).flatten().tolist(),
+        _where((distance > most * reference).any(1)),
         f"the buffer '{name}' has entries more than {most:.3g} times as far from the round's median as the others'",
     )
 
@@ -339,6 +354,10 @@ def _relative_weights(examples: Sequence[int], by_examples: bool) -> Tensor:
     """Return every client's weight in the mean, relative to that of a client with the median number of examples."""
     counts = torch.tensor(examples, dtype=torch.float64)
     return counts / _median(counts) if by_examples else torch.ones_like(counts)
+
+
+def _where(mask: Tensor) -> list[int]:
+    return [int(i) for i in torch.nonzero(mask).flatten()]
 
 
 def _wider(answers: int) -> float:

@@ -1,4 +1,4 @@
-"""Who took part in a round, who did not and why: ``federation.jsonl`` in the run's folder, a line per attempt."""
+"""Attendance of rounds: ``federation.jsonl`` in the run's folder says who took part, who did not, and why."""
 
 from __future__ import annotations
 
@@ -24,34 +24,35 @@ class Attendance:
     notes: list[str] = field(default_factory=list)
 
     def miss(self, client: int | None, node: int | None, why: str) -> None:
-        """Somebody did not answer."""
+        """Record a client or node that did not answer."""
         self.missing.append(_entry(client, node) | {"why": why})
 
     def refuse(self, client: int | None, node: int | None, why: str) -> None:
-        """Somebody's answer or claim is not used."""
+        """Record a client or node whose answer or claim is not used."""
         self.refused.append(_entry(client, node) | {"why": why})
 
     def accept(self, client: int, node: int) -> None:
-        """Somebody's update is in the mean."""
+        """Record a client whose update is in the mean."""
         self.took_part.append(_entry(client, node))
 
     def note(self, text: str) -> None:
-        """Anything else worth knowing, once."""
+        """Record anything else, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def lines(self) -> list[str]:
-        """Whoever is not in the mean, in words."""
-        every = [(entry, "") for entry in self.missing] + [(entry, "refused: ") for entry in self.refused]
-        return [f"{name(entry['client'], entry['node'])}: {word}{entry['why']}" for entry, word in every] + self.notes
+        """Return a line for every client that is not in the mean, and the notes."""
+        missing = [f"{name_of(one['client'], one['node'])}: {one['why']}" for one in self.missing]
+        refused = [f"{name_of(one['client'], one['node'])}: refused: {one['why']}" for one in self.refused]
+        return [*missing, *refused, *self.notes]
 
 
 def _entry(client: int | None, node: int | None) -> dict[str, Any]:
     return {"client": client, "node": None if node is None else str(node)}
 
 
-def name(client: int | None, node: int | str | None) -> str:
-    """A client and its node, in words."""
+def name_of(client: int | None, node: int | str | None) -> str:
+    """Return a client and its node in words."""
     if client is None:
         return f"node {node}"
     return f"client {client}" + (f" (node {node})" if node is not None else "")
@@ -64,7 +65,7 @@ class Journal:
         self.path = folder / "federation.jsonl"
 
     def cut(self, done: int) -> None:
-        """Take out what a restarted run will do again; attempts that came to nothing stay."""
+        """Remove the rounds that a resumed run will repeat; failed attempts stay."""
         if not self.path.exists():
             return
         kept = []
@@ -78,7 +79,7 @@ class Journal:
         write_file(self.path, b"".join(kept))
 
     def write(self, attendance: Attendance) -> None:
-        """Add a line."""
+        """Append a line."""
         try:
             with self.path.open("ab") as file:
                 file.write((json.dumps(vars(attendance)) + "\n").encode())

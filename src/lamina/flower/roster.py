@@ -1,4 +1,4 @@
-"""Which node is which client. A node is known by the id Flower gave it when it authenticated, and by nothing else.
+"""Which node is which client. Only the id that Flower gave a node when it authenticated identifies it.
 
 Either the server has a list of nodes, or the first node that says it is client i is client i for the whole run.
 """
@@ -16,7 +16,7 @@ from lamina.errors import is_whole
 from lamina.flower import wire
 from lamina.flower.checks import read_problem
 from lamina.flower.mail import Mail
-from lamina.flower.records import Attendance, name
+from lamina.flower.records import Attendance, name_of
 
 ASK_FOR = 60.0  # seconds a round waits for the name of a node that has just come
 ANSWER_WITHIN = 600.0  # seconds until it is asked again
@@ -38,25 +38,25 @@ class Roster:
         self._heard: dict[int, float] = {}  # when nodes last said who they are
 
     def node_of(self, client: int) -> int | None:
-        """The node of a client, if it is connected."""
+        """Return the node of a client, if it is connected."""
         node = self.bound.get(client)
         return node if node in self.online else None
 
     def client_of(self, node: int) -> int | None:
-        """The client a node is."""
+        """Return the client of a node."""
         return next((client for client, bound in self.bound.items() if bound == node), None)
 
     def name(self, node: int) -> str:
-        """A node in words."""
-        return name(self.client_of(node), node)
+        """Return a node, and its client, in words."""
+        return name_of(self.client_of(node), node)
 
-    def nobodys(self) -> list[int]:
-        """The clients that no node can be, because the list of nodes names none for them."""
+    def unlisted(self) -> list[int]:
+        """Return the clients for which the list of nodes, if there is one, names no node."""
         return [] if self.fixed is None else [c for c in range(self.clients) if c not in self.bound]
 
     def why_absent(self, client: int) -> str:
-        """Why a client has no node that is connected."""
-        return "no node is listed for it" if client in self.nobodys() else "it is not connected"
+        """Return why a client has no connected node."""
+        return "no node is listed for it" if client in self.unlisted() else "it is not connected"
 
     def call(
         self,
@@ -68,17 +68,17 @@ class Roster:
         all_of_them: bool,
         waits: Callable[[Iterable[int]], None] = lambda clients: None,
     ) -> None:
-        """Find out who is there, and wait for the clients of a round.
+        """Find out which nodes are connected, and wait for the clients of a round.
 
         Args:
             wanted: the clients.
             needed: how many of them there must be before the wait may end early.
             until: `time.monotonic()` at which it ends in any case.
-            record: where odd things are put down.
-            all_of_them: wait for all (at the start of a run), not only for those who have just come.
-            waits: is told, at every look, for which clients.
+            record: takes notes of nodes that do not say who they are.
+            all_of_them: wait for all clients (at the start of a run), not only for nodes that have just connected.
+            waits: called at every look with the clients that are absent.
         """
-        possible = [client for client in wanted if client not in self.nobodys()]
+        possible = [client for client in wanted if client not in self.unlisted()]
         while True:
             self._look(record)
             absent = [client for client in possible if self.node_of(client) is None]
@@ -89,7 +89,7 @@ class Roster:
                 break
             waits(absent)
             time.sleep(min(self.mail.poll, max(0.0, until - now)))
-        self._put_down(record)
+        self._record_strangers(record)
 
     def _look(self, record: Attendance) -> None:
         self.online = set(self.mail.grid.get_node_ids())
@@ -150,8 +150,8 @@ class Roster:
             if holder is not None:
                 record.note(f"client {client} was node {holder}, which has gone, and is node {node} now")
 
-    def _put_down(self, record: Attendance) -> None:
-        """Name the nodes that are there and have no part in the run."""
+    def _record_strangers(self, record: Attendance) -> None:
+        """Record the connected nodes that have no part in the run."""
         if self.fixed is not None:
             for node in sorted(self.online - self.fixed.keys()):
                 record.refuse(None, node, "it is not on the server's list of nodes")

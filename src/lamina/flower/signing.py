@@ -12,13 +12,14 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 
 from lamina.errors import BadInput
@@ -59,28 +60,26 @@ def is_pair(private: Path, public: Path) -> bool:
 
 
 def _private_key(path: Path) -> Ed25519PrivateKey:
-    try:
-        is_open = os.name == "posix" and bool(path.stat().st_mode & 0o077)
-        key = serialization.load_pem_private_key(path.read_bytes(), None)
-    except OSError as error:
-        raise BadInput(f"cannot read the signing key '{path}': {error.strerror}; {HOW}") from error
-    except (ValueError, TypeError) as error:
-        raise BadInput(f"'{path}' is not a signing key; {HOW}") from error
-    if is_open:
+    load = lambda data: serialization.load_pem_private_key(data, None)  # noqa: E731
+    key: Ed25519PrivateKey = _load(path, "signing key", load, Ed25519PrivateKey)
+    if os.name == "posix" and path.stat().st_mode & 0o077:
         raise BadInput(f"the signing key '{path}' can be read by others: chmod 600 '{path}'")
-    if not isinstance(key, Ed25519PrivateKey):
-        raise BadInput(f"'{path}' is not an Ed25519 key; {HOW}")
     return key
 
 
 def _public_key(path: Path) -> Ed25519PublicKey:
+    key: Ed25519PublicKey = _load(path, "server's public key", serialization.load_pem_public_key, Ed25519PublicKey)
+    return key
+
+
+def _load(path: Path, what: str, load: Callable[[bytes], Any], kind: Any) -> Any:
     try:
-        key = serialization.load_pem_public_key(path.read_bytes())
+        key = load(path.read_bytes())
     except OSError as error:
-        raise BadInput(f"cannot read the server's public key '{path}': {error.strerror}; {HOW}") from error
-    except ValueError as error:
-        raise BadInput(f"'{path}' is not the server's public key; {HOW}") from error
-    if not isinstance(key, Ed25519PublicKey):
+        raise BadInput(f"cannot read the {what} '{path}': {error.strerror}; {HOW}") from error
+    except (ValueError, TypeError) as error:
+        raise BadInput(f"'{path}' is not a {what}; {HOW}") from error
+    if not isinstance(key, kind):
         raise BadInput(f"'{path}' is not an Ed25519 key; {HOW}")
     return key
 
@@ -174,21 +173,16 @@ def _statement(message: Message) -> bytes:
 def _facts_of(content: RecordDict) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for name, record in content.items():
-        entries: dict[str, Any] = dict(record)
-        if name == SIGNATURE:
-            continue
-        if isinstance(record, ArrayRecord):
-            arrays = {
-                key: [a.dtype, list(a.shape), a.stype, hashlib.sha256(a.data).hexdigest()] for key, a in entries.items()
-            }
-            facts[name] = ["ArrayRecord", arrays]
-        else:
+        if name != SIGNATURE:
+            entries: dict[str, Any] = dict(record)
             facts[name] = [type(record).__name__, {key: _value(value) for key, value in entries.items()}]
     return facts
 
 
 def _value(value: Any) -> list[Any]:
     """Return a value with its type, so that 1, 1.0, True and "1" are different statements."""
+    if isinstance(value, Array):
+        return [value.dtype, list(value.shape), value.stype, hashlib.sha256(value.data).hexdigest()]
     if isinstance(value, list):
         return ["list", [_value(entry) for entry in value]]
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""What a node keeps on its own disk between two messages: the client's state, and Down fields that seldom change.
+"""A node's files between two messages: the client's state, and Down fields that seldom change.
 
 Under the node's state folder every run has one of its own, and in it every client:
 
@@ -32,7 +32,7 @@ STATE = re.compile(r"state-\d+-([0-9a-f]+)\.safetensors")
 
 
 def default_folder() -> Path:
-    """Where programs keep their state by custom."""
+    """Return the user's folder for the state of programs."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "lamina"
 
 
@@ -62,7 +62,7 @@ class Store:
             raise cannot_write(self.folder, error) from error
 
     def load_state(self, token: str, like: Any) -> Any | None:
-        """The client's state after an exchange; None if it is not here, or not as it should be."""
+        """Return the client's state after an exchange; None if it is missing or unusable."""
         for path in self.folder.glob(f"state-*-{_sound(token)}.safetensors"):
             tensors = _read(path)
             wanted = {name: value for name, value in zip(like._fields, like, strict=True) if value is not None}
@@ -85,7 +85,7 @@ class Store:
                 path.unlink(missing_ok=True)
 
     def load_held(self, field: str, tag: str, *, by_content: bool = True) -> Tensor | None:
-        """A cached field with this digest, or with a tag of our own; None if it is not here, or not what it was."""
+        """Return a cached field by its digest, or by another tag; None if it is missing or has changed."""
         tensors = _read(self.folder / f"held-{field}-{_sound(tag)[:16]}.safetensors")
         if tensors is None or tensors.keys() != {"value"}:
             return None

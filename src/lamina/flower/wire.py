@@ -1,4 +1,4 @@
-"""What travels: tensors as raw little-endian arrays, one per field, and nothing that would have to be unpickled.
+"""The format of messages: tensors as raw little-endian arrays, one per field, and nothing to unpickle.
 
 A message down holds
 
@@ -17,8 +17,8 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Unreadable(Exception):
 
 
 def encode(tensor: Tensor) -> Array:
-    """A tensor as an array of Flower's."""
+    """Return a tensor as an array of Flower's."""
     if sys.byteorder != "little":
         raise BadInput("lamina.flower sends little-endian numbers, and this machine is big-endian: use another")
     flat = tensor.detach().cpu().contiguous().reshape(-1)
@@ -49,7 +49,7 @@ def encode(tensor: Tensor) -> Array:
 
 
 def decode(array: Array, like: Tensor) -> Tensor:
-    """The tensor an array holds, which must be of this dtype and shape; what it says of itself decides nothing."""
+    """Return the tensor in an array, which must have the dtype and shape of `like`, whatever it says about itself."""
     if array.stype != RAW:
         raise Unreadable(f"is encoded as {shorten(array.stype, 40)!r}, not {RAW!r}")
     if array.dtype != dtype_name(like):
@@ -65,23 +65,23 @@ def decode(array: Array, like: Tensor) -> Tensor:
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """float32 and the like."""
+    """Return ``float32`` and the like."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def pack(payload: Any) -> dict[str, Array]:
-    """The fields of a Down or an Up that are there, as arrays."""
+    """Return the fields of a Down or an Up that are not None, as arrays."""
     pairs = zip(payload._fields, payload, strict=True)
     return {name: encode(value) for name, value in pairs if value is not None}
 
 
 def floating(buffers: Mapping[str, Tensor]) -> Buffers:
-    """The buffers that travel."""
+    """Return the floating buffers, which are sent."""
     return {name: value for name, value in buffers.items() if value.is_floating_point()}
 
 
 def content_of(records: Mapping[str, Mapping[str, Any]]) -> RecordDict:
-    """A message's content from plain mappings: arrays, numbers (a reply's figures) or settings."""
+    """Return a message's content from plain mappings: arrays, numbers (a reply's figures) or settings."""
     made = RecordDict()
     for name, entries in records.items():
         if not entries:
@@ -94,7 +94,7 @@ def content_of(records: Mapping[str, Mapping[str, Any]]) -> RecordDict:
 
 
 def arrays_of(content: RecordDict, name: str) -> dict[str, Array]:
-    """The arrays of a record; none if there is no such record, or it is of another kind."""
+    """Return the arrays of a record; none if there is no such record, or it is of another kind."""
     record = content.get(name)
     return dict(record.items()) if isinstance(record, ArrayRecord) else {}
 
@@ -117,18 +117,18 @@ def take_answer(content: RecordDict) -> str:
 
 
 def digest(tensor: Tensor) -> str:
-    """What tells a tensor from any other."""
+    """Return the SHA-256 of a tensor's bytes."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.tobytes()).hexdigest()
 
 
 def payload_bytes(content: RecordDict) -> int:
-    """Bytes of the arrays themselves: what the ledger counts."""
+    """Return the bytes of the arrays themselves, which the ledger counts."""
     return sum(len(a.data) for r in content.values() if isinstance(r, ArrayRecord) for a in r.values())
 
 
 def wire_bytes(content: RecordDict) -> int:
-    """Bytes of the whole content as Flower serialises it; the arrays' own bytes are not copied to count them."""
+    """Return the bytes of the whole content as Flower serialises it, without copying the arrays."""
     frame = RecordDict()
     for name, record in content.items():
         if isinstance(record, ArrayRecord):
@@ -138,7 +138,7 @@ def wire_bytes(content: RecordDict) -> int:
 
 
 def shorten(text: str, most: int = 200) -> str:
-    """Somebody else's text as part of one line."""
+    """Return text from elsewhere as a printable part of one line."""
     line = "".join(c if c.isprintable() else " " for c in str(text)[: 4 * most])
     line = " ".join(line.split())
     return line if len(line) <= most else line[: most - 1] + "…"
@@ -148,15 +148,6 @@ def shorten(text: str, most: int = 200) -> str:
 
 HEX = re.compile(r"[0-9a-f]{8,64}")  # names of runs and exchanges, and digests: never a path
 FIELD = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # of a Down record
-WHOLE = {  # the least and the most each may be
-    "round": (1, 10**9),
-    "issued": (1, 2**53),
-    "client": (0, 10**9),
-    "clients": (1, 10**9),
-}
-TEXTS = {"run": HEX, "token": HEX, "app": HEX}
-MAY_BE_EMPTY = {"base": HEX, "gradient": HEX}
-LISTS = {"keep": HEX, "held": FIELD, "held_digests": HEX}
 MAX_SETTINGS_CHARACTERS = 10_000
 SAME_VERSION = "install the same version of lamina on both sides"
 
@@ -189,48 +180,56 @@ class Task:
             why = shorten(str(error)) if isinstance(error, BadInput) else "its settings are not JSON"
             raise BadInput(f"the server's message makes no sense: {why}; {SAME_VERSION}") from None
 
-    def record(self) -> dict[str, Any]:
-        """Return the entries of a `ConfigRecord`."""
-        return asdict(self)
-
     @classmethod
     def read(cls, content: RecordDict) -> Task:
-        """The task in a message; `BadInput` if it is not one: paths and sizes on the node's disk are made of it."""
+        """Return the task in a message; everything is validated, because paths on the node's disk are made of it."""
         record = content.get("task")
         entries: dict[str, Any] = dict(record) if isinstance(record, ConfigRecord) else {}
-        for f in fields(cls):
-            value = entries.get(f.name)
-            if not _is_sound(f.name, value):
+        for name, is_sound in IS_SOUND.items():
+            if not is_sound(value := entries.get(name)):
                 raise BadInput(
-                    f"the server's message says {f.name} = {shorten(repr(value), 40)}: it speaks another protocol; "
+                    f"the server's message says {name} = {shorten(repr(value), 40)}: it speaks another protocol; "
                     f"{SAME_VERSION}"
                 )
-        task = cls(**{f.name: entries[f.name] for f in fields(cls)})
+        task = cls(**{name: entries[name] for name in IS_SOUND})
         if task.client >= task.clients or len(task.held) != len(task.held_digests):
             raise BadInput(f"the server's message is for client {task.client} of {task.clients}, and makes no sense")
         _ = task.protocol  # checked before anything is made of it
         return task
 
 
-def _is_sound(name: str, value: Any) -> bool:
-    """Whether a value is what a field of `Task` may be."""
-    if name in WHOLE:
-        least, most = WHOLE[name]
-        return is_whole(value) and least <= value <= most
-    if name == "participation":
-        return is_number(value) and 0 < value <= 1
-    if name == "settings":
-        return isinstance(value, str) and len(value) <= MAX_SETTINGS_CHARACTERS
-    if name in LISTS:
-        texts = value if isinstance(value, list) else [None]
-        return len(texts) <= 100 and all(isinstance(t, str) and LISTS[name].fullmatch(t) for t in texts)
-    if name in MAY_BE_EMPTY and value == "":
-        return True
-    return isinstance(value, str) and bool((TEXTS | MAY_BE_EMPTY)[name].fullmatch(value))
+def _whole(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda value: is_whole(value) and least <= value <= most
+
+
+def _text(pattern: re.Pattern[str], *, optional: bool = False) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value) or (optional and value == ""))
+
+
+def _texts(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) <= 100 and all(map(_text(pattern), value))
+
+
+IS_SOUND: dict[str, Callable[[Any], bool]] = {  # what every field of `Task` may be
+    "run": _text(HEX),
+    "token": _text(HEX),
+    "app": _text(HEX),
+    "issued": _whole(1, 2**53),
+    "round": _whole(1, 10**9),
+    "client": _whole(0, 10**9),
+    "clients": _whole(1, 10**9),
+    "participation": lambda value: is_number(value) and 0 < value <= 1,
+    "settings": lambda value: isinstance(value, str) and len(value) <= MAX_SETTINGS_CHARACTERS,
+    "base": _text(HEX, optional=True),
+    "keep": _texts(HEX),
+    "held": _texts(FIELD),
+    "held_digests": _texts(HEX),
+    "gradient": _text(HEX, optional=True),
+}
 
 
 def fingerprint(algorithm: Algorithm, objective: Objective) -> str:
-    """What server and node must agree on before any number is exchanged: algorithm, layout, and frozen weights.
+    """Return a hash of what server and node must agree on: algorithm, layout, and frozen weights.
 
     Trainable weights and floating buffers are sent; what is not sent must be the same on both sides.
     """

@@ -1,4 +1,4 @@
-"""Ends what a federation on this machine leaves behind, however its owner ended: also after ``kill -9``.
+"""Stop the processes of a local federation when its parent exits, even after ``kill -9``.
 
 Runs as a script of its own, ``guard.py MARK``, with nothing but the standard library. It reads process group ids from
 its standard input, a pipe whose other end only the owner holds; when that end is closed, by the owner or by the kernel,
@@ -21,7 +21,7 @@ PATIENCE = 5.0  # seconds from asking to killing
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that carry the mark, but for this one; always empty where there is no /proc."""
+    """Return the other processes that carry the mark; none where there is no /proc."""
     wanted = f"{VARIABLE}={mark}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -47,9 +47,7 @@ def end_all(groups: Iterable[int], mark: str, patience: float = PATIENCE) -> Non
 def _exists(group: int) -> bool:
     try:
         os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's: the number is used anew
+    except (ProcessLookupError, PermissionError):  # gone, or its number is another user's by now
         return False
     return True
 

@@ -1,0 +1,168 @@
+"""Decide which answers of the nodes are used: each must be what a round expects, and fit the others of its round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lamina.algorithms.contract import ClientInfo, ServerInfo
+from lamina.engines.state import State
+from lamina.flower import checks, outliers, wire
+from lamina.flower.checks import Evaluation, Expected, Gradient, Update
+from lamina.flower.records import Attendance, name_of
+from lamina.flower.setup import Setup
+from lamina.objective import Objective
+
+DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
+
+
+class Attempt(NamedTuple):
+    """One attempt at a round, or at its evaluation."""
+
+    state: State  # before the round
+    nodes: Mapping[int, int]  # by client: those that are asked
+    record: Attendance
+
+
+class Judge:
+    """Removes answers that stand out, and remembers from earlier rounds what that takes."""
+
+    def __init__(self, setup: Setup, objective: Objective, state: State) -> None:
+        self.objective = objective
+        self.algorithm, self.protocol, self.limits = setup.algorithm, setup.protocol, setup.limits
+        rate, layers, zero = self.protocol.rate(1), objective.layers, torch.zeros_like(state.server.x)
+        down = self.algorithm.broadcast(state.server, ServerInfo(1, rate, layers, mean_gradient=zero))
+        upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
+        self.limits.check_fields(upload._fields)
+        self.no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
+        # These are kept in the checkpoint.
+        self.examples: dict[int, int] = {}  # by client, as of the last round it took part in
+        self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
+        self.accepted: dict[int, list[str]] = {}  # by client: digests of its last updates
+        self.growth: dict[str, float] = {}  # the largest median growth of any round, by layer of a second moment
+        self._sizes: outliers.Sizes = {}  # of the answers of this attempt
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a checkpoint stores."""
+        return {name: getattr(self, name) for name in ("examples", "recent", "accepted", "growth")}
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Take over what a checkpoint stores."""
+        self.examples = {int(client): int(count) for client, count in facts.get("examples", {}).items()}
+        self.recent = {str(name): [float(v) for v in values] for name, values in facts.get("recent", {}).items()}
+        self.accepted = {int(client): list(map(str, d)) for client, d in facts.get("accepted", {}).items()}
+        self.growth = {str(name): float(value) for name, value in facts.get("growth", {}).items()}
+
+    def begin_attempt(self) -> None:
+        """Forget the answers of the last attempt."""
+        self._sizes = {}
+
+    # --- what is expected -------------------------------------------------------------------------------------------
+
+    def expected(self, state: State, down: Any, info: ClientInfo) -> Expected:
+        """Return what a sound update looks like: the fields an engine would get from one local step."""
+        algorithm, non_negative = self.algorithm, self.limits.non_negative
+        return Expected(
+            self._upload(down, info),
+            wire.floating(state.buffers),
+            lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
+            self.limits,
+            algorithm.non_negative if non_negative is None else non_negative,
+            lambda up, steps: algorithm.implied_fields(up, down, info._replace(steps=float(steps))),
+            sum(float(value.norm()) for name, value in down._asdict().items() if name != "x" and value is not None),
+        )
+
+    def _upload(self, down: Any, info: ClientInfo) -> Any:
+        """Return the Up of one local step."""
+        client = self.algorithm.client_init(down.x, info.layers)
+        begun = self.algorithm.begin(down, client, info)
+        local = self.algorithm.step(begun, down, torch.zeros_like(down.x), info.lr, info.layers)
+        return self.algorithm.finish(local, down, client, info)[0]
+
+    def _broadcast(self, state: State, down: Any, number: int) -> outliers.Broadcast:
+        """Return what updates are compared by."""
+
+        def info(steps: int) -> ClientInfo:
+            return ClientInfo(number, self.protocol.rate(number), self.objective.layers, steps=float(steps))
+
+        return outliers.Broadcast(
+            self.objective.layers,
+            wire.floating(state.buffers),
+            lambda steps: self.algorithm.inherited_moments(down, info(steps)),
+            self.protocol.by_examples,
+            lambda steps: self.algorithm.inherited_step(down, info(steps)),
+            self.growth,
+            drift=state.server.x - self.objective.start,
+            totals={
+                name: {client: getattr(total, name) for client, total in state.clients.items()}
+                for name in self.algorithm.state_changes
+            },
+        )
+
+    # --- what is removed --------------------------------------------------------------------------------------------
+
+    def remove_odd_gradients(self, gradients: dict[int, Gradient], attempt: Attempt) -> None:
+        """Remove full gradients (Mime's first exchange) that stand out."""
+        known = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
+        odd = outliers.judge_gradients(gradients, known, self.limits)
+        self._remove_odd(gradients, odd, outliers.sizes_of_gradients(gradients), attempt)
+
+    def remove_odd_updates(
+        self, updates: dict[int, Update], attempt: Attempt, down: Any, expected: Expected, last_loss: float | None
+    ) -> None:
+        """Remove updates that were sent before or stand out, and replace training losses nobody can believe."""
+        _, nodes, record = attempt
+        for client, update in list(updates.items()):
+            # An update without any movement is no sign of a replay.
+            if bool(update.up.delta.any()) and _short_digest(update) in self.accepted.get(client, []):
+                record.refuse(client, nodes[client], "its update is one it has sent before")
+                del updates[client]
+        known = self._broadcast(attempt.state, down, record.round)
+        implied = tuple(expected.implied(expected.up, 1))
+        odd = outliers.judge_updates(updates, known._replace(implied=implied), self.limits)
+        self._remove_odd(updates, odd, outliers.sizes_of_updates(updates, known), attempt)
+        typical, absurd = outliers.absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
+        for client in absurd:
+            loss = f"its training loss {updates[client].loss:.3g}"
+            record.note(f"{name_of(client, nodes[client])}: {loss} is out of all proportion: not recorded")
+            updates[client] = updates[client]._replace(loss=typical)
+
+    def _remove_odd(
+        self, answers: dict[int, Any], odd: Mapping[int, str], sizes: outliers.Sizes, attempt: Attempt
+    ) -> None:
+        """Remove answers that stand out from the others, or are absurd beside those of earlier rounds."""
+        self._sizes |= sizes
+        counts = {client: answer.examples for client, answer in answers.items()}
+        few = outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
+        for client, why in {**odd, **few, **checks.examples_grown(counts, self.examples, self.limits)}.items():
+            attempt.record.refuse(client, attempt.nodes[client], why)
+            del answers[client]
+
+    def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], attempt: Attempt) -> None:
+        """Remove evaluations that claim far too many examples, or an absurd loss."""
+        _, nodes, record = attempt
+        counts = {client: one.examples for client, one in evaluations.items()}
+        for client, why in outliers.judge_counts(counts, self.limits).items():
+            record.refuse(client, nodes[client], why)
+            del evaluations[client]
+        for client in outliers.absurd_losses({client: one.loss for client, one in evaluations.items()}, None)[1]:
+            loss = f"its evaluation loss {evaluations[client].loss:.3g}"
+            record.refuse(client, nodes[client], f"{loss} is out of all proportion")
+            del evaluations[client]
+
+    def remember(self, updates: Mapping[int, Update], state: State, down: Any, number: int) -> None:
+        """Remember the updates in the mean of a round; `state` is the one after it."""
+        for client, update in updates.items():
+            self.examples[client] = update.examples
+            self.accepted[client] = [*self.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
+        for what, value in outliers.median_growth(updates, self._broadcast(state, down, number)).items():
+            self.growth[what] = max(value, self.growth.get(what, 0.0))
+        for what, median in outliers.medians(self._sizes, list(updates)).items():
+            self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]
+
+
+def _short_digest(update: Update) -> str:
+    return wire.digest(update.up.delta)[:DIGEST_CHARACTERS]

@@ -1,0 +1,213 @@
+"""What ``lamina flower up`` runs on a local federation: an experiment file, or a Flower app of the user's own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lamina.errors import BadInput, Diverged, LaminaError
+from lamina.experiment.config import Experiment, load
+from lamina.experiment.folder import RunFolder, is_ours, remove_records
+from lamina.experiment.records import read_diverged, read_json, read_metrics
+from lamina.flower.federation import Federation
+from lamina.flower.local.federation import LocalFederation, RunStatus, Settings
+from lamina.flower.local.processes import FederationFailed
+from lamina.history import History
+from lamina.storage.files import check_writable
+from lamina.text import plural
+
+
+class Job:
+    """A run: where its records go, and how it is given to Flower."""
+
+    def __init__(self, out: Path, rounds: int | None) -> None:
+        self.out, self._rounds = out, rounds
+
+    @property
+    def rounds(self) -> int | None:
+        """Rounds in all; None: not known yet."""
+        if self._rounds is None and (self.out / "config.json").exists():
+            with contextlib.suppress(BadInput, KeyError):
+                self._rounds = int(read_json(self.out / "config.json")["train"]["rounds"])
+        return self._rounds
+
+    def history(self) -> History:
+        """Return the finished rounds."""
+        metrics = self.out / "metrics.jsonl"
+        return read_metrics(metrics)[0] if metrics.exists() else History()
+
+    def is_complete(self, *, overwrite: bool) -> bool:
+        """Return whether nothing is left to do; raise an error for the folder of another run, or one that diverged."""
+        raise NotImplementedError
+
+    def submission(self, federation: LocalFederation) -> tuple[Path, Settings]:
+        """Return the folder of the Flower app, and what is set in its run configuration."""
+        raise NotImplementedError
+
+    def run(
+        self, federation: LocalFederation, *, overwrite: bool, say: Callable[[str], None], tick: Callable[[], None]
+    ) -> RunStatus:
+        """Run on a federation that has been started, and return how it ended; Ctrl-C stops the run first."""
+        if overwrite and is_ours(self.out):
+            remove_records(self.out)
+            (self.out / "config.json").unlink()
+        say("submitting the run")
+        run = federation.submit(*self.submission(federation))
+        say("waiting for the first round")
+        try:
+            return federation.wait(run, tick=tick)
+        except KeyboardInterrupt:
+            say("stopping the run; once more to stop at once")
+            with contextlib.suppress(LaminaError):
+                federation.stop_run(run)
+            raise
+
+    def failed(self, status: RunStatus, logs: Path, to_resume: str) -> LaminaError:
+        """Return the error for a run that did not complete."""
+        how = read_diverged(self.out)
+        if how is not None:
+            return Diverged(how["message"], round=how["round"], client=how["client"], layer=how["layer"])
+        why = status.details.removeprefix("ServerApp failed with exception: ").strip()
+        rounds = len(self.history())
+        kept = f"{plural(rounds, 'round')} {'is' if rounds == 1 else 'are'} kept; {to_resume}; " if rounds else ""
+        ended = status.status.removeprefix("finished:")
+        return FederationFailed(f"the run {ended}{': ' + why if why else ''} ({kept}logs: {logs}/)")
+
+
+class FileJob(Job):
+    """An experiment file. Its app is written here, and only builds the federation that the file describes."""
+
+    def __init__(
+        self, file: Path, overrides: Sequence[str], nodes: int, out: Path | None, options: Mapping[str, float]
+    ) -> None:
+        experiment = with_clients(load(file, overrides), nodes)
+        name = f"{file.stem}-{experiment.algorithm.name.replace(':', '.')}-seed{experiment.train.seed}-flower"
+        super().__init__(out or Path(experiment.run.out or f"runs/{name}"), experiment.train.rounds)
+        if experiment.data.dir is not None:  # Flower's processes may work elsewhere
+            data = experiment.data.model_copy(update={"dir": str(Path(experiment.data.dir).absolute())})
+            experiment = experiment.model_copy(update={"data": data})
+        self.experiment, self.options = experiment, options  # of the federation, beside what the file says
+        self.config = Federation.from_experiment(experiment, out=self.out.absolute(), **options).config()
+        clients = int(self.config["data"]["clients"])
+        if clients != nodes:
+            raise BadInput(f"the experiment has {plural(clients, 'client')}: give --nodes {clients}")
+
+    def is_complete(self, *, overwrite: bool) -> bool:
+        """Look into the folder as the server app will."""
+        with RunFolder(self.out, self.config, overwrite=overwrite) as folder:
+            if folder.diverged is not None:
+                raise folder.diverged
+            return folder.complete
+
+    def submission(self, federation: LocalFederation) -> tuple[Path, Settings]:
+        """Write the app."""
+        folder = federation.folder / "app"
+        options = {**self.options, "signing_key": str(federation.signing_key)}
+        write_app(folder, self.experiment, self.out, federation.node_ids, options)
+        return folder, {}
+
+
+class AppJob(Job):
+    """A Flower app of the user's own, such as `lamina flower new` writes; only its run configuration is set here."""
+
+    def __init__(self, folder: Path, out: Path | None) -> None:
+        try:
+            project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+            name, config = project["project"]["name"], project["tool"]["flwr"]["app"]["config"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadInput(
+                f"'{folder}' is not the folder of a Flower app (pyproject.toml with [tool.flwr.app.config]): "
+                "give an experiment file, or make an app with `lamina flower new`"
+            ) from error
+        missing = [key for key in ("out", "nodes", "signing-key") if key not in config]
+        if missing:
+            keys = ", ".join(f'{key} = ""' for key in missing)
+            raise BadInput(f"{folder / 'pyproject.toml'}: [tool.flwr.app.config] lacks {keys}")
+        super().__init__(out or Path("runs") / name, None)
+        self.folder = folder
+
+    def is_complete(self, *, overwrite: bool) -> bool:
+        """Return False: only the app knows, and it ends at once if so."""
+        check_writable(self.out)
+        return False
+
+    def submission(self, federation: LocalFederation) -> tuple[Path, Settings]:
+        """Tell the app where its records go, which node is which client, and what it signs tasks with."""
+        nodes = federation.folder / "nodes.json"
+        nodes.write_text(json.dumps(federation.node_ids))
+        signing_key = str(federation.signing_key)
+        return self.folder, {"out": str(self.out.absolute()), "nodes": str(nodes), "signing-key": signing_key}
+
+
+def with_clients(experiment: Experiment, nodes: int) -> Experiment:
+    """Return the experiment with as many clients as there are nodes; one that says otherwise is refused."""
+    data = experiment.data
+    if data.partition.name == "by-column":
+        return experiment  # the column names the clients
+    if data.clients is None:
+        return experiment.model_copy(update={"data": data.model_copy(update={"clients": nodes})})
+    if data.clients != nodes:
+        raise BadInput(
+            f"the experiment has {plural(data.clients, 'client')}, and every client is a node: give "
+            f"--nodes {data.clients}, or --set data.clients={nodes}"
+        )
+    return experiment
+
+
+def write_app(
+    folder: Path,
+    experiment: Experiment,
+    out: Path,
+    nodes: Mapping[int, int],
+    options: Mapping[str, Any],
+    more: str = "",
+) -> None:
+    """Write a Flower app that builds the federation of an experiment, followed by `more` lines of Python."""
+    settings = {
+        "experiment": experiment.model_dump(),
+        "out": str(out.absolute()),
+        "nodes": dict(nodes),
+        "options": dict(options),
+    }
+    package = folder / "lamina_up"
+    package.mkdir(parents=True, exist_ok=True)
+    (folder / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
+    (package / "__init__.py").write_text(SHIM + more, encoding="utf-8")
+    (package / "settings.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+
+
+PROJECT = """\
+[project]
+name = "lamina-up"
+version = "1.0.0"
+description = "An experiment of lamina's"
+license = { text = "Apache-2.0" }
+dependencies = []
+
+[tool.flwr.app]
+publisher = "lamina"
+
+[tool.flwr.app.components]
+serverapp = "lamina_up:server"
+clientapp = "lamina_up:client"
+
+[tool.flwr.app.config]
+"""
+SHIM = """\
+import json
+from pathlib import Path
+
+from lamina.experiment.config import parse
+from lamina.flower import Federation
+
+settings = json.loads((Path(__file__).parent / "settings.json").read_text(encoding="utf-8"))
+nodes = {int(node): client for node, client in settings["nodes"].items()}
+experiment = parse(settings["experiment"])
+federation = Federation.from_experiment(experiment, out=settings["out"], nodes=nodes, **settings["options"])
+server = federation.server_app()
+client = federation.client_app()
+"""

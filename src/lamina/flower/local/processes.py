@@ -1,0 +1,216 @@
+"""Start processes, watch them, and end them together, whatever ends this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from lamina.errors import LaminaError
+from lamina.flower.local import guard
+from lamina.storage.files import cannot_write
+
+HOST = "127.0.0.1"
+GRACE_S = 8.0  # from SIGTERM to SIGKILL
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+PRIVATE = 0o077  # the umask of all processes: only their owner may read databases, logs and records
+QUIET = {
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # else Flower asks the network for packages
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "NO_PROXY": f"{HOST},localhost",
+    "no_proxy": f"{HOST},localhost",
+    "PYTHONUNBUFFERED": "1",
+}
+
+
+class FederationFailed(LaminaError):
+    """A process of the federation, or a command to it, failed; the text says which, why, and where its log is."""
+
+
+class Process:
+    """A process in a session of its own, with its output in a file."""
+
+    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.name, self.log = name, log
+        self._start = log.stat().st_size if log.exists() else 0  # a restarted process appends to its log
+        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            self._child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                start_new_session=True,
+                umask=PRIVATE,
+            )
+        self.pid = self._child.pid  # also the id of its group
+        self._is_over = False  # the group has ended, and another process may have its id by now
+
+    @property
+    def ended(self) -> int | None:
+        """Its exit code; None while it runs."""
+        return self._child.poll()
+
+    def output(self) -> str:
+        """Return what it has written since it was started, without colours."""
+        with self.log.open("rb") as file:
+            file.seek(self._start)
+            return COLOURS.sub("", file.read().decode(errors="replace"))
+
+    def failed(self, what: str) -> FederationFailed:
+        """Return an error: what happened, what the log says about it, and where the log is."""
+        why = telling_line(self.output())
+        return FederationFailed(f"{what}{': ' + why if why else ''} (log: {self.log})")
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it and to its group."""
+        if not self._is_over:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def stop(self, grace: float = GRACE_S) -> None:
+        """Ask it to end, wait, and kill what is left of its group."""
+        if self.ended is None:
+            self._child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(grace)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it and its group."""
+        self.signal(signal.SIGKILL)
+        self._child.wait()
+        self._is_over = True
+
+
+class Processes:
+    """Processes whose logs and homes are in one folder; a guard process ends them if this process is killed."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self.folder, self.threads = folder, threads
+        self.mark = secrets.token_hex(8)  # in the environment of every process
+        self.running: list[Process] = []
+        self._guard: subprocess.Popen[str] | None = None
+
+    def start_guard(self) -> None:
+        """Start the guard; it is told about every process that is launched."""
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(Path(guard.__file__)), self.mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            text=True,
+            bufsize=1,
+        )
+
+    def _tell_guard(self, line: str) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(OSError):  # it was killed, and this process still ends the others itself
+                self._guard.stdin.write(line + "\n")
+
+    def launch(self, name: str, command: Sequence[str], home: str) -> Process:
+        """Start a program of Flower's; `home` is its own folder, and ``logs/<name>.log`` its log."""
+        program = executable(command[0])
+        log = self.folder / "logs" / f"{name}.log"
+        try:
+            process = Process(name, [program, *command[1:]], log, self.environment(home))
+        except OSError as error:
+            raise cannot_write(log.parent, error) from error
+        self.running.append(process)
+        self._tell_guard(f"+{process.pid}")
+        return process
+
+    def retire(self, process: Process) -> None:
+        """Kill what is left of a process that has ended, and forget it, because its id may be used again."""
+        process.kill()
+        if process in self.running:
+            self.running.remove(process)
+            self._tell_guard(f"-{process.pid}")
+
+    def close(self, last: Process | None = None) -> None:
+        """End every process, `last` after all others. May be called again."""
+        others = [process for process in self.running if process is not last]
+        for process in others:
+            if process.ended is None:
+                process.signal(signal.SIGTERM)
+        for process in [*others, *([last] if last is not None else [])]:
+            process.stop()
+        self.running.clear()
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._guard.stdin.close()  # it ends what has escaped, and itself
+            self._guard.wait()
+            self._guard = None
+
+    def environment(self, home: str) -> dict[str, str]:
+        """Return the environment of a process; `home` is the folder that is its FLWR_HOME."""
+        paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        return {
+            **os.environ,
+            **QUIET,
+            "FLWR_HOME": str(self.folder / home),
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
+            "PYTHONPATH": os.pathsep.join(paths),  # for the user's own models and algorithms
+            "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),  # many processes, few cores
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads)),
+            guard.VARIABLE: self.mark,
+        }
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Make all files that this process writes meanwhile readable by their owner alone."""
+    before = os.umask(PRIVATE)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def telling_line(text: str) -> str:
+    r"""Return the line of a log that explains its end: the last error, or else the last line.
+
+    >>> telling_line("INFO: starting\nValueError: no such port\n")
+    'ValueError: no such port'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    marks = ("Error", "ERROR", "error", "Failed", "failed", "exception", "Exit code")
+    return next((line for line in reversed(lines) if any(mark in line for mark in marks)), lines[-1] if lines else "")
+
+
+def executable(name: str) -> str:
+    """Return a program of Flower's: the one installed beside this Python, else the one on the path."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise FederationFailed(f"the program {name} is not installed: pip install -e '.[flower]'")
+    return found
+
+
+def free_port() -> int:
+    """Return a port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_free(port: int) -> bool:
+    """Return whether nobody listens on a port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True
