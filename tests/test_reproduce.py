@@ -439,7 +439,7 @@ def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch,
     train, test = write_mnist(here / "data" / "mnist", (2500, 600))
     files = idx.IdxSet("mnist", ("mnist",), 0.1307, 0.3081, train, test)
     whole = sources.SOURCES["mnist"]
-    sources.SOURCES["mnist"] = type(whole)(whole.description, lambda root: idx.read_set(files, root), whole.files)
+    sources.SOURCES["mnist"] = type(whole)(whole.description, files.read, whole.files)
     monkeypatch.setenv("LAMINA_DATA", str(here / "data"))
     monkeypatch.setattr(reproduce, "SMALL_ROUNDS", 2)
     assert call(name, "--scale", "small") == 0

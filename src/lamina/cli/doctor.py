@@ -15,7 +15,6 @@ import typer
 
 from lamina import __version__
 from lamina.cli.base import app, out, tell, tell_text
-from lamina.data import cifar, idx, tinyimagenet
 from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
 from lamina.data.sources import SOURCES
 from lamina.engines.stacked.convolution import kernels_for
@@ -166,46 +165,18 @@ def data(advice: list[str]) -> dict[str, Any]:
         if not source.files:
             found[name] = "comes with scikit-learn"
             continue
-        place, missing = locate(name, root)
-        found[name] = None if place is None else {"at": str(place), "missing": missing}
-        if missing:
-            advice.append(f"{name}: {place} lacks {', '.join(missing)}: put all of its files there")
-        elif place is None:
+        place = source.locate(root)
+        found[name] = None if place is None else {"at": str(place.path), "missing": place.missing}
+        if place is None:
             absent.append(name)
             advice.append(f"{name} is not in {found['directory']}: put there {source.expected}")
+        elif place.missing:
+            advice.append(f"{name}: {place.path} lacks {', '.join(place.missing)}: put all of its files there")
     if absent:
         others = f"or set {ENVIRONMENT_VARIABLE} to where they are"
         from_hub = "; `datasets` is installed: if online, they come from the hub by themselves"
         advice.append(f"{', '.join(absent)}: {others}{from_hub if version('datasets') else ''}")
     return found
-
-
-def locate(name: str, root: Path) -> tuple[Path | None, list[str]]:
-    """Where a set's files lie, and which are missing there; nothing is read, so a damaged file is not noticed."""
-    if name in ("mnist", "fashion-mnist"):
-        files = idx.MNIST if name == "mnist" else idx.FASHION_MNIST
-        wanted = [file.name for file in (*files.train, *files.test)]
-        for folder in (root / inner for inner in files.folders):
-            missing = [one for one in wanted if not any((folder / f"{one}{end}").is_file() for end in (".gz", ""))]
-            if len(missing) < len(wanted):
-                return folder, missing
-    if name in ("cifar10", "cifar100"):
-        releases = (cifar.CIFAR10 if name == "cifar10" else cifar.CIFAR100).releases
-        for release in releases:
-            wanted = [batch.name for batch in (*release.train, *release.test)]
-            for folder in (root / name / release.folder, root / name, root / release.folder):
-                missing = [one for one in wanted if not (folder / one).is_file()]
-                if len(missing) < len(wanted):
-                    return folder, missing
-            for archive in (root / name / release.archive, root / release.archive):
-                if archive.is_file():
-                    return archive, []
-    if name == "tinyimagenet":
-        for folder in (root / "tinyimagenet" / tinyimagenet.FOLDER, root / tinyimagenet.FOLDER):
-            if folder.is_dir():
-                parts = ("train", "val/images", "val/val_annotations.txt")
-                return folder, [part for part in parts if not (folder / part).exists()]
-    return None, []
 
 
 def _shown(value: Any) -> str:
