@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from lamina.cli.base import (
@@ -22,6 +21,7 @@ from lamina.cli.base import (
     app,
     interruptible,
     out,
+    plain_table,
     progress_bar,
     say,
     tell,
@@ -119,19 +119,15 @@ def show(made: tuning.Tuning, finished: bool) -> None:
 
 
 def table(made: tuning.Tuning) -> Table:
-    """Every trial's values, best and last score, and how it ended."""
-    made_table = Table(box=None, pad_edge=False)
+    """Return every trial's values, best and last score, and how it ended."""
     unit = ", %" if made.metric == "accuracy" else ""
-    for heading in short_names(made.keys):
-        made_table.add_column(heading, justify="right", overflow="fold")
-    for heading in (f"{made.score_name}{unit}", f"last{unit}"):
-        made_table.add_column(heading, justify="right")
-    made_table.add_column("")
+    headings = [*short_names(made.keys), f"{made.score_name}{unit}", f"last{unit}", ""]
+    rows = []
     for trial in made.trials:
-        values = [escape(shown(trial.settings[key])) if key in trial.settings else "" for key in made.keys]
+        values = [shown(trial.settings[key]) if key in trial.settings else "" for key in made.keys]
         scores = [_mean(numbers, made.metric) for numbers in (trial.best, trial.last)]
-        made_table.add_row(*values, *scores, "best" if trial is made.best else trial.remark)
-    return made_table
+        rows.append([*values, *scores, "best" if trial is made.best else trial.remark])
+    return plain_table(headings, rows, right=headings[:-1])
 
 
 def _mean(numbers: list[float], metric: str) -> str:
