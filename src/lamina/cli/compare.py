@@ -95,7 +95,7 @@ def run_comparison(
 
 def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
-    from lamina.report import comparison as report  # matplotlib takes a second to import: only here
+    from lamina.report import comparison as report  # imported here: matplotlib takes a second
 
     data, path = comparison.experiment.data, comparison.folder
     extra = ", ".join(f"{key}={value}" for key, value in data.partition.options().items())
@@ -107,10 +107,10 @@ def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
     except OSError as error:
         raise cannot_write(path, error) from error
     if not quiet:
-        symbols = report.Symbols() if out.encoding.startswith("utf") else report.ASCII
+        ascii_only = not out.encoding.startswith("utf")
         out.print(
             fit_columns(
-                lambda left_out: report.table(comparison.entries, comparison.target, symbols, left_out),
+                lambda left_out: report.table(comparison.entries, comparison.target, left_out, ascii_only),
                 report.LEFT_OUT_FIRST,
                 out,
             )
@@ -127,11 +127,11 @@ def write_page(comparison: comparing.Comparison) -> Path | None:
     """Write the HTML report into the comparison's folder, if plotly is installed."""
     if importlib.util.find_spec("plotly") is None:
         return None
-    from lamina.report import build
+    from lamina.report import build, save
 
     page = comparison.folder / "report.html"
     targets = [comparison.experiment.compare.target] if comparison.metric == "accuracy" else []
-    build.save_page(build.build(comparison.runs, targets=targets), page)
+    save.save_page(build.build(comparison.runs, targets=targets), page)
     return page
 
 
