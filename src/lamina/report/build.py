@@ -79,10 +79,10 @@ def build(
 
 
 def _find_baseline(curves: Sequence[Curve], name: str | None) -> int:
-    if name is None:
-        return tables.default_baseline(curves)
     for index, curve in enumerate(curves):
-        if name in (curve.algorithm, curve.label):
+        if (name or "fedavg") in (curve.algorithm, curve.label):
             return index
+    if name is None:
+        return 0
     known = list(dict.fromkeys(curve.algorithm for curve in curves))
     raise BadInput(f"no run of the baseline '{name}'{nearest(name, known)} (algorithms: {', '.join(known)})")
