@@ -140,7 +140,7 @@ class History(Sequence[Row]):
             raise BadInput(f"cannot write the history to {str(path)!r}: {reason}") from error
 
     def to_pandas(self) -> Any:
-        """The table as a pandas DataFrame."""
+        """Return the table as a pandas DataFrame."""
         try:
             import pandas
         except ImportError as error:

@@ -1,7 +1,8 @@
-"""``lamina tune``: try values of an experiment's keys and keep the best."""
+"""``lamina tune``: try values for keys of an experiment and keep the best."""
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import statistics
@@ -66,7 +67,8 @@ def tune(
     stop = Stop()
     made = tuning.Tuning(experiment, path, overwrite=overwrite, stop=stop)
     with stop, progress_bar(made.count * experiment.tune.seeds * experiment.train.rounds, quiet) as advance:
-        made.watch(advance, (lambda run, record: None) if quiet or advance.live else Lines(made))
+        silent = quiet or advance.live
+        made.watch(advance, (lambda run, record: None) if silent else functools.partial(tell_ending, made))
         finished = made.run()
     with made.turn():
         save_picture(made)
@@ -79,34 +81,24 @@ def tune(
     made.refuse_all_diverged()
 
 
-class Lines:
-    """A tuning as it goes, off a terminal: a plain line for every run that has ended."""
-
-    def __init__(self, made: tuning.Tuning) -> None:
-        self._made = made
-
-    def __call__(self, run: str, record: Record) -> None:
-        """Say how a run ended."""
-        best = record.history.best(self._made.metric, optional=True)
-        how = f"{self._made.score_name} {best:.4f}"
-        if record.diverged:
-            how = f"diverged in round {len(record.history) + 1}"
-        elif not record.complete:
-            how += f", pruned after round {len(record.history)}"
-        tell_progress(f"{run}: {how}")
+def tell_ending(made: tuning.Tuning, run: str, record: Record) -> None:
+    """Print how a run ended, as progress without a terminal."""
+    how = f"{made.score_name} {record.history.best(made.metric, optional=True):.4f}"
+    if record.diverged:
+        how = f"diverged in round {len(record.history) + 1}"
+    elif not record.complete:
+        how += f", pruned after round {len(record.history)}"
+    tell_progress(f"{run}: {how}")
 
 
 def show(made: tuning.Tuning, finished: bool) -> None:
-    """Print every trial, and what a reader should know about the choice."""
+    """Print every trial, the choice, and notes about it."""
     out.print(table(made))
     best = made.best
     tell(f"chosen on {made.chosen_on()}")
     unfinished = sum(trial.remark == "not finished" for trial in made.trials)
     if finished and unfinished:
-        verb = "is" if unfinished == 1 else "are"
-        tell(
-            f"{plural(unfinished, 'trial')} {verb} still run by other workers: the last of them writes the final tables"
-        )
+        tell(f"other workers still run {plural(unfinished, 'trial')}: the last of them writes the final tables")
     if best is None:
         tell("no trial ran to its end: nothing is chosen")
     else:
@@ -131,20 +123,20 @@ def table(made: tuning.Tuning) -> Table:
 
 
 def _mean(numbers: list[float], metric: str) -> str:
-    """Mean and, of several, standard deviation."""
+    """Return the mean and, of several numbers, the standard deviation."""
     scale = 100 if metric == "accuracy" else 1
     parts = [statistics.fmean(numbers), *([statistics.stdev(numbers)] if len(numbers) > 1 else [])] if numbers else []
     return " ± ".join(f"{scale * part:.4g}" for part in parts) or "–"
 
 
 def save_picture(made: tuning.Tuning) -> None:
-    """The score over the learning rate, a line for every choice of the other keys' values, if rates were tried."""
+    """Draw the score over the learning rate, a line for every choice of the other values, if rates were tried."""
     others = [key for key in made.keys if key != RATE]
     if RATE not in made.keys or not any(trial.best for trial in made.trials):
         return
-    from lamina.report import figures, rates  # matplotlib takes a second to import: only here
+    from lamina.report import figures, rates  # imported here: matplotlib takes a second
 
-    # Optuna hardly takes a value of a range twice: a line through such points would mean nothing
+    # Optuna rarely takes a value of a range twice, so that a line through such points would mean nothing.
     ranges = [] if made.grid else [key for key in others if not made.space[key].choices]
     by_others: dict[str, list[rates.Tried]] = {}
     for trial in made.trials:
