@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
-import io
 import statistics
 import time
 from collections.abc import Sequence
@@ -42,7 +41,6 @@ from lamina.experiment.config import Experiment, load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import shown_name
 from lamina.history import History, Row
-from lamina.storage.files import cannot_write, write_file
 from lamina.text import plural
 
 
@@ -100,12 +98,8 @@ def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
     data, path = comparison.experiment.data, comparison.folder
     extra = ", ".join(f"{key}={value}" for key, value in data.partition.options().items())
     dealt = f"{data.partition.name} ({extra})" if extra else data.partition.name
-    image = io.BytesIO()
-    report.picture(comparison.entries, image, f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}")
-    try:
-        write_file(path / "comparison.png", image.getvalue())
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    title = f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}"
+    report.picture(comparison.entries, path / "comparison.png", title)
     if not quiet:
         ascii_only = not out.encoding.startswith("utf")
         out.print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
 import statistics
 from pathlib import Path
@@ -29,11 +28,11 @@ from lamina.cli.base import (
     tell_progress,
 )
 from lamina.cli.run import TO_GO_ON
+from lamina.data import picture
 from lamina.experiment import tune as tuning
 from lamina.experiment.config import load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import short_names, shown, written
-from lamina.storage.files import cannot_write, write_file
 from lamina.text import plural
 
 RATE = "train.lr"
@@ -148,9 +147,4 @@ def save_picture(made: tuning.Tuning) -> None:
         rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr), (), made.metric, not ranges)
         for label, tried in by_others.items()
     ]
-    image = io.BytesIO()
-    figures.rates_figure(found).savefig(image, format="png", dpi=150)
-    try:
-        write_file(made.folder / "learning-rates.png", image.getvalue())
-    except OSError as error:
-        raise cannot_write(made.folder, error) from error
+    picture.save_picture(figures.rates_figure(found), made.folder / "learning-rates.png")
