@@ -19,8 +19,7 @@ from typing import Any
 
 from lamina import models
 from lamina.algorithms import find as find_algorithm
-from lamina.cli import reproduce
-from lamina.experiment import claims
+from lamina.experiment import claims, reproduction
 from lamina.experiment.compare import Entry
 from lamina.experiment.config import Claim, Experiment, load
 from lamina.experiment.records import Record, find_records, read_json
@@ -68,7 +67,7 @@ def main() -> None:
     asked = parser.parse_args()
     if not asked.runs.is_dir():
         parser.error(f"no folder '{asked.runs}'")
-    for line in collect(asked.runs, asked.into, reproduce.papers()):
+    for line in collect(asked.runs, asked.into, reproduction.papers()):
         print(line)
 
 
@@ -78,7 +77,7 @@ def collect(runs: Path, into: Path, presets: Mapping[str, Path]) -> list[str]:
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         if folder.name not in presets:
             why = "no preset has this name"
-            if folder.name == reproduce.FOLDER_AS_GIVEN:
+            if folder.name == reproduction.FOLDER_AS_GIVEN:
                 why = f"it is part of '{runs.name}': give the folder that holds it"
             elif folder.name.removesuffix("-small") in presets:
                 why = "a small version is no reproduction"
@@ -111,7 +110,7 @@ def read_variants(folder: Path, experiment: Experiment) -> dict[str, Variant]:
     """Return the comparisons that a preset's claims need, by variant, whether or not they have started."""
     needed = claims.needed(experiment)
     return {
-        variant: read_variant(folder / (variant or reproduce.FOLDER_AS_GIVEN), needed[variant]) for variant in needed
+        variant: read_variant(folder / (variant or reproduction.FOLDER_AS_GIVEN), needed[variant]) for variant in needed
     }
 
 
@@ -159,7 +158,7 @@ def describe(folder: Path, preset: Path, variants: Mapping[str, Variant]) -> dic
     experiment = load(preset)
     small = begun[0].config["data"]["name"] == f"{experiment.data.name}-small"
     rounds = begun[0].config["train"]["rounds"]
-    wanted = [reproduce.in_reach(claim, rounds) if small else claim for claim in experiment.claim]
+    wanted = [reproduction.in_reach(claim, rounds) if small else claim for claim in experiment.claim]
     found = judge(wanted, variants)
     if not missing and not agrees(folder / "claims.json", found, small):
         missing.append("claims.json is not there, or not of these runs: start lamina reproduce again")
@@ -273,11 +272,11 @@ def told(finding: claims.Finding, small: bool) -> dict[str, Any]:
     return {
         "text": claim.text,
         "expected": expected(claim),
-        "unit": reproduce.unit(claim),
+        "unit": claims.unit(claim),
         "metric": claim.metric,
         "target": claim.target,
         "paper": claim.paper,
-        "here": {label: reproduce.in_per_cent(claim, value) for label, value in finding.values.items()},
+        "here": {label: claims.in_per_cent(claim, value) for label, value in finding.values.items()},
         "verdict": "none" if small else finding.verdict,
         "pairs": len(finding.pairs),
         "wrong": [list(pair) for pair, holds in finding.pairs.items() if not holds],

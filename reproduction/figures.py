@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from record import Result, labelled
 
-from lamina.cli import reproduce
+from lamina.experiment import reproduction
 from lamina.history import History
 from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw
 
@@ -121,11 +121,11 @@ def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
     >>> [len(row) for row in rows_of(many)], rows_of(many)[1][:2], len(rows_of(many[:9]))
     ([8, 9], [('as-given', '0'), ('variant 0', '0')], 1)
     """
-    as_given = [line for line in lines if line[0] == reproduce.FOLDER_AS_GIVEN]
-    varied = {name for variant, name in lines if variant != reproduce.FOLDER_AS_GIVEN}
+    as_given = [line for line in lines if line[0] == reproduction.FOLDER_AS_GIVEN]
+    varied = {name for variant, name in lines if variant != reproduction.FOLDER_AS_GIVEN}
     if len(lines) <= MOST_LINES or not varied:
         return [list(lines)]
-    second = [line for line in lines if line[0] != reproduce.FOLDER_AS_GIVEN or line[1] in varied]
+    second = [line for line in lines if line[0] != reproduction.FOLDER_AS_GIVEN or line[1] in varied]
     return [row for row in (as_given, second) if row]
 
 
@@ -137,7 +137,7 @@ def line_looks(lines: Sequence[Line]) -> dict[Line, int]:
     """
     variants, methods = list(dict.fromkeys(v for v, _ in lines)), {name for _, name in lines}
     if len(variants) > len(DASHES) or (len(methods) == 1 and len(variants) > 1):
-        own = {line: COLOUR.get(line[1], 2) for line in lines if line[0] == reproduce.FOLDER_AS_GIVEN}
+        own = {line: COLOUR.get(line[1], 2) for line in lines if line[0] == reproduction.FOLDER_AS_GIVEN}
         own = own if len(set(own.values())) == len(own) else {}
         free = (look for look in range(len(lines) + len(COLOURS)) if look not in own.values())
         return {line: own[line] if line in own else next(free) for line in lines}

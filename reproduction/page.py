@@ -21,9 +21,9 @@ from figures import drawn, metrics_of, save_figures, window_of
 from record import Result, labelled, read_results
 
 from lamina import algorithms
-from lamina.cli import reproduce
 from lamina.errors import unknown
-from lamina.experiment.claims import named_in
+from lamina.experiment import reproduction
+from lamina.experiment.claims import named_in, written
 from lamina.experiment.settings import shown
 from lamina.experiment.toml import complete_text
 from lamina.history import History
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, default=PAGES, help="folder of the pages and figures (%(default)s)")
     asked = parser.parse_args()
     results = read_results(asked.results)
-    pages = make(results, reproduce.papers(), read_notes(HERE / "notes.toml"))
+    pages = make(results, reproduction.papers(), read_notes(HERE / "notes.toml"))
     for name, text in pages.items():
         (asked.pages / name).write_text(text, encoding="utf-8")
     figures = save_figures(results, asked.pages / FIGURES)
@@ -185,14 +185,14 @@ def at_a_glance(results: Sequence[Result]) -> str:
     """Return tables of the best accuracy of each method, one for each set of methods; the best of a row is bold."""
     alike: dict[tuple[str, ...], list[Result]] = {}
     for result in results:
-        methods = tuple(name for variant, name in result.histories if variant == reproduce.FOLDER_AS_GIVEN)
+        methods = tuple(name for variant, name in result.histories if variant == reproduction.FOLDER_AS_GIVEN)
         if result.facts["complete"] and result.facts["scale"] == "full" and len(methods) > 1:
             alike.setdefault(methods, []).append(result)
     tables = []
     for methods, group in alike.items():
         rows = []
         for result in group if len(group) > 1 or len(methods) > FEW_METHODS else []:
-            runs = [result.histories[reproduce.FOLDER_AS_GIVEN, name] for name in methods]
+            runs = [result.histories[reproduction.FOLDER_AS_GIVEN, name] for name in methods]
             best = [values(histories, lambda history: 100 * history.best(optional=True)) for histories in runs]
             means = [round(statistics.fmean(own), 1) if own else -math.inf for own in best]  # as they are written
             cells = [mean_and_spread(own) for own in best]
@@ -430,7 +430,7 @@ def unreached(claim: Mapping[str, Any]) -> bool:
 
 def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fedavg") -> str:
     """Return the cost to reach a claim's target in multiples of the baseline's, as in FedLADA's Table 12."""
-    as_given = reproduce.FOLDER_AS_GIVEN
+    as_given = reproduction.FOLDER_AS_GIVEN
     runs = {name: histories for (variant, name), histories in result.histories.items() if variant == as_given}
     here = {name: float(claim["here"].get(name, math.nan)) for name in claim["paper"] if any(runs.get(name, []))}
     here = {name: rounds for name, rounds in here.items() if not math.isnan(rounds)}
@@ -496,7 +496,7 @@ def marks(result: Result, claim: Mapping[str, Any]) -> str:
     found = " \\*" if result.facts["sets"] else ""
     for label in claim["here"]:
         for algorithm, variant in named_in(label):
-            known = result.facts["variants"].get(variant or reproduce.FOLDER_AS_GIVEN, {}).get("methods", {})
+            known = result.facts["variants"].get(variant or reproduction.FOLDER_AS_GIVEN, {}).get("methods", {})
             if known.get(algorithm, {}).get("diverged"):
                 return f"{found} {DIVERGED}"
     return found
@@ -514,7 +514,7 @@ def numbers(found: Mapping[str, Any], *, rounds: bool = True) -> str:
 
 def number(value: Any, *, rounds: bool = True) -> str:
     """Return a claim's number as text; JSON stores non-finite numbers as text."""
-    return NONE if value in (None, "nan") else reproduce.written(float(value), rounds=rounds)
+    return NONE if value in (None, "nan") else written(float(value), rounds=rounds)
 
 
 def named(label: str) -> str:

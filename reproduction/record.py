@@ -10,7 +10,7 @@ from typing import Any
 
 from collect import called
 
-from lamina.cli import reproduce
+from lamina.experiment import reproduction
 from lamina.experiment.records import read_json
 from lamina.history import History
 
@@ -54,4 +54,4 @@ def read_result(folder: Path) -> Result:
 
 def labelled(algorithm: str, variant: str) -> str:
     """Return the label of a method in a variant."""
-    return called(algorithm if variant == reproduce.FOLDER_AS_GIVEN else f"{algorithm}@{variant}")
+    return called(algorithm if variant == reproduction.FOLDER_AS_GIVEN else f"{algorithm}@{variant}")

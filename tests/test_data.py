@@ -352,7 +352,7 @@ def write_idx_set(files, folder, compress):
 def test_idx_sets_are_read_from_either_folder(tmp_path, folder, compress):
     files = tiny_idx_set()
     written = write_idx_set(files, tmp_path / folder, compress)
-    train, test = idx.read_set(files, tmp_path)
+    train, test = files.read(tmp_path)
     assert np.array_equal(train.x[:, 0].numpy(), written["train-images-idx3-ubyte"])
     assert np.array_equal(test.labels, written["t10k-labels-idx1-ubyte"])
     assert (train.mean, train.classes) == ((0.1307,), 10)
@@ -363,7 +363,7 @@ def test_a_missing_idx_file_is_named(tmp_path):
     write_idx_set(files, tmp_path / "mnist", compress=True)
     (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(BadInput, match=r"lacks t10k-labels-idx1-ubyte\.gz"):
-        idx.read_set(files, tmp_path)
+        files.read(tmp_path)
 
 
 GOOD_IDX = idx_bytes(np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
@@ -512,7 +512,7 @@ def test_cifar_releases_are_read_from_every_place(tmp_path, files, which, place)
             tar.add(base / release.folder, arcname=release.folder)
         for file in (base / release.folder).iterdir():
             file.unlink()
-    train, test = cifar.read_set(files, tmp_path)
+    train, test = files.read(tmp_path)
     images = np.concatenate([written[batch.name][0] for batch in release.train])
     labels = np.concatenate([written[batch.name][1] for batch in release.train])
     assert np.array_equal(train.x.numpy(), images.reshape(-1, 3, 32, 32))
@@ -538,22 +538,22 @@ def test_cifar_files_and_archives_that_are_not_whole(tmp_path):
     last = folder / "data_batch_5.bin"
     last.write_bytes(last.read_bytes()[:-1])
     with pytest.raises(BadInput, match=r"data_batch_5.bin has 9218 bytes, expected 9219"):
-        cifar.read_set(files, tmp_path)
+        files.read(tmp_path)
     last.unlink()
     with pytest.raises(BadInput, match=r"lacks data_batch_5.bin"):
-        cifar.read_set(files, tmp_path)
+        files.read(tmp_path)
     archive = tmp_path / "archive" / release.archive
     archive.parent.mkdir()
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(folder, arcname=release.folder)
     with pytest.raises(BadInput, match=r"lacks cifar-10-batches-bin/data_batch_5\.bin"):
-        cifar.read_set(files, archive.parent)
+        files.read(archive.parent)
     archive.write_bytes(archive.read_bytes()[:2000])
     with pytest.raises(BadInput, match=r"not a complete tar\.gz"):
-        cifar.read_set(files, archive.parent)
+        files.read(archive.parent)
     archive.write_bytes(b"<html>not found</html>")
     with pytest.raises(BadInput, match=r"not a complete tar\.gz"):
-        cifar.read_set(files, archive.parent)
+        files.read(archive.parent)
     with pytest.raises(BadInput, match="c32a1d4ab5d03f1284b67883e8d87530"):
         load("cifar10", archive.parent)
 

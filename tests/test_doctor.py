@@ -133,6 +133,6 @@ def test_an_incomplete_set_is_named(capsys):
 )
 def test_what_it_finds_is_what_would_be_read(name, file, place):
     touch(Path("data") / file)
-    assert doctor.locate(name, Path("data"))[0] == Path("data") / place
+    assert SOURCES[name].locate(Path("data")).path == Path("data") / place
     with pytest.raises(BadInput, match=place.partition("/")[0]):  # found there, and refused: the file is empty
         SOURCES[name].read(Path("data"))

@@ -16,7 +16,7 @@ from helpers import Killed, call
 from lamina import BadInput
 from lamina.data.picture import partition_picture
 from lamina.experiment.records import find_records
-from lamina.report import build, figures
+from lamina.report import build, figures, save
 from lamina.report.curves import group
 from lamina.storage.files import write_file
 
@@ -203,7 +203,7 @@ def test_figures_are_replaced_at_once(here, monkeypatch, killed_while_writing, e
 def test_tables_are_replaced_at_once(here, monkeypatch, ending):
     monkeypatch.setattr(figures, "save_figures", lambda *_: [])
     report = build.build(["r"])
-    build.save_files(report, Path("out"))
+    save.save_files(report, Path("out"))
     before, replace = contents("out"), Path.replace
 
     def die(path, target):
@@ -214,14 +214,14 @@ def test_tables_are_replaced_at_once(here, monkeypatch, ending):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", die)
         with pytest.raises(Killed):
-            build.save_files(report, Path("out"))
+            save.save_files(report, Path("out"))
     assert contents("out") == before
-    build.save_files(report, Path("out"))
+    save.save_files(report, Path("out"))
     Path("out", f"results.{ending}").write_text("years of work")
     with pytest.raises(BadInput, match="is there and is no table of a report"):
-        build.save_files(report, Path("out"))
+        save.save_files(report, Path("out"))
     with pytest.raises(BadInput, match="is inside the run folder"):
-        build.save_files(report, Path("r"))
+        save.save_files(report, Path("r"))
 
 
 def test_a_picture_from_python_is_replaced_at_once(tmp_path, killed_while_writing):

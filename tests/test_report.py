@@ -16,7 +16,7 @@ from lamina import BadInput, History
 from lamina.data import sources
 from lamina.errors import MissingExtra
 from lamina.experiment.records import FORMAT, find_records
-from lamina.report import build, export, figures, page, tables
+from lamina.report import build, export, figures, page, save, tables
 from lamina.report.curves import differing, group, without_repeats
 from lamina.report.rates import rates_table, responses
 
@@ -435,7 +435,7 @@ def report(comparison_folder):
 @pytest.fixture(scope="module")
 def page_file(report, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    build.save_page(report, path)
+    save.save_page(report, path)
     return path
 
 
@@ -566,7 +566,7 @@ def test_a_long_legend_of_rates_is_whole_on_a_phone(browser, tmp_path):
     for name in names:
         for lr in (0.1, 1.0):
             write_run(tmp_path / "tuning" / name / f"lr{lr}", [0.3, 0.4], lr=lr, algorithm=name)
-    build.save_page(build.build([tmp_path]), tmp_path / "rates.html")
+    save.save_page(build.build([tmp_path]), tmp_path / "rates.html")
     resize(browser, 380, mobile=True)
     browser.get((tmp_path / "rates.html").as_uri())
     wait_for(browser, "document.querySelector('#rates-plot .main-svg')")
@@ -679,8 +679,8 @@ def test_odd_runs_are_shown_as_far_as_they_go(browser, tmp_path, monkeypatch):
         write_run(tmp_path / f"many{i}", [0.3, 0.4], lr=1 + i / 10, data={"clients": 1, "partition": {"name": "iid"}})
     monkeypatch.setattr(figures, "FORMATS", ("svg",))
     made = build.build([tmp_path])
-    build.save_page(made, tmp_path / "odd.html")
-    build.save_files(made, tmp_path / "files")
+    save.save_page(made, tmp_path / "odd.html")
+    save.save_files(made, tmp_path / "files")
     resize(browser, 1200)
     browser.get((tmp_path / "odd.html").as_uri())
     wait_for(browser, "document.querySelector('#partition-plot .main-svg')")

@@ -15,14 +15,14 @@ import helpers
 from lamina import BadInput, History, Simulation
 from lamina.cli import reproduce
 from lamina.data import idx, sources
-from lamina.experiment import claims
+from lamina.experiment import claims, reproduction
 from lamina.experiment.compare import Entry, points_of, with_algorithm
 from lamina.experiment.config import load, parse
 from lamina.experiment.run import build_algorithm, build_partition, build_schedule
 from lamina.experiment.toml import complete_text
 from lamina.experiment.tune import GRIDS
 
-PAPERS = reproduce.papers()
+PAPERS = reproduction.papers()
 RESULTS = Path(__file__).parent.parent / "reproduction" / "results"
 
 
@@ -114,22 +114,18 @@ def test_a_claim_may_be_about_the_first_rounds_of_runs_that_are_not_equally_long
 
 
 @pytest.mark.parametrize("field", ["at", "within"])
-def test_runs_that_are_too_short_for_a_claim_are_told_before_they_begin(field, capsys):
+def test_runs_that_are_too_short_for_a_claim_are_told_before_they_begin(field):
     made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["fedavg", "fedlamb@Z=3"], field: 50}]})
     short = made.model_copy(update={"train": made.train.model_copy(update={"rounds": 49})})
-    reproduce.note_if_too_short(made.claim[0], {"": made, "Z=3": made})
-    assert capsys.readouterr() == ("", "")
-    reproduce.note_if_too_short(made.claim[0], {"": made, "Z=3": short})
-    said = capsys.readouterr()
-    assert "note: no verdict on 'so': it is about round 50, and the runs have 49" in " ".join(
-        (said.out + said.err).split()
-    )
+    assert reproduction.too_short(made.claim[0], {"": made, "Z=3": made}) == ""
+    note = reproduction.too_short(made.claim[0], {"": made, "Z=3": short})
+    assert note == "no verdict on 'so': it is about round 50, and the runs have 49"
 
 
 def test_in_the_small_version_a_claim_is_about_the_rounds_there_are():
     def small(rounds=10, **claim):
         made = parse({"claim": [{"text": "so", "kind": "order", "expect": ["a", "b"], **claim}]}).claim[0]
-        made = reproduce.in_reach(made, rounds)
+        made = reproduction.in_reach(made, rounds)
         return made.at, made.within
 
     assert small(at=50) == ("last", None)
@@ -139,7 +135,7 @@ def test_in_the_small_version_a_claim_is_about_the_rounds_there_are():
 
 def test_what_the_numbers_of_a_claim_are():
     def unit(**claim):
-        return reproduce.unit(parse({"claim": [{"text": "so", "expect": ["a", "b"], **claim}]}).claim[0])
+        return claims.unit(parse({"claim": [{"text": "so", "expect": ["a", "b"], **claim}]}).claim[0])
 
     assert unit(kind="order") == "accuracy, %, best"
     assert unit(kind="order", metric="loss", at=7) == "loss, round 7"
@@ -235,7 +231,7 @@ def test_every_paper_can_be_run(name):
     assert text.startswith(("# Karimi, Li & Li", "# Sun et al. 2023", "# Ours, in no paper"))
     assert "rotocol" in complete_text(PAPERS[name])
     for scale in ("full", "small"):
-        plan = reproduce.plan(PAPERS[name], [], scale)
+        plan = reproduction.plan(PAPERS[name], [], scale)
         assert plan
         for own in plan.values():
             build_partition(own), build_schedule(own)
@@ -280,7 +276,7 @@ def without(experiment, *keys):
 
 
 def test_the_small_rate_stands_beside_what_was_chosen():
-    made = reproduce.plan(PAPERS["lamb-small-rate-code"], [])
+    made = reproduction.plan(PAPERS["lamb-small-rate-code"], [])
     for variant, other in (("", "lamb-mnist-cnn-iid-e1-code"), ("fashion", "lamb-fmnist-cnn-noniid-e1-code")):
         own, whole = made[variant], load(PAPERS[other])
         assert without(own, "train.rounds") == without(whole, "train.rounds")
@@ -439,9 +435,9 @@ def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch,
     train, test = write_mnist(here / "data" / "mnist", (2500, 600))
     files = idx.IdxSet("mnist", ("mnist",), 0.1307, 0.3081, train, test)
     whole = sources.SOURCES["mnist"]
-    sources.SOURCES["mnist"] = type(whole)(whole.description, lambda root: idx.read_set(files, root), whole.files)
+    sources.SOURCES["mnist"] = type(whole)(whole.description, files.read, whole.files)
     monkeypatch.setenv("LAMINA_DATA", str(here / "data"))
-    monkeypatch.setattr(reproduce, "SMALL_ROUNDS", 2)
+    monkeypatch.setattr(reproduction, "SMALL_ROUNDS", 2)
     assert call(name, "--scale", "small") == 0
     said = capsys.readouterr().out
     assert "Adp-Fed is below all other methods" in said
@@ -476,7 +472,7 @@ def test_tuning_rounds_that_a_variant_does_not_reach_are_refused_before_anything
 
 def test_the_small_version_speaks_of_a_round_it_reaches():
     claim = load(PAPERS["lamb-fmnist-cnn-noniid-e1"]).claim[0]
-    assert (claim.at, reproduce.in_reach(claim, 20).at, reproduce.in_reach(claim, 50).at) == (50, "last", 50)
+    assert (claim.at, reproduction.in_reach(claim, 20).at, reproduction.in_reach(claim, 50).at) == (50, "last", 50)
 
 
 def test_without_data_the_small_version_says_which_files_it_wants(here, monkeypatch, capsys):

@@ -19,9 +19,8 @@ from PIL import Image
 import helpers
 from lamina import BadInput, algorithms
 from lamina.aggregation import Mean
-from lamina.cli import reproduce
 from lamina.data import sources
-from lamina.experiment import claims
+from lamina.experiment import claims, reproduction
 from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
 from lamina.experiment.run import build_algorithm, build_schedule, resolved
@@ -36,7 +35,7 @@ import figures  # noqa: E402
 import page  # noqa: E402
 from record import labelled  # noqa: E402
 
-PAPERS = reproduce.papers()
+PAPERS = reproduction.papers()
 TOML = """# Somebody 2020, Table 1: digits, after a * and a |.
 # Protocol: none.
 

@@ -431,7 +431,7 @@ def test_one_trial_is_still_run(here, capsys):
     made = tuning.Tuning(load("grid.toml"), here / "t")
     made.trials = [tuning.Trial("a", {"train.lr": 0.1, "algorithm.decay": 0.0}, "accuracy", [], 1)]
     tune_command.show(made, finished=True)
-    assert "1 trial is still run by other workers" in capsys.readouterr().out
+    assert "other workers still run 1 trial" in capsys.readouterr().out
 
 
 def test_hyperband_with_seeds(here):

@@ -1,4 +1,4 @@
-"""A digest of what a module holds beside its tensors, to recognise the same model in another process."""
+"""Hash the contents of a module except its tensors, to recognise the same model in another process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor, nn
 
 from lamina.likeness import HOOK_OPTIONS, HOOKS, NOT_COMPARED, PLAIN, RNN_ALIASES
 
-# Those of torch that say nothing about a forward pass; a new version of torch may add to them.
+# Attributes of every module, without influence on a forward pass; a new version of torch may add to them.
 _OF_EVERY_MODULE = set(vars(nn.Module())) - HOOKS - HOOK_OPTIONS
 
 
 def attributes_digest(module: nn.Module) -> str:
     """Return a digest of the plain attributes of a module and its submodules, the same in every process.
 
-    Parameters and buffers may have any values. Of a value that cannot be stored, only the type counts.
+    Values of parameters and buffers do not count. Of a value that cannot be pickled, only the type counts.
     """
     return _Fingerprint(module).of(module)
 
 
 def function_digest(function: Any) -> str:
-    """Return a digest of what a function or callable object holds, the same in every process; not of its code."""
+    """Return a digest of the values a function or callable holds, without its code, the same in every process."""
     if isinstance(function, types.FunctionType):
         cells = [cell.cell_contents for cell in function.__closure__ or ()]
         function = [cells, function.__defaults__, function.__kwdefaults__]
@@ -36,12 +36,12 @@ def function_digest(function: Any) -> str:
 
 
 class _Fingerprint:
-    """One digest; it remembers what it has seen, so that values may refer to each other in circles."""
+    """One digest; it remembers the values already visited, so that they may refer to each other in cycles."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
-        """`module`: the one whose own tensors may have any values."""
+        """`module`: the module whose tensors do not count."""
         self.seen: dict[int, str] = {}
-        self.held: list[Any] = []  # so that no other object gets the id of one that was seen
+        self.held: list[Any] = []  # keeps visited objects alive, so that no other gets their id
         for name, tensor in () if module is None else (*module.named_parameters(), *module.named_buffers()):
             self._remember(tensor, f"tensor {name}")
 
@@ -56,7 +56,7 @@ class _Fingerprint:
         self._remember(value, f"value {len(self.held)}")
         try:
             digest = _hash([type(value).__qualname__, *self._parts(value)])
-        except Exception:  # whatever a user's object raises when it is looked at
+        except Exception:  # a user's object may raise anything
             digest = _hash([type(value).__qualname__])
         if not isinstance(value, nn.Module):  # a module that is used twice is not two modules
             self.seen[id(value)] = digest
@@ -97,7 +97,7 @@ class _Fingerprint:
 
     def _module(self, module: nn.Module) -> Iterable[str]:
         skipped = _OF_EVERY_MODULE | NOT_COMPARED | (RNN_ALIASES if isinstance(module, nn.RNNBase) else set())
-        forward = type(module).forward  # a class that a function makes may depend on the function's arguments
+        forward = type(module).forward  # a class created in a function may depend on its arguments
         yield self.of([cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()
                        if not isinstance(cell.cell_contents, type)])  # fmt: skip
         for name, value in sorted(vars(module).items()):
@@ -112,7 +112,7 @@ class _Fingerprint:
             yield from (name, self.of(child))
 
     def _stored(self, value: Any) -> Iterable[str]:
-        """What pickle would store of an object."""
+        """Return digests of what pickle would store of an object."""
         stored = value.__reduce_ex__(2)
         if isinstance(stored, str):
             return [stored]

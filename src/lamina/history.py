@@ -51,7 +51,7 @@ def score(row: Row) -> float:
 
 
 class History(Sequence[Row]):
-    """A table with one row per round; behaves as a list of dicts.
+    """A table with one row per round; it behaves like a list of dicts.
 
     >>> history = History([{"round": 1, "accuracy": 0.5}, {"round": 2, "accuracy": 0.9}])
     >>> history.best("accuracy"), history.rounds_to(0.8), history[-1]["round"]
@@ -140,7 +140,7 @@ class History(Sequence[Row]):
             raise BadInput(f"cannot write the history to {str(path)!r}: {reason}") from error
 
     def to_pandas(self) -> Any:
-        """The table as a pandas DataFrame."""
+        """Return the table as a pandas DataFrame."""
         try:
             import pandas
         except ImportError as error:

@@ -1,7 +1,7 @@
-"""Ctrl-C in the seconds that the command line takes to import torch: it ends at once, in one line.
+"""Let Ctrl-C end the command line in one line during the seconds it takes to import torch.
 
-A KeyboardInterrupt would end in a traceback, or in an abort where it is raised inside torch's C++ code. Nothing is
-changed in a program that merely imports lamina.
+A KeyboardInterrupt would print a traceback, or abort if it is raised inside torch's C++ code. Programs that import
+lamina are not affected.
 """
 
 # Nothing is imported here that Python has not loaded when it starts: until the handler is set, Ctrl-C is a traceback.
@@ -17,7 +17,7 @@ def _end(number: int, frame: object) -> None:
 
 
 def guard() -> None:
-    """Let Ctrl-C end the command while it is imported or ends, unless it is ignored, as in a background job."""
+    """Let Ctrl-C end the command while it is imported or exits, unless SIGINT is ignored, as in a background job."""
     as_script = bool(sys.argv) and sys.argv[0].rpartition(os.sep)[2] == "lamina"
     as_module = ("-m", "lamina") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     if (as_script or as_module) and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:

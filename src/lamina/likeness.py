@@ -1,4 +1,4 @@
-"""Whether two models, losses or other values would compute the same, compared by what they hold and not by `repr`."""
+"""Compare two models, losses or other values by their contents, to tell whether they compute the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = (bool, int, str, bytes, complex, type(None), type(...), torch.dtype, tor
 def module_difference(one: nn.Module, other: nn.Module) -> str:
     """Name the first plain attribute or submodule in which two modules differ; an empty string if there is none.
 
-    Parameters and buffers may have any values. What cannot be compared is different.
+    Parameters and buffers may differ. Values that cannot be compared count as different.
     """
     names, other_names = ([name for name, _ in module.named_modules()] for module in (one, other))
     if names != other_names:  # one may use a layer twice where the other has two
@@ -41,12 +41,12 @@ def module_difference(one: nn.Module, other: nn.Module) -> str:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same for all purposes: numbers, tensors, functions, objects and modules."""
+    """Return whether two values (numbers, tensors, functions, objects, modules) have the same type and contents."""
     return _Comparison().alike(one, other)
 
 
 class _Comparison:
-    """One comparison: it remembers the pairs under way, so that values may refer to each other in circles."""
+    """One comparison; it remembers the pairs already visited, so that values may refer to each other in cycles."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[int, int], tuple[Any, Any]] = {}  # held, so that no other object gets their ids
@@ -81,7 +81,7 @@ class _Comparison:
         return ""
 
     def _attribute(self, name: str, one: Any, other: Any) -> bool:
-        if name in HOOKS:  # by running number: only what is called matters
+        if name in HOOKS:  # keyed by a running number: only the functions matter
             return self.alike(list(one.values()), list(other.values()))
         if name in HOOK_OPTIONS:
             return len(one) == len(other)
@@ -103,7 +103,7 @@ class _Comparison:
             return True
         try:
             return self._contents_alike(one, other)
-        except Exception:  # whatever a user's object raises when it is looked at: in doubt, they differ
+        except Exception:  # a user's object may raise anything: then they differ
             return False
 
     def _contents_alike(self, one: Any, other: Any) -> bool:
@@ -128,7 +128,7 @@ class _Comparison:
         return self._stored_alike(one, other)
 
     def _functions_alike(self, one: types.FunctionType, other: types.FunctionType) -> bool:
-        """Functions made anew by the same code, from the same values."""
+        """Compare functions created by the same code, by the values they hold."""
         if one.__code__ != other.__code__ or one.__globals__ is not other.__globals__:
             return False
         cells = [[cell.cell_contents for cell in f.__closure__ or ()] for f in (one, other)]
@@ -136,7 +136,7 @@ class _Comparison:
         return self.alike(*cells) and all(self.alike(getattr(one, a), getattr(other, a)) for a in parts)
 
     def _stored_alike(self, one: Any, other: Any) -> bool:
-        """Other objects, if pickle would store the same of both; one that cannot be stored is like no other."""
+        """Compare other objects by what pickle would store; one that cannot be pickled is like no other."""
         stored = [thing.__reduce_ex__(2) for thing in (one, other)]
         if any(isinstance(parts, str) for parts in stored):  # the name of a global: not the same object
             return False
@@ -151,14 +151,14 @@ class _Comparison:
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same numbers in the same type."""
+    """Return whether two tensors have the same type, device, shape and numbers."""
     return one is other or (
         one.dtype == other.dtype and one.device == other.device and one.shape == other.shape and torch.equal(one, other)
     )
 
 
 def _kind(module: nn.Module) -> Any:
-    """The class of a module; a parametrised one has a class of its own, made from that."""
+    """Return the class of a module; a parametrised one has a generated class, derived from it."""
     return type(module).__bases__ if parametrize.is_parametrized(module) else type(module)
 
 

@@ -1,6 +1,6 @@
-"""Upper bounds on sizes, and the memory that is left: an absurd value is refused in one line before it is allocated.
+"""Refuse absurd sizes, and whatever needs more memory than is available, before anything is allocated.
 
-The bounds are far beyond any real experiment. The estimates of memory are lower bounds: what is refused could not run.
+The bounds are far beyond any real experiment. Estimates of memory are lower bounds: what is refused could not run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lamina.errors import BadInput, is_whole, short_repr
 if TYPE_CHECKING:
     import torch
 
-MOST = 100_000_000  # rounds, epochs, local steps, trials: anything without a bound of its own
+MOST = 100_000_000  # rounds, epochs, local steps, trials: counts without a bound of their own
 MOST_BATCH = 10**15  # samples; a batch larger than the client means all of its samples, so this only keeps int64 safe
 MOST_CLIENTS = 10_000_000
 MOST_SEEDS = 10_000
@@ -30,7 +30,7 @@ SURELY_FITS = 64 << 20  # bytes; less is not compared with the memory that is le
 
 
 def check_count(name: str, value: Any, most: int = MOST, least: int = 1) -> int:
-    """Return `value` as an int, or refuse what is no whole number from `least` to `most`."""
+    """Return `value` as an int; refuse all but whole numbers from `least` to `most`."""
     if not is_whole(value) or value < least:
         raise BadInput(f"{name} = {short_repr(value)} is not a whole number >= {least}")
     if value > most:
@@ -39,19 +39,19 @@ def check_count(name: str, value: Any, most: int = MOST, least: int = 1) -> int:
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse a seed that is no whole number, or too long to be written in the name of a folder."""
+    """Refuse a seed that is not a whole number, or too long for the name of a folder."""
     if not is_whole(seed) or not LEAST_SEED <= seed <= MOST_SEED:
         raise BadInput(f"seed = {short_repr(seed)} is not a whole number of at most 39 digits")
 
 
 def check_memory(what: str, needed: int, advice: str, device: torch.device | None = None) -> None:
-    """Refuse what needs more memory than is left, before it is allocated.
+    """Refuse an allocation that needs more memory than is available.
 
     Args:
-        what: the thing that needs it, for the message.
+        what: what needs the memory, for the message.
         needed: bytes, at least.
         advice: what to do about it.
-        device: where it is allocated; None: in the host's memory.
+        device: where it is allocated; None for the host.
     """
     if needed <= SURELY_FITS:
         return
@@ -62,7 +62,7 @@ def check_memory(what: str, needed: int, advice: str, device: torch.device | Non
 
 
 def in_bytes(count: int) -> str:
-    """Return a number of bytes for people.
+    """Return a number of bytes with a unit.
 
     >>> in_bytes(640), in_bytes(2_500_000), in_bytes(549_755_813_888), in_bytes(10**30)
     ('640 B', '2.5 MB', '550 GB', '1e+15 PB')
@@ -74,7 +74,7 @@ def in_bytes(count: int) -> str:
 
 
 def available_bytes(device: torch.device | None = None) -> int | None:
-    """Return the memory a process could still get on a device (None: the host), or None if nobody knows."""
+    """Return the available memory of a device (None: the host), or None if it is unknown."""
     if device is not None and device.type == "cuda":
         import torch
 
@@ -97,7 +97,7 @@ def _free_on_host() -> int | None:
 
 
 def _free_in_group() -> int | None:
-    """Return what a container's limit (Linux control groups, version 2 or 1) leaves; None without a limit."""
+    """Return the memory that a container's limit (Linux control groups, version 2 or 1) leaves; None without one."""
     found: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
@@ -107,7 +107,7 @@ def _free_in_group() -> int | None:
             root = Path("/sys/fs/cgroup", controllers)
             files = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
             group = root / name.lstrip("/")
-            # a limit of an outer group holds for the inner ones, too
+            # the limit of an outer group also applies to its inner groups
             for place in [group, *(outer for outer in group.parents if outer.is_relative_to(root))]:
                 with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
                     limit, used = (int((place / f"memory.{file}").read_text(encoding="ascii")) for file in files)
@@ -116,7 +116,7 @@ def _free_in_group() -> int | None:
 
 
 def _free_in_process() -> int | None:
-    """Return what ``ulimit -v`` leaves; None without such a limit."""
+    """Return the memory that ``ulimit -v`` leaves; None without a limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None

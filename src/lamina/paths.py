@@ -1,4 +1,4 @@
-"""Paths as a user gives them: what no file system takes is refused in one line, and what is no file is not read."""
+"""Refuse paths that no file system accepts, and special files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from lamina.errors import BadInput, short_repr
 
 
 def checked_path(path: str | os.PathLike[str], what: str) -> Path:
-    """Return a path that the system can look up, whether or not there is anything.
-
-    Args:
-        path: as it was given.
-        what: how to call it in a message.
-    """
+    """Return a path that the system can look up, whether or not it exists; `what` names it in a message."""
     given = os.fspath(path)
     try:
         Path(given).stat()
@@ -28,6 +23,6 @@ def checked_path(path: str | os.PathLike[str], what: str) -> Path:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse what is there but is no regular file: to read a FIFO or a device may never end."""
+    """Refuse a FIFO, a device or a folder: reading it may never end."""
     if path.exists() and not path.is_file():
         raise BadInput(f"{path} is not a regular file: put the file itself there")

@@ -1,12 +1,15 @@
-"""Text for people: plurals, and text of unknown origin made safe for terminals and spreadsheets."""
+"""Plurals, and text of unknown origin made safe for terminals and spreadsheets."""
 
 from __future__ import annotations
 
+import csv
+import io
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-# C0 and C1 control characters, DEL, separators of lines, and marks that reverse the direction of text: a terminal
-# obeys them, so that a name could move the cursor, hide text or forge a line
+# C0 and C1 control characters, DEL, separators of lines, and marks that reverse the direction of text: with them, a
+# name could move the cursor of a terminal, hide text or forge a line.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
 FORMULA_STARTS = ("=", "+", "-", "@")
@@ -22,7 +25,7 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    r"""Return text with its control characters written out, so that a terminal shows them and obeys none.
+    r"""Return text with its control characters escaped, so that a terminal only shows them.
 
     Args:
         text: any text.
@@ -36,7 +39,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def csv_cell(value: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula: such text gets an apostrophe; numbers stay numbers.
+    """Return a cell that no spreadsheet takes for a formula: such text gets an apostrophe, numbers do not change.
 
     >>> csv_cell("=1+1"), csv_cell("-0.5"), csv_cell(-0.5), csv_cell("fedlamb")
     ("'=1+1", '-0.5', -0.5, 'fedlamb')
@@ -45,6 +48,13 @@ def csv_cell(value: Any) -> Any:
         return value
     text = printable(value)
     return f"'{text}" if text.startswith(FORMULA_STARTS) and not _is_number(text) else text
+
+
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as CSV that no spreadsheet takes for formulas."""
+    file = io.StringIO()
+    csv.writer(file, lineterminator="\n").writerows([csv_cell(cell) for cell in row] for row in rows)
+    return file.getvalue()
 
 
 def _is_number(text: str) -> bool:

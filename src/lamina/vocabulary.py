@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ CHUNK = 1000  # samples at a time
 def check_vocabulary(objective: Objective, data: Dataset, name: str) -> None:
     """Refuse data with a token id that an embedding has no row for; `name` says which data they are.
 
-    An embedding itself may notice too late: on a GPU such an id ends the process, and among stacked clients it is
-    another client's row.
+    The embedding notices too late: on a GPU such an id kills the process, and among stacked clients it is another
+    client's row.
     """
     if not any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in objective.module.modules()):
         return
@@ -61,20 +61,12 @@ def _token_ids(objective: Objective, data: Dataset, chunks: Any) -> dict[str, tu
 
         return hook
 
-    with _hooked(objective.seeded, watch), torch.no_grad():
+    layers = [(n, m) for n, m in objective.seeded.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    with contextlib.ExitStack() as handles, torch.no_grad():
+        for name, layer in layers:
+            handles.enter_context(layer.register_forward_pre_hook(watch(name), with_kwargs=True))
         for x in chunks:
             inputs = prepare(x, data.mean, data.std, objective.dtype)
-            with contextlib.suppress(Exception):  # whatever else does not fit is said by whoever runs the model
+            with contextlib.suppress(Exception):  # other problems are reported when the model runs
                 objective.outputs(objective.start, objective.buffers, inputs, train=False)
     return seen
-
-
-@contextlib.contextmanager
-def _hooked(module: nn.Module, watch: Callable[[str], Callable[..., Any]]) -> Iterator[None]:
-    layers = [(n, m) for n, m in module.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    handles = [m.register_forward_pre_hook(watch(n), with_kwargs=True) for n, m in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

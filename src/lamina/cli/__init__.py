@@ -1,4 +1,4 @@
-"""The command line, ``lamina``: a module for every command or group of them; `lamina --help` lists them.
+"""The command line, ``lamina``: a module for every command or group of commands; `lamina --help` lists them.
 
 Exit codes: 0 done, 1 a bug, 2 bad input, 3 training diverged, 130 interrupted.
 """
@@ -34,17 +34,17 @@ from lamina.errors import Diverged, LaminaError, short_repr
 from lamina.interrupt import end_guard, guard
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
-WIDTH_FOR_PROGRAMS = 1000  # output that is not on a terminal is read by a program: nothing is folded
+WIDTH_FOR_PROGRAMS = 1000  # of output that is not on a terminal, so that nothing is folded
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point: run the command, turn lamina's own errors into one line and an exit code."""
+    """Run a command; report lamina's own errors in one line and an exit code."""
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # algorithms and models of the user's own, "my_module:MyClass"
+        sys.path.append(here)  # for the user's algorithms and models, "my_module:MyClass"
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a character the terminal lacks must not end a run
+            stream.reconfigure(errors="replace")  # a character that the terminal lacks must not stop a run
     if not out.is_terminal:
         out.width = WIDTH_FOR_PROGRAMS
     warnings = WarningLines()
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
     except LaminaError as error:
         say("error", error)
         sys.exit(EXIT_BAD_INPUT)
-    except OSError as error:  # a path that no command looked at before: too long, no permission, ...
+    except OSError as error:  # a path that no command checked: too long, no permission, ...
         if error.filename is None:
             raise
         say("error", f"cannot use {short_repr(error.filename)}: {error.strerror}")
@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def say_usage(error: click.UsageError) -> None:
-    """Say in one line what is wrong with a command; help that was shown instead, as without a command, is enough."""
+    """Print in one line what is wrong with a command; nothing if its help was shown instead."""
     problem, *hints = " ".join(error.format_message().split()).split(" Did you mean ")
     if problem:
         command = error.ctx.command_path if error.ctx else "lamina"
@@ -95,7 +95,7 @@ def say_usage(error: click.UsageError) -> None:
 
 
 def print_version(wanted: bool) -> None:
-    """Print the version and end, if asked for."""
+    """Print the version and exit, if asked for."""
     if wanted:
         tell(__version__)
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""What every command shares: the app, the two consoles, how a line is said, the progress bar."""
+"""Shared by all commands: the app, common options, the consoles and what is printed on them, the progress bar."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar, cast
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import LaminaError
@@ -33,17 +34,17 @@ app = typer.Typer(
 
 
 class SafeConsole(Console):
-    """A console that writes control characters out: a name from a file or a node cannot command the terminal."""
+    """A console that shows control characters as text, so that no name from a file or a node controls the terminal."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as rich does; only what rich itself adds (`Segment.control`) stays a command."""
+        """Render as rich does; only control codes of rich itself (`Segment.control`) reach the terminal."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             yield segment if control else Segment(printable(text, lines=True), style)
 
 
 def discard(stream: TextIO) -> None:
-    """Send what a stream still holds, and all that follows, nowhere; else Python fails again when it ends."""
+    """Discard the buffer of a stream and all later output; otherwise Python fails again at exit."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -51,11 +52,11 @@ def discard(stream: TextIO) -> None:
 
 
 class OutputFailed(LaminaError):
-    """The standard output cannot be written to: a full disk behind it, say."""
+    """The standard output cannot be written to, for example on a full disk."""
 
 
 class CheckedOutput:
-    """A stream that raises `OutputFailed`, which tells its errors from those of any other file."""
+    """A stream whose write errors are raised as `OutputFailed`, to tell them from errors of other files."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -74,7 +75,7 @@ class CheckedOutput:
     def _checked(self, act: Callable[[], T]) -> T:
         try:
             return act()
-        except BrokenPipeError:  # the reader has seen enough: rich and click end in silence
+        except BrokenPipeError:  # the reader closed the pipe: rich and click end silently
             raise
         except OSError as error:
             discard(self._stream)
@@ -83,32 +84,32 @@ class CheckedOutput:
 
 @contextlib.contextmanager
 def checked_output() -> Iterator[None]:
-    """Turn what goes wrong with the standard output into one line."""
+    """Report errors of the standard output in one line."""
     stream = sys.stdout
-    if stream is None:  # it was closed by whoever started the command
+    if stream is None:  # closed by the parent process
         yield
         return
     checked = CheckedOutput(stream)
     sys.stdout = cast(TextIO, checked)
     try:
         yield
-        checked.flush()  # what is still held back would be lost after the command has reported success
+        checked.flush()  # an error now is reported; at exit it would be lost
     finally:
         sys.stdout = stream
 
 
 class ErrorConsole(SafeConsole):
-    """The console of warnings, errors and progress; a full disk behind it is no reason to end a command."""
+    """The console of warnings, errors and progress; a command continues if it cannot be written to."""
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print as rich does, if it can be printed."""
+        """Print as rich does; discard everything after a write error."""
         try:
             super().print(*args, **kwargs)
         except OSError:
             discard(sys.stderr)
 
 
-READABLE_TEXT = 20  # characters of a cell in one line; a longer one may be folded
+UNFOLDED_CHARACTERS = 20  # longer text in a cell may be folded
 out = SafeConsole()
 err = ErrorConsole(stderr=True)
 
@@ -121,7 +122,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but er
 
 
 def say(what: str, text: object) -> None:
-    """Print an error or a warning as one line; its text may hold brackets, which are not markup."""
+    """Print an error or a warning as one line."""
     err.print(f"[red]{what}:[/]", escape(printable(str(text))), highlight=False, soft_wrap=True)
 
 
@@ -131,51 +132,81 @@ def tell(line: str) -> None:
 
 
 def tell_text(text: str) -> None:
-    """Print text for programs exactly as it is."""
+    """Print text for programs unchanged."""
     if sys.stdout is not None:
         sys.stdout.write(text)
         sys.stdout.flush()
 
 
 def tell_progress(line: str) -> None:
-    """Print a line about something that goes on, where it is no part of the result: to standard error."""
+    """Print a line about progress, which is no part of the result, to standard error."""
     err.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def best_and_last(history: History) -> str:
-    """Say how good a run became: by accuracy, or by the loss where there is no accuracy."""
+    """Return the best and last accuracy of a run in words, or the loss where there is no accuracy."""
     for name in ("accuracy", "loss", "node_accuracy", "node_loss"):
         if name in history.columns:
             return f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
     return "not evaluated"
 
 
-def fit_columns(make: Callable[[Sequence[str]], Table], leave_out_first: Sequence[str], console: Console) -> Table:
-    """Return a table with as few columns left out as it takes for the others to stay readable.
+def plain_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    left_out: Sequence[str] = (),
+    right: Sequence[str] = (),
+    no_wrap: Sequence[str] = (),
+    caption: str | None = None,
+) -> Table:
+    """Return a table without lines, whose cells are text and not markup.
 
     Args:
-        make: makes the table without some columns.
-        leave_out_first: the columns that may be left out, in this order.
-        console: where it is to be printed.
+        headings: of all columns.
+        rows: a cell for each heading.
+        left_out: headings of the columns not to show.
+        right: headings of right-aligned columns.
+        no_wrap: headings of columns that must not be folded.
+        caption: a line below the table.
     """
-    unbounded = console.options.update(max_width=10_000)  # else nothing is wider than the terminal
+    table = Table(box=None, pad_edge=False, caption=caption)
+    shown = [index for index, heading in enumerate(headings) if heading not in left_out]
+    for heading in (headings[index] for index in shown):
+        justify: JustifyMethod = "right" if heading in right else "left"
+        table.add_column(escape(heading), justify=justify, overflow="fold", no_wrap=heading in no_wrap)
+    for row in rows:
+        cells = [row[index] for index in shown]
+        table.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in cells))
+    return table
+
+
+def fit_columns(make: Callable[[Sequence[str]], Table], leave_out_first: Sequence[str], console: Console) -> Table:
+    """Return a table that fits the console, leaving out as few columns as possible.
+
+    Args:
+        make: makes the table without the given columns.
+        leave_out_first: the columns that may be left out, in this order.
+        console: where the table will be printed.
+    """
+    unbounded = console.options.update(max_width=10_000)  # rich measures nothing as wider than the console
     left_out: list[str] = []
     while True:
         table, narrow = make(left_out), make(left_out)
         for column in narrow.columns:
-            column.max_width = None if column.no_wrap else READABLE_TEXT
+            column.max_width = None if column.no_wrap else UNFOLDED_CHARACTERS
         if console.measure(narrow, options=unbounded).maximum <= console.width or len(left_out) == len(leave_out_first):
             return table
         left_out.append(leave_out_first[len(left_out)])
 
 
 def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
-    """The names of the trackers that were asked for."""
+    """Return the names of the requested trackers."""
     return [name for name, asked in (("tensorboard", tensorboard), ("mlflow", mlflow)) if asked]
 
 
 class Interrupted(Exception):
-    """The user pressed Ctrl-C, which typer alone would pass over in silence; the text says what is kept."""
+    """The user pressed Ctrl-C, which typer would ignore silently; the text says what is kept."""
 
 
 @contextlib.contextmanager
@@ -188,9 +219,9 @@ def interruptible(kept: str) -> Iterator[None]:
 
 
 class Stop:
-    """Ctrl-C and SIGTERM: the first asks, `stop()`, to stop after the round; the second stops at once.
+    """Handle Ctrl-C and SIGTERM: after the first, `stop()` is true and training ends with the round; the second kills.
 
-    torchrun passes every signal on to processes that have had it from the terminal: there the second one says nothing.
+    Under torchrun, which sends its processes a signal that they also got from the terminal, the second is ignored.
     """
 
     def __init__(self) -> None:
@@ -203,7 +234,7 @@ class Stop:
         return self
 
     def __call__(self) -> bool:
-        """Whether somebody has asked to stop."""
+        """Return whether a stop was requested."""
         return self.asked
 
     def _ask(self, number: int, frame: object) -> None:
@@ -222,7 +253,7 @@ class Stop:
 
 
 class WarningLines(logging.Handler):
-    """Shows the warnings of lamina's logger, one line each; what several runs have to say is said once."""
+    """Print the warnings of lamina's logger, one line each; repeated warnings are printed once."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -237,7 +268,7 @@ class WarningLines(logging.Handler):
 
 
 class progress_bar:  # noqa: N801 (used as a function)
-    """A context that gives ``advance(what, row)``: a live bar on a terminal, nothing anywhere else."""
+    """A context whose value is called with every finished round: a live bar on a terminal, otherwise nothing."""
 
     def __init__(self, total: int, quiet: bool, done: int = 0) -> None:
         self.live = not quiet and err.is_terminal

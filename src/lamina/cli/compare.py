@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.util
-import io
 import statistics
 import time
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from typing import Annotated
 
 import typer
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
 from lamina import algorithms
@@ -32,6 +30,7 @@ from lamina.cli.base import (
     fit_columns,
     interruptible,
     out,
+    plain_table,
     tell,
     tell_progress,
     wanted_trackers,
@@ -42,7 +41,6 @@ from lamina.experiment.config import Experiment, load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import shown_name
 from lamina.history import History, Row
-from lamina.storage.files import cannot_write, write_file
 from lamina.text import plural
 
 
@@ -70,9 +68,19 @@ def compare(
         chosen.append(f"compare.seeds={seeds}")
     experiment = load(file, chosen)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
-    stop = Stop()
-    watcher = comparing.Watcher() if quiet else LiveTable(experiment) if err.is_terminal else Lines(experiment)
     trackers = wanted_trackers(tensorboard, mlflow)
+    comparison, finished = run_comparison(experiment, path, Stop(), overwrite, quiet, trackers)
+    if not finished:
+        shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
+        raise Interrupted(f"stopped after a round{shown}; {TO_GO_ON}{' without --overwrite' * overwrite}")
+    comparing.refuse_all_diverged(comparison.entries)
+
+
+def run_comparison(
+    experiment: Experiment, path: Path, stop: Stop, overwrite: bool, quiet: bool, trackers: Sequence[str] = ()
+) -> tuple[comparing.Comparison, bool]:
+    """Run a comparison and show it; return it and whether it was finished, not stopped."""
+    watcher = comparing.Watcher() if quiet else LiveTable(experiment) if err.is_terminal else Lines(experiment)
     comparison = comparing.Comparison(
         experiment, path, overwrite=overwrite, watcher=watcher, stop=stop, trackers=trackers
     )
@@ -80,30 +88,23 @@ def compare(
         finished = comparison.run()
     if comparison.entries:
         show_comparison(comparison, quiet)
-    if not finished:
-        shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
-        raise Interrupted(f"stopped after a round{shown}; {TO_GO_ON}{' without --overwrite' * overwrite}")
-    comparing.refuse_all_diverged(comparison.entries)
+    return comparison, finished
 
 
 def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
-    """Save the picture of the finished runs; print their table and what a reader should know about them."""
-    from lamina.report import comparison as report  # matplotlib takes a second to import: only here
+    """Save the picture and the report of the finished runs; print their table and notes about them."""
+    from lamina.report import comparison as report  # imported here: matplotlib takes a second
 
     data, path = comparison.experiment.data, comparison.folder
     extra = ", ".join(f"{key}={value}" for key, value in data.partition.options().items())
     dealt = f"{data.partition.name} ({extra})" if extra else data.partition.name
-    image = io.BytesIO()
-    report.picture(comparison.entries, image, f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}")
-    try:
-        write_file(path / "comparison.png", image.getvalue())
-    except OSError as error:
-        raise cannot_write(path, error) from error
+    title = f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}"
+    report.picture(comparison.entries, path / "comparison.png", title)
     if not quiet:
-        symbols = report.Symbols() if out.encoding.startswith("utf") else report.ASCII
+        ascii_only = not out.encoding.startswith("utf")
         out.print(
             fit_columns(
-                lambda left_out: report.table(comparison.entries, comparison.target, symbols, left_out),
+                lambda left_out: report.table(comparison.entries, comparison.target, left_out, ascii_only),
                 report.LEFT_OUT_FIRST,
                 out,
             )
@@ -117,25 +118,25 @@ def show_comparison(comparison: comparing.Comparison, quiet: bool) -> None:
 
 
 def write_page(comparison: comparing.Comparison) -> Path | None:
-    """Write the HTML report of its runs into the comparison's folder, if the library it needs is installed."""
+    """Write the HTML report into the comparison's folder, if plotly is installed."""
     if importlib.util.find_spec("plotly") is None:
         return None
-    from lamina.report import build
+    from lamina.report import build, save
 
     page = comparison.folder / "report.html"
     targets = [comparison.experiment.compare.target] if comparison.metric == "accuracy" else []
-    build.save_page(build.build(comparison.runs, targets=targets), page)
+    save.save_page(build.build(comparison.runs, targets=targets), page)
     return page
 
 
 class Lines(comparing.Watcher):
-    """A comparison as it goes, off a terminal: a plain line for every run that has ended."""
+    """Progress of a comparison without a terminal: a line for every finished run."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._data = {True: experiment.compare.select, False: "test"}
 
     def run_ended(self, job: comparing.Job, record: Record) -> None:
-        """Say how a run ended."""
+        """Print how a run ended."""
         metric = record.history.metric
         best = f"best {self._data[job.tuning]} {metric} {record.history.best(metric, optional=True):.4f}"
         how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
@@ -144,15 +145,15 @@ class Lines(comparing.Watcher):
 
 
 class LiveTable(comparing.Watcher):
-    """A comparison as it goes, on a terminal: a line for every algorithm."""
+    """Progress of a comparison on a terminal: a table with a row for every algorithm."""
 
     def __init__(self, experiment: Experiment) -> None:
         self._experiment = experiment
         self._rows = {name: ["waiting", "", "", "", "", "", ""] for name in experiment.compare.algorithms}
         self._titles = {name: algorithms.find(name).card.title for name in self._rows}
-        self._running: dict[comparing.Job, Row] = {}  # the last round of every run of the present group
+        self._running: dict[comparing.Job, Row] = {}  # the last round of every run that trains now
         self._ended: dict[str, dict[int, Record]] = {name: {} for name in self._rows}  # by seed
-        self._began = self._heard = time.perf_counter()  # of the runs that are shown; when there was news before
+        self._began = self._heard = time.perf_counter()  # start of these runs, and the last event
         self._rounds = 0
         self._metric = "accuracy"
         self._live = Live(console=err, transient=True, refresh_per_second=5, get_renderable=self._table)
@@ -165,7 +166,7 @@ class LiveTable(comparing.Watcher):
         self._live.stop()
 
     def round_finished(self, job: comparing.Job, row: Row) -> None:
-        """Show the runs that train side by side as one line."""
+        """Show the runs that train side by side as one row."""
         stage = job.algorithm, job.tuning, job.rounds
         if not any((other.algorithm, other.tuning, other.rounds) == stage for other in self._running):
             self._running, self._rounds, self._began = {}, 0, self._heard
@@ -202,20 +203,15 @@ class LiveTable(comparing.Watcher):
                 self._rows[job.algorithm] = ["done", f"{job.lr:g}", seeds, str(rounds), f"best {best:.3f}", "", ""]
 
     def _table(self) -> Table:
-        return fit_columns(self._table_without, ("rounds/s", "seed", "lr", "left"), err)
-
-    def _table_without(self, left_out: Sequence[str]) -> Table:
-        made = Table(box=None, pad_edge=False)
         headings = ("algorithm", "", "lr", "seed", "round", self._metric, "rounds/s", "left")
-        for heading in headings:
-            if heading not in left_out:
-                made.add_column(heading, justify="left" if heading in ("algorithm", "") else "right")
-        for name, row in self._rows.items():
-            cells = [shown_name(name, self._titles[name]), *row]
-            made.add_row(*(escape(cell) for at, cell in zip(headings, cells, strict=True) if at not in left_out))
-        return made
+        rows = [(shown_name(name, self._titles[name]), *row) for name, row in self._rows.items()]
+        return fit_columns(
+            lambda left_out: plain_table(headings, rows, left_out=left_out, right=headings[2:]),
+            ("rounds/s", "seed", "lr", "left"),
+            err,
+        )
 
 
 def _range(values: list[str]) -> str:
-    """A few values as one: the first and the last."""
+    """Return the first and the last of a few values."""
     return values[0] if len(values) == 1 else f"{values[0]}…{values[-1]}"

@@ -1,4 +1,4 @@
-"""``lamina doctor``: what is installed, what the machine has, which data are there, and what to do about the rest."""
+"""``lamina doctor``: list installed packages, devices and data sets, with advice on what is missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import typer
 
 from lamina import __version__
 from lamina.cli.base import app, out, tell, tell_text
-from lamina.data import cifar, idx, tinyimagenet
 from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
 from lamina.data.sources import SOURCES
 from lamina.engines.stacked.convolution import kernels_for
@@ -54,7 +53,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] 
 
 
 def examine() -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """All that is found, by section, and a line of advice for everything that is missing."""
+    """Return the findings by section, and a line of advice for everything that is missing."""
     advice: list[str] = []
     found = {
         "installed": packages(advice),
@@ -68,9 +67,9 @@ def examine() -> tuple[dict[str, dict[str, Any]], list[str]]:
 
 
 def packages(advice: list[str]) -> dict[str, Any]:
-    """lamina and what it cannot do without."""
+    """Return the versions of lamina and of the packages it requires."""
     found = {"lamina": __version__, "python": platform.python_version()} | {name: version(name) for name in NEEDED}
-    found["torch"] = torch.__version__  # tells the build, cpu or cuda, too
+    found["torch"] = torch.__version__  # includes the build, cpu or cuda
     missing = [name for name, installed in found.items() if installed is None]
     if missing:
         advice.append(f"{', '.join(missing)} not installed: pip install -e . again")
@@ -78,7 +77,7 @@ def packages(advice: list[str]) -> dict[str, Any]:
 
 
 def extras(advice: list[str]) -> dict[str, Any]:
-    """The optional packages, by name; None: not installed."""
+    """Return the versions of the optional packages; None if not installed."""
     for extra, (package, purpose) in EXTRAS.items():
         if version(package) is None:
             advice.append(f"{purpose}: pip install -e '.[{extra}]'")
@@ -86,7 +85,7 @@ def extras(advice: list[str]) -> dict[str, Any]:
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package, without importing it."""
+    """Return the version of an installed package, without importing it."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -94,7 +93,7 @@ def version(package: str) -> str | None:
 
 
 def devices(advice: list[str]) -> dict[str, Any]:
-    """Processor, GPUs, and whether lamina's own kernels run on them."""
+    """Return processor and GPUs, and whether lamina's own kernels run on them."""
     found: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count() or 1, "usable cores": usable_cores()}
     gpus = [gpu(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     if not gpus and Path("/dev/nvidia0").exists():
@@ -108,7 +107,7 @@ def devices(advice: list[str]) -> dict[str, Any]:
 
 
 def gpu(number: int) -> dict[str, Any]:
-    """One GPU."""
+    """Return the properties of a GPU."""
     facts = torch.cuda.get_device_properties(number)
     try:
         kernels = kernels_for(torch.device("cuda", number), torch.float32) is not None
@@ -123,7 +122,7 @@ def gpu(number: int) -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """The cores this process may use: a scheduler or a container may allow fewer than there are."""
+    """Return how many cores this process may use: a scheduler or a container may allow fewer than there are."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="utf-8").split()
@@ -133,16 +132,15 @@ def usable_cores() -> int:
 
 
 def engines() -> dict[str, Any]:
-    """What run.engine can be here."""
+    """Return the possible values of run.engine."""
     where = "compiled, as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
     return {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
 
 
 def threads(advice: list[str]) -> dict[str, Any]:
-    """How many threads torch takes, and how they wait."""
+    """Return how many threads torch uses, and how they wait."""
     count, usable = torch.get_num_threads(), usable_cores()
-    names = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
-    found = {name: os.environ.get(name) for name in names}
+    found = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
     if count > 1 and (found["OMP_WAIT_POLICY"] or "").upper() != "PASSIVE":
         advice.append("on a machine you share, export OMP_WAIT_POLICY=PASSIVE: OpenMP's waiting threads spin otherwise")
     if count > usable or (os.cpu_count() or 1) > usable:
@@ -154,7 +152,7 @@ def threads(advice: list[str]) -> dict[str, Any]:
 
 
 def data(advice: list[str]) -> dict[str, Any]:
-    """The data directory, and which sets' files are in it; None: no file of the set."""
+    """Return the data directory and the data sets found in it; None for a set without files."""
     try:
         root = data_directory()
     except BadInput as error:
@@ -166,50 +164,21 @@ def data(advice: list[str]) -> dict[str, Any]:
         if not source.files:
             found[name] = "comes with scikit-learn"
             continue
-        place, missing = locate(name, root)
-        found[name] = None if place is None else {"at": str(place), "missing": missing}
-        if missing:
-            advice.append(f"{name}: {place} lacks {', '.join(missing)}: put all of its files there")
-        elif place is None:
+        place = source.locate(root)
+        found[name] = None if place is None else {"at": str(place.path), "missing": place.missing}
+        if place is None:
             absent.append(name)
             advice.append(f"{name} is not in {found['directory']}: put there {source.expected}")
+        elif place.missing:
+            advice.append(f"{name}: {place.path} lacks {', '.join(place.missing)}: put all of its files there")
     if absent:
-        others = f"or set {ENVIRONMENT_VARIABLE} to where they are"
-        from_hub = "; `datasets` is installed: if online, they come from the hub by themselves"
-        advice.append(f"{', '.join(absent)}: {others}{from_hub if version('datasets') else ''}")
+        from_hub = "; `datasets` is installed: if online, they are downloaded from the hub" * bool(version("datasets"))
+        advice.append(f"{', '.join(absent)}: or set {ENVIRONMENT_VARIABLE} to where they are{from_hub}")
     return found
 
 
-def locate(name: str, root: Path) -> tuple[Path | None, list[str]]:
-    """Where a set's files lie, and which are missing there; nothing is read, so a damaged file is not noticed."""
-    if name in ("mnist", "fashion-mnist"):
-        files = idx.MNIST if name == "mnist" else idx.FASHION_MNIST
-        wanted = [file.name for file in (*files.train, *files.test)]
-        for folder in (root / inner for inner in files.folders):
-            missing = [one for one in wanted if not any((folder / f"{one}{end}").is_file() for end in (".gz", ""))]
-            if len(missing) < len(wanted):
-                return folder, missing
-    if name in ("cifar10", "cifar100"):
-        releases = (cifar.CIFAR10 if name == "cifar10" else cifar.CIFAR100).releases
-        for release in releases:
-            wanted = [batch.name for batch in (*release.train, *release.test)]
-            for folder in (root / name / release.folder, root / name, root / release.folder):
-                missing = [one for one in wanted if not (folder / one).is_file()]
-                if len(missing) < len(wanted):
-                    return folder, missing
-            for archive in (root / name / release.archive, root / release.archive):
-                if archive.is_file():
-                    return archive, []
-    if name == "tinyimagenet":
-        for folder in (root / "tinyimagenet" / tinyimagenet.FOLDER, root / tinyimagenet.FOLDER):
-            if folder.is_dir():
-                parts = ("train", "val/images", "val/val_annotations.txt")
-                return folder, [part for part in parts if not (folder / part).exists()]
-    return None, []
-
-
 def _shown(value: Any) -> str:
-    """A finding in one line."""
+    """Return a finding as one line."""
     if isinstance(value, list):
         return "; ".join(map(_shown, value)) or "none"
     if isinstance(value, dict) and "at" in value:

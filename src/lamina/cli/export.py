@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from lamina.experiment.folder import NO_PART_OF_IDENTITY
 from lamina.experiment.outputs import write_output
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trackers import settings
-from lamina.text import csv_cell
+from lamina.text import csv_text
 
 IDENTITY = {
     "data": "data.name",
@@ -26,7 +24,7 @@ IDENTITY = {
     "learning_rate": "train.lr",
     "seed": "train.seed",
 }
-FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # every exported table begins with them
+FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # of every exported table
 
 
 @app.command()
@@ -43,7 +41,7 @@ def export(
 
 
 def table(records: Sequence[Record]) -> str:
-    """The table: which run, its identity, every other setting in which the runs differ, and the round's metrics."""
+    """Return a CSV row for every round: its run, the settings that identify it or differ, and the metrics."""
     all_settings = [settings(record.config) for record in records]
     values: dict[str, set[str]] = {}
     for one in all_settings:
@@ -52,23 +50,21 @@ def table(records: Sequence[Record]) -> str:
     usual = {*IDENTITY.values(), *NO_PART_OF_IDENTITY}
     identity = IDENTITY | {name: name for name, given in values.items() if len(given) > 1 and name not in usual}
     metrics = dict.fromkeys(name for record in records for name in record.history.columns)
-    made = io.StringIO()
-    writer = csv.writer(made, lineterminator="\n")
-    writer.writerow([csv_cell(name) for name in ("run", *identity, *metrics)])
+    rows: list[list[Any]] = [["run", *identity, *metrics]]
     for record, one in zip(records, all_settings, strict=True):
-        run = [csv_cell(short(record.folder)), *(_cell(one.get(name)) for name in identity.values())]
-        writer.writerows([*run, *(_cell(row.get(name)) for name in metrics)] for row in record.history)
-    return made.getvalue()
+        run = [short(record.folder), *(_cell(one.get(name)) for name in identity.values())]
+        rows += [[*run, *(_cell(row.get(name)) for name in metrics)] for row in record.history]
+    return csv_text(rows)
 
 
 def short(folder: Path) -> str:
-    """A folder as seen from the current one."""
+    """Return a folder relative to the current one, if it is inside."""
     here = Path.cwd()
     return str(folder.relative_to(here)) if folder.is_relative_to(here) and folder != here else str(folder)
 
 
 def _cell(value: Any) -> Any:
-    """Empty where there is no number; a list as JSON."""
+    """Return a cell: empty if there is no finite value, a list or table as JSON."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return ""
-    return json.dumps(value) if isinstance(value, list | dict | bool) else csv_cell(value)
+    return json.dumps(value) if isinstance(value, list | dict | bool) else value

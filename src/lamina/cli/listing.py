@@ -1,4 +1,4 @@
-"""``lamina list`` and ``lamina show``: what can be named in an experiment file."""
+"""``lamina list`` and ``lamina show``: the names that an experiment file may use."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from lamina import algorithms, models
 from lamina.algorithms.contract import allowed, options
-from lamina.cli.base import app, fit_columns, out, tell
+from lamina.cli.base import app, fit_columns, out, plain_table, tell
 from lamina.cli.reproduce import list_papers
 from lamina.data import partitions, sources
 from lamina.errors import unknown
@@ -41,71 +40,58 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm")]) -> None:
     """Show an algorithm's options, with defaults, and its presets."""
     cls = algorithms.find(name)
     tell(f"{cls.card.title} ({cls.card.reference}); lr {cls.card.lr:g} unless given")
-    made = Table(box=None, pad_edge=False)
-    for heading in ("option", "default", "allowed", "meaning"):
-        made.add_column(heading, overflow="fold")
-    for option, field in options(cls).items():
-        made.add_row(option, str(field.default), allowed(cls, option), field.metadata["doc"])
-    out.print(made)
+    rows = [
+        (option, str(field.default), allowed(cls, option), field.metadata["doc"])
+        for option, field in options(cls).items()
+    ]
+    out.print(plain_table(("option", "default", "allowed", "meaning"), rows))
     for preset, values in cls.card.presets.items():
         tell(f"preset {preset}: {', '.join(f'{k} = {v}' for k, v in values.items())}")
 
 
 def list_algorithms() -> None:
-    """Name, title, wire cost and paper of every algorithm."""
-    out.print(fit_columns(algorithms_table, ("reference", "title", "keeps"), out))
-
-
-def algorithms_table(left_out: Sequence[str]) -> Table:
-    """All algorithms, a line each, without some of the columns."""
-    caption = "down, up, keeps: models (d parameters) per active client and round"
-    if left_out:
-        caption += f"; a wider terminal shows {', '.join(reversed(left_out))}"
-    made = Table(box=None, pad_edge=False, caption=caption)
-    headings = ("name", "title", "down", "up", "keeps", "lr", "reference")
-    for heading in headings:
-        if heading not in left_out:
-            made.add_column(heading, overflow="fold", no_wrap=heading == "name")
+    """Print name, title, wire cost and paper of every algorithm."""
+    rows = []
     for name, cls in sorted(algorithms.registry().items()):
         cost, card = wire_cost(cls()), cls.card
-        numbers = (f"{number:g}" for number in (cost.down, cost.up, cost.client_state, card.lr))
-        cells = (name, card.title, *numbers, card.reference)
-        made.add_row(*(escape(cell) for at, cell in zip(headings, cells, strict=True) if at not in left_out))
-    return made
+        numbers = [f"{number:g}" for number in (cost.down, cost.up, cost.client_state, card.lr)]
+        rows.append([name, card.title, *numbers, card.reference])
+
+    def table(left_out: Sequence[str]) -> Table:
+        headings = ("name", "title", "down", "up", "keeps", "lr", "reference")
+        caption = "down, up, keeps: models (d parameters) per active client and round"
+        if left_out:
+            caption += f"; a wider terminal shows {', '.join(reversed(left_out))}"
+        return plain_table(headings, rows, left_out=left_out, no_wrap=("name",), caption=caption)
+
+    out.print(fit_columns(table, ("reference", "title", "keeps"), out))
 
 
 def list_models() -> None:
-    """Name, description and options of every model."""
-    made = Table(box=None, pad_edge=False)
-    for heading in ("name", "description", "options"):
-        made.add_column(heading, overflow="fold")
-    for name, card in models.registry().items():
-        made.add_row(name, card.description, ", ".join(f"{k}={v}" for k, v in card.options.items()))
-    out.print(made)
+    """Print name, description and options of every model."""
+    rows = [
+        (name, card.description, ", ".join(f"{k}={v}" for k, v in card.options.items()))
+        for name, card in models.registry().items()
+    ]
+    out.print(plain_table(("name", "description", "options"), rows))
 
 
 def list_datasets() -> None:
-    """Name and description of every data set."""
-    made = Table(box=None, pad_edge=False)
-    for heading in ("name", "description"):
-        made.add_column(heading, overflow="fold")
-    for name, source in sources.SOURCES.items():
-        made.add_row(name, source.description)
-    out.print(made)
+    """Print name and description of every data set."""
+    rows = [(name, source.description) for name, source in sources.SOURCES.items()]
+    out.print(plain_table(("name", "description"), rows))
 
 
 def list_partitions() -> None:
-    """Name, description and options of every partition."""
-    made = Table(box=None, pad_edge=False)
-    for heading in ("name", "description", "options"):
-        made.add_column(heading, overflow="fold")
-    for name, description in partitions.describe().items():
-        made.add_row(name, description, ", ".join(partition_options(name)))
-    out.print(made)
+    """Print name, description and options of every partition."""
+    rows = [
+        (name, description, ", ".join(partition_options(name))) for name, description in partitions.describe().items()
+    ]
+    out.print(plain_table(("name", "description", "options"), rows))
 
 
 def partition_options(name: str) -> list[str]:
-    """A partition's options with their defaults, as they are written in an experiment file."""
+    """Return a partition's options with their defaults, as an experiment file has them."""
     if partitions.PARTITIONS[name] is partitions.Reallocate:
         return ["base=iid", "and the options of the base"]
     fields = dataclasses.fields(partitions.PARTITIONS[name])

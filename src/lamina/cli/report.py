@@ -27,11 +27,11 @@ def report(
     quiet: Quiet = False,
 ) -> None:
     """Curves, tables, learning rates and configurations of runs, as one page that opens anywhere."""
-    from lamina.report import build  # matplotlib takes a second to import: only here
+    from lamina.report import build, save  # imported here: matplotlib takes a second
 
     made = build.build(folders, targets=targets or [], baseline=baseline, title=title)
-    build.save_page(made, out_file)
-    files = build.save_files(made, figures) if figures is not None else []
+    save.save_page(made, out_file)
+    files = save.save_files(made, figures) if figures is not None else []
     if not quiet:
         for line in made.notes:
             tell(f"note: {line}")

@@ -27,6 +27,7 @@ from lamina.experiment import run as running
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import LogLines, RankFolder, RunFolder
 from lamina.experiment.trackers import Trackers
+from lamina.history import Row
 from lamina.simulation import Simulation
 from lamina.text import plural
 
@@ -51,7 +52,7 @@ def run(
     quiet = quiet or ranks.rank > 0
     trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
     with LogLines() as lines:
-        simulation = running.build(experiment)  # first: a wrong name matters more than a folder in the way
+        simulation = running.build(experiment)  # before the folder is opened: a wrong name is reported first
         config = running.resolved(experiment, simulation)
         folder = running.open_folder(path, config, overwrite=overwrite, lines=lines)
         try:
@@ -71,12 +72,12 @@ def train(
     quiet: bool,
     to_go_on: str,
 ) -> None:
-    """Train what is left of a run, and say how it ended."""
-    if isinstance(folder, RunFolder) and (folder.complete or folder.diverged) and len(folder.history):
-        trackers.write(folder.history)  # asked for only now, or killed before the last round was written
-    if isinstance(folder, RunFolder) and folder.diverged is not None:
-        raise folder.diverged
-    if isinstance(folder, RunFolder) and folder.complete:
+    """Train the remaining rounds of a run, and print how it ended."""
+    if isinstance(folder, RunFolder) and (folder.complete or folder.diverged):
+        if len(folder.history):
+            trackers.write(folder.history)  # requested only now, or killed before the last round was written
+        if folder.diverged is not None:
+            raise folder.diverged
         if not quiet:
             finished = plural(len(folder.history), "round")
             tell(f"{path}/ is complete: {finished}; more with train.rounds, anew with --overwrite")
@@ -85,15 +86,11 @@ def train(
     if done and not quiet:
         tell(f"going on after round {done}")
     with Stop() as stop, progress_bar(experiment.train.rounds, quiet, done) as advance:
-        name = experiment.algorithm.name
-        ended = running.train(
-            [simulation],
-            [folder],
-            experiment,
-            stop=stop,
-            on_round=lambda _, row: advance(name, row),
-            trackers=[trackers],
-        )
+
+        def on_round(_: int, row: Row) -> None:
+            advance(experiment.algorithm.name, row)
+
+        ended = running.train([simulation], [folder], experiment, stop=stop, on_round=on_round, trackers=[trackers])
     if ended.diverged:
         raise ended.diverged[0]
     if ended.stopped:
@@ -109,5 +106,5 @@ def train(
 
 
 def default_folder(file: Path, experiment: Experiment) -> str:
-    """Where a run goes if nobody says."""
+    """Return the folder of a run unless one is given."""
     return f"runs/{file.stem}-{experiment.algorithm.name.replace(':', '.')}-seed{experiment.train.seed}"

@@ -1,15 +1,14 @@
-"""``lamina tune``: try values of an experiment's keys and keep the best."""
+"""``lamina tune``: try values for keys of an experiment and keep the best."""
 
 from __future__ import annotations
 
-import io
+import functools
 import math
 import statistics
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from lamina.cli.base import (
@@ -22,17 +21,18 @@ from lamina.cli.base import (
     app,
     interruptible,
     out,
+    plain_table,
     progress_bar,
     say,
     tell,
     tell_progress,
 )
 from lamina.cli.run import TO_GO_ON
+from lamina.data import picture
 from lamina.experiment import tune as tuning
 from lamina.experiment.config import load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import short_names, shown, written
-from lamina.storage.files import cannot_write, write_file
 from lamina.text import plural
 
 RATE = "train.lr"
@@ -66,7 +66,8 @@ def tune(
     stop = Stop()
     made = tuning.Tuning(experiment, path, overwrite=overwrite, stop=stop)
     with stop, progress_bar(made.count * experiment.tune.seeds * experiment.train.rounds, quiet) as advance:
-        made.watch(advance, (lambda run, record: None) if quiet or advance.live else Lines(made))
+        silent = quiet or advance.live
+        made.watch(advance, (lambda run, record: None) if silent else functools.partial(tell_ending, made))
         finished = made.run()
     with made.turn():
         save_picture(made)
@@ -79,34 +80,24 @@ def tune(
     made.refuse_all_diverged()
 
 
-class Lines:
-    """A tuning as it goes, off a terminal: a plain line for every run that has ended."""
-
-    def __init__(self, made: tuning.Tuning) -> None:
-        self._made = made
-
-    def __call__(self, run: str, record: Record) -> None:
-        """Say how a run ended."""
-        best = record.history.best(self._made.metric, optional=True)
-        how = f"{self._made.score_name} {best:.4f}"
-        if record.diverged:
-            how = f"diverged in round {len(record.history) + 1}"
-        elif not record.complete:
-            how += f", pruned after round {len(record.history)}"
-        tell_progress(f"{run}: {how}")
+def tell_ending(made: tuning.Tuning, run: str, record: Record) -> None:
+    """Print how a run ended, as progress without a terminal."""
+    how = f"{made.score_name} {record.history.best(made.metric, optional=True):.4f}"
+    if record.diverged:
+        how = f"diverged in round {len(record.history) + 1}"
+    elif not record.complete:
+        how += f", pruned after round {len(record.history)}"
+    tell_progress(f"{run}: {how}")
 
 
 def show(made: tuning.Tuning, finished: bool) -> None:
-    """Print every trial, and what a reader should know about the choice."""
+    """Print every trial, the choice, and notes about it."""
     out.print(table(made))
     best = made.best
     tell(f"chosen on {made.chosen_on()}")
     unfinished = sum(trial.remark == "not finished" for trial in made.trials)
     if finished and unfinished:
-        verb = "is" if unfinished == 1 else "are"
-        tell(
-            f"{plural(unfinished, 'trial')} {verb} still run by other workers: the last of them writes the final tables"
-        )
+        tell(f"other workers still run {plural(unfinished, 'trial')}: the last of them writes the final tables")
     if best is None:
         tell("no trial ran to its end: nothing is chosen")
     else:
@@ -119,36 +110,32 @@ def show(made: tuning.Tuning, finished: bool) -> None:
 
 
 def table(made: tuning.Tuning) -> Table:
-    """Every trial's values, best and last score, and how it ended."""
-    made_table = Table(box=None, pad_edge=False)
+    """Return every trial's values, best and last score, and how it ended."""
     unit = ", %" if made.metric == "accuracy" else ""
-    for heading in short_names(made.keys):
-        made_table.add_column(heading, justify="right", overflow="fold")
-    for heading in (f"{made.score_name}{unit}", f"last{unit}"):
-        made_table.add_column(heading, justify="right")
-    made_table.add_column("")
+    headings = [*short_names(made.keys), f"{made.score_name}{unit}", f"last{unit}", ""]
+    rows = []
     for trial in made.trials:
-        values = [escape(shown(trial.settings[key])) if key in trial.settings else "" for key in made.keys]
+        values = [shown(trial.settings[key]) if key in trial.settings else "" for key in made.keys]
         scores = [_mean(numbers, made.metric) for numbers in (trial.best, trial.last)]
-        made_table.add_row(*values, *scores, "best" if trial is made.best else trial.remark)
-    return made_table
+        rows.append([*values, *scores, "best" if trial is made.best else trial.remark])
+    return plain_table(headings, rows, right=headings[:-1])
 
 
 def _mean(numbers: list[float], metric: str) -> str:
-    """Mean and, of several, standard deviation."""
+    """Return the mean and, of several numbers, the standard deviation."""
     scale = 100 if metric == "accuracy" else 1
     parts = [statistics.fmean(numbers), *([statistics.stdev(numbers)] if len(numbers) > 1 else [])] if numbers else []
     return " ± ".join(f"{scale * part:.4g}" for part in parts) or "–"
 
 
 def save_picture(made: tuning.Tuning) -> None:
-    """The score over the learning rate, a line for every choice of the other keys' values, if rates were tried."""
+    """Draw the score over the learning rate, a line for every choice of the other values, if rates were tried."""
     others = [key for key in made.keys if key != RATE]
     if RATE not in made.keys or not any(trial.best for trial in made.trials):
         return
-    from lamina.report import figures, rates  # matplotlib takes a second to import: only here
+    from lamina.report import figures, rates  # imported here: matplotlib takes a second
 
-    # Optuna hardly takes a value of a range twice: a line through such points would mean nothing
+    # Optuna rarely takes a value of a range twice, so that a line through such points would mean nothing.
     ranges = [] if made.grid else [key for key in others if not made.space[key].choices]
     by_others: dict[str, list[rates.Tried]] = {}
     for trial in made.trials:
@@ -160,9 +147,4 @@ def save_picture(made: tuning.Tuning) -> None:
         rates.Response(label, made.spec.select, sorted(tried, key=lambda one: one.lr), (), made.metric, not ranges)
         for label, tried in by_others.items()
     ]
-    image = io.BytesIO()
-    figures.rates_figure(found).savefig(image, format="png", dpi=150)
-    try:
-        write_file(made.folder / "learning-rates.png", image.getvalue())
-    except OSError as error:
-        raise cannot_write(made.folder, error) from error
+    picture.save_picture(figures.rates_figure(found), made.folder / "learning-rates.png")

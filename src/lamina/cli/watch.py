@@ -1,4 +1,4 @@
-"""``lamina watch``: how runs are doing, read from their folders, while they go on or afterwards."""
+"""``lamina watch``: the progress of runs, read from their folders."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lamina.cli.base import app, fit_columns, out
+from lamina.cli.base import app, fit_columns, out, plain_table
 from lamina.cli.export import short
 from lamina.errors import BadInput
 from lamina.experiment.records import Record, find_records
@@ -28,12 +28,13 @@ from lamina.experiment.settings import shown_name
 from lamina.storage.checkpoint import Checkpoints
 from lamina.text import plural
 
-EVERY = 1.0  # seconds between two looks
-START_TIMEOUT_S = 20.0  # for a run that was started just before: to import torch and read the data takes a while
-RECENT = 20  # rounds, or looks, that the speed is taken from
+EVERY = 1.0  # seconds between two frames
+START_TIMEOUT_S = 20.0  # to wait for a run that was just started: importing torch and reading data takes time
+RECENT = 20  # rounds, or frames, that the speed is measured over
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 COLUMNS = ("run", "state", "round", "accuracy", "best", "curve", "rounds/s", "left", "checkpoint")
-# where the terminal is too narrow for all
+NUMBERS = ("round", "accuracy", "best", "rounds/s", "left", "checkpoint")  # right-aligned
+# on a narrow terminal
 LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best", "left", "round")
 COLOURS = {"running": "green", "complete": "blue", "stopped": "yellow", "diverged": "red"}
 
@@ -55,7 +56,7 @@ def watch(
 
 
 class View:
-    """What is shown of a folder; every frame reads it again."""
+    """The view of a folder; every frame reads it again."""
 
     def __init__(self, folder: Path, *, no_run_until: float = -math.inf) -> None:
         self.folder = folder
@@ -65,8 +66,8 @@ class View:
         self._looks: dict[Path, deque[tuple[float, int]]] = {}  # when, and how many rounds there were
 
     def frame(self) -> RenderableType:
-        """How the runs stand now."""
-        # before the records: what ends in between is read as ended
+        """Return the present state of the runs."""
+        # before the records, so that a run that ends in between is read as ended
         busy = any(is_locked(lock.parent) for lock in self.folder.rglob("lock"))
         try:
             self._records = find_records([self.folder])
@@ -115,38 +116,35 @@ class View:
 
     def _several(self, records: Sequence[Record], states: dict[Path, str]) -> RenderableType:
         counts = [f"{list(states.values()).count(how)} {how}" for how in COLOURS if how in states.values()]
-        made = fit_columns(lambda left_out: self._table(records, states, left_out), LEFT_OUT_FIRST, out)
-        return Group(made, Text(f"{plural(len(records), 'run')}: {', '.join(counts)}"))
+        # Running ones first: a terminal shows no more rows than it has lines.
+        ordered = sorted(records, key=lambda one: list(COLOURS).index(states[one.folder]))
+        rows = [self._row(record, states[record.folder]) for record in ordered]
+        table = fit_columns(
+            lambda left_out: plain_table(COLUMNS, rows, left_out=left_out, right=NUMBERS, no_wrap=COLUMNS[1:]),
+            LEFT_OUT_FIRST,
+            out,
+        )
+        return Group(table, Text(f"{plural(len(records), 'run')}: {', '.join(counts)}"))
 
-    def _table(self, records: Sequence[Record], states: dict[Path, str], left_out: Sequence[str]) -> Table:
-        """A line for every run, without some of the columns."""
-        made = Table(box=None, pad_edge=False)
-        shown = [column for column in COLUMNS if column not in left_out]
-        for column in shown:
-            words = column in ("run", "state", "curve")
-            heading = "" if column in ("state", "curve") else column
-            made.add_column(heading, justify="left" if words else "right", no_wrap=column != "run", overflow="fold")
-        # what moves comes first: a terminal shows no more lines than it has
-        for record in sorted(records, key=lambda one: list(COLOURS).index(states[one.folder])):
-            how, history, speed = states[record.folder], record.history, self._speed(record)
-            accuracies = finite(history.column("accuracy", optional=True))
-            checkpoints = Checkpoints(record.folder / "checkpoints").rounds()
-            cells: dict[str, str | Text] = {
-                "run": Text(str(record.folder.relative_to(self.folder.resolve()))),
-                "state": Text(how, COLOURS[how]),
-                "round": f"{len(history)}/{record.config['train']['rounds']}",
-                "accuracy": f"{accuracies[-1]:.4f}" if accuracies else "–",
-                "best": f"{max(accuracies):.4f}" if accuracies else "–",
-                "curve": sparkline(accuracies, 20, bars()),
-                "rounds/s": f"{speed:.3g}" if speed else "–",
-                "left": time_left(record, speed) if how == "running" else "",
-                "checkpoint": str(checkpoints[-1]) if checkpoints else "–",
-            }
-            made.add_row(*(cells[column] for column in shown))
-        return made
+    def _row(self, record: Record, how: str) -> list[str | Text]:
+        """Return a run's cells, in the order of COLUMNS."""
+        history, speed = record.history, self._speed(record)
+        accuracies = finite(history.column("accuracy", optional=True))
+        checkpoints = Checkpoints(record.folder / "checkpoints").rounds()
+        return [
+            str(record.folder.relative_to(self.folder.resolve())),
+            Text(how, COLOURS[how]),
+            f"{len(history)}/{record.config['train']['rounds']}",
+            f"{accuracies[-1]:.4f}" if accuracies else "–",
+            f"{max(accuracies):.4f}" if accuracies else "–",
+            sparkline(accuracies, 20, bars()),
+            f"{speed:.3g}" if speed else "–",
+            time_left(record, speed) if how == "running" else "",
+            str(checkpoints[-1]) if checkpoints else "–",
+        ]
 
     def _speed(self, record: Record) -> float:
-        """Rounds per second: as seen here, else as recorded, which knows nothing of runs side by side; 0: unknown."""
+        """Return rounds per second as observed, else as recorded (too low for runs side by side); 0 if unknown."""
         looks = self._looks[record.folder]
         (first, before), (last, now) = looks[0], looks[-1]
         if now > before:
@@ -157,7 +155,7 @@ class View:
 
 
 def state(record: Record) -> str:
-    """One of COLOURS."""
+    """Return the state of a run, one of COLOURS."""
     if record.diverged is not None:
         return "diverged"
     if record.complete:
@@ -166,7 +164,7 @@ def state(record: Record) -> str:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process writes to the folder: it holds the lock, which the kernel frees however it ends."""
+    """Return whether a process writes to the folder; the kernel frees its lock however it ends."""
     try:
         with (folder / "lock").open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -178,23 +176,23 @@ def is_locked(folder: Path) -> bool:
 
 
 def time_left(record: Record, speed: float) -> str:
-    """How long the rest takes at this speed."""
+    """Return how long the remaining rounds take at this speed."""
     left = int(record.config["train"]["rounds"]) - len(record.history)
     return str(datetime.timedelta(seconds=round(left / speed))) if speed else "–"
 
 
 def finite(values: Sequence[float]) -> list[float]:
-    """The values that can be drawn."""
+    """Return the values that can be drawn."""
     return [value for value in values if math.isfinite(value)]
 
 
 def bars() -> str:
-    """Eight heights, as the terminal can show them."""
+    """Return eight heights of bars that the terminal can show."""
     return BARS if out.encoding.startswith("utf") else ASCII_BARS
 
 
 def sparkline(values: Sequence[float], width: int, heights: str = BARS) -> str:
-    """A curve of one line; of more values than it is wide, each character shows the mean of a few.
+    """Return a curve of one line; with more values than characters, each shows the mean of a few.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20), sparkline([0, 0, 1, 1], 2), sparkline([5.0], 9), sparkline([], 9)
     ('▁▂▃▄▅▆▇█', '▁█', '▁', '')

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from their official binary or pickled release, unpacked or still in the tar.gz."""
+"""Read CIFAR-10 and CIFAR-100 from their official binary or pickled release, unpacked or still in the tar.gz."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.data.dataset import Dataset, Splits
-from lamina.data.files import verify_md5
+from lamina.data.files import Place, find_folder, verify_md5
 from lamina.errors import BadInput
 
 _PIXELS = 3 * 32 * 32
@@ -61,53 +61,53 @@ class CifarSet:
     std: tuple[float, ...]
     releases: tuple[Release, ...]
 
+    def locate(self, root: Path) -> Place | None:
+        """Return the folder or archive of the first release found; None when there is none."""
+        found = self._find(root)
+        return found and found[1]
 
-def read_set(files: CifarSet, root: Path) -> Splits | None:
-    """Read the first release found under the data directory; None when there is none."""
-    own = root / files.name
-    for release in files.releases:
-        for folder in (own / release.folder, own, root / release.folder):
-            if any((folder / batch.name).is_file() for batch in (*release.train, *release.test)):
-                return _as_splits(files, release, folder)
-        for archive in (own / release.archive, root / release.archive):
-            if archive.is_file():
-                return _as_splits(files, release, archive)
-    return None
+    def read(self, root: Path) -> Splits | None:
+        """Read the first release found; None when there is none."""
+        found = self._find(root)
+        if found is None:
+            return None
+        release, place = found
+        contents = _read_archive(release, place.path) if place.path.is_file() else _read_folder(release, place)
+
+        def decoded(batch: Batch) -> Records:
+            where = str(place.path / batch.name)
+            return release.decode(contents.pop(batch.name), batch.samples, self.classes, where)
+
+        train, test = (self._dataset([decoded(batch) for batch in part]) for part in (release.train, release.test))
+        return Splits(train, test)
+
+    def _find(self, root: Path) -> tuple[Release, Place] | None:
+        own = root / self.name
+        for release in self.releases:
+            names = [batch.name for batch in (*release.train, *release.test)]
+            folder = find_folder((own / release.folder, own, root / release.folder), names)
+            if folder is not None:
+                return release, folder
+            for archive in (own / release.archive, root / release.archive):
+                if archive.is_file():
+                    return release, Place(archive, [])
+        return None
+
+    def _dataset(self, parts: list[Records]) -> Dataset:
+        images = torch.from_numpy(np.concatenate([part.images for part in parts]))
+        labels = torch.from_numpy(np.concatenate([part.labels for part in parts]))
+        coarse = [part.coarse for part in parts if part.coarse is not None]
+        columns = {"coarse_label": np.concatenate(coarse)} if coarse else {}
+        return Dataset(images, labels, self.classes, self.mean, self.std, self.name, columns)
 
 
-def _as_splits(files: CifarSet, release: Release, place: Path) -> Splits:
-    contents = _read_archive(release, place) if place.is_file() else _read_folder(release, place)
-    train, test = (
-        _as_dataset(
-            files,
-            [
-                release.decode(contents.pop(batch.name), batch.samples, files.classes, str(place / batch.name))
-                for batch in part
-            ],
-        )
-        for part in (release.train, release.test)
-    )
-    return Splits(train, test)
-
-
-def _as_dataset(files: CifarSet, parts: list[Records]) -> Dataset:
-    images = np.concatenate([part.images for part in parts])
-    labels = np.concatenate([part.labels for part in parts])
-    coarse = [part.coarse for part in parts if part.coarse is not None]
-    columns = {"coarse_label": np.concatenate(coarse)} if coarse else {}
-    return Dataset(
-        torch.from_numpy(images), torch.from_numpy(labels), files.classes, files.mean, files.std, files.name, columns
-    )
-
-
-def _read_folder(release: Release, folder: Path) -> dict[str, bytes]:
+def _read_folder(release: Release, place: Place) -> dict[str, bytes]:
+    if place.missing:
+        raise BadInput(f"{place.path} lacks {place.missing[0]}; put all files of {release.archive} there")
     contents = {}
     for batch in (*release.train, *release.test):
-        path = folder / batch.name
-        if not path.is_file():
-            raise BadInput(f"{folder} lacks {batch.name}; put all files of {release.archive} there")
-        verify_md5(path, batch.md5)
-        contents[batch.name] = path.read_bytes()
+        verify_md5(place.path / batch.name, batch.md5)
+        contents[batch.name] = (place.path / batch.name).read_bytes()
     return contents
 
 
@@ -170,7 +170,7 @@ def _checked(records: Records, classes: int, where: str) -> Records:
 
 
 class _Recorded:
-    """What every permitted global becomes: it remembers arguments and state, and does nothing."""
+    """Stand-in for every permitted global: it stores its arguments and state, and does nothing."""
 
     args: tuple[Any, ...] = ()
     state: tuple[Any, ...] = ()
@@ -207,12 +207,9 @@ class _InertUnpickler(pickle.Unpickler):
         return _Recorded
 
 
-def _binary(folder: str, archive: str, md5: str, train: tuple[Batch, ...], test: Batch) -> Release:
-    return Release(folder, archive, md5, train, (test,), decode_binary)
-
-
-def _pickled(folder: str, archive: str, md5: str, train: tuple[Batch, ...], test: Batch) -> Release:
-    return Release(folder, archive, md5, train, (test,), decode_pickle)
+def _numbered(name: str, md5s: tuple[str, ...]) -> tuple[Batch, ...]:
+    """Return CIFAR-10's training batches, numbered from 1."""
+    return tuple(Batch(name.format(number), 10000, md5) for number, md5 in enumerate(md5s, 1))
 
 
 CIFAR10 = CifarSet(
@@ -221,54 +218,50 @@ CIFAR10 = CifarSet(
     mean=(0.4914, 0.4822, 0.4465),
     std=(0.2470, 0.2435, 0.2616),
     releases=(
-        _binary(
+        Release(
             "cifar-10-batches-bin",
             "cifar-10-binary.tar.gz",
             "c32a1d4ab5d03f1284b67883e8d87530",
-            train=(
-                Batch("data_batch_1.bin", 10000, "5dd7e06a14cb22eb9f671a540d1b7c25"),
-                Batch("data_batch_2.bin", 10000, "5ea93a67294ea407fff1d09f752e9692"),
-                Batch("data_batch_3.bin", 10000, "942cd6a4bcdd0dd3c604fbe906cb4421"),
-                Batch("data_batch_4.bin", 10000, "ae636b3ba5c66a11e91e8cb52e771fcb"),
-                Batch("data_batch_5.bin", 10000, "53f37980c15c3d472c316c40844f3f0d"),
-            ),
-            test=Batch("test_batch.bin", 10000, "803d5f7f4d78ea53de84dbe85f74fb6d"),
+            _numbered("data_batch_{}.bin", ("5dd7e06a14cb22eb9f671a540d1b7c25", "5ea93a67294ea407fff1d09f752e9692",
+                                            "942cd6a4bcdd0dd3c604fbe906cb4421", "ae636b3ba5c66a11e91e8cb52e771fcb",
+                                            "53f37980c15c3d472c316c40844f3f0d")),
+            (Batch("test_batch.bin", 10000, "803d5f7f4d78ea53de84dbe85f74fb6d"),),
+            decode_binary,
         ),
-        _pickled(
+        Release(
             "cifar-10-batches-py",
             "cifar-10-python.tar.gz",
             "c58f30108f718f92721af3b95e74349a",
-            train=(
-                Batch("data_batch_1", 10000, "c99cafc152244af753f735de768cd75f"),
-                Batch("data_batch_2", 10000, "d4bba439e000b95fd0a9bffe97cbabec"),
-                Batch("data_batch_3", 10000, "54ebc095f3ab1f0389bbae665268c751"),
-                Batch("data_batch_4", 10000, "634d18415352ddfa80567beed471001a"),
-                Batch("data_batch_5", 10000, "482c414d41f54cd18b22e5b47cb7c3cb"),
-            ),
-            test=Batch("test_batch", 10000, "40351d587109b95175f43aff81a1287e"),
+            _numbered("data_batch_{}", ("c99cafc152244af753f735de768cd75f", "d4bba439e000b95fd0a9bffe97cbabec",
+                                        "54ebc095f3ab1f0389bbae665268c751", "634d18415352ddfa80567beed471001a",
+                                        "482c414d41f54cd18b22e5b47cb7c3cb")),
+            (Batch("test_batch", 10000, "40351d587109b95175f43aff81a1287e"),),
+            decode_pickle,
         ),
     ),
-)
+)  # fmt: skip
 CIFAR100 = CifarSet(
     "cifar100",
     classes=100,
     mean=(0.5071, 0.4865, 0.4409),
     std=(0.2673, 0.2564, 0.2762),
     releases=(
-        _binary(
+        Release(
             "cifar-100-binary",
             "cifar-100-binary.tar.gz",
             "03b5dce01913d631647c71ecec9e9cb8",
             # No checksum of the unpacked binary files is published: their exact size and labels are checked.
-            train=(Batch("train.bin", 50000),),
-            test=Batch("test.bin", 10000),
+            (Batch("train.bin", 50000),),
+            (Batch("test.bin", 10000),),
+            decode_binary,
         ),
-        _pickled(
+        Release(
             "cifar-100-python",
             "cifar-100-python.tar.gz",
             "eb9058c3a382ffc7106e4002c42a8d85",
-            train=(Batch("train", 50000, "16019d7e3df5f24257cddd939b257f8d"),),
-            test=Batch("test", 10000, "f0ef6b0ae62326f3e7ffdfab6717acfc"),
+            (Batch("train", 50000, "16019d7e3df5f24257cddd939b257f8d"),),
+            (Batch("test", 10000, "f0ef6b0ae62326f3e7ffdfab6717acfc"),),
+            decode_pickle,
         ),
     ),
 )

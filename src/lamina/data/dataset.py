@@ -1,4 +1,4 @@
-"""A data set is tensors indexed by sample; whatever the user brings becomes one `Dataset`."""
+"""`Dataset`: tensors indexed by sample, made from arrays, tensors or a Hugging Face data set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUMBER_CLASSES = "names, y = np.unique(labels, return_inverse=True)"
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples and their labels, checked once when it is made.
+    """Samples and their labels, checked when it is created.
 
     >>> data = Dataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 1]))
     >>> len(data), data.classes
@@ -33,8 +33,8 @@ class Dataset:
     x: Tensor
     """[n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features.
 
-    Arrays and lists are converted. uint8 of one or two axes are no images: they are kept as int64, and reach the model
-    as they are."""
+    Arrays and lists are converted. uint8 with one or two axes is a table or tokens: it is stored as int64 and reaches
+    the model unchanged."""
     y: Tensor
     """[n] int64 labels; or floating-point targets [n, ...] for regression."""
     classes: int | None = None
@@ -45,7 +45,7 @@ class Dataset:
     """Per channel, divides x / 255 - mean."""
     name: str = "data"
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Further facts per sample, such as the writer of a digit: natural clients are made from them."""
+    """Further values per sample, such as the writer of a digit, to split by (`ByColumn`)."""
 
     def __post_init__(self) -> None:
         for what in ("x", "y"):
@@ -54,31 +54,25 @@ class Dataset:
             object.__setattr__(self, "x", self.x.to(torch.int64))
         object.__setattr__(self, "columns", {name: np.asarray(values) for name, values in self.columns.items()})
         if self.x.dim() == 0 or self.y.dim() == 0 or len(self.x) != len(self.y):
-            raise BadInput(
-                f"{self.name}: x and y must hold one row per sample, found shapes "
-                f"{list(self.x.shape)} and {list(self.y.shape)}"
-            )
+            shapes = f"{list(self.x.shape)} and {list(self.y.shape)}"
+            raise BadInput(f"{self.name}: x and y must hold one row per sample, found shapes {shapes}")
         if len(self.x) == 0:
             raise BadInput(f"{self.name}: the data set is empty; give at least one sample")
-        if self.x.is_complex() or self.y.is_complex():
-            raise BadInput(f"{self.name}: complex numbers are not supported; give real and imaginary parts as features")
         for what, tensor in (("x", self.x), ("y", self.y)):
-            _check_finite(self.name, what, tensor)
+            _check_numbers(self.name, what, tensor)
         for column, values in self.columns.items():
             if len(values) != len(self.x):
-                raise BadInput(
-                    f"{self.name}: column '{column}' has {plural(len(values), 'value')} for "
-                    f"{plural(len(self.x), 'sample')}; give one each"
-                )
+                counts = f"{plural(len(values), 'value')} for {plural(len(self.x), 'sample')}"
+                raise BadInput(f"{self.name}: column '{column}' has {counts}; give one each")
         self._check_labels()
-        self._check_normalisation()
+        self._check_images()
 
     def _check_labels(self) -> None:
         if self.y.is_floating_point():
             if self.classes is not None:
                 raise BadInput(
-                    f"{self.name}: labels of {plural(self.classes, 'class', 'classes')} must be integers, found "
-                    f"{self.y.dtype}; convert them, or leave `classes` out for regression"
+                    f"{self.name}: labels must be integers, found {self.y.dtype}; convert them, or leave `classes` out "
+                    "for regression"
                 )
             return
         if self.y.dim() != 1:
@@ -87,35 +81,31 @@ class Dataset:
         classes = int(labels.max()) + 1 if self.classes is None else int(self.classes)
         bad = torch.nonzero((labels < 0) | (labels >= classes)).flatten()
         if len(bad):
-            first = int(bad[0])
             known = f"0..{classes - 1}" if self.classes is not None else "0, 1, 2, ..."
-            raise BadInput(f"{self.name}: the label of sample {first} is not one of {known}")
+            raise BadInput(f"{self.name}: the label of sample {int(bad[0])} is not one of {known}")
         object.__setattr__(self, "y", labels)
         object.__setattr__(self, "classes", classes)
 
-    def _check_normalisation(self) -> None:
-        if self.x.dtype == torch.uint8 and self.x.dim() == 4:
-            channels, *_, last = self.x.shape[1:]
-            if last in (1, 3, 4) and channels > 4:
-                raise BadInput(
-                    f"{self.name}: images of shape {list(self.x.shape[1:])} look channels-last; "
-                    "give [n, channels, height, width], for example x.permute(0, 3, 1, 2)"
-                )
+    def _check_images(self) -> None:
+        are_images = self.x.dtype == torch.uint8 and self.x.dim() == 4
+        channels = self.x.shape[1] if are_images else 0
+        if channels > 4 and self.x.shape[-1] in (1, 3, 4):
+            raise BadInput(
+                f"{self.name}: images of shape {list(self.x.shape[1:])} look channels-last; "
+                "give [n, channels, height, width], for example x.permute(0, 3, 1, 2)"
+            )
         if self.mean is None and self.std is None:
             return
         if self.mean is None or self.std is None:
             raise BadInput(f"{self.name}: give both mean and std, or neither")
-        if self.x.dtype != torch.uint8 or self.x.dim() != 4:
+        if not are_images:
             raise BadInput(
                 f"{self.name}: mean and std are for uint8 images [n, channels, height, width]; "
                 f"x is {self.x.dtype} of shape {list(self.x.shape)}: normalise it before, or leave them out"
             )
-        channels = self.x.shape[1]
         if len(self.mean) != channels or len(self.std) != channels:
-            raise BadInput(
-                f"{self.name}: mean and std need {channels} values (one per channel), "
-                f"found {len(self.mean)} and {len(self.std)}"
-            )
+            counts = f"{len(self.mean)} and {len(self.std)}"
+            raise BadInput(f"{self.name}: mean and std need {channels} values (one per channel), found {counts}")
         if not all(np.isfinite(m) for m in self.mean) or not all(np.isfinite(s) and s > 0 for s in self.std):
             raise BadInput(f"{self.name}: mean must be finite and std positive, found {self.mean} and {self.std}")
 
@@ -133,7 +123,7 @@ class Dataset:
         return None if self.classes is None else self.y.cpu().numpy()
 
     def subset(self, indices: Any) -> Dataset:
-        """The samples at `indices` (integers, in that order)."""
+        """Return the samples at `indices` (integers, in that order)."""
         chosen = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
         if chosen.ndim != 1 or chosen.size == 0 or not np.issubdtype(chosen.dtype, np.integer):
             raise BadInput(f"{self.name}: a subset needs a non-empty list of integer sample indices")
@@ -150,7 +140,7 @@ class Dataset:
         )
 
     def holdout(self, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
-        """Set a random fraction aside: (the rest, the held-out samples), both in the original order."""
+        """Split off a random fraction: return the rest and the held-out samples, both in the original order."""
         held = round(fraction * len(self)) if 0 < fraction < 1 else 0
         if not 0 < held < len(self):
             raise BadInput(
@@ -161,7 +151,7 @@ class Dataset:
         return self.subset(np.sort(order[held:])), self.subset(np.sort(order[:held]))
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data on another device (the columns stay on the host)."""
+        """Return the same data on another device (the columns stay on the host)."""
         x, y = self.x.to(device), self.y.to(device)
         return self if x is self.x and y is self.y else dataclasses.replace(self, x=x, y=y)
 
@@ -183,17 +173,17 @@ def as_dataset(
     std: tuple[float, ...] | None = None,
     name: str = "data",
 ) -> Dataset:
-    """Turn what the user has into a `Dataset`.
+    """Convert data to a `Dataset`.
 
     Args:
-        data: A `Dataset` (returned as it is), an ``(x, y)`` pair of arrays or tensors, a torch
+        data: A `Dataset` (returned unchanged), an ``(x, y)`` pair of arrays or tensors, a torch
             `TensorDataset` of two tensors, or one split of a Hugging Face `datasets.Dataset`.
         x: The column that holds the inputs (Hugging Face only; guessed from the usual names when None).
         y: The column that holds the labels (likewise).
         classes: Number of classes, when some may be missing from the labels.
         mean: Per channel, for uint8 images.
         std: Per channel, for uint8 images.
-        name: How messages and tables call the data.
+        name: The name of the data in messages and tables.
 
     >>> as_dataset((np.zeros((3, 28, 28), np.uint8), [0, 1, 1]))
     Dataset('data', 3 samples of [1, 28, 28] torch.uint8, 2 classes)
@@ -220,7 +210,7 @@ def as_dataset(
 
 
 def _tensor(name: str, what: str, values: Any) -> Tensor:
-    """A tensor from anything numpy or torch can read, always of its own or of writable memory."""
+    """Return a tensor, in writable memory, of anything numpy or torch can read."""
     if isinstance(values, Tensor):
         return values.detach()
     if isinstance(values, Mapping):
@@ -239,19 +229,20 @@ def _tensor(name: str, what: str, values: Any) -> Tensor:
 
 
 def _refuse_objects(name: str, what: str, array: NDArray[Any]) -> None:
-    """Refuse text and dicts with what to do about them."""
+    """Refuse text and dicts, with advice."""
     first = array.flat[0] if array.size and array.dtype.kind in "OUS" else None
     if isinstance(first, str | bytes):
         advice = "tokenise it into whole numbers" if what == "x" else "number the classes: " + NUMBER_CLASSES
-        raise BadInput(f"{name}: {what} holds text; {advice}")  # not quoted: a node's messages reach the server
+        raise BadInput(f"{name}: {what} holds text; {advice}")  # without the text: a node's messages reach the server
     if isinstance(first, Mapping):
         raise BadInput(f"{name}: {what} holds dicts, and a model gets one tensor; {ONE_ARRAY}")
 
 
-def _check_finite(name: str, what: str, tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        return
-    finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
-    if not bool(finite.all()):
-        first = int(torch.nonzero(~finite)[0])
-        raise BadInput(f"{name}: sample {first} of {what} holds a NaN or an infinity; clean or drop it")
+def _check_numbers(name: str, what: str, tensor: Tensor) -> None:
+    if tensor.is_complex():
+        raise BadInput(f"{name}: complex numbers are not supported; give real and imaginary parts as features")
+    if tensor.is_floating_point():
+        finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
+        if not bool(finite.all()):
+            first = int(torch.nonzero(~finite)[0])
+            raise BadInput(f"{name}: sample {first} of {what} holds a NaN or an infinity; clean or drop it")

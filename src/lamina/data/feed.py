@@ -1,4 +1,4 @@
-"""From stored samples to what a model reads: random crops and flips, then normalisation.
+"""Turn stored samples into model input: random crops and flips, then normalisation.
 
 Pure tensor functions, the same on every device and in every engine, with any leading axes
 (clients, experiments) and no host work, so that they compile and replay as part of a step.
@@ -17,7 +17,7 @@ from lamina.errors import BadInput
 def prepare(
     x: Tensor, mean: tuple[float, ...] | None, std: tuple[float, ...] | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Make model input of stored samples [..., channels, height, width] (or any shape without mean and std).
+    """Return model input for stored samples [..., channels, height, width] (or any shape without mean and std).
 
     uint8 is read as intensity, because a `Dataset` keeps nothing but images in it: x / 255, then (x - mean) / std per
     channel, computed in float32 or better and rounded to `dtype` once. Floating-point features are only cast. Other
@@ -34,8 +34,7 @@ def prepare(
 
 
 def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
-    # Filled on the device: torch.tensor(values, device=...) would copy from the host in every step,
-    # which a CUDA graph refuses.
+    # Filled on the device: a CUDA graph cannot capture torch.tensor(values, device=...), which copies from the host.
     return torch.stack([like.new_full((1, 1), value) for value in values])
 
 
@@ -83,7 +82,7 @@ def _between(index: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Augment:
-    """Which random changes training images get."""
+    """The random changes of training images."""
 
     pad: int = 4
     """Random crop after this many zero pixels on every side; 0 switches it off."""

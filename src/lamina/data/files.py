@@ -1,10 +1,12 @@
-"""Finding a data set's files and proving that they are what their publisher released."""
+"""Find the files of a data set, and check that they are those its publisher released."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from lamina.errors import BadInput
 from lamina.paths import checked_path
@@ -12,17 +14,33 @@ from lamina.paths import checked_path
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
 
 
-def data_directory(given: str | os.PathLike[str] | None = None, expected: str = "") -> Path:
-    """Where data files are looked for: `given`, else the environment variable LAMINA_DATA, else ./data.
+class Place(NamedTuple):
+    """Where the files of a data set are; nothing is read, so a damaged file goes unnoticed."""
 
-    Which files are expected there is for the line that is said if there is no such directory.
+    path: Path  # a folder or an archive
+    missing: list[str]  # names of the files that it lacks
+
+
+def find_folder(folders: Iterable[Path], names: Sequence[str], endings: Sequence[str] = ("",)) -> Place | None:
+    """Return the first folder that holds any of the named files, each with one of the endings."""
+    for folder in folders:
+        missing = [name for name in names if not any((folder / f"{name}{ending}").is_file() for ending in endings)]
+        if len(missing) < len(names):
+            return Place(folder, missing)
+    return None
+
+
+def data_directory(given: str | os.PathLike[str] | None = None, expected: str = "") -> Path:
+    """Return the data directory: `given`, else the environment variable LAMINA_DATA, else ./data.
+
+    `expected` says which files belong there, for the error message.
     """
     named = given if given is not None else os.environ.get(ENVIRONMENT_VARIABLE) or None
     if named is None:
         return Path("data")
     root = checked_path(Path(named).expanduser(), "the data directory")
     if not root.is_dir():
-        # A directory somebody named on purpose: going on to a download would hide the mistake.
+        # The user named this directory: falling back to a download would hide the mistake.
         raise BadInput(
             f"the data directory '{root}' does not exist; create it, or correct data.dir, data_dir= or LAMINA_DATA"
             + (f"; expected there: {expected}" if expected else "")
@@ -31,7 +49,7 @@ def data_directory(given: str | os.PathLike[str] | None = None, expected: str = 
 
 
 def verify_md5(path: Path, expected: str | None) -> None:
-    """Refuse a file that differs from the published one (md5 names versions here; it is not a security check)."""
+    """Refuse a file that differs from the published one (md5 identifies the version; it is no security check)."""
     if expected is None:
         return
     with path.open("rb") as file:

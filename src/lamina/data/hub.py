@@ -1,4 +1,4 @@
-"""Hugging Face data sets: fetching one by name, and reading any of them into arrays."""
+"""Fetch Hugging Face data sets by name, and read them into arrays."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "targets", "y", "cl
 
 
 def is_hub_dataset(data: Any) -> bool:
-    """Whether `data` is a `datasets.Dataset` or a dictionary of them, told without importing the package."""
+    """Return whether `data` is a `datasets.Dataset` or a dictionary of them, without importing the package."""
     return hasattr(data, "column_names") and hasattr(data, "with_format")
 
 
 def fetch(repository: str) -> Mapping[str, Any] | None:
-    """All splits of a data set on the hub (or in its local cache); None when `datasets` is not installed."""
+    """Return all splits of a data set on the hub (or in its local cache); None if `datasets` is not installed."""
     try:
         from datasets import load_dataset
     except ImportError:
@@ -35,13 +35,13 @@ def fetch(repository: str) -> Mapping[str, Any] | None:
 
 
 def arrays(data: Any, x: str | None, y: str | None) -> tuple[Any, Any, dict[str, NDArray[Any]], int | None]:
-    """(inputs, labels, other columns, number of classes if declared) of one split."""
+    """Return inputs, labels, other columns and the declared number of classes of one split."""
     if isinstance(data, Mapping):
         raise BadInput(f"this is a dictionary of splits; give one of them, for example data['{next(iter(data))}']")
     names = list(data.column_names)
     x = _column("input", "x", x, _INPUT_COLUMNS, names)
     y = _column("label", "y", y, _LABEL_COLUMNS, [name for name in names if name != x])
-    plain = data.with_format(None)  # whatever format the user had set, read Python objects and pictures
+    plain = data.with_format(None)  # ignore the user's format: read Python objects and pictures
     if len(plain) == 0:
         raise BadInput("the Hugging Face data set is empty; give at least one sample")
     try:

@@ -1,4 +1,4 @@
-"""MNIST and Fashion-MNIST: four IDX files, compressed with gzip or not."""
+"""Read MNIST and Fashion-MNIST: four IDX files each, compressed with gzip or not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.data.dataset import Dataset, Splits
-from lamina.data.files import verify_md5
+from lamina.data.files import Place, find_folder, verify_md5
 from lamina.errors import BadInput
 
 _UNSIGNED_BYTES = 0x08
@@ -32,15 +32,68 @@ class IdxFile:
 
 @dataclass(frozen=True)
 class IdxSet:
-    """The four files of a data set and the folders (under the data directory) they may lie in."""
+    """The four files of a data set and the folders (under the data directory) they may be in."""
 
     name: str
     folders: tuple[str, ...]
     mean: float
     std: float
-    train: tuple[IdxFile, IdxFile]
+    train: tuple[IdxFile, IdxFile]  # images, labels
     test: tuple[IdxFile, IdxFile]
     classes: int = 10
+
+    def locate(self, root: Path) -> Place | None:
+        """Return the first folder that holds any of the files; None when there is none."""
+        names = [file.name for file in (*self.train, *self.test)]
+        return find_folder([root / folder for folder in self.folders], names, (".gz", ""))
+
+    def read(self, root: Path) -> Splits | None:
+        """Read all four files; None when there are none."""
+        place = self.locate(root)
+        if place is None:
+            return None
+        if place.missing:
+            name = place.missing[0]
+            md5 = next(file.md5_gz for file in (*self.train, *self.test) if file.name == name)
+            raise BadInput(f"{place.path} lacks {name}.gz (md5 {md5}); put all four {self.name} files there")
+        return Splits(self._read(place.path, self.train), self._read(place.path, self.test))
+
+    def _read(self, folder: Path, part: tuple[IdxFile, IdxFile]) -> Dataset:
+        arrays = []
+        for file in part:
+            packed, unpacked = folder / f"{file.name}.gz", folder / file.name
+            path, md5 = (packed, file.md5_gz) if packed.is_file() else (unpacked, file.md5)
+            verify_md5(path, md5)
+            arrays.append(torch.from_numpy(read_idx(path, file.shape)))
+        images, labels = arrays
+        return Dataset(images.unsqueeze(1), labels, self.classes, (self.mean,), (self.std,), self.name)
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Read an IDX file of unsigned bytes that must hold exactly `shape`.
+
+    The header never decides how much is read, so a damaged or hostile file can neither fill the memory nor pass for
+    a smaller set.
+    """
+    header_size = 4 + 4 * len(shape)
+    size = header_size + math.prod(shape)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            content = file.read(size + 1)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise BadInput(f"{path} is not a complete gzip file ({error}); download it again") from error
+    if len(content) < header_size:
+        raise BadInput(f"{path} ends after {len(content)} bytes, inside its header; download it again")
+    zero, kind, axes = struct.unpack(">HBB", content[:4])
+    if (zero, kind, axes) != (0, _UNSIGNED_BYTES, len(shape)):
+        raise BadInput(f"{path} is not an IDX file of unsigned bytes with {len(shape)} axes; download it again")
+    found = struct.unpack(f">{axes}I", content[4:header_size])
+    if found != shape:
+        raise BadInput(f"{path} claims to hold {list(found)} values, expected {list(shape)}; download it again")
+    if len(content) != size:
+        problem = "is cut short" if len(content) < size else "is longer than its header says"
+        raise BadInput(f"{path} {problem} (expected {size} bytes); download it again")
+    return np.frombuffer(content, np.uint8, offset=header_size).reshape(shape).copy()
 
 
 # The .gz checksums are the published ones; the others are of the same files, decompressed.
@@ -80,61 +133,3 @@ FASHION_MNIST = IdxSet(
                 "bb300cfdad3c16e7a12a480ee83cd310", "15d484375f8d13e6eb1aabb0c3f46965"),
     ),
 )  # fmt: skip
-
-
-def read_set(files: IdxSet, root: Path) -> Splits | None:
-    """Read all four files from the first folder that holds any of them; None when none does."""
-    wanted = (*files.train, *files.test)
-    for folder in files.folders:
-        present = {file.name: _locate(root / folder, file.name) for file in wanted}
-        missing = [name for name, path in present.items() if path is None]
-        if len(missing) == len(wanted):
-            continue
-        if missing:
-            md5 = next(file.md5_gz for file in wanted if file.name == missing[0])
-            raise BadInput(f"{root / folder} lacks {missing[0]}.gz (md5 {md5}); put all four {files.name} files there")
-        train, test = (_read_part(files, root / folder, part) for part in (files.train, files.test))
-        return Splits(train, test)
-    return None
-
-
-def _locate(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / f"{name}.gz", folder / name) if path.is_file()), None)
-
-
-def _read_part(files: IdxSet, folder: Path, part: tuple[IdxFile, IdxFile]) -> Dataset:
-    arrays = []
-    for file in part:
-        path = _locate(folder, file.name)
-        assert path is not None
-        verify_md5(path, file.md5_gz if path.suffix == ".gz" else file.md5)
-        arrays.append(read_idx(path, file.shape))
-    images, labels = (torch.from_numpy(array) for array in arrays)
-    return Dataset(images.unsqueeze(1), labels, files.classes, (files.mean,), (files.std,), files.name)
-
-
-def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """Read an IDX file of unsigned bytes that must hold exactly `shape`.
-
-    The header is compared with what is expected and never decides how much is read, so a damaged
-    or hostile file can neither fill the memory nor pass for a smaller set.
-    """
-    header_size = 4 + 4 * len(shape)
-    size = header_size + math.prod(shape)
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(size + 1)
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise BadInput(f"{path} is not a complete gzip file ({error}); download it again") from error
-    if len(content) < header_size:
-        raise BadInput(f"{path} ends after {len(content)} bytes, inside its header; download it again")
-    zero, kind, axes = struct.unpack(">HBB", content[:4])
-    if (zero, kind, axes) != (0, _UNSIGNED_BYTES, len(shape)):
-        raise BadInput(f"{path} is not an IDX file of unsigned bytes with {len(shape)} axes; download it again")
-    found = struct.unpack(f">{axes}I", content[4:header_size])
-    if found != shape:
-        raise BadInput(f"{path} claims to hold {list(found)} values, expected {list(shape)}; download it again")
-    if len(content) != size:
-        problem = "is cut short" if len(content) < size else "is longer than its header says"
-        raise BadInput(f"{path} {problem} (expected {size} bytes); download it again")
-    return np.frombuffer(content, np.uint8, offset=header_size).reshape(shape).copy()

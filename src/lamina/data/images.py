@@ -1,4 +1,4 @@
-"""Stacking decoded pictures into one uint8 tensor-shaped array."""
+"""Stack decoded pictures into one uint8 array."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ _GREY_MODES = ("1", "L", "LA", "I", "I;16")
 
 
 def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool = False) -> NDArray[np.uint8]:
-    """[count, channels, height, width] of PIL images of one size: grey if all of them are, else RGB.
+    """Return PIL images of one size as [count, channels, height, width]: grey if all of them are, else RGB.
 
     Args:
-        pictures: Walked a second time when a colour picture follows grey ones, so a collection
-            rather than an iterator.
-        count: How many there are.
-        what: How to call them in a message.
-        colour: RGB even if all of them are grey.
+        pictures: A collection, not an iterator: it is read again if a colour picture follows grey ones.
+        count: The number of pictures.
+        what: Their name in a message.
+        colour: Return RGB even if all of them are grey.
     """
     stacked = None if colour else _stack(pictures, count, what, mode="L")
     if stacked is None:
@@ -31,7 +30,7 @@ def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool 
 
 
 def _stack(pictures: Iterable[Any], count: int, what: str, mode: str) -> NDArray[np.uint8] | None:
-    """The stack in that mode, or None when a picture has colour that "L" cannot hold."""
+    """Return the stack in that mode, or None if a picture has colour that "L" cannot hold."""
     channels = 1 if mode == "L" else 3
     stacked: NDArray[np.uint8] | None = None
     for index, picture in enumerate(pictures):

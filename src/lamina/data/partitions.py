@@ -1,8 +1,8 @@
-"""How the samples are shared among the clients.
+"""Partitions: how the samples are shared among the clients.
 
-A partition is a frozen record with one method, `split`: a pure function of the labels, the number
-of clients and a seed that gives every client its sample indices, ascending. Every sample goes to
-exactly one client (`Shards` leaves some to nobody) and every client gets at least one.
+A partition is a frozen record with one method, `split`: a pure function of the labels, the number of clients and a seed
+that returns every client's sample indices, ascending. Every sample goes to exactly one client (`Shards` leaves some
+out) and every client gets at least one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lamina import rng
 from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest, unknown
+from lamina.limits import MOST_CLIENTS, check_count
 from lamina.text import plural
 
 Labels = NDArray[np.int64]
@@ -27,7 +28,7 @@ Columns = Mapping[str, NDArray[Any]]
 
 @runtime_checkable
 class Partition(Protocol):
-    """What the rest of lamina asks of a partition."""
+    """The interface of a partition."""
 
     def split(
         self,
@@ -50,13 +51,15 @@ class Partition(Protocol):
 
 
 def split_dataset(partition: Partition, data: Dataset, clients: int | None, seed: int) -> Parts:
-    """`partition.split` with everything a `Dataset` knows."""
+    """Split a `Dataset`, with its labels and columns."""
     return partition.split(data.labels, clients, seed, columns=data.columns, samples=len(data))
 
 
-@dataclass(frozen=True)
-class IID:
-    """Every client gets a random share; sizes differ by at most one."""
+class _Dealt:
+    """Base of the partitions among a given number of clients: `split` checks its arguments for `_deal`."""
+
+    name: ClassVar[str]
+    needs_labels: ClassVar[bool] = True
 
     def split(
         self,
@@ -66,14 +69,44 @@ class IID:
         columns: Columns | None = None,
         samples: int | None = None,
     ) -> Parts:
-        """See `Partition.split`."""
-        n, clients = _checked_counts("iid", labels, clients, samples)
-        order = rng.permutation(rng.key(seed, "partition-iid"), n)
+        """Share the samples; see `Partition.split`."""
+        if labels is None and self.needs_labels:
+            raise BadInput(f"{self.name}: regression data have no classes; use iid or by-column")
+        if labels is None:
+            if samples is None:
+                raise BadInput(f"{self.name}: without labels, say how many samples there are (samples=...)")
+            labels = np.zeros(samples, np.int64)
+        labels = np.asarray(labels)
+        if self.needs_labels and (labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer)):
+            raise BadInput(f"{self.name}: labels must be one integer per sample")
+        if clients is None:
+            raise BadInput(f"{self.name}: say how many clients share the data")
+        clients = check_count(f"{self.name}: clients", clients, MOST_CLIENTS)
+        if clients > len(labels):
+            raise BadInput(
+                f"{self.name}: {plural(clients, 'client')} cannot share {plural(len(labels), 'sample')}; "
+                f"use at most {plural(len(labels), 'client')}"
+            )
+        return self._deal(labels, clients, seed)
+
+    def _deal(self, labels: Labels, clients: int, seed: int) -> Parts:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class IID(_Dealt):
+    """Every client gets a random share; sizes differ by at most one."""
+
+    name = "iid"
+    needs_labels = False
+
+    def _deal(self, labels: Labels, clients: int, seed: int) -> Parts:
+        order = rng.permutation(rng.key(seed, "partition-iid"), len(labels))
         return [np.sort(part) for part in np.array_split(order, clients)]
 
 
 @dataclass(frozen=True)
-class Dirichlet:
+class Dirichlet(_Dealt):
     """Every client has its own mix of classes, drawn from a Dirichlet distribution.
 
     ``sizes="equal"``: a client draws its class proportions from Dir(alpha, ..., alpha) on balanced classes, in
@@ -86,6 +119,7 @@ class Dirichlet:
     so that sizes vary too. A client that would get nothing is given one sample of the largest client.
     """
 
+    name = "dirichlet"
     alpha: float = 0.5
     sizes: Literal["equal", "natural"] = "equal"
 
@@ -96,21 +130,11 @@ class Dirichlet:
         if self.sizes not in ("equal", "natural"):
             raise BadInput(f"dirichlet: sizes must be 'equal' or 'natural', found {self.sizes!r}")
 
-    def split(
-        self,
-        labels: Labels | None,
-        clients: int | None,
-        seed: int,
-        columns: Columns | None = None,
-        samples: int | None = None,
-    ) -> Parts:
-        """See `Partition.split`."""
-        labels = _checked_labels("dirichlet", labels)
-        _, clients = _checked_counts("dirichlet", labels, clients, samples)
+    def _deal(self, labels: Labels, clients: int, seed: int) -> Parts:
         _, kinds, pools = np.unique(labels, return_inverse=True, return_counts=True)
         draw = rng.generator(seed, "partition-dirichlet")
         counts = self._equal(draw, pools, clients) if self.sizes == "equal" else self._natural(draw, pools, clients)
-        return _deal(kinds, counts, seed)
+        return _deal_by_class(kinds, counts, seed)
 
     def _equal(self, draw: np.random.Generator, pools: Labels, clients: int) -> Labels:
         """[clients, classes] counts whose rows have equal sums (to one) and whose columns empty the pools."""
@@ -135,7 +159,7 @@ class Dirichlet:
                 counts[client] += taken
                 left -= taken
                 share -= taken.sum()
-        # The last to be served take what is left: shuffled, so that a client's number says nothing.
+        # The last clients take what is left: shuffled, so that a client's number says nothing.
         return counts[draw.permutation(clients)]
 
     def _natural(self, draw: np.random.Generator, pools: Labels, clients: int) -> Labels:
@@ -156,29 +180,19 @@ class Dirichlet:
 
 
 @dataclass(frozen=True)
-class Classes:
+class Classes(_Dealt):
     """Every client holds exactly k classes; every class has as many holders as any other, to one.
 
     Which classes go together is random. A class is shared evenly among its holders.
     """
 
+    name = "classes"
     k: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise BadInput(f"classes: k must be a whole number of at least 1, found {self.k!r}")
+        check_count("classes: k", self.k)
 
-    def split(
-        self,
-        labels: Labels | None,
-        clients: int | None,
-        seed: int,
-        columns: Columns | None = None,
-        samples: int | None = None,
-    ) -> Parts:
-        """See `Partition.split`."""
-        labels = _checked_labels("classes", labels)
-        _, clients = _checked_counts("classes", labels, clients, samples)
+    def _deal(self, labels: Labels, clients: int, seed: int) -> Parts:
         values, kinds, pools = np.unique(labels, return_inverse=True, return_counts=True)
         if self.k > len(values):
             raise BadInput(
@@ -203,7 +217,7 @@ class Classes:
         counts = holds * (pools // holders + (turn < pools % holders))
         # Remainders and classes with fewer holders fall to the first: shuffled, a client's number says nothing.
         counts = counts[rng.permutation(rng.key(seed, "partition-clients"), clients)]
-        return _deal(kinds, counts, seed)
+        return _deal_by_class(kinds, counts, seed)
 
     def _holders(self, seed: int, clients: int, classes: int) -> NDArray[np.int64]:
         """[clients, classes] of 0 and 1: each client takes the k classes with fewest holders so far, ties at random."""
@@ -218,32 +232,23 @@ class Classes:
 
 
 @dataclass(frozen=True)
-class Shards:
+class Shards(_Dealt):
     """Every client gets a few of many equal pieces of the samples sorted by label; the other pieces go to nobody.
 
     McMahan et al.'s label skew as the Fed-LAMB authors' code has it: 50 clients with 2 of 200 shards each use half of
     the data. A client sees few labels, but a piece may straddle two of them.
     """
 
+    name = "shards"
     shards: int = 200
     per_client: int = 2
 
     def __post_init__(self) -> None:
-        for name, value in (("shards", self.shards), ("per_client", self.per_client)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise BadInput(f"shards: {name} must be a whole number of at least 1, found {value!r}")
+        check_count("shards: shards", self.shards)
+        check_count("shards: per_client", self.per_client)
 
-    def split(
-        self,
-        labels: Labels | None,
-        clients: int | None,
-        seed: int,
-        columns: Columns | None = None,
-        samples: int | None = None,
-    ) -> Parts:
-        """See `Partition.split`; samples in no client's shards are left out."""
-        labels = _checked_labels("shards", labels)
-        n, clients = _checked_counts("shards", labels, clients, samples)
+    def _deal(self, labels: Labels, clients: int, seed: int) -> Parts:
+        n = len(labels)
         if self.shards > n:
             raise BadInput(f"shards: {plural(n, 'sample')} cannot be cut into {self.shards} shards; use at most {n}")
         if clients * self.per_client > self.shards:
@@ -262,6 +267,7 @@ class Shards:
 class ByColumn:
     """Natural clients: one for every value of a column, such as the writer or the hospital, in sorted order."""
 
+    name: ClassVar[str] = "by-column"
     column: str
 
     def __post_init__(self) -> None:
@@ -301,10 +307,11 @@ class ByColumn:
 class Reallocate:
     """The whole training set is shared anew among the active clients in every round (Fed-LAMB's experiments).
 
-    It splits as `base` does; that a round plan calls it once per round, with the size of the
-    cohort and a seed of the round, is what this type says.
+    It splits as `base` does; the type tells the round plan to call it in every round, with the size of the cohort and
+    a seed of the round.
     """
 
+    name: ClassVar[str] = "reallocate"
     base: IID | Dirichlet | Classes = IID()
 
     def __post_init__(self) -> None:
@@ -326,20 +333,14 @@ class Reallocate:
         return self.base.split(labels, clients, seed, columns, samples)
 
 
-PARTITIONS: dict[
-    str, type[IID] | type[Dirichlet] | type[Classes] | type[Shards] | type[ByColumn] | type[Reallocate]
-] = {
-    "iid": IID,
-    "dirichlet": Dirichlet,
-    "classes": Classes,
-    "shards": Shards,
-    "by-column": ByColumn,
-    "reallocate": Reallocate,
+_KINDS = IID | Dirichlet | Classes | Shards | ByColumn | Reallocate
+PARTITIONS: dict[str, type[_KINDS]] = {
+    kind.name: kind for kind in (IID, Dirichlet, Classes, Shards, ByColumn, Reallocate)
 }
 
 
 def describe() -> dict[str, str]:
-    """One line on every partition, by name."""
+    """Return a one-line description of every partition, by name."""
     return {name: (cls.__doc__ or "").splitlines()[0] for name, cls in PARTITIONS.items()}
 
 
@@ -370,12 +371,12 @@ def make(name: str, **options: Any) -> Partition:
 
 
 def label_counts(parts: Parts, labels: Labels, classes: int | None = None) -> Labels:
-    """[clients, classes]: how many samples of each class every client holds."""
+    """Return [clients, classes]: how many samples of each class every client holds."""
     classes = int(labels.max()) + 1 if classes is None else classes
     return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
 
 
-def _deal(kinds: Labels, counts: Labels, seed: int) -> Parts:
+def _deal_by_class(kinds: Labels, counts: Labels, seed: int) -> Parts:
     """Give client i `counts[i, c]` random samples of class c."""
     owner = np.empty(len(kinds), np.int64)
     # A random order of all samples, then by class: random inside every class.
@@ -387,38 +388,14 @@ def _deal(kinds: Labels, counts: Labels, seed: int) -> Parts:
 
 
 def _group(owner: Labels, clients: int) -> Parts:
-    """The samples of every owner, ascending (the sort is stable)."""
+    """Return the samples of every owner, ascending (the sort is stable)."""
     ends = np.cumsum(np.bincount(owner, minlength=clients))
     return np.split(_by_kind(owner), ends[:-1])
 
 
 def _by_kind(kinds: Labels) -> Labels:
-    """The stable order that sorts small whole numbers; in few bits numpy does so in one pass over each byte."""
+    """Return the stable order that sorts small whole numbers; with few bits numpy needs one pass over each byte."""
     if not len(kinds):
         return np.zeros(0, np.int64)
     from_zero = kinds - kinds.min()
     return np.argsort(from_zero.astype(np.min_scalar_type(int(from_zero.max()))), kind="stable")
-
-
-def _checked_counts(name: str, labels: Labels | None, clients: int | None, samples: int | None) -> tuple[int, int]:
-    n = samples if labels is None else len(labels)
-    if n is None:
-        raise BadInput(f"{name}: without labels, say how many samples there are (samples=...)")
-    if clients is None:
-        raise BadInput(f"{name}: say how many clients share the data")
-    if isinstance(clients, bool) or not isinstance(clients, int | np.integer) or clients < 1:
-        raise BadInput(f"{name}: the number of clients must be a whole number of at least 1, found {clients!r}")
-    if clients > n:
-        raise BadInput(
-            f"{name}: {plural(clients, 'client')} cannot share {plural(n, 'sample')}; use at most {plural(n, 'client')}"
-        )
-    return n, int(clients)
-
-
-def _checked_labels(name: str, labels: Labels | None) -> Labels:
-    if labels is None:
-        raise BadInput(f"{name}: regression data have no classes; use iid or by-column")
-    labels = np.asarray(labels)
-    if labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer):
-        raise BadInput(f"{name}: labels must be one integer per sample")
-    return labels

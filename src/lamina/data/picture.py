@@ -1,11 +1,11 @@
-"""A picture of who holds what."""
+"""Draw how many samples of each class every client holds."""
 
 from __future__ import annotations
 
 import io
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -63,7 +63,7 @@ def partition_picture(
 
 
 def save_picture(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> None:
-    """Save a figure, to a file at once; the ending of its name chooses the format, PNG without one."""
+    """Save a figure atomically; the ending of its name chooses the format, PNG without one."""
     from lamina.storage.files import write_file
 
     if not isinstance(path, str | os.PathLike):
@@ -98,14 +98,8 @@ def _draw_classes(figure: Figure, axes: Axes, counts: Labels) -> None:
         _draw_bubbles(figure, axes, counts)
     else:
         # A square-root scale keeps a handful of samples visible beside thousands.
-        cells = axes.imshow(
-            counts.T,
-            aspect="auto",
-            origin="upper",
-            cmap="Blues",
-            norm=PowerNorm(0.5, 0, max(int(counts.max()), 1)),
-            interpolation="nearest",
-        )
+        norm = PowerNorm(0.5, 0, max(int(counts.max()), 1))
+        cells = axes.imshow(counts.T, aspect="auto", origin="upper", cmap="Blues", norm=norm, interpolation="nearest")
         bar = figure.colorbar(cells, ax=axes, pad=0.01, aspect=30, label="samples")
         bar.outline.set_visible(False)
     axes.set_ylim(classes - 0.4, -0.6)
@@ -124,27 +118,19 @@ def _draw_bubbles(figure: Figure, axes: Axes, counts: Labels) -> None:
     inches_wide, inches_high = figure.get_size_inches()
     cell = 72 * min(0.88 * inches_wide / clients, 0.75 * (inches_high - 1.2) / classes)
     diameter = min(0.95 * cell, 22)
-    axes.scatter(client, kind, s=diameter**2 * held / held.max(), color=_BLUE, alpha=0.85, linewidths=0)
+    style: Any = {"color": _BLUE, "alpha": 0.85, "linewidths": 0}
+    axes.scatter(client, kind, s=diameter**2 * held / held.max(), **style)
     axes.set_axisbelow(True)
     axes.grid(True, color="#e8edf2", linewidth=0.8)
     # A key for the areas.
     for count in sorted({int(held.max()), max(int(held.max()) // 4, 1)}, reverse=True):
-        axes.scatter(
-            [], [], s=diameter**2 * count / held.max(), color=_BLUE, alpha=0.85, linewidths=0, label=str(count)
-        )
-    axes.legend(
-        title="samples",
-        loc="upper left",
-        bbox_to_anchor=(1.0, 1.0),
-        labelspacing=1.4,
-        frameon=False,
-        fontsize=8,
-        title_fontsize=8,
-    )
+        axes.scatter([], [], s=diameter**2 * count / held.max(), label=str(count), **style)
+    small: Any = {"fontsize": 8, "title_fontsize": 8, "frameon": False, "labelspacing": 1.4}
+    axes.legend(title="samples", loc="upper left", bbox_to_anchor=(1.0, 1.0), **small)
 
 
 def _ticks(count: int) -> MultipleLocator:
-    """About twenty ticks or fewer, at round numbers from 0."""
+    """Return about twenty ticks or fewer, at round numbers from 0."""
     from matplotlib.ticker import MultipleLocator
 
     magnitude = 10 ** len(str(count // 20))
@@ -152,8 +138,7 @@ def _ticks(count: int) -> MultipleLocator:
 
 
 def _plain(axes: Axes) -> None:
-    for side in ("top", "right", "left", "bottom"):
-        axes.spines[side].set_visible(False)
+    axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=8, colors=_INK)
     axes.xaxis.label.set_color(_INK)
     axes.yaxis.label.set_color(_INK)

@@ -1,4 +1,4 @@
-"""The data sets known by name, from files in the data directory or from the Hugging Face hub."""
+"""Load data sets by name, from files in the data directory or from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lamina import rng
 from lamina.data import cifar, hub, idx, tinyimagenet
 from lamina.data.dataset import Dataset, Splits, as_dataset
-from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
+from lamina.data.files import ENVIRONMENT_VARIABLE, Place, data_directory
 from lamina.errors import BadInput, unknown
 
 
@@ -31,22 +31,28 @@ class HubCopy:
     std: tuple[float, ...]
 
 
+def _nowhere(_root: Path) -> Place | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Source:
-    """A named data set: what it is, how its files are read, and what to say when they are missing."""
+    """A named data set: what it is, where its files are, and how they are read."""
 
     description: str
     read: Callable[[Path], Splits | None]
     """Reads the files under the data directory; None when there are none."""
     files: str = ""
-    """The files expected there, in words."""
+    """The files expected there, in words; empty if it needs none."""
     published: str = ""
-    """Where they come from: an address for people."""
+    """The address they can be downloaded from."""
     hub: HubCopy | None = None
+    locate: Callable[[Path], Place | None] = _nowhere
+    """Returns where the files are under the data directory, and which are missing; None when there are none."""
 
     @property
     def expected(self) -> str:
-        """Which files, and where they come from."""
+        """The expected files and their address, in words."""
         return f"{self.files} (from {self.published})" if self.published else self.files
 
 
@@ -99,7 +105,7 @@ def _from_hub(name: str, copy: HubCopy) -> Splits | None:
 
 
 def _digits(_root: Path) -> Splits:
-    """scikit-learn's 1797 digits of 8x8 pixels in 17 grey levels, divided by 16: nothing is rounded."""
+    """Read scikit-learn's 1797 digits of 8x8 pixels in 17 grey levels, divided by 16, which rounds nothing."""
     table = _digits_table()
     x = torch.from_numpy((table[:, :-1] / 16).astype(np.float32).reshape(-1, 1, 8, 8))
     whole = Dataset(x, torch.from_numpy(table[:, -1].astype(np.int64)), classes=10, name="digits")
@@ -108,7 +114,7 @@ def _digits(_root: Path) -> Splits:
 
 
 def _digits_table() -> NDArray[np.float64]:
-    """[1797, 65]: pixels and label. Read from scikit-learn's own file, because importing scikit-learn takes seconds."""
+    """Return [1797, 65], pixels and label, from scikit-learn's own file: importing scikit-learn takes seconds."""
     package = importlib.util.find_spec("sklearn")
     for folder in [] if package is None else package.submodule_search_locations or []:
         file = Path(folder, "datasets", "data", "digits.csv.gz")
@@ -120,56 +126,48 @@ def _digits_table() -> NDArray[np.float64]:
     return np.column_stack([images, labels])
 
 
-def _idx(files: idx.IdxSet) -> Callable[[Path], Splits | None]:
-    return lambda root: idx.read_set(files, root)
-
-
-def _cifar(files: cifar.CifarSet) -> Callable[[Path], Splits | None]:
-    return lambda root: cifar.read_set(files, root)
-
-
-def _hub_idx(repository: str, files: idx.IdxSet) -> HubCopy:
-    return HubCopy(repository, "test", "image", "label", (files.mean,), (files.std,))
-
-
-def _four_files(files: idx.IdxSet, folder: str, torchvision_folder: str) -> str:
+def _idx_source(files: idx.IdxSet, description: str, torchvision: str, published: str, repository: str) -> Source:
     names = ", ".join(f"{file.name}.gz" for file in (*files.train, *files.test))
-    return f"{names}, or the same without .gz, in {folder}/ or {torchvision_folder}/"
+    words = f"{names}, or the same without .gz, in {files.name}/ or {torchvision}/"
+    copy = HubCopy(repository, "test", "image", "label", (files.mean,), (files.std,))
+    return Source(description, files.read, words, published, copy, files.locate)
+
+
+def _cifar_source(files: cifar.CifarSet, description: str, words: str, label: str) -> Source:
+    words = f"{words}, in {files.name}/ or directly"
+    copy = HubCopy(f"uoft-cs/{files.name}", "test", "img", label, files.mean, files.std)
+    return Source(description, files.read, words, "https://www.cs.toronto.edu/~kriz/cifar.html", copy, files.locate)
 
 
 SOURCES: dict[str, Source] = {
     "digits": Source("1,797 handwritten digits, 8x8 grey; comes with scikit-learn, nothing to download", _digits),
-    "mnist": Source(
+    "mnist": _idx_source(
+        idx.MNIST,
         "70,000 handwritten digits, 28x28 grey, 10 classes",
-        _idx(idx.MNIST),
-        _four_files(idx.MNIST, "mnist", "MNIST/raw"),
+        "MNIST/raw",
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
-        _hub_idx("ylecun/mnist", idx.MNIST),
+        "ylecun/mnist",
     ),
-    "fashion-mnist": Source(
+    "fashion-mnist": _idx_source(
+        idx.FASHION_MNIST,
         "70,000 pieces of clothing, 28x28 grey, 10 classes",
-        _idx(idx.FASHION_MNIST),
-        _four_files(idx.FASHION_MNIST, "fashion-mnist", "FashionMNIST/raw"),
+        "FashionMNIST/raw",
         "https://github.com/zalandoresearch/fashion-mnist",
-        _hub_idx("zalando-datasets/fashion_mnist", idx.FASHION_MNIST),
+        "zalando-datasets/fashion_mnist",
     ),
-    "cifar10": Source(
+    "cifar10": _cifar_source(
+        cifar.CIFAR10,
         "60,000 photographs, 32x32 colour, 10 classes",
-        _cifar(cifar.CIFAR10),
-        "cifar-10-binary.tar.gz, "
-        "or the folder cifar-10-batches-bin/ (data_batch_1.bin to data_batch_5.bin, "
-        "test_batch.bin), or cifar-10-python.tar.gz, or cifar-10-batches-py/, in cifar10/ or directly",
-        "https://www.cs.toronto.edu/~kriz/cifar.html",
-        HubCopy("uoft-cs/cifar10", "test", "img", "label", cifar.CIFAR10.mean, cifar.CIFAR10.std),
+        "cifar-10-binary.tar.gz, or the folder cifar-10-batches-bin/ (data_batch_1.bin to data_batch_5.bin, "
+        "test_batch.bin), or cifar-10-python.tar.gz, or cifar-10-batches-py/",
+        "label",
     ),
-    "cifar100": Source(
+    "cifar100": _cifar_source(
+        cifar.CIFAR100,
         "60,000 photographs, 32x32 colour, 100 classes in 20 groups (column coarse_label)",
-        _cifar(cifar.CIFAR100),
-        "cifar-100-binary.tar.gz, "
-        "or the folder cifar-100-binary/ (train.bin, test.bin), "
-        "or cifar-100-python.tar.gz, or cifar-100-python/, in cifar100/ or directly",
-        "https://www.cs.toronto.edu/~kriz/cifar.html",
-        HubCopy("uoft-cs/cifar100", "test", "img", "fine_label", cifar.CIFAR100.mean, cifar.CIFAR100.std),
+        "cifar-100-binary.tar.gz, or the folder cifar-100-binary/ (train.bin, test.bin), or cifar-100-python.tar.gz, "
+        "or cifar-100-python/",
+        "fine_label",
     ),
     "tinyimagenet": Source(
         "110,000 photographs, 64x64 colour, 200 classes; the validation images are the test set",
@@ -178,5 +176,6 @@ SOURCES: dict[str, Source] = {
         "val/val_annotations.txt), in tinyimagenet/ or directly",
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
         HubCopy("zh-plus/tiny-imagenet", "valid", "image", "label", tinyimagenet.MEAN, tinyimagenet.STD),
+        tinyimagenet.locate,
     ),
 }

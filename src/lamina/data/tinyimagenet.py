@@ -1,4 +1,4 @@
-"""TinyImageNet from its unpacked folder; the decoded pixels are kept beside it for the next time."""
+"""Read TinyImageNet from its unpacked folder; the decoded pixels are cached beside it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.data.dataset import Dataset, Splits
+from lamina.data.files import Place
 from lamina.data.images import stack_pictures
 from lamina.errors import BadInput, missing_extra
 from lamina.paths import refuse_special
@@ -26,17 +27,24 @@ STD = (0.2302, 0.2265, 0.2262)
 
 @dataclass(frozen=True)
 class Size:
-    """How much a complete copy holds: an interrupted unzip must not pass for the whole set."""
+    """Size of a complete copy, to recognise an interrupted unzip."""
 
     classes: int = 200
     train: int = 100_000
     test: int = 10_000
 
 
-def read_set(root: Path, size: Size | None = None) -> Splits | None:
-    """Read the folder if it lies in the data directory or in its ``tinyimagenet``; else None."""
+def locate(root: Path) -> Place | None:
+    """Return the unpacked folder, in the data directory or in its ``tinyimagenet``; None when there is none."""
     folder = next((f for f in (root / "tinyimagenet" / FOLDER, root / FOLDER) if f.is_dir()), None)
-    return None if folder is None else read_folder(folder, size or Size())
+    parts = ("train", "val/images", "val/val_annotations.txt")
+    return None if folder is None else Place(folder, [part for part in parts if not (folder / part).exists()])
+
+
+def read_set(root: Path, size: Size | None = None) -> Splits | None:
+    """Read the unpacked folder; None when there is none."""
+    place = locate(root)
+    return None if place is None else read_folder(place.path, size or Size())
 
 
 def read_folder(folder: Path, size: Size) -> Splits:
@@ -78,13 +86,13 @@ def _annotated(folder: Path, wnids: Sequence[str]) -> list[tuple[Path, int]]:
 
 def _dataset(folder: Path, part: str, samples: Sequence[tuple[Path, int]], size: Size) -> Dataset:
     paths = [path for path, _ in samples]
-    # The list of files is part of the cache's name: a changed folder never meets old pixels.
+    # The cache's name depends on the list of files, so that a changed folder is decoded again.
     listing = zlib.crc32("\n".join(str(path.relative_to(folder)) for path in paths).encode())
     cache = folder.parent / f"{folder.name}.{part}.{listing:08x}.npy"
     images = _from_cache(cache, len(samples))
     if images is None:
         images = stack_pictures(_Decoded(paths), len(paths), str(folder), colour=True)
-        with contextlib.suppress(OSError):  # a read-only or full disk only costs the next start some time
+        with contextlib.suppress(OSError):  # without a cache, the next start decodes again
             _write_atomically(cache, images)
     labels = torch.tensor([label for _, label in samples])
     return Dataset(torch.from_numpy(images), labels, size.classes, MEAN, STD, "tinyimagenet")
@@ -111,7 +119,7 @@ def _write_atomically(path: Path, array: NDArray[np.uint8]) -> None:
 
 
 class _Decoded:
-    """The pictures of some files, opened one at a time while they are walked."""
+    """The pictures of some files, opened one at a time during iteration."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths

@@ -1,7 +1,7 @@
-"""A paper's claims held against what was measured: does the ordering, the speed, the gap it reports hold here?
+"""Check a paper's claims (an ordering, a speed, a gap) against measured results.
 
 A claim is a record in the experiment file (`config.Claim`). It is split into pairs, "this one is better than that one",
-and holds if all of them do. Values are means over seeds; a pair that is so in the mean but not in every seed is weak.
+and holds if all of them do. Values are means over seeds; a pair that holds in the mean but not in every seed is weak.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ Verdict = Literal["holds", "holds in part", "does not hold", "not run"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim and what became of it."""
+    """A claim with its measured values and pairs."""
 
     claim: Claim
     values: dict[str, float]  # by label; infinite: never reached or diverged, NaN: not run
-    pairs: dict[tuple[str, str], bool]  # (better, worse) as the paper says -> whether it is so here
-    weak: list[tuple[str, str]]  # pairs that are so in the mean, but not in every seed
+    pairs: dict[tuple[str, str], bool]  # (better, worse) in the paper -> whether it holds here
+    weak: list[tuple[str, str]]  # pairs that hold in the mean, but not in every seed
 
     @property
     def verdict(self) -> Verdict:
-        """Whether all pairs, some or none are as the paper says."""
+        """Whether all pairs, some or none hold."""
         if any(math.isnan(value) for value in self.values.values()):
             return "not run"
         if all(self.pairs.values()):
@@ -46,7 +46,7 @@ class Finding:
 
 
 def evaluate(claim: Claim, entries: Mapping[str, Entry]) -> Finding:
-    """Hold a claim against the results, given by ``algorithm`` or ``algorithm@variant``."""
+    """Check a claim against results, given by ``algorithm`` or ``algorithm@variant``."""
     values = {label: _value(claim, label, entries) for label in labels(claim)}
     pairs = {pair: _as_expected(claim, *map(values.__getitem__, pair)) for pair in _pairs(claim)}
     weak = [pair for pair, holds in pairs.items() if holds and not _in_every_seed(claim, pair, entries)]
@@ -54,12 +54,12 @@ def evaluate(claim: Claim, entries: Mapping[str, Entry]) -> Finding:
 
 
 def labels(claim: Claim) -> list[str]:
-    """All labels of a claim, the best first."""
+    """Return all labels of a claim, the best first."""
     return [label for group in _groups(claim) for label in group]
 
 
 def named_in(label: str) -> list[tuple[str, str]]:
-    """The algorithms of a label, each with its variant.
+    """Return the algorithms of a label, each with its variant.
 
     >>> named_in("fedlamb@Z=3 - fedams")
     [('fedlamb', 'Z=3'), ('fedams', '')]
@@ -69,7 +69,7 @@ def named_in(label: str) -> list[tuple[str, str]]:
 
 
 def needed(experiment: Experiment) -> dict[str, list[str]]:
-    """Which algorithms must run in which variant; the file as it stands runs all it names, or nothing."""
+    """Return the algorithms to run in each variant; the unchanged file runs all of its algorithms, or is left out."""
     runs: dict[str, list[str]] = {}
     for claim in experiment.claim:
         for label in labels(claim):
@@ -83,12 +83,12 @@ def needed(experiment: Experiment) -> dict[str, list[str]]:
 
 
 def variants(experiment: Experiment) -> dict[str, list[str]]:
-    """What every variant sets; claims may share one."""
+    """Return the overrides of every variant; claims may share one."""
     return {AS_GIVEN: []} | {name: sets for claim in experiment.claim for name, sets in claim.variants.items()}
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse claims that could not be looked at, before anything runs."""
+    """Refuse claims that cannot be evaluated, before anything runs."""
     if not experiment.claim:
         raise BadInput("the file has no [[claim]]: there is nothing to reproduce; use lamina compare")
     known = variants(experiment)
@@ -120,14 +120,14 @@ def _groups(claim: Claim) -> list[list[str]]:
 
 
 def _pairs(claim: Claim) -> list[tuple[str, str]]:
-    """Who should be better than whom: in a gap the first group than all others, else every group than all after it."""
+    """Return the expected (better, worse) pairs: each group against all later ones; in a gap only the first group."""
     groups = [(i, label) for i, group in enumerate(_groups(claim)) for label in group]
     pairs = itertools.combinations(groups, 2)
     return [(a, b) for (i, a), (j, b) in pairs if i < j and (claim.kind != "gap" or i == 0)]
 
 
 def _as_expected(claim: Claim, better: float, worse: float) -> bool:
-    """Whether a pair is as the paper says; two that never get there are not told apart, so it is not."""
+    """Return whether a pair holds; two that never reach the target cannot be told apart, so it does not."""
     if claim.kind == "rounds_to":
         return better < worse
     lead = worse - better if claim.lower_is_better else better - worse
@@ -138,7 +138,7 @@ def _as_expected(claim: Claim, better: float, worse: float) -> bool:
 
 
 def _in_every_seed(claim: Claim, pair: tuple[str, str], entries: Mapping[str, Entry]) -> bool:
-    """Whether a pair is as the paper says in each seed by itself: they share initial weights, clients and batches."""
+    """Return whether a pair holds in each seed alone: methods share its initial weights, clients and batches."""
     named = {name: entries[name] for label in pair for name in label.split(MINUS)}
     for i in range(min(len(entry.histories) for entry in named.values())):
         alone = {name: replace(entry, histories=entry.histories[i : i + 1]) for name, entry in named.items()}
@@ -148,20 +148,20 @@ def _in_every_seed(claim: Claim, pair: tuple[str, str], entries: Mapping[str, En
 
 
 def _value(claim: Claim, label: str, entries: Mapping[str, Entry]) -> float:
-    """The number a claim is about, for one label."""
+    """Return the number a claim is about, for one label."""
     first, *others = [_mean(claim, entries[name]) if name in entries else math.nan for name in label.split(MINUS)]
     return first - sum(others)
 
 
 def _mean(claim: Claim, entry: Entry) -> float:
-    """Mean over seeds; infinite (the bad side) if one never gets there or has diverged before."""
+    """Return the mean over seeds; infinite (the bad side) if one diverged or never reached the target."""
     worst = math.inf if claim.kind == "rounds_to" or claim.lower_is_better else -math.inf
     numbers = [_number(claim, history, diverged=bool(entry.diverged)) for history in entry.histories]
     return statistics.fmean(worst if number is None else number for number in numbers) if numbers else math.nan
 
 
 def _number(claim: Claim, history: History, diverged: bool) -> float | None:
-    """One seed's number; None if the run did not get so far, NaN if it was never asked for it."""
+    """Return one seed's number; None if the run diverged or never reached it, NaN if the run is too short."""
     if claim.within is not None:
         if len(history) < claim.within and not diverged:
             return math.nan
@@ -178,3 +178,29 @@ def _number(claim: Claim, history: History, diverged: bool) -> float | None:
     if claim.at == "last":
         return None if diverged else column[max(column)]
     return column.get(claim.at, missing)
+
+
+# --- a claim's numbers as text -----------------------------------------------------------------------------------
+
+
+def unit(claim: Claim) -> str:
+    """Return what the numbers of a claim measure."""
+    per_cent = ", %" if in_per_cent(claim, 1) != 1 else ""
+    within = f" of {plural(claim.within, 'round')}" if claim.within is not None else ""
+    if claim.target is not None:
+        return f"rounds to {claim.metric} {claim.target:g}{within and ','}{within}"
+    return f"{claim.metric}{per_cent}, " + (f"round {claim.at}" if isinstance(claim.at, int) else claim.at) + within
+
+
+def in_per_cent(claim: Claim, value: float) -> float:
+    """Return a value as papers print it: accuracies in per cent."""
+    return 100 * value if claim.target is None and "accuracy" in claim.metric else value
+
+
+def written(value: float, *, rounds: bool = True) -> str:
+    """Return a number as plain ASCII text; infinity is "never" for a number of `rounds`, else "diverged"."""
+    if math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "never" if rounds and value > 0 else "diverged"
+    return f"{value:.4g}"

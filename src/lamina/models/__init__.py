@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lamina.errors import BadInput, LaminaError, nearest, short_repr, unknown
+from lamina.errors import BadInput, LaminaError, is_whole, nearest, short_repr, unknown
 from lamina.models.activations import SMU
 from lamina.models.allocation import BoundedMemory
 from lamina.models.plain import cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
@@ -38,7 +38,7 @@ __all__ = [
 def create(
     name: str, input_shape: tuple[int, ...], classes: int, *, seed: int | None = None, **options: Any
 ) -> nn.Module:
-    """Make a model by name for inputs of one shape (without the batch axis) and a number of classes.
+    """Create a model by name for inputs of one shape (without the batch axis) and a number of classes.
 
     With a seed the weights are drawn on the CPU, so they are the same on every machine, and torch's global generators
     stay as they were; without one they come from the global generator. A name ``package.module:factory`` calls a
@@ -64,14 +64,15 @@ def create(
     except LaminaError:
         raise
     except Exception as error:  # whatever a factory does with the options it is given
-        raise BadInput(f"cannot make the model '{name}': {type(error).__name__}: {_first_line(error)}") from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise BadInput(f"cannot make the model '{name}': {type(error).__name__}: {reason}") from error
     if not isinstance(made, nn.Module):
         raise BadInput(f"the model '{name}' made an object of type {type(made).__name__}, not a torch.nn.Module")
     return made
 
 
 def find(name: str) -> Factory:
-    """The factory of that name; ``package.module:factory`` finds one of your own.
+    """Return the factory of a name; ``package.module:factory`` finds one of your own.
 
     >>> find("resnet18").__name__
     'resnet18'
@@ -102,7 +103,7 @@ def find(name: str) -> Factory:
 
 
 def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """What to call a factory with, after checking the names of the options against its signature."""
+    """Return the arguments for a factory, after checking the names of the options against its signature."""
     try:
         signature = inspect.signature(factory)
     except ValueError:  # some callables written in C have none
@@ -126,11 +127,7 @@ def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict
     return arguments
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
-
-
 def _seed(seed: Any) -> int:
-    if isinstance(seed, bool) or not hasattr(seed, "__index__") or not -(2**63) <= operator.index(seed) < 2**64:
+    if not is_whole(seed) or not -(2**63) <= seed < 2**64:
         raise BadInput(f"seed must be a whole number of at most 64 bits, not {seed!r}")
-    return operator.index(seed)
+    return int(seed)

@@ -1,4 +1,4 @@
-"""The memory a model takes: its parameters while it is made, its activations while it is called."""
+"""Measure the memory of a model: its parameters when it is created, its activations when it is called."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from lamina.limits import MODEL_COPIES, check_memory
 
 
 class BoundedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which a tensor too large to be trained is refused before it is allocated.
+    """A context that refuses a tensor too large to be trained before it is allocated.
 
-    To make the model on torch's meta device first would count its parameters, too, but would run a user's factory
-    twice, and not every factory can be run there.
+    Creating the model on torch's meta device first would run a user's factory twice, and not every factory runs there.
     """
 
     def __init__(self, what: str) -> None:
@@ -24,11 +23,11 @@ class BoundedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.what = what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the size of what an operation without inputs (torch.empty, torch.zeros, ...) is about to make."""
+        """Check the size of the result of an operation without inputs (torch.empty, torch.zeros, ...)."""
         kwargs = kwargs or {}
         if not any(isinstance(value, Tensor) for value in (*args, *kwargs.values())) and "device" in kwargs:
             like: Any = None
-            with contextlib.suppress(Exception):  # what torch cannot do on the meta device is not looked at
+            with contextlib.suppress(Exception):  # operations that the meta device lacks are not checked
                 like = func(*args, **{**kwargs, "device": torch.device("meta"), "pin_memory": None})
             if isinstance(like, Tensor):
                 size, shape = like.numel() * like.element_size(), list(like.shape)
@@ -39,14 +38,14 @@ class BoundedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class LargestActivation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that notes the largest tensor with a row per sample, in bytes per sample."""
+    """A context that records the largest tensor with a row per sample, in bytes per sample."""
 
     def __init__(self, samples: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.samples, self.bytes = samples, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at the result of an operation."""
+        """Record the size of the result of an operation."""
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor) and result.dim() > 1 and len(result) == self.samples:
             self.bytes = max(self.bytes, result.numel() * result.element_size() // self.samples)

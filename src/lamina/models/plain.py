@@ -17,7 +17,7 @@ from lamina.models.registry import flat, image, model, number, whole, wholes
 
 
 def chain(**layers: nn.Module | None) -> nn.Sequential:
-    """An `nn.Sequential` of named layers, in the order given; None is left out."""
+    """Return an `nn.Sequential` of named layers, in the order given, without those that are None."""
     return nn.Sequential(OrderedDict((name, layer) for name, layer in layers.items() if layer is not None))
 
 

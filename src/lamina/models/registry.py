@@ -1,16 +1,17 @@
-"""The registry of models, and the checks that turn a wrong shape or option into one clear line."""
+"""The registry of models, and checks of their input shapes and options."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from lamina.errors import BadInput, short_repr, unknown
-from lamina.limits import MOST_UNITS
+from lamina.errors import BadInput, is_number, short_repr, unknown
+from lamina.limits import MOST_UNITS, check_count
 
 Factory = Callable[..., nn.Module]
 _F = TypeVar("_F", bound=Factory)
@@ -46,12 +47,12 @@ def model(paper: str) -> Callable[[_F], _F]:
 
 
 def registry() -> Mapping[str, Card]:
-    """All registered models by name."""
+    """Return all registered models by name."""
     return _REGISTRY
 
 
 def image(model: str, input_shape: Sequence[int], classes: int, least: int) -> tuple[int, int, int]:
-    """Channels, height and width of `input_shape`, or one line saying why `model` cannot take it."""
+    """Return channels, height and width of `input_shape`, or refuse a shape that `model` cannot take."""
     shape = _shape(model, input_shape, classes)
     if len(shape) == 3 and min(shape[1:]) >= least:
         return shape[0], shape[1], shape[2]
@@ -62,11 +63,8 @@ def image(model: str, input_shape: Sequence[int], classes: int, least: int) -> t
 
 
 def flat(model: str, input_shape: Sequence[int], classes: int) -> int:
-    """The number of inputs of a model that takes any shape."""
-    size = 1
-    for n in _shape(model, input_shape, classes):
-        size *= n
-    return size
+    """Return the number of inputs of a model that takes any shape."""
+    return math.prod(_shape(model, input_shape, classes))
 
 
 def _shape(model: str, input_shape: Sequence[int], classes: int) -> tuple[int, ...]:
@@ -81,16 +79,12 @@ def _shape(model: str, input_shape: Sequence[int], classes: int) -> tuple[int, .
 
 
 def whole(option: str, value: Any) -> int:
-    """`value` as an int >= 1."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise BadInput(f"{option} must be a whole number >= 1, not {short_repr(value)}")
-    if value > MOST_UNITS:
-        raise BadInput(f"{option} = {short_repr(value)} is more than a layer can have: give at most {MOST_UNITS}")
-    return operator.index(value)
+    """Return `value` as an int >= 1 that a layer can have."""
+    return check_count(option, value, MOST_UNITS)
 
 
 def wholes(option: str, value: Any, length: int | None = None) -> tuple[int, ...]:
-    """`value` as a tuple of ints >= 1, of a fixed length where one is given."""
+    """Return `value` as a tuple of ints >= 1, of a fixed length if one is given."""
     many = "whole numbers" if length is None else f"{length} whole numbers"
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != (length or len(value)):
         raise BadInput(f"{option} must be a list of {many}, not {short_repr(value)}")
@@ -98,16 +92,15 @@ def wholes(option: str, value: Any, length: int | None = None) -> tuple[int, ...
 
 
 def number(option: str, value: Any, low: float, below: float = float("inf")) -> float:
-    """`value` as a float in [low, below)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and low <= value < below):
+    """Return `value` as a float in [low, below)."""
+    if not (is_number(value) and low <= value < below):
         upper = "" if below == float("inf") else f" and < {below:g}"
         raise BadInput(f"{option} must be a number >= {low:g}{upper}, not {short_repr(value)}")
     return float(value)
 
 
 def choice(option: str, value: Any, known: Iterable[str]) -> str:
-    """`value` if it is one of the known words."""
+    """Return `value` if it is one of the known words."""
     known = list(known)
     if value not in known:
         raise unknown(option, str(value), known)

@@ -1,11 +1,11 @@
-"""A comparison as a table on the terminal and as a picture."""
+"""Show a comparison as a table on the terminal and as a picture."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -27,30 +27,17 @@ OF_TARGET = COLUMNS[1:3]
 LEFT_OUT_FIRST = ("MB\nin all", "last", "MB to\ntarget", "lr")  # where the terminal is too narrow for all
 
 
-class Symbols(NamedTuple):
-    """Characters of the table that not every terminal can show."""
-
-    spread: str = "±"
-    never: str = NEVER
-    none: str = NONE
+ASCII = str.maketrans({"±": "+-", NEVER: "inf", NONE: "-"})  # for terminals without these characters
 
 
-ASCII = Symbols("+-", "inf", "-")
-
-
-def table(
-    entries: list[Entry],
-    target: float | None,
-    symbols: Symbols = Symbols(),  # noqa: B008 (immutable)
-    left_out: Sequence[str] = (),
-) -> Table:
-    """Rounds and megabytes to a target, best and last accuracy or loss, megabytes in all; without some columns.
+def table(entries: list[Entry], target: float | None, left_out: Sequence[str] = (), ascii_only: bool = False) -> Table:
+    """Return rounds and megabytes to a target, best and last accuracy or loss, and megabytes in all.
 
     Args:
         entries: the algorithms, a row each.
         target: test accuracy, or loss where there is no accuracy; None leaves its columns out.
-        symbols: characters that the terminal can show.
         left_out: headings of columns that are not shown.
+        ascii_only: write signs such as ± in ASCII.
     """
     metric = metric_of(history for entry in entries for history in entry.histories)
     shown_target = "" if target is None else f"; target: test {metric} "
@@ -58,13 +45,14 @@ def table(
         shown_target += f"{target:.0%}" if metric == "accuracy" else f"{target:g}"
     left_out = [*left_out, *(OF_TARGET if target is None else ())]
     seeds = max(len(entry.histories) for entry in entries)
-    spread = f"mean {symbols.spread} std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
-    made = Table(title=f"{spread}{shown_target}", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    made.add_column("algorithm", overflow="fold")
+    to_terminal = ASCII if ascii_only else {}
+    spread = f"mean ± std of {seeds} seeds".translate(to_terminal) if seeds > 1 else plural(seeds, "seed")
+    shown_table = Table(title=f"{spread}{shown_target}", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown_table.add_column("algorithm", overflow="fold")
     for heading in COLUMNS:
         if heading not in left_out:
             unit = {"accuracy": "\nacc. %", "loss": "\nloss"}[metric] if heading in ("best", "last") else ""
-            made.add_column(heading + unit, justify="right", no_wrap=True)
+            shown_table.add_column(heading + unit, justify="right", no_wrap=True)
     for entry in entries:
         histories, cost = entry.histories, cost_to_target(entry.histories, target or math.inf, metric)
         in_all = values(histories, lambda history: sent(history) / MEGA)
@@ -76,16 +64,14 @@ def table(
             fixed(sum(in_all) / len(in_all)) if in_all else NONE,
         ]
         shown = [
-            cell.replace("±", symbols.spread).replace(NEVER, symbols.never).replace(NONE, symbols.none)
-            for heading, cell in zip(COLUMNS, cells, strict=True)
-            if heading not in left_out
+            cell.translate(to_terminal) for heading, cell in zip(COLUMNS, cells, strict=True) if heading not in left_out
         ]
-        made.add_row(escape(shown_name(entry.name, entry.title)), *shown)
-    return made
+        shown_table.add_row(escape(shown_name(entry.name, entry.title)), *shown)
+    return shown_table
 
 
 def picture(entries: list[Entry], path: str | Path | BinaryIO, title: str) -> Figure:
-    """Test accuracy (or loss) against rounds and megabytes sent, with the spread over seeds; saved to `path`."""
+    """Draw test accuracy (or loss) against rounds and megabytes sent, with the spread over seeds; save it to `path`."""
     column = metric_of(history for entry in entries for history in entry.histories)
     metric = next(metric for metric in METRICS if metric.column == column)
     several_seeds = any(len(entry.histories) > 1 for entry in entries)

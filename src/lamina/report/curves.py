@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed are one curve; what differs between curves names them."""
+"""Group runs that differ only in their seed into curves, named by what differs between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Flat = dict[str, Any]
 
 @dataclass(frozen=True)
 class Curve:
-    """The runs of one configuration, a seed each."""
+    """The runs of one configuration, one per seed."""
 
     label: str
     algorithm: str  # its name in the experiment file
@@ -31,11 +31,11 @@ class Curve:
 
 
 def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]] = lambda run: ()) -> list[Curve]:
-    """The curves the runs make.
+    """Return the curves of some runs.
 
     Args:
         runs: In any order.
-        also_ignored: A run's keys (``"train.lr"``) that make no curve of their own, beside the seed and where it ran.
+        also_ignored: Returns keys (``"train.lr"``) of a run that do not separate curves, beside the seed.
     """
 
     def ignored(run: Record) -> set[str]:
@@ -54,7 +54,7 @@ def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]
 
 
 def without_repeats(runs: Iterable[Record]) -> tuple[list[Record], list[str]]:
-    """A repeated run would count twice in every mean: the longest is kept, and a line says so."""
+    """Return the longest of repeated runs, which would count twice in every mean, and a line for each one left out."""
     runs = list(runs)
     kept: dict[str, Record] = {}
     lines = []
@@ -67,7 +67,7 @@ def without_repeats(runs: Iterable[Record]) -> tuple[list[Record], list[str]]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> Flat:
-    """Nested tables as dotted keys.
+    """Return nested tables as dotted keys.
 
     >>> flatten({"train": {"lr": 0.1, "schedule": {"name": "constant"}}})
     {'train.lr': 0.1, 'train.schedule.name': 'constant'}
@@ -79,13 +79,13 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> Flat:
 
 
 def differing(flats: list[Flat]) -> list[str]:
-    """The keys that not all have with the same value, in order of appearance."""
+    """Return the keys that some lack or that have different values, in order of appearance."""
     keys = dict.fromkeys(key for flat in flats for key in flat)
     return [key for key in keys if any(key not in flat or flat[key] != flats[0].get(key) for flat in flats)]
 
 
 def text(value: Any) -> str:
-    """A value of a configuration, for people."""
+    """Return a value of a configuration as text."""
     if value is None:
         return "none"
     if isinstance(value, float):
@@ -94,12 +94,12 @@ def text(value: Any) -> str:
 
 
 def folder_name(run: Record) -> str:
-    """The last two parts of its path: a comparison calls its folders ``fedavg/seed0``."""
+    """Return the last two parts of a run's path, ``fedavg/seed0`` in a comparison."""
     return printable("/".join(run.folder.parts[-2:]))
 
 
 def sections(run: Record) -> dict[str, Any]:
-    """Its configuration without the versions that may stand beside the sections."""
+    """Return the sections of a run's configuration, without versions and other values beside them."""
     return {key: value for key, value in run.config.items() if isinstance(value, Mapping)}
 
 
@@ -108,7 +108,7 @@ def _key(run: Record, ignored: set[str]) -> str:
 
 
 def identity(run: Record, ignored: set[str]) -> Flat:
-    """What makes two runs the same experiment: not where it ran, nor what else it was compared with."""
+    """Return the settings that define an experiment: not where it ran, nor what it was compared with."""
 
     def matters(key: str) -> bool:
         where = key.startswith(("run.", "compare.")) and key != "run.precision"
@@ -123,33 +123,26 @@ def _place_in_comparison(run: Record) -> int:
 
 
 def _labels(titles: list[str], identities: list[Flat]) -> list[str]:
-    """The algorithm's title and what differs: its own options are compared with the same algorithm's only."""
+    """Return the algorithm's title and what differs; its options are compared within the same algorithm only."""
     name = "algorithm.name"
     general = [key for key in differing(identities) if not key.startswith("algorithm.")]
     labels: list[str] = []
     for title, flat in zip(titles, identities, strict=True):
         siblings = [other for other in identities if other.get(name) == flat.get(name)]
         own = [key for key in differing(siblings) if key.startswith("algorithm.")]
-        short = _shortener([*general, *own])
+        keys = [*general, *own]
         parts = [title]
-        for key in flat:  # an option of another model or partition says nothing here
-            if key in general or key in own:
-                parts.append(text(flat[key]) if key.endswith(".name") else f"{short(key)} {text(flat[key])}")
+        for key in flat:  # not all keys: options of another model or partition do not apply here
+            if key in keys:
+                parts.append(text(flat[key]) if key.endswith(".name") else f"{_short(key, keys)} {text(flat[key])}")
         label = ", ".join(parts)
         twins = sum(other == label or other.startswith(f"{label} (") for other in labels)
         labels.append(f"{label} ({twins + 1})" if twins else label)
     return labels
 
 
-def _shortener(keys: list[str]) -> Callable[[str], str]:
-    """The shortest ending of a dotted key that no other key shares."""
-
-    def short(key: str) -> str:
-        parts = key.split(".")
-        for count in range(1, len(parts)):
-            ending = ".".join(parts[-count:])
-            if sum(other == ending or other.endswith(f".{ending}") for other in keys) == 1:
-                return ending
-        return key
-
-    return short
+def _short(key: str, keys: list[str]) -> str:
+    """Return the shortest ending of a dotted key that no other key shares."""
+    parts = key.split(".")
+    endings = (".".join(parts[-count:]) for count in range(1, len(parts)))
+    return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)

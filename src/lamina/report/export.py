@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 
 from lamina.report.tables import NEVER, NONE, SPREAD, Table
-from lamina.text import csv_cell, printable
+from lamina.text import csv_text, printable
 
+WORDS = {NEVER: "inf", NONE: ""}  # in CSV
 _NUMBER = re.compile(r"[-+]?[\d.]+%?|\d+/\d+|[∞–]|[-+]?[\d.]+ ± [\d.]+")
 _LATEX = str.maketrans(
     {
@@ -36,24 +35,19 @@ _LATEX = str.maketrans(
 
 
 def to_csv(table: Table) -> str:
-    """Mean and spread in columns of their own; never reached is inf, nothing is empty."""
-    split = [any(SPREAD in row[i] for row in table.rows) for i in range(len(table.head))]
-    head = [name for heading, two in zip(table.head, split, strict=True)
-            for name in ([heading, f"{heading}, std"] if two else [heading])]  # fmt: skip
-    made = io.StringIO()
-    writer = csv.writer(made, lineterminator="\n")
-    writer.writerow([csv_cell(name) for name in head])
-    for row in table.rows:
-        cells: list[str] = []
-        for cell, two in zip(row, split, strict=True):
-            mean, _, spread = cell.partition(SPREAD) if two else (cell, "", "")
-            cells += [_plain(mean), _plain(spread)] if two else [_plain(mean)]
-        writer.writerow(cells)
-    return made.getvalue()
+    """Return a table as CSV, with mean and spread in separate columns; never reached is inf, no value is empty."""
+    has_spread = [any(SPREAD in row[i] for row in table.rows) for i in range(len(table.head))]
+    rows: list[list[str]] = [[] for _ in range(len(table.rows) + 1)]
+    for i, two in enumerate(has_spread):
+        rows[0] += [table.head[i], f"{table.head[i]}, std"] if two else [table.head[i]]
+        for cells, row in zip(rows[1:], table.rows, strict=True):
+            mean, _, spread = row[i].partition(SPREAD) if two else (row[i], "", "")
+            cells += [WORDS.get(cell, cell) for cell in ((mean, spread) if two else (mean,))]
+    return csv_text(rows)
 
 
 def to_latex(table: Table) -> str:
-    """A booktabs table; a rule separates the groups of rows that share their first cell, if there are groups."""
+    """Return a booktabs table; a rule separates the groups of rows that share their first cell, if there are groups."""
     columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.head)
     numeric = [bool(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns]
     firsts = [row[0] for row in table.rows]
@@ -73,14 +67,9 @@ def to_latex(table: Table) -> str:
 
 
 def latex_escape(text: str) -> str:
-    r"""Text that LaTeX sets as it is.
+    r"""Return text that LaTeX prints unchanged.
 
     >>> print(latex_escape("50% of a_b & {c} ± 1"))
     50\% of a\_b \& \{c\} $\pm$ 1
     """
     return printable(text, lines=True).translate(_LATEX)
-
-
-def _plain(cell: str) -> str:
-    text: str = csv_cell({NEVER: "inf", NONE: ""}.get(cell, cell))
-    return text

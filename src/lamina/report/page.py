@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing else: no network, no server."""
+"""Write a report as one HTML page that needs no network and no server."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from lamina.report.tables import Table, config_tables, metric_of, results_table,
 from lamina.text import plural
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
-NUMBERS = 100_000  # of all curves together; longer runs are thinned for drawing, so that the page stays small
+MOST_NUMBERS = 100_000  # of all curves together; the curves of longer runs are thinned, so that the page stays small
 POINTS = (100, 500)  # of one run: at least, at most
 
 
 def html(report: Report) -> str:
-    """The page."""
+    """Return the page."""
     differs, common = config_tables(report.curves)
     runs, environment = runs_tables(report.curves)
     count = sum(len(curve.runs) for curve in report.curves)
@@ -52,11 +52,11 @@ def html(report: Report) -> str:
 
 
 def page_data(report: Report) -> dict[str, Any]:
-    """What page.js draws."""
+    """Return the data that page.js draws."""
     metrics, unit = metrics_of(report.curves), unit_of_bytes(report.curves)
     runs = sum(len(curve.runs) for curve in report.curves)
     fewest, most = POINTS
-    points = max(fewest, min(most, NUMBERS // max(1, runs * (len(metrics) + 2))))
+    points = max(fewest, min(most, MOST_NUMBERS // max(1, runs * (len(metrics) + 2))))
     return {
         "curves": [_curve(curve, [metric.column for metric in metrics], points) for curve in report.curves],
         "metrics": [metric._asdict() for metric in metrics],
@@ -82,7 +82,7 @@ def page_data(report: Report) -> dict[str, Any]:
 
 
 def plotly_js() -> str:
-    """The JavaScript that draws, as the plotly package brings it."""
+    """Return plotly's JavaScript."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -91,23 +91,23 @@ def plotly_js() -> str:
 
 
 def parsed_at_once(script: str) -> str:
-    """The script with its one big function in parentheses, which tell a browser that it is called at once.
+    """Return the script with its one big function in parentheses, which tell a browser that it is called at once.
 
-    Else all of it is skimmed first and parsed when it is called: of a first look at the page, that was a quarter.
+    Otherwise a browser parses it twice, which took a quarter of the time until the page was shown.
     """
     opening, closing = (' : this, () => {\n"use strict";', ' : this, (() => {\n"use strict";'), ("\n}));", "\n})));")
     if script.count(opening[0]) != 1 or not script.rstrip().endswith(closing[0]):
-        return script  # another plotly: slower, but sound
+        return script  # another version of plotly: slower, but correct
     return script.rstrip().removesuffix(closing[0]).replace(*opening) + closing[1]
 
 
 def embed(data: Any) -> str:
-    """JSON inside a script element: no text in it can end the element or open a comment."""
+    """Return JSON for a script element: no text in it can end the element or open a comment."""
     return json.dumps(data, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
 
 
 def html_table(table: Table) -> str:
-    """A table, every cell escaped; page.js adds its buttons."""
+    """Return a table with every cell escaped; page.js adds its buttons."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in table.head)
     rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
     inside = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
@@ -134,7 +134,7 @@ def _curve(curve: Curve, columns: Sequence[str], points: int) -> dict[str, Any]:
 
 
 def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
-    """The rounds to draw: all, or of a long run the evaluated ones, evenly thinned, the last among them."""
+    """Return the rounds to draw: all, or of a long run the evaluated ones, evenly thinned but with the last."""
     length = max(len(history) for history in histories)
     if length <= points:
         return np.arange(length)
@@ -145,7 +145,7 @@ def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
 
 
 def _steps(history: History) -> list[list[float]]:
-    """The rounds at which accuracy was higher than ever before: all that rounds-to-target, for any target, needs."""
+    """Return the rounds with a new highest accuracy, which give rounds-to-target for any target."""
     down, up = (history.column(name, optional=True) for name in ("bytes_down", "bytes_up"))
     bytes_so_far = np.nancumsum(np.add(down, up))
     seconds_so_far = np.nancumsum(history.column("seconds", optional=True))
@@ -161,7 +161,7 @@ def _steps(history: History) -> list[list[float]]:
 
 
 def _numbers(values: Sequence[float] | NDArray[np.float64]) -> list[float | None]:
-    """Six digits are enough to draw; JSON has no NaN."""
+    """Return numbers with six digits; JSON has no NaN."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
 
 

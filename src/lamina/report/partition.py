@@ -1,4 +1,4 @@
-"""Who holds what: the partition of a run, dealt again from its configuration."""
+"""Recompute the partition of a run from its configuration."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Dealt:
 
     @property
     def counts(self) -> list[list[int]]:
-        """[clients][classes], or a single column of sizes where there are no classes."""
+        """Samples as [clients][classes], or a single column of sizes if there are no classes."""
         if self.labels is None:
             return [[len(part)] for part in self.parts]
         return label_counts(self.parts, self.labels).tolist()  # type: ignore[no-any-return]
 
 
 def deal_again(curves: Sequence[Curve]) -> tuple[list[Dealt], list[str]]:
-    """The distinct partitions of the curves' first seeds, and a line for each that could not be recomputed."""
+    """Return the distinct partitions of the curves' first seeds, and a line for each that cannot be recomputed."""
     dealt, lines = [], []
     seen = set()
     for curve in curves:
@@ -55,14 +55,14 @@ def _deal(run: Record) -> Dealt:
     needed = {key: data[key] for key in ("name", "dir", "clients", "partition") if key in data}
     experiment = parse({"data": needed, "train": {"seed": run.seed}}, source=folder_name(run))
     partition = build_partition(experiment)
-    train = sources.load(experiment.data.name, experiment.data.dir, hub=False).train  # a report asks no network
+    train = sources.load(experiment.data.name, experiment.data.dir, hub=False).train  # a report uses no network
     parts = split_dataset(partition, train, count_clients(experiment), run.seed)
     every_round = "; dealt anew in every round, this is an example" if isinstance(partition, Reallocate) else ""
     return Dealt(f"{describe(run)}, seed {run.seed}{every_round}", parts, train.labels)
 
 
 def describe(run: Record) -> str:
-    """The data and how they are shared, in words: ``digits, classes (k=2), 20 clients``."""
+    """Return the data and their partition in words: ``digits, classes (k=2), 20 clients``."""
     data = run.config.get("data", {})
     partition = data.get("partition", {})
     options = ", ".join(f"{key}={text(value)}" for key, value in partition.items() if key != "name")

@@ -1,4 +1,4 @@
-"""How the result depends on the learning rate."""
+"""Find how results depend on the learning rate."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lamina.report.tables import NONE, Table, metric_of, score_text, with_unit
 
 @dataclass(frozen=True)
 class Tried:
-    """One rate and the best accuracy, or the smallest loss, each of its runs reached."""
+    """One rate, and the best accuracy or smallest loss of each of its runs."""
 
     lr: float
     best: list[float]  # per seed; NaN where no round was evaluated
     failed: str  # "diverged", "pruned" or "not finished" if some seed did not run to its end, else empty
-    others: str = ""  # the other settings that were chosen at this rate, in words
+    others: str = ""  # the other settings chosen at this rate, in words
 
     @property
     def mean(self) -> float:
@@ -37,9 +37,9 @@ class Response:
     label: str
     on: str  # "test" or "validation"
     tried: list[Tried]
-    elsewhere: tuple[float, ...] = ()  # rates of the same configuration that other runs tried
+    elsewhere: tuple[float, ...] = ()  # rates that other runs tried with the same configuration
     metric: str = "accuracy"  # "loss" where there is no accuracy
-    joined: bool = True  # whether only the rate differs, so that a line through the points means something
+    joined: bool = True  # whether only the rate differs, so that a line through the points is meaningful
 
     @property
     def chosen(self) -> float | None:
@@ -49,7 +49,7 @@ class Response:
 
     @property
     def warning(self) -> str:
-        """What to do about a best rate with nothing beyond it, in a line; empty if all is well."""
+        """Advice if the best rate is the smallest or largest one tried; otherwise empty."""
         if self.chosen is None:
             return f"{self.label}: no learning rate ran to its end"
         rates = [*self.elsewhere, *(tried.lr for tried in self.tried)]
@@ -60,9 +60,9 @@ class Response:
 
 
 def responses(runs: Sequence[Record]) -> list[Response]:
-    """One response for every configuration that was run with several rates.
+    """Return a response for every configuration that was run with several rates.
 
-    Where a comparison tried other settings too, a rate stands for the best of its runs.
+    If a comparison tried other settings too, a rate stands for the best of its runs.
     """
     found = []
     tuned: dict[str, list[float]] = {}
@@ -70,7 +70,7 @@ def responses(runs: Sequence[Record]) -> list[Response]:
         if run.tuning:
             tuned.setdefault(_configuration(run), []).append(run.lr)
     for tuning in (True, False):
-        for family in group([run for run in runs if run.tuning is tuning], also_ignored=tried_keys):
+        for family in group([run for run in runs if run.tuning is tuning], also_ignored=_tried_keys):
             by_rate: dict[float, list[Record]] = {}
             for run in family.runs:
                 by_rate.setdefault(run.lr, []).append(run)
@@ -86,32 +86,29 @@ def responses(runs: Sequence[Record]) -> list[Response]:
 
 
 def _configuration(run: Record) -> str:
-    """What a comparison's tuning runs and the runs with the settings they chose have in common."""
-    tried = {f"algorithm.{name}" for name in grid_of(run)}
+    """Return what a comparison's tuning runs have in common with the runs of the chosen settings."""
+    tried = {f"algorithm.{name}" for name in _options_in_grid(run)}
     return json.dumps(identity(run, {SEED, RATE, "train.rounds", "data.validation", *tried}), sort_keys=True)
 
 
-def tried_keys(run: Record) -> list[str]:
-    """The keys whose values are tried: the rate, and in a comparison's tuning run options of the algorithm."""
-    stages = ["train.rounds"] if run.tuning else []  # only the best of what is tried may have got all of them
-    return [RATE, *stages, *(f"algorithm.{name}" for name in tried_options(run))]
+def _tried_keys(run: Record) -> list[str]:
+    """Return the keys whose values are tried: the rate, and in a comparison's tuning run options of the algorithm."""
+    if not run.tuning:
+        return [RATE]
+    # Rounds: tuning may stop all but the best settings early.
+    return [RATE, "train.rounds", *(f"algorithm.{name}" for name in _options_in_grid(run))]
 
 
-def tried_options(run: Record) -> list[str]:
-    """The options whose values a tuning run tries; of another run none is known."""
-    return grid_of(run) if run.tuning else []
-
-
-def grid_of(run: Record) -> list[str]:
-    """The options that its comparison's grid has for the run's algorithm."""
+def _options_in_grid(run: Record) -> list[str]:
+    """Return the options that the comparison's grid has for the run's algorithm."""
     return [name for name in run.config.get("compare", {}).get("grid", {}).get(run.algorithm, {}) if name != "lr"]
 
 
 def _best(lr: float, runs: Sequence[Record], metric: str) -> Tried:
-    """A rate with the other settings that were best with it."""
+    """Return a rate with the best of the other settings."""
     by_others: dict[str, list[Record]] = {}
     for run in runs:
-        options = {name: run.config["algorithm"].get(name) for name in tried_options(run)}
+        options = {name: run.config["algorithm"].get(name) for name in _options_in_grid(run) if run.tuning}
         by_others.setdefault(written(options), []).append(run)
     tried = [
         Tried(lr, [run.history.best(metric, optional=True) for run in same], _failed(same), others)
@@ -127,12 +124,12 @@ def _failed(runs: Sequence[Record]) -> str:
 
 
 def metrics_in(found: Sequence[Response]) -> str:
-    """What the rates are judged by, as a heading."""
+    """Return the metrics that rates are judged by, as a heading."""
     return " or ".join(dict.fromkeys(with_unit(response.metric) for response in found)) or with_unit("accuracy")
 
 
 def rates_table(found: Sequence[Response]) -> Table:
-    """Every rate with its best accuracy or loss; the best one is marked."""
+    """Return every rate with its best accuracy or loss; the best rate is marked."""
     rows = []
     for response in found:
         for tried in response.tried:
