@@ -19,13 +19,13 @@ from helpers import assert_same, call, finish, kill, rows, sets, start
 from lamina import BadInput, Simulation
 from lamina.cli import compare as compare_command
 from lamina.experiment import compare as comparing
-from lamina.experiment import folder as folders
 from lamina.experiment import side_by_side
 from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.experiment.settings import folder_name
 from lamina.report.rates import responses
 from lamina.storage.checkpoint import Checkpoints
+from lamina.storage.locks import Lock
 
 TOML = """
 [data]
@@ -237,7 +237,7 @@ def test_a_damaged_config_is_named(here, capsys):
 
 
 def test_two_comparisons_never_share_a_folder(here, capsys):
-    lock = folders.Lock(here / "c")
+    lock = Lock(here / "c")
     assert call(*command("c")) == 2
     assert f"process {os.getpid()} is writing" in capsys.readouterr().err
     lock.release()
@@ -541,8 +541,15 @@ def test_the_speed_and_the_time_left_are_those_of_the_rounds_that_were_run(here,
     table = compare_command.LiveTable(load("small.toml"))
     name = load("small.toml").compare.algorithms[0]
     shown = []
+
+    def jobs(rounds):
+        """Return two tuning runs of a stage."""
+        made = [load("small.toml", [f"algorithm={name}", f"train.lr={lr}", f"train.rounds={rounds}"]) for lr in (1, 2)]
+        return [side_by_side.Job(one, {"lr": one.train.lr}, Path("c"), "", True) for one in made]
+
+    stages = {rounds: jobs(rounds) for rounds in (2, 18)}
     for number, rounds in ((1, 2), (2, 2), (3, 18)):  # the last is of another stage
-        for lr in (0.1, 0.2):
-            table.round_finished(comparing.Job(name, {"lr": lr}, 0, True, rounds), {"round": number, "accuracy": 0.5})
+        for job in stages[rounds]:
+            table.round_finished(job, {"round": number, "accuracy": 0.5})
         shown.append(table._rows[name][-2:])
     assert shown == [["0.5", "0:00:04"], ["0.5", "0:00:00"], ["0.5", "0:01:00"]]

@@ -22,9 +22,9 @@ from lamina.aggregation import Mean
 from lamina.cli import reproduce
 from lamina.data import sources
 from lamina.experiment import claims
+from lamina.experiment.build import build_algorithm, build_schedule, resolved
 from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
-from lamina.experiment.run import build_algorithm, build_schedule, resolved
 from lamina.history import History
 from lamina.storage.files import as_json
 

@@ -23,6 +23,7 @@ from lamina.experiment import tune as tuning
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.toml import as_toml
+from lamina.experiment.tuner import Trial
 from lamina.report import figures
 
 TOML = """
@@ -429,7 +430,7 @@ def test_points_that_differ_in_a_number_are_not_joined(here, monkeypatch):
 
 def test_one_trial_is_still_run(here, capsys):
     made = tuning.Tuning(load("grid.toml"), here / "t")
-    made.trials = [tuning.Trial("a", {"train.lr": 0.1, "algorithm.decay": 0.0}, "accuracy", [], 1)]
+    made.trials = [Trial("a", {"train.lr": 0.1, "algorithm.decay": 0.0}, "accuracy", [], 1)]
     tune_command.show(made, finished=True)
     assert "1 trial is still run by other workers" in capsys.readouterr().out
 

@@ -22,7 +22,7 @@ from harness import NODES, Say
 
 from lamina import Simulation
 from lamina.cli.flower import PROJECT
-from lamina.experiment.folder import processor
+from lamina.experiment.environment import processor
 from lamina.experiment.records import read_record
 from lamina.flower.processes import HOST, LocalFederation, free_port
 

@@ -24,8 +24,9 @@ from lamina.cli.run import TO_GO_ON
 from lamina.data import sources
 from lamina.errors import BadInput, Diverged, LaminaError, missing_extra, unknown
 from lamina.experiment.config import Experiment, load
-from lamina.experiment.folder import FILES, RunFolder, is_ours
+from lamina.experiment.folder import RunFolder
 from lamina.experiment.records import read_json, read_metrics
+from lamina.experiment.run_files import FILES, is_ours
 from lamina.history import History
 from lamina.storage.files import cannot_write, check_writable
 from lamina.text import plural

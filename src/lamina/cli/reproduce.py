@@ -23,9 +23,9 @@ from lamina.data import sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.errors import BadInput, unknown
 from lamina.experiment import claims, compare
+from lamina.experiment.build import build_aggregation, build_algorithm, build_partition, build_schedule
 from lamina.experiment.claims import AS_GIVEN, Finding
 from lamina.experiment.config import Claim, Experiment, Tried, load
-from lamina.experiment.run import build_aggregation, build_algorithm, build_partition, build_schedule
 from lamina.experiment.toml import complete_text
 from lamina.storage.files import cannot_write, write_file, write_json
 from lamina.text import plural

@@ -28,7 +28,7 @@ Verdict = Literal["holds", "holds in part", "does not hold", "not run"]
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim and what became of it."""
+    """A claim and whether it holds here."""
 
     claim: Claim
     values: dict[str, float]  # by label; infinite: never reached or diverged, NaN: not run
@@ -37,7 +37,7 @@ class Finding:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether all pairs, some or none are as the paper says."""
+        """Return whether all pairs, some or none are as the paper says."""
         if any(math.isnan(value) for value in self.values.values()):
             return "not run"
         if all(self.pairs.values()):
@@ -54,12 +54,12 @@ def evaluate(claim: Claim, entries: Mapping[str, Entry]) -> Finding:
 
 
 def labels(claim: Claim) -> list[str]:
-    """All labels of a claim, the best first."""
+    """Return all labels of a claim, the best first."""
     return [label for group in _groups(claim) for label in group]
 
 
 def named_in(label: str) -> list[tuple[str, str]]:
-    """The algorithms of a label, each with its variant.
+    """Return the algorithms of a label, each with its variant.
 
     >>> named_in("fedlamb@Z=3 - fedams")
     [('fedlamb', 'Z=3'), ('fedams', '')]
@@ -69,7 +69,7 @@ def named_in(label: str) -> list[tuple[str, str]]:
 
 
 def needed(experiment: Experiment) -> dict[str, list[str]]:
-    """Which algorithms must run in which variant; the file as it stands runs all it names, or nothing."""
+    """Return the algorithms to run, by variant; the unchanged file runs all of its algorithms or none."""
     runs: dict[str, list[str]] = {}
     for claim in experiment.claim:
         for label in labels(claim):
@@ -83,12 +83,12 @@ def needed(experiment: Experiment) -> dict[str, list[str]]:
 
 
 def variants(experiment: Experiment) -> dict[str, list[str]]:
-    """What every variant sets; claims may share one."""
+    """Return the settings of every variant; claims may share one."""
     return {AS_GIVEN: []} | {name: sets for claim in experiment.claim for name, sets in claim.variants.items()}
 
 
 def check(experiment: Experiment) -> None:
-    """Refuse claims that could not be looked at, before anything runs."""
+    """Refuse invalid claims, before anything runs."""
     if not experiment.claim:
         raise BadInput("the file has no [[claim]]: there is nothing to reproduce; use lamina compare")
     known = variants(experiment)
@@ -120,14 +120,14 @@ def _groups(claim: Claim) -> list[list[str]]:
 
 
 def _pairs(claim: Claim) -> list[tuple[str, str]]:
-    """Who should be better than whom: in a gap the first group than all others, else every group than all after it."""
+    """Return who should be better than whom: in a gap the first group than all others, else each than all later ones."""
     groups = [(i, label) for i, group in enumerate(_groups(claim)) for label in group]
     pairs = itertools.combinations(groups, 2)
     return [(a, b) for (i, a), (j, b) in pairs if i < j and (claim.kind != "gap" or i == 0)]
 
 
 def _as_expected(claim: Claim, better: float, worse: float) -> bool:
-    """Whether a pair is as the paper says; two that never get there are not told apart, so it is not."""
+    """Return whether a pair is as the paper says; it is not if neither reaches the target."""
     if claim.kind == "rounds_to":
         return better < worse
     lead = worse - better if claim.lower_is_better else better - worse
@@ -138,7 +138,7 @@ def _as_expected(claim: Claim, better: float, worse: float) -> bool:
 
 
 def _in_every_seed(claim: Claim, pair: tuple[str, str], entries: Mapping[str, Entry]) -> bool:
-    """Whether a pair is as the paper says in each seed by itself: they share initial weights, clients and batches."""
+    """Return whether a pair is as the paper says in each seed, where both share weights, clients and batches."""
     named = {name: entries[name] for label in pair for name in label.split(MINUS)}
     for i in range(min(len(entry.histories) for entry in named.values())):
         alone = {name: replace(entry, histories=entry.histories[i : i + 1]) for name, entry in named.items()}
@@ -148,20 +148,20 @@ def _in_every_seed(claim: Claim, pair: tuple[str, str], entries: Mapping[str, En
 
 
 def _value(claim: Claim, label: str, entries: Mapping[str, Entry]) -> float:
-    """The number a claim is about, for one label."""
+    """Return the number that a claim compares, for one label."""
     first, *others = [_mean(claim, entries[name]) if name in entries else math.nan for name in label.split(MINUS)]
     return first - sum(others)
 
 
 def _mean(claim: Claim, entry: Entry) -> float:
-    """Mean over seeds; infinite (the bad side) if one never gets there or has diverged before."""
+    """Return the mean over seeds; infinitely bad if one diverged or never reached the target."""
     worst = math.inf if claim.kind == "rounds_to" or claim.lower_is_better else -math.inf
     numbers = [_number(claim, history, diverged=bool(entry.diverged)) for history in entry.histories]
     return statistics.fmean(worst if number is None else number for number in numbers) if numbers else math.nan
 
 
 def _number(claim: Claim, history: History, diverged: bool) -> float | None:
-    """One seed's number; None if the run did not get so far, NaN if it was never asked for it."""
+    """Return one seed's number; None if the run failed to get there, NaN if it was not long enough."""
     if claim.within is not None:
         if len(history) < claim.within and not diverged:
             return math.nan

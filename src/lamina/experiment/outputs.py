@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lamina.errors import BadInput
-from lamina.experiment.records import read_json
+from lamina.experiment.run_files import is_ours, unreadable_config
 from lamina.storage.files import write_file
 
 ENDS_BYTES = 4096  # that are read at either end of a file to recognise it
@@ -53,10 +53,5 @@ def refuse_in_run_folder(path: Path, option: str = "--out") -> None:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder holds a run; one whose config.json is damaged counts."""
-    if not (folder / "metrics.jsonl").exists() or not (folder / "config.json").exists():
-        return False
-    try:
-        return "lamina" in read_json(folder / "config.json")
-    except BadInput:
-        return True
+    """Return whether a folder holds a run; one whose config.json is damaged counts."""
+    return (folder / "metrics.jsonl").exists() and (is_ours(folder) or bool(unreadable_config(folder)))

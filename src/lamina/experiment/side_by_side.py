@@ -1,4 +1,4 @@
-"""Several runs, each in a folder of its own: as populations where they can be stacked."""
+"""Train several runs, each in a folder of its own, as populations where they can be stacked."""
 
 from __future__ import annotations
 
@@ -10,111 +10,140 @@ from typing import Any
 
 from lamina.data.dataset import Splits
 from lamina.engines.stacked.engine import Stacked
-from lamina.errors import BadInput
+from lamina.experiment.build import build, resolved
 from lamina.experiment.config import Experiment
-from lamina.experiment.folder import CHOOSE_ANOTHER, LogLines, RunFolder, is_ours, unreadable_config
-from lamina.experiment.records import Record, read_json, read_record, refuse_format
-from lamina.experiment.run import build, go_on, resolved, train
+from lamina.experiment.folder import RunFolder
+from lamina.experiment.log_lines import LogLines
+from lamina.experiment.records import Record, read_record
+from lamina.experiment.run import go_on, train
+from lamina.experiment.settings import Settings
 from lamina.experiment.trackers import Trackers
 from lamina.history import Row
 from lamina.population import mismatch
 from lamina.simulation import Simulation
-from lamina.storage.files import PARTIAL, check_writable
 
-MOST_AT_ONCE = 64  # runs that are open together: each holds a few files and its model
+MOST_AT_ONCE = 64  # open runs: each holds a few files and its model
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A run to be made, or gone on with, in its folder."""
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One run to make or to resume."""
 
     experiment: Experiment
-    splits: Splits
+    settings: Settings  # the values that are tried with it
     folder: Path
-    name: str = ""  # for trackers; else the folder's
+    label: str  # for people
+    tuning: bool  # whether it only helps to choose the settings
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def algorithm(self) -> str:
+        """Return the name of its algorithm."""
+        return self.experiment.algorithm.name
+
+    @property
+    def lr(self) -> float:
+        """Return its learning rate."""
+        return float(self.experiment.train.lr)
+
+    @property
+    def seed(self) -> int:
+        """Return its seed."""
+        return int(self.experiment.train.seed)
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of its rounds."""
+        return self.experiment.train.rounds
 
 
 @dataclass(frozen=True)
 class Started:
-    """A run with something left to do."""
+    """A job with rounds left to train."""
 
-    number: int  # among those planned
-    experiment: Experiment
+    job: Job
     simulation: Simulation
     folder: RunFolder
     trackers: Trackers
 
 
+OnRound = Callable[[Job, Row], None]
+OnEnd = Callable[[Job, Record], None]
+
+
 def run_side_by_side(
-    runs: Sequence[Planned],
+    jobs: Sequence[Job],
+    root: Path,
+    splits_of: Callable[[Experiment], Splits],
     *,
     stop: Callable[[], bool],
-    on_round: Callable[[int, Row], None],
-    on_end: Callable[[int, Record], None],
+    on_round: OnRound,
+    on_end: OnEnd,
     trackers: Sequence[str] = (),
 ) -> bool:
-    """Run what is left of some runs, as populations where they can be stacked; whether they were finished.
+    """Run what is left of some jobs, as populations where they can be stacked; return whether all finished.
 
-    Both callbacks get the number of the run in the list; `on_end` is called for those that had ended before, too.
+    Args:
+        jobs: the runs.
+        root: the folder they have in common; trackers name runs relative to it.
+        splits_of: returns the data of a run.
+        stop: asked after every round whether to stop.
+        on_round: called after every round.
+        on_end: called when a run is complete or has diverged, also for those that had ended before.
+        trackers: names of trackers that follow every run.
     """
-    for first in range(0, len(runs), MOST_AT_ONCE):
+    for first in range(0, len(jobs), MOST_AT_ONCE):
         with LogLines() as lines, contextlib.ExitStack() as opened:
             left: list[Started] = []
-            for number, run in enumerate(runs[first : first + MOST_AT_ONCE], first):
-                lines.about = run.folder  # whatever is said while it is made
-                simulation = build(run.experiment, run.splits, like=_alike(run.experiment, left))
-                config = resolved(run.experiment, simulation)
-                folder = RunFolder(run.folder, config, lines=lines)
+            for job in jobs[first : first + MOST_AT_ONCE]:
+                lines.about = job.folder  # whatever is logged while it is built
+                alike = (run.simulation for run in left if _protocol(run.job) == _protocol(job))
+                simulation = build(job.experiment, splits_of(job.experiment), like=next(alike, None))
+                folder = RunFolder(job.folder, resolved(job.experiment, simulation), lines=lines)
                 opened.callback(folder.close)
-                tracked = opened.enter_context(Trackers(trackers, run.folder, run.name))
+                name = f"{root.name}/{job.folder.relative_to(root).as_posix()}"
+                tracked = opened.enter_context(Trackers(trackers, job.folder, name))
                 if folder.complete or folder.diverged is not None:
                     if len(folder.history):
                         tracked.write(folder.history)  # asked for only now, or killed before the last round was written
-                    on_end(number, read_record(run.folder))
+                    on_end(job, read_record(job.folder))
                 else:
-                    left.append(Started(number, run.experiment, simulation, folder, tracked))
+                    left.append(Started(job, simulation, folder, tracked))
             lines.about = None
             if not all(_train(group, stop, on_round, on_end) for group in stackable(left)):
                 return False
     return True
 
 
-def _train(
-    group: list[Started],
-    stop: Callable[[], bool],
-    on_round: Callable[[int, Row], None],
-    on_end: Callable[[int, Record], None],
-) -> bool:
-    """Train runs side by side; whether they were finished."""
+def _train(group: list[Started], stop: Callable[[], bool], on_round: OnRound, on_end: OnEnd) -> bool:
+    """Train runs side by side; return whether they finished."""
     simulations, folders = [run.simulation for run in group], [run.folder for run in group]
     go_on(simulations, folders)
-
-    def finished(i: int, row: Row) -> None:
-        on_round(group[i].number, row)
-
-    trackers = [run.trackers for run in group]
-    ended = train(simulations, folders, group[0].experiment, stop=stop, on_round=finished, trackers=trackers)
+    ended = train(
+        simulations,
+        folders,
+        group[0].job.experiment,
+        stop=stop,
+        on_round=lambda i, row: on_round(group[i].job, row),
+        trackers=[run.trackers for run in group],
+    )
     if ended.stopped:
         return False
     for run in group:
-        on_end(run.number, read_record(run.folder.path))
+        on_end(run.job, read_record(run.folder.path))
     return True
 
 
-def _alike(experiment: Experiment, runs: list[Started]) -> Simulation | None:
-    """A run that differs in no more than its numbers."""
-    return next((run.simulation for run in runs if _protocol(run.experiment) == _protocol(experiment)), None)
-
-
 def stackable(runs: list[Started]) -> list[list[Started]]:
-    """Runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
+    """Return runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
     groups: list[list[Started]] = []
     for run in runs:
         fitting = (
             group
             for group in groups
-            if _protocol(group[0].experiment) == _protocol(run.experiment)
-            and not mismatch(group[0].simulation, run.simulation)
+            if _protocol(group[0].job) == _protocol(run.job) and not mismatch(group[0].simulation, run.simulation)
         )
         group = next(fitting, None) if isinstance(run.simulation.engine, Stacked) else None
         if group is None:
@@ -124,21 +153,7 @@ def stackable(runs: list[Started]) -> list[list[Started]]:
     return groups
 
 
-def _protocol(experiment: Experiment) -> dict[str, Any]:
-    """What the rows of a population have in common: all but the rate, the seed and the algorithm's numbers."""
-    tree = experiment.model_dump(exclude={"compare": True, "algorithm": True, "train": {"lr", "seed"}})
-    return {**tree, "algorithm": experiment.algorithm.name}
-
-
-def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False) -> None:
-    """Refuse a folder that cannot be written to, or whose config.json lacks the key that tells what it holds."""
-    check_writable(folder)
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if all(name == "lock" or name.endswith(PARTIAL) for name in names):
-        return
-    config = read_json(folder / "config.json") if is_ours(folder) else {}
-    if key not in config:
-        holds = unreadable_config(folder) or f"other files than {whose}"
-        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out")
-    if not overwrite:
-        refuse_format(folder, config, CHOOSE_ANOTHER)
+def _protocol(job: Job) -> dict[str, Any]:
+    """Return what the runs of a population have in common: all but the rate, the seed and the algorithm's numbers."""
+    tree = job.experiment.model_dump(exclude={"compare": True, "algorithm": True, "train": {"lr", "seed"}})
+    return {**tree, "algorithm": job.algorithm}

@@ -25,9 +25,10 @@ from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
 from lamina.errors import BadInput, LaminaError, is_number, is_whole, unknown
-from lamina.experiment import run as running
+from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
-from lamina.experiment.folder import LogLines, RunFolder
+from lamina.experiment.folder import RunFolder
+from lamina.experiment.log_lines import LogLines
 from lamina.flower.checks import Limits
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
@@ -138,8 +139,8 @@ class Federation:
             **more: what a file does not say: out, nodes, quorum, deadline, attempts, poll, limits, state_dir, ...
         """
         data, train, run = experiment.data, experiment.train, experiment.run
-        algorithm, settings = running.build_algorithm(experiment), running.settings_of(experiment)
-        partition = running.build_partition(experiment)
+        algorithm, settings = building.build_algorithm(experiment), building.settings_of(experiment)
+        partition = building.build_partition(experiment)
         if data.partition.name == "reallocate":
             raise BadInput(
                 "partition 'reallocate' gives clients other data in every round, and a node keeps its own: "
@@ -161,7 +162,7 @@ class Federation:
             "device": run.device,
             "evaluate_every": run.evaluate_every,
         }
-        clients = running.count_clients(experiment) or dealt.clients.count
+        clients = building.count_clients(experiment) or dealt.clients.count
         made = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
         made._resolved = dealt.config
         return made
@@ -233,11 +234,11 @@ class _Dealt:
 
     @functools.cached_property
     def splits(self) -> Splits:
-        return running.load_data(self.experiment)
+        return building.load_data(self.experiment)
 
     @functools.cached_property
     def clients(self) -> Clients:
-        count = running.count_clients(self.experiment)
+        count = building.count_clients(self.experiment)
         return deal(self.splits.train, count, self.partition, self.experiment.train.seed)
 
     def part(self, context: Context) -> Dataset:
@@ -251,13 +252,13 @@ class _Dealt:
         return self.splits.test
 
     def model(self) -> nn.Module:
-        return running.build_model(self.experiment, self.splits.train)
+        return building.build_model(self.experiment, self.splits.train)
 
     def config(self) -> dict[str, Any]:
         """The configuration as resolved, for the engine that nodes use."""
         run = self.experiment.run.model_copy(update={"engine": "loop", "precision": "fp32"})
         plain = self.experiment.model_copy(update={"run": run})
-        return running.resolved(plain, running.build(plain, self.splits))
+        return building.resolved(plain, building.build(plain, self.splits))
 
 
 def read_nodes(given: Any, clients: int) -> dict[int, int] | None:

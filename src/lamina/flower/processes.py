@@ -28,11 +28,11 @@ from types import TracebackType
 from typing import Any
 
 from lamina.errors import BadInput, LaminaError
-from lamina.experiment.folder import Lock
 from lamina.flower import guard
 from lamina.flower.keys import Authority, make_authority, make_node_key, private_folder, usable
 from lamina.flower.signing import NODE_OPTION, is_pair, key_files, make_signing_key
 from lamina.storage.files import cannot_write
+from lamina.storage.locks import Lock
 from lamina.text import plural
 
 LINK = "federation"  # what the flwr command calls our SuperLink
