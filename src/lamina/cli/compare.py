@@ -41,7 +41,7 @@ from lamina.experiment import compare as comparing
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import shown_name
-from lamina.experiment.side_by_side import Job
+from lamina.experiment.tuner import Job
 from lamina.history import History, Row
 from lamina.storage.files import cannot_write, write_file
 from lamina.text import plural

@@ -120,7 +120,7 @@ def _groups(claim: Claim) -> list[list[str]]:
 
 
 def _pairs(claim: Claim) -> list[tuple[str, str]]:
-    """Return who should be better than whom: in a gap the first group than all others, else each than all later ones."""
+    """Return who should be better than whom: the first group than all others in a gap, else each than all later."""
     groups = [(i, label) for i, group in enumerate(_groups(claim)) for label in group]
     pairs = itertools.combinations(groups, 2)
     return [(a, b) for (i, a), (j, b) in pairs if i < j and (claim.kind != "gap" or i == 0)]

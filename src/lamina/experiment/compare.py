@@ -21,10 +21,9 @@ from lamina.experiment.build import build_algorithm, build_schedule, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
 from lamina.experiment.records import FORMAT, Record, read_json, read_record
 from lamina.experiment.run_files import check_folder, delete_runs, is_ours
-from lamina.experiment.settings import Settings, at_ends, bounds_of, folder_name, points, way_beyond, written
-from lamina.experiment.side_by_side import Job
+from lamina.experiment.settings import Settings, at_ends, folder_name, points, way_beyond, written
 from lamina.experiment.trackers import Trackers
-from lamina.experiment.tuner import Trial, Tuner
+from lamina.experiment.tuner import Job, Trial, Tuner
 from lamina.history import History, Row
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.text import plural
@@ -228,7 +227,7 @@ class Comparison:
                 lines.append(f"{entry.name}: {written(entry.settings)} was chosen")
             for key, value in entry.settings.items():
                 ends = at_ends(value, [trial.settings[key] for trial in entry.tuning] or [value])
-                way = way_beyond(value, ends, (None, None) if key == "lr" else bounds_of(entry.name, key))
+                way = way_beyond(value, ends, entry.name, key)
                 if way:
                     what = f"{entry.name}: the best {key} {value:g} lies on the edge of those tried"
                     lines.append(f"{what}; try {way} values")

@@ -261,9 +261,10 @@ class RunFolder:
     def finish(self, simulation: Trained) -> None:
         """Write the trained model: the run is complete."""
         self.refuse_lost()
+        state = simulation.state
         with self._writing():
-            save_model(self.path / "model.safetensors", simulation)
-        self._say(f"{self.path}: complete after round {simulation.state.round}")
+            save_model(self.path / "model.safetensors", simulation, state.round, state.server.x, state.buffers)
+        self._say(f"{self.path}: complete after round {state.round}")
 
     def diverge(self, error: Diverged) -> None:
         """Record how the training diverged: the run has ended."""

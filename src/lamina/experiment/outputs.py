@@ -48,10 +48,6 @@ def _read_ends(path: Path) -> bytes:
 def refuse_in_run_folder(path: Path, option: str = "--out") -> None:
     """Refuse a path inside a run's folder, which may hold nothing but the run's own files."""
     for folder in Path(os.path.realpath(path)).parents:
-        if is_run_folder(folder):
+        is_run = is_ours(folder) or unreadable_config(folder)  # one whose config.json is damaged counts
+        if is_run and (folder / "metrics.jsonl").exists():
             raise BadInput(f"'{path}' is inside the run folder '{folder}': choose another place with {option}")
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Return whether a folder holds a run; one whose config.json is damaged counts."""
-    return (folder / "metrics.jsonl").exists() and (is_ours(folder) or bool(unreadable_config(folder)))

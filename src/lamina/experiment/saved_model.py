@@ -39,16 +39,12 @@ class BestModel:
     def save(self, trained: Trained) -> None:
         """Write the best model, if it has changed."""
         if self._unsaved is not None:
-            _save(self.path, trained, *self._unsaved)
+            save_model(self.path, trained, *self._unsaved)
             self._unsaved = None
 
 
-def save_model(path: Path, trained: Trained) -> None:
-    """Write the present model."""
-    _save(path, trained, trained.state.round, trained.state.server.x, trained.state.buffers)
-
-
-def _save(path: Path, trained: Trained, number: int, x: Tensor, buffers: Buffers) -> None:
+def save_model(path: Path, trained: Trained, number: int, x: Tensor, buffers: Buffers) -> None:
+    """Write the model after a round, with these parameters and buffers."""
     weights = trained.objective.module_at(x, buffers).state_dict()
     write_file(path, pack(weights, round=str(number)))
 

@@ -88,13 +88,16 @@ def at_ends(value: Any, tried: Sequence[Any]) -> tuple[bool, bool]:
     return value == min(tried), value == max(tried)
 
 
-def way_beyond(value: Any, ends: tuple[bool, bool], bounds: tuple[float | None, float | None]) -> str:
-    """Return which values to try beyond one at an end, "smaller" or "larger"; empty if there are none."""
-    low, high = ends[0] and value != bounds[0], ends[1] and value != bounds[1]
-    return "" if low == high else "smaller" if low else "larger"
+def way_beyond(value: Any, ends: tuple[bool, bool], algorithm: str, option: str) -> str:
+    """Return which values to try beyond one at an end, "smaller" or "larger"; empty if there are none.
 
-
-def bounds_of(algorithm: str, option: str) -> tuple[float | None, float | None]:
-    """Return the smallest and the largest allowed value of an algorithm's option."""
+    Args:
+        value: the best value.
+        ends: whether it is the smallest, and whether it is the largest of those tried.
+        algorithm: the algorithm that was tried.
+        option: its option, whose bounds no value may exceed; any other name has no bounds.
+    """
     known = algorithms.options(algorithms.find(algorithm))
-    return (known[option].metadata.get("low"), known[option].metadata.get("high")) if option in known else (None, None)
+    bounds = known[option].metadata if option in known else {}
+    low, high = ends[0] and value != bounds.get("low"), ends[1] and value != bounds.get("high")
+    return "" if low == high else "smaller" if low else "larger"

@@ -1,7 +1,7 @@
 """Trackers: a run's rounds for TensorBoard and MLflow, beside the metrics in its folder.
 
-A tracker copies the metrics. It therefore holds every round once, however often the run was killed, including the rounds
-before it was switched on.
+A tracker copies the metrics. It holds every round once, however often the run was killed, including those before it was
+switched on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lamina.errors import missing_extra
 from lamina.experiment.records import Record, flatten, read_json, read_record
@@ -23,16 +23,6 @@ from lamina.storage.files import write_json
 EVENTS, MLFLOW_RUN = "tensorboard", "mlflow.json"
 SECTIONS = ("data", "model", "algorithm", "train", "run")  # of a run's configuration
 log = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """Where rounds are copied to; made before the training, so that a missing package is named at once."""
-
-    def write(self, history: History) -> None:
-        """Write the rounds it does not hold yet."""
-
-    def close(self, record: Record) -> None:
-        """Record how the run ended; called only if something was written."""
 
 
 class TensorBoard:
@@ -115,7 +105,8 @@ class MLflow:
         self._client.set_terminated(self._run, status)
 
 
-TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+# Built before the training, so that a missing package is named at once.
+TRACKERS: dict[str, type[TensorBoard | MLflow]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 
 class Trackers:
@@ -139,7 +130,7 @@ class Trackers:
             record = read_record(self._folder)
             self._each(lambda tracker: tracker.close(record))
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _each(self, act: Callable[[TensorBoard | MLflow], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 act(tracker)

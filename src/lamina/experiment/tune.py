@@ -27,11 +27,10 @@ from lamina.experiment.build import (
 from lamina.experiment.config import Experiment, parse, set_key
 from lamina.experiment.records import FORMAT, Record, differences, flatten, read_json, read_record
 from lamina.experiment.run_files import CHOOSE_ANOTHER, check_folder, delete_runs, is_ours
-from lamina.experiment.settings import Grid, Settings, at_ends, bounds_of, folder_name, points, way_beyond, written
-from lamina.experiment.side_by_side import Job
+from lamina.experiment.settings import Grid, Settings, at_ends, folder_name, points, way_beyond, written
 from lamina.experiment.study import Claimed, Range, Study, find_space
 from lamina.experiment.toml import as_toml, replace_length
-from lamina.experiment.tuner import Trial, Tuner
+from lamina.experiment.tuner import Job, Trial, Tuner
 from lamina.history import Row
 from lamina.storage.files import as_json, write_csv, write_file, write_json, writing_to
 from lamina.storage.locks import turn
@@ -305,10 +304,9 @@ class Tuning:
         tried, lines = "the grid" if self.grid else "the range", []
         for key in self.keys:
             value = self.best.settings[key]
-            section, _, option = key.partition(".")
-            bounds = bounds_of(self.experiment.algorithm.name, option) if section == "algorithm" else (None, None)
             ends = at_ends(value, self.grid[key]) if self.grid else self.space[key].ends(value)
-            way = way_beyond(value, ends, bounds)
+            option = key.removeprefix("algorithm.")  # a key of another section has a dot, and is no option
+            way = way_beyond(value, ends, self.experiment.algorithm.name, option)
             if way:
                 lines.append(f"the best {key} = {value:g} lies on the edge of {tried}: try {way} values")
         return lines

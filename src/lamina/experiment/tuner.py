@@ -8,17 +8,73 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lamina.data.dataset import Splits
+from lamina.engines.stacked.engine import Stacked
 from lamina.errors import BadInput
-from lamina.experiment.build import build, load_data
+from lamina.experiment.build import build, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
-from lamina.experiment.records import Record
+from lamina.experiment.folder import RunFolder
+from lamina.experiment.log_lines import LogLines
+from lamina.experiment.records import Record, read_record
+from lamina.experiment.run import go_on, train
 from lamina.experiment.settings import Settings
-from lamina.experiment.side_by_side import Job, run_side_by_side
+from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row, rank
+from lamina.population import mismatch
 from lamina.simulation import Simulation
 from lamina.storage.locks import Lock, lost
+
+MOST_AT_ONCE = 64  # open runs: each holds a few files and its model
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One run to make or to resume."""
+
+    experiment: Experiment
+    settings: Settings  # the values that are tried with it
+    folder: Path
+    label: str  # for people
+    tuning: bool  # whether it only helps to choose the settings
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def algorithm(self) -> str:
+        """Return the name of its algorithm."""
+        return self.experiment.algorithm.name
+
+    @property
+    def lr(self) -> float:
+        """Return its learning rate."""
+        return float(self.experiment.train.lr)
+
+    @property
+    def seed(self) -> int:
+        """Return its seed."""
+        return int(self.experiment.train.seed)
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of its rounds."""
+        return self.experiment.train.rounds
+
+
+@dataclass(frozen=True)
+class Started:
+    """A job with rounds left to train."""
+
+    job: Job
+    simulation: Simulation
+    folder: RunFolder
+    trackers: Trackers
+
+
+OnRound = Callable[[Job, Row], None]
+OnEnd = Callable[[Job, Record], None]
 
 
 @dataclass(frozen=True)
@@ -131,28 +187,59 @@ class Tuner:
             self._lock.refuse_lost()
 
     def run(
-        self,
-        jobs: Sequence[Job],
-        on_round: Callable[[Job, Row], None],
-        on_end: Callable[[Job, Record], None],
-        stop: Callable[[], bool] = lambda: False,
+        self, jobs: Sequence[Job], on_round: OnRound, on_end: OnEnd, stop: Callable[[], bool] = lambda: False
     ) -> bool:
-        """Run what is left of some runs, as populations where they can be stacked; return whether all finished."""
+        """Run what is left of some jobs, as populations where they can be stacked; return whether all finished.
+
+        Args:
+            jobs: the runs.
+            on_round: called after every round.
+            on_end: called when a run is complete or has diverged, also for those that had ended before.
+            stop: a further reason to stop after a round.
+        """
         self.refuse_lost()
+        for first in range(0, len(jobs), MOST_AT_ONCE):
+            with LogLines() as lines, contextlib.ExitStack() as opened:
+                left: list[Started] = []
+                for job in jobs[first : first + MOST_AT_ONCE]:
+                    lines.about = job.folder  # whatever is logged while it is built
+                    alike = (run.simulation for run in left if _protocol(run.job) == _protocol(job))
+                    simulation = build(job.experiment, self._splits_of(job.experiment), like=next(alike, None))
+                    folder = RunFolder(job.folder, resolved(job.experiment, simulation), lines=lines)
+                    opened.callback(folder.close)
+                    name = f"{self._folder.name}/{job.folder.relative_to(self._folder).as_posix()}"
+                    trackers = opened.enter_context(Trackers(self._trackers, job.folder, name))
+                    if not folder.complete and folder.diverged is None:
+                        left.append(Started(job, simulation, folder, trackers))
+                        continue
+                    if len(folder.history):
+                        trackers.write(folder.history)  # asked for only now, or killed before the last round
+                    self._end(job, on_end)
+                lines.about = None
+                for group in stackable(left):
+                    if not self._train(group, on_round, stop):
+                        return False
+                    for run in group:
+                        self._end(run.job, on_end)
+        return True
 
-        def ended(job: Job, record: Record) -> None:
-            self._ended[job.folder] = None
-            on_end(job, record)
-
-        return run_side_by_side(
-            jobs,
-            self._folder,
-            self._splits_of,
+    def _train(self, group: list[Started], on_round: OnRound, stop: Callable[[], bool]) -> bool:
+        """Train runs side by side; return whether they finished."""
+        simulations, folders = [run.simulation for run in group], [run.folder for run in group]
+        go_on(simulations, folders)
+        ended = train(
+            simulations,
+            folders,
+            group[0].job.experiment,
             stop=lambda: stop() or self._stop(),
-            on_round=on_round,
-            on_end=ended,
-            trackers=self._trackers,
+            on_round=lambda i, row: on_round(group[i].job, row),
+            trackers=[run.trackers for run in group],
         )
+        return not ended.stopped
+
+    def _end(self, job: Job, on_end: OnEnd) -> None:
+        self._ended[job.folder] = None
+        on_end(job, read_record(job.folder))
 
     def _splits_of(self, experiment: Experiment) -> Splits:
         """Return the data of a run; every seed holds out samples of its own."""
@@ -162,3 +249,26 @@ class Tuner:
         if (held_out, seed) not in self._splits:
             self._splits[held_out, seed] = Splits(*self._loaded.train.holdout(held_out, seed))
         return self._splits[held_out, seed]
+
+
+def stackable(runs: list[Started]) -> list[list[Started]]:
+    """Return runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
+    groups: list[list[Started]] = []
+    for run in runs:
+        fitting = (
+            group
+            for group in groups
+            if _protocol(group[0].job) == _protocol(run.job) and not mismatch(group[0].simulation, run.simulation)
+        )
+        group = next(fitting, None) if isinstance(run.simulation.engine, Stacked) else None
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    return groups
+
+
+def _protocol(job: Job) -> dict[str, Any]:
+    """Return what the runs of a population have in common: all but the rate, the seed and the algorithm's numbers."""
+    tree = job.experiment.model_dump(exclude={"compare": True, "algorithm": True, "train": {"lr", "seed"}})
+    return {**tree, "algorithm": job.algorithm}

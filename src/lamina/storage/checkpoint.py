@@ -139,7 +139,7 @@ class Checkpoints:
         return name, sha256
 
     def load(self, number: int, like: State, client: Any, home: torch.device | None = None) -> tuple[State, list[Any]]:
-        """Return the state after a round and the history saved with it; raise `Damaged`, or `BadInput` for another run's.
+        """Return the state after a round and its history; raise `Damaged`, or `BadInput` for another run's checkpoint.
 
         Args:
             number: the round.
