@@ -20,13 +20,12 @@ from typing import Any
 from lamina import models
 from lamina.algorithms import find as find_algorithm
 from lamina.experiment import claims, reproduction
+from lamina.experiment.build import build_partition, build_schedule
 from lamina.experiment.compare import Entry
 from lamina.experiment.config import Claim, Experiment, load
-from lamina.experiment.records import Record, find_records, read_json
-from lamina.experiment.run import build_partition, build_schedule
-from lamina.experiment.settings import at_ends, bounds_of, way_beyond
+from lamina.experiment.records import Record, find_records, flatten, read_json
+from lamina.experiment.settings import at_ends, way_beyond
 from lamina.history import Row
-from lamina.report.curves import flatten
 from lamina.storage.files import as_json, write_file, write_json
 
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
@@ -208,8 +207,7 @@ def edges(entry: Entry, grid: Mapping[str, Any]) -> dict[str, str]:
     """Return the chosen settings on the edge of the grid, each with its side: a better value may lie beyond."""
     found = {}
     for key, value in entry.settings.items():
-        bounds = (None, None) if key == "lr" else bounds_of(entry.name, key)
-        way = way_beyond(value, at_ends(value, grid.get(key) or [value]), bounds)
+        way = way_beyond(value, at_ends(value, grid.get(key) or [value]), entry.name, key)
         if way:
             found[key] = {"smaller": "smallest", "larger": "largest"}[way]
     return found

@@ -9,7 +9,7 @@ import lamina
 from lamina import aggregation
 from lamina.aggregation import CentredClipping, Mean, Median, NormClipping, TrimmedMean
 from lamina.errors import BadInput
-from lamina.experiment import run as running
+from lamina.experiment import build as building
 from lamina.experiment.config import parse
 
 ROBUST = [Median(), TrimmedMean(0.2), NormClipping(), NormClipping(0.05), CentredClipping(), CentredClipping(0.1, 2)]
@@ -163,15 +163,15 @@ def test_an_experiment_file_names_the_aggregation():
     small = {"data": {"clients": 4}, "model": {"name": "mlp", "hidden": 4}, "train": {"rounds": 1}}
     small["train"]["aggregation"] = {"name": "trimmed_mean", "share": 0.25}
     experiment = parse(small)
-    run = running.build(experiment)
+    run = building.build(experiment)
     assert run.protocol.aggregation == TrimmedMean(0.25)
-    assert running.resolved(experiment, run)["train"]["aggregation"] == {"name": "trimmed_mean", "share": 0.25}
+    assert building.resolved(experiment, run)["train"]["aggregation"] == {"name": "trimmed_mean", "share": 0.25}
     short = parse({**small, "train": {"aggregation": "median"}})
-    assert running.build_aggregation(short) == Median()
+    assert building.build_aggregation(short) == Median()
     plain = parse({**small, "train": {}})
-    assert "aggregation" not in running.resolved(plain, running.build(plain))["train"]  # as in older run folders
+    assert "aggregation" not in building.resolved(plain, building.build(plain))["train"]  # as in older run folders
     with pytest.raises(BadInput, match=r"\[train.aggregation\] has no key 'shar'; did you mean 'share'"):
-        running.build_aggregation(parse({**small, "train": {"aggregation": {"name": "trimmed_mean", "shar": 1}}}))
+        building.build_aggregation(parse({**small, "train": {"aggregation": {"name": "trimmed_mean", "shar": 1}}}))
 
 
 def test_weights_are_those_of_the_clients_that_answered():

@@ -8,7 +8,7 @@ from torch import nn
 import lamina
 from lamina.clients import Clients
 from lamina.experiment import config
-from lamina.experiment.run import build
+from lamina.experiment.build import build
 from lamina.experiment.toml import as_toml
 from lamina.experiment.tune import with_settings
 from lamina.plan import Plan

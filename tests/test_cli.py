@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from helpers import call
 from lamina import BadInput, History, Simulation, __version__, algorithms
 from lamina.algorithms import contract
+from lamina.experiment import build as building
 from lamina.experiment import compare as comparing
-from lamina.experiment import run as running
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
 from lamina.report import comparison
@@ -301,8 +301,8 @@ def test_config_is_resolved_and_files_are_readable(here):
 
 def test_metrics_are_valid_json(here):
     experiment = load("small.toml")
-    simulation = running.build(experiment)
-    with RunFolder(here / "r", running.resolved(experiment, simulation)) as folder:
+    simulation = building.build(experiment)
+    with RunFolder(here / "r", building.resolved(experiment, simulation)) as folder:
         folder.record({"round": 1, "loss": math.nan, "x": math.inf, "accuracy": 0.5}, simulation)
     assert rounds_in(here / "r") == [{"round": 1, "loss": None, "x": None, "accuracy": 0.5}]
 

@@ -19,13 +19,13 @@ from helpers import assert_same, call, finish, kill, rows, sets, start
 from lamina import BadInput, Simulation
 from lamina.cli import compare as compare_command
 from lamina.experiment import compare as comparing
-from lamina.experiment import folder as folders
-from lamina.experiment import side_by_side
+from lamina.experiment import tuner
 from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.experiment.settings import folder_name
 from lamina.report.rates import responses
 from lamina.storage.checkpoint import Checkpoints
+from lamina.storage.locks import Lock
 
 TOML = """
 [data]
@@ -109,13 +109,11 @@ def test_a_comparison_is_a_folder_of_ordinary_runs(here):
 
 def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
     grouped = []
-    monkeypatch.setattr(
-        side_by_side, "stackable", lambda runs, old=side_by_side.stackable: grouped.append(old(runs)) or grouped[-1]
-    )
+    monkeypatch.setattr(tuner, "stackable", lambda runs, old=tuner.stackable: grouped.append(old(runs)) or grouped[-1])
     every = "run.evaluate_every=5"  # and the last round
     assert call(*command("stacked", every)) == 0
     assert [[len(group) for group in groups] for groups in grouped] == [[2], [2], [2]]
-    monkeypatch.setattr(side_by_side, "stackable", lambda runs: [[run] for run in runs])
+    monkeypatch.setattr(tuner, "stackable", lambda runs: [[run] for run in runs])
     assert call(*command("separate", every)) == 0
     for name in RUNS:
         for a, b in zip(rows(Path("stacked", name)), rows(Path("separate", name)), strict=True):
@@ -237,7 +235,7 @@ def test_a_damaged_config_is_named(here, capsys):
 
 
 def test_two_comparisons_never_share_a_folder(here, capsys):
-    lock = folders.Lock(here / "c")
+    lock = Lock(here / "c")
     assert call(*command("c")) == 2
     assert f"process {os.getpid()} is writing" in capsys.readouterr().err
     lock.release()
@@ -303,9 +301,7 @@ GRID = ("compare.algorithms=['fedlamb']", "compare.seeds=1", "train.rounds=4", "
 
 def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsys):
     grouped = []
-    monkeypatch.setattr(
-        side_by_side, "stackable", lambda runs, old=side_by_side.stackable: grouped.append(old(runs)) or grouped[-1]
-    )
+    monkeypatch.setattr(tuner, "stackable", lambda runs, old=tuner.stackable: grouped.append(old(runs)) or grouped[-1])
     assert call(*[word for word in command("c", *GRID) if word != "--quiet"]) == 0
     assert [[len(group) for group in groups] for groups in grouped] == [[4], [1]]
     said = capsys.readouterr()
@@ -486,7 +482,7 @@ def test_stages_go_on_after_a_stop_and_can_be_begun_anew(here, monkeypatch):
 
 def test_more_runs_than_may_be_open_at_once(here, monkeypatch):
     assert call(*command("a", *GRID)) == 0
-    monkeypatch.setattr(side_by_side, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(tuner, "MOST_AT_ONCE", 3)
     ended = []
     monkeypatch.setattr(comparing.Watcher, "run_ended", lambda self, job, record: ended.append(job.folder))
     assert call(*command("b", *GRID)) == 0
@@ -541,8 +537,15 @@ def test_the_speed_and_the_time_left_are_those_of_the_rounds_that_were_run(here,
     table = compare_command.LiveTable(load("small.toml"))
     name = load("small.toml").compare.algorithms[0]
     shown = []
+
+    def jobs(rounds):
+        """Return two tuning runs of a stage."""
+        made = [load("small.toml", [f"algorithm={name}", f"train.lr={lr}", f"train.rounds={rounds}"]) for lr in (1, 2)]
+        return [tuner.Job(one, {"lr": one.train.lr}, Path("c"), "", True) for one in made]
+
+    stages = {rounds: jobs(rounds) for rounds in (2, 18)}
     for number, rounds in ((1, 2), (2, 2), (3, 18)):  # the last is of another stage
-        for lr in (0.1, 0.2):
-            table.round_finished(comparing.Job(name, {"lr": lr}, 0, True, rounds), {"round": number, "accuracy": 0.5})
+        for job in stages[rounds]:
+            table.round_finished(job, {"round": number, "accuracy": 0.5})
         shown.append(table._rows[name][-2:])
     assert shown == [["0.5", "0:00:04"], ["0.5", "0:00:00"], ["0.5", "0:01:00"]]

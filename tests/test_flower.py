@@ -22,7 +22,7 @@ from flower_grid import Expired, LoopGrid, error_reply, over_the_wire, signed
 from lamina.algorithms.contract import Displacement
 from lamina.clients import Clients
 from lamina.errors import BadInput, Diverged
-from lamina.experiment import run as running
+from lamina.experiment import build as building
 from lamina.experiment.config import parse
 from lamina.experiment.records import read_record
 from lamina.flower import Federation, Limits, Stopped, checks, outliers, wire
@@ -262,7 +262,7 @@ def test_an_experiment_file_is_a_federation(tmp_path):
         "model": {"name": "mlp"}, "algorithm": {"name": "fedlamb", "sync_every": 2},
         "train": {"rounds": 3, "participation": 0.6, "seed": 3}, "run": {"device": "cpu", "engine": "loop"},
     })  # fmt: skip
-    simulation = running.build(experiment)
+    simulation = building.build(experiment)
     simulation.run(3)
     federation = Federation.from_experiment(experiment, out=tmp_path / "run", state_dir=tmp_path / "state", poll=0.005)
     grid = LoopGrid(federation.client_app(), nodes(5))

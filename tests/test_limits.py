@@ -212,5 +212,5 @@ def test_out_of_memory_that_no_estimate_foresaw_is_one_line(refused, monkeypatch
     def fail(*arguments, **settings):
         raise MemoryError("Unable to allocate 1. TiB")
 
-    monkeypatch.setattr("lamina.experiment.run.build", fail)
+    monkeypatch.setattr("lamina.experiment.build.build", fail)
     assert "out of memory (Unable to allocate 1. TiB)" in refused("run", "small.toml")

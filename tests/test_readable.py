@@ -13,13 +13,13 @@ from helpers import call
 from lamina import History
 from lamina.cli import base, watch
 from lamina.experiment.compare import Entry
-from lamina.experiment.folder import Lock
 from lamina.experiment.records import find_records
 from lamina.report import comparison
 from lamina.report.build import build
 from lamina.report.figures import curve_figure, metrics_of, rates_figure
 from lamina.report.rates import Response, Tried
 from lamina.report.tables import results_table, runs_tables
+from lamina.storage.locks import Lock
 
 SMALL = '[data]\nclients = 1\n[model]\nname = "mlp"\nhidden = 4\n[train]\nrounds = 1\n'
 OWN = """

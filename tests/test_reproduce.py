@@ -16,9 +16,9 @@ from lamina import BadInput, History, Simulation
 from lamina.cli import reproduce
 from lamina.data import idx, sources
 from lamina.experiment import claims, reproduction
+from lamina.experiment.build import build_algorithm, build_partition, build_schedule
 from lamina.experiment.compare import Entry, points_of, with_algorithm
 from lamina.experiment.config import load, parse
-from lamina.experiment.run import build_algorithm, build_partition, build_schedule
 from lamina.experiment.toml import complete_text
 from lamina.experiment.tune import GRIDS
 

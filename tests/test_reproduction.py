@@ -21,9 +21,9 @@ from lamina import BadInput, algorithms
 from lamina.aggregation import Mean
 from lamina.data import sources
 from lamina.experiment import claims, reproduction
+from lamina.experiment.build import build_algorithm, build_schedule, resolved
 from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
-from lamina.experiment.run import build_algorithm, build_schedule, resolved
 from lamina.history import History
 from lamina.storage.files import as_json
 

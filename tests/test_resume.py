@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -20,14 +21,17 @@ from helpers import HELD_UP, Killed, assert_same, call, finish, rows, sets, star
 from lamina import BadInput
 from lamina.algorithms.contract import Model
 from lamina.engines.state import State
-from lamina.experiment import folder
+from lamina.experiment import build as building
 from lamina.experiment import run as running
+from lamina.experiment import saved_model
 from lamina.experiment.config import load
-from lamina.experiment.folder import RunFolder, environment, git_commit, own_commit
+from lamina.experiment.environment import environment, git_commit, own_commit
+from lamina.experiment.folder import RunFolder
 from lamina.experiment.records import read_metrics, read_record
 from lamina.ledger import Ledger
 from lamina.storage import checkpoint, files
 from lamina.storage.checkpoint import Checkpoints, load_newest, pack, unpack
+from lamina.storage.locks import Lock
 
 TOML = """
 [data]
@@ -110,7 +114,7 @@ def test_killed_at_every_write(here, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", counted)
-            patch.setattr(folder.Lock, "release", lambda self, delete: self._file.close())  # a kill deletes nothing
+            patch.setattr(Lock, "release", lambda self, delete: self._file.close())  # a kill deletes nothing
             try:
                 call(*command("b", **quick))
                 break
@@ -374,7 +378,7 @@ def read_only(monkeypatch, place):
         return os.statvfs_result([*found[:8], flag, *found[9:]])
 
     monkeypatch.setattr(os, "statvfs", mounted)
-    monkeypatch.setattr(folder.Lock, "__init__", lambda self, path: pytest.fail(f"wrote to {path}"))
+    monkeypatch.setattr(Lock, "__init__", lambda self, path: pytest.fail(f"wrote to {path}"))
 
 
 def test_a_read_only_file_system_is_called_so_and_a_complete_run_there_is_complete(half, capsys, monkeypatch):
@@ -456,10 +460,10 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(half, capsys, monkeyp
         write(path, data)
 
     with monkeypatch.context() as patch:
-        for module in (checkpoint, folder):
+        for module in (checkpoint, saved_model):
             patch.setattr(module, "write_file", full)
         if file == "best":  # every round counts as the best so far
-            patch.setattr(RunFolder, "_best", property(lambda _: -1.0, lambda *_: None), raising=False)
+            patch.setattr(saved_model.BestModel, "score", property(lambda _: -1.0, lambda *_: None), raising=False)
         assert call(*command(half, rounds=6)) == 2
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
@@ -507,8 +511,8 @@ def test_an_infinite_test_loss_is_still_the_end_after_a_kill(here, capsys):
     """Killed after the checkpoint of that round, before it was noted that the run has diverged."""
     experiment = load("small.toml", ["train.rounds=3", "algorithm.name=fedavg"])
     for _ in range(2):
-        simulation = running.build(experiment)
-        with RunFolder(here / "r", running.resolved(experiment, simulation)) as place:
+        simulation = building.build(experiment)
+        with RunFolder(here / "r", building.resolved(experiment, simulation)) as place:
             if running.go_on([simulation], [place]) == 0:
                 row = {**simulation.run_round(), "loss": float("inf")}
                 place.record(row, simulation)
@@ -725,7 +729,7 @@ def test_restore_refuses_what_is_not_there_or_does_not_fit(tmp_path, caplog):
 def test_models_in_the_folder_are_those_of_their_rounds(here):
     assert call(*command("r", rounds=9, algorithm="fedavg")) == 0
     experiment = load("small.toml", ["train.rounds=9", "algorithm.name=fedavg", "run.engine=stacked"])
-    again = running.build(experiment)
+    again = building.build(experiment)
     accuracies = [row["accuracy"] for row in rows("r")]
     best = accuracies.index(max(accuracies)) + 1
     for name, number in (("best", best), ("model", 9)):
@@ -744,31 +748,33 @@ def test_the_best_model_survives_worse_rounds_after_it_went_on(half):
     assert (half / "best.safetensors").read_bytes() == best
 
 
-def test_the_commit_is_read_without_git(tmp_path):
+def commit_in(folder):
+    """Make a repository with one commit, and return its hash."""
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "--no-gpg-sign", "-m", "a"], check=True)
+    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_the_commit_of_a_folder_in_a_repository(tmp_path, monkeypatch):
     inner = tmp_path / "repository" / "inner"
-    git = tmp_path / "repository" / ".git"
-    (git / "refs" / "heads").mkdir(parents=True)
-    inner.mkdir()
-    (git / "HEAD").write_text("0123\n")
-    assert git_commit(inner) == "0123"
-    (git / "HEAD").write_text("ref: refs/heads/main\n")
-    (git / "packed-refs").write_text("# pack-refs\n4567 refs/heads/main\n")
-    assert git_commit(inner) == "4567"
-    (git / "refs" / "heads" / "main").write_text("89ab\n")
-    assert git_commit(inner) == "89ab"
+    inner.mkdir(parents=True)
+    expected = commit_in(inner.parent)
+    assert git_commit(inner) == expected
     assert git_commit(Path("/")) is None
+    monkeypatch.setenv("PATH", "")  # no git
+    assert git_commit(inner.parent) is None
 
 
 def test_the_commit_of_lamina_itself_is_kept(tmp_path, monkeypatch):
     """A run is mostly started outside lamina's repository; the working directory's commit says nothing of lamina's."""
     package = tmp_path / "checkout" / "src" / "lamina"
     package.mkdir(parents=True)
-    (tmp_path / "checkout" / ".git").mkdir()
-    (tmp_path / "checkout" / ".git" / "HEAD").write_text("0123\n")
+    commit = commit_in(tmp_path / "checkout")
     monkeypatch.setattr(lamina, "__file__", str(package / "__init__.py"))
     monkeypatch.chdir("/")
     found = environment("cpu")
-    assert (found["commit"], found["lamina_commit"]) == (None, "0123")
+    assert (found["commit"], found["lamina_commit"]) == (None, commit)
     installed = tmp_path / "checkout" / ".venv" / "lib" / "site-packages" / "lamina"
     monkeypatch.setattr(lamina, "__file__", str(installed / "__init__.py"))
-    assert own_commit() != "0123"  # that of the project it is installed for
+    assert own_commit() != commit  # that of the project it is installed for

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from helpers import call, sets
+from lamina.experiment import build as building
+from lamina.experiment import ranks, trackers
 from lamina.experiment import run as running
-from lamina.experiment import trackers
 from lamina.experiment.config import load
 from lamina.experiment.records import read_record
 from lamina.experiment.trackers import Trackers
@@ -43,8 +44,8 @@ def here(empty_folder):
 def die_in_round(number, tracker):
     """Train as `lamina run --<tracker>` does, up to a kill after a round's metrics and before its checkpoint."""
     experiment = load("small.toml")
-    simulation = running.build(experiment)
-    folder = running.open_folder(RUN, running.resolved(experiment, simulation))
+    simulation = building.build(experiment)
+    folder = ranks.open_folder(RUN, building.resolved(experiment, simulation))
 
     def die(_, row):
         if row["round"] == number:

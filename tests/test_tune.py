@@ -18,11 +18,12 @@ from helpers import HELD_UP, Killed, call, finish, kill, rows, sets, start
 from lamina import BadInput
 from lamina.cli import tune as tune_command
 from lamina.errors import MissingExtra
-from lamina.experiment import side_by_side, study
+from lamina.experiment import study, tuner
 from lamina.experiment import tune as tuning
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.toml import as_toml
+from lamina.experiment.tuner import Trial
 from lamina.report import figures
 
 TOML = """
@@ -127,9 +128,7 @@ def test_what_cannot_be_tried_is_said_in_a_line(given, said, tmp_path):
 
 def test_a_grid_is_a_population_of_ordinary_runs(here, monkeypatch, capsys):
     grouped = []
-    monkeypatch.setattr(
-        side_by_side, "stackable", lambda runs, old=side_by_side.stackable: grouped.append(old(runs)) or grouped[-1]
-    )
+    monkeypatch.setattr(tuner, "stackable", lambda runs, old=tuner.stackable: grouped.append(old(runs)) or grouped[-1])
     assert call(*tune("grid.toml", "tune.seeds=2", out="t")) == 0
     assert [len(group) for group in grouped[0]] == [6, 6]  # every seed holds out samples of its own
     assert capsys.readouterr().err == ""  # quiet
@@ -429,7 +428,7 @@ def test_points_that_differ_in_a_number_are_not_joined(here, monkeypatch):
 
 def test_one_trial_is_still_run(here, capsys):
     made = tuning.Tuning(load("grid.toml"), here / "t")
-    made.trials = [tuning.Trial("a", {"train.lr": 0.1, "algorithm.decay": 0.0}, "accuracy", [], 1)]
+    made.trials = [Trial("a", {"train.lr": 0.1, "algorithm.decay": 0.0}, "accuracy", [], 1)]
     tune_command.show(made, finished=True)
     assert "other workers still run 1 trial" in capsys.readouterr().out
 

@@ -9,7 +9,7 @@ import pytest
 from helpers import call
 from lamina import cli
 from lamina.cli import watch
-from lamina.experiment.folder import Lock
+from lamina.storage.locks import Lock
 
 CONFIG = {
     "lamina": "0",

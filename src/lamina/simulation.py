@@ -31,6 +31,7 @@ from lamina.metrics import client_metrics, measure, named, predict, refuse_nonfi
 from lamina.objective import Objective
 from lamina.plan import Plan, Round
 from lamina.protocol import Protocol, Settings
+from lamina.storage.identity import Identity, of_run
 
 if TYPE_CHECKING:
     from lamina.storage.checkpoint import Checkpoints
@@ -190,10 +191,9 @@ class Simulation:
         A folder with the checkpoints of another simulation is refused.
         """
         from lamina.storage.checkpoint import Checkpoints  # here: safetensors is not needed to simulate
-        from lamina.storage.identity import of_simulation
 
         if self._checkpoints is None or self._checkpoints.folder != Path(folder):
-            self._checkpoints = Checkpoints(Path(folder), of_simulation(self))
+            self._checkpoints = Checkpoints(Path(folder), self._identity())
         self._checkpoints.save(self.state, self.history)
 
     def restore(self, folder: str | Path) -> None:
@@ -202,9 +202,8 @@ class Simulation:
         A checkpoint of other settings is refused. Device, engine, precision, test data and evaluation may differ.
         """
         from lamina.storage.checkpoint import Checkpoints, load_newest
-        from lamina.storage.identity import of_simulation
 
-        checkpoints = Checkpoints(Path(folder), of_simulation(self))
+        checkpoints = Checkpoints(Path(folder), self._identity())
         home = torch.device("cpu") if isinstance(self.engine, Stacked) else None  # it takes the records it needs
         loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds(), home=home)
         if loaded is None:
@@ -212,6 +211,9 @@ class Simulation:
         ((self.state, rows),) = loaded
         self.history = History(rows)
         self._checkpoints = checkpoints
+
+    def _identity(self) -> Identity:
+        return of_run(self.algorithm, self.objective, self.plan, self.train_data)
 
     def start(self) -> tuple[State, Any]:
         """Return the state before round 1 and the initial state of a client."""

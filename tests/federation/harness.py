@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from lamina.experiment import run as running
+from lamina.experiment import build as building
 from lamina.experiment.config import parse
 from lamina.flower.keys import private_folder
 from lamina.flower.local import guard
@@ -57,7 +57,7 @@ class Without(Plan):
 
 def simulated(spec, absent=None):
     """The simulation of the same experiment, in which some clients do not take part in some rounds."""
-    simulation = running.build(spec)
+    simulation = building.build(spec)
     fields = {field.name: getattr(simulation.plan, field.name) for field in dataclasses.fields(simulation.plan)}
     simulation.plan = Without(**fields, absent=absent or {})
     simulation.run(spec.train.rounds)

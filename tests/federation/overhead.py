@@ -21,7 +21,7 @@ import torch
 from harness import NODES, Say
 
 from lamina import Simulation
-from lamina.experiment.folder import processor
+from lamina.experiment.environment import processor
 from lamina.experiment.records import read_record
 from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.jobs import PROJECT

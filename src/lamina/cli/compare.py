@@ -40,6 +40,7 @@ from lamina.experiment import compare as comparing
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import shown_name
+from lamina.experiment.tuner import Job
 from lamina.history import History, Row
 from lamina.text import plural
 
@@ -135,7 +136,7 @@ class Lines(comparing.Watcher):
     def __init__(self, experiment: Experiment) -> None:
         self._data = {True: experiment.compare.select, False: "test"}
 
-    def run_ended(self, job: comparing.Job, record: Record) -> None:
+    def run_ended(self, job: Job, record: Record) -> None:
         """Print how a run ended."""
         metric = record.history.metric
         best = f"best {self._data[job.tuning]} {metric} {record.history.best(metric, optional=True):.4f}"
@@ -151,7 +152,7 @@ class LiveTable(comparing.Watcher):
         self._experiment = experiment
         self._rows = {name: ["waiting", "", "", "", "", "", ""] for name in experiment.compare.algorithms}
         self._titles = {name: algorithms.find(name).card.title for name in self._rows}
-        self._running: dict[comparing.Job, Row] = {}  # the last round of every run that trains now
+        self._running: dict[Job, Row] = {}  # the last round of every run that trains now
         self._ended: dict[str, dict[int, Record]] = {name: {} for name in self._rows}  # by seed
         self._began = self._heard = time.perf_counter()  # start of these runs, and the last event
         self._rounds = 0
@@ -165,7 +166,7 @@ class LiveTable(comparing.Watcher):
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def round_finished(self, job: comparing.Job, row: Row) -> None:
+    def round_finished(self, job: Job, row: Row) -> None:
         """Show the runs that train side by side as one row."""
         stage = job.algorithm, job.tuning, job.rounds
         if not any((other.algorithm, other.tuning, other.rounds) == stage for other in self._running):
@@ -188,7 +189,7 @@ class LiveTable(comparing.Watcher):
             str(datetime.timedelta(seconds=round(left))),
         ]
 
-    def run_ended(self, job: comparing.Job, record: Record) -> None:
+    def run_ended(self, job: Job, record: Record) -> None:
         """Show an algorithm whose runs have all ended as done."""
         self._heard = time.perf_counter()
         if not job.tuning:

@@ -19,7 +19,7 @@ from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
 from lamina.data.sources import SOURCES
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.errors import BadInput
-from lamina.experiment.folder import processor
+from lamina.experiment.environment import processor
 from lamina.text import plural
 
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")

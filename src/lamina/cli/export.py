@@ -11,9 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from lamina.cli.base import app, tell_text
-from lamina.experiment.folder import NO_PART_OF_IDENTITY
 from lamina.experiment.outputs import write_output
-from lamina.experiment.records import Record, find_records
+from lamina.experiment.records import NO_PART_OF_IDENTITY, Record, find_records
 from lamina.experiment.trackers import settings
 from lamina.text import csv_text
 

@@ -23,9 +23,12 @@ from lamina.cli.base import (
     tell,
     wanted_trackers,
 )
+from lamina.experiment import build as building
 from lamina.experiment import run as running
 from lamina.experiment.config import Experiment, load
-from lamina.experiment.folder import LogLines, RankFolder, RunFolder
+from lamina.experiment.folder import RunFolder
+from lamina.experiment.log_lines import LogLines
+from lamina.experiment.ranks import RankFolder, join_ranks, open_folder
 from lamina.experiment.trackers import Trackers
 from lamina.history import Row
 from lamina.simulation import Simulation
@@ -48,13 +51,13 @@ def run(
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
     experiment = load(file, overrides or [])
     path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
-    experiment, ranks = running.join_ranks(experiment)
+    experiment, ranks = join_ranks(experiment)
     quiet = quiet or ranks.rank > 0
     trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
     with LogLines() as lines:
-        simulation = running.build(experiment)  # before the folder is opened: a wrong name is reported first
-        config = running.resolved(experiment, simulation)
-        folder = running.open_folder(path, config, overwrite=overwrite, lines=lines)
+        simulation = building.build(experiment)  # before the folder is opened: a wrong name is reported first
+        config = building.resolved(experiment, simulation)
+        folder = open_folder(path, config, overwrite=overwrite, lines=lines)
         try:
             to_go_on = TO_GO_ON + " without --overwrite" * overwrite
             with trackers:

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lamina.errors import BadInput, is_whole, nearest, short_repr
-from lamina.experiment.toml import read_tree, replace_length
+from lamina.experiment.toml import DEFAULT_NAMES, read_tree, replace_length
 from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_CLIENTS, MOST_SEED, MOST_SEEDS, MOST_THREADS
 from lamina.paths import checked_path
 from lamina.protocol import Protocol
@@ -32,7 +32,7 @@ AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 
 
 def _in_a_list(value: Any) -> Any:
-    """One number as a list of one."""
+    """Return a single number as a list."""
     return [value] if isinstance(value, int | float) else value
 
 
@@ -70,18 +70,18 @@ class Named(BaseModel):
     name: str
 
     def options(self) -> dict[str, Any]:
-        """The options given beside the name."""
+        """Return the options given beside the name."""
         return dict(self.model_extra or {})
 
 
 class Partition(Named):
-    """How samples are dealt to clients."""
+    """The `[data.partition]` section: how samples are split among clients."""
 
     name: str = "iid"
 
 
 class Data(_Section):
-    """Which data, held by how many clients."""
+    """The `[data]` section: the data set and how it is split among clients."""
 
     name: str = "digits"
     dir: PathText | None = None
@@ -104,20 +104,20 @@ class Data(_Section):
 
 
 class Model(Named):
-    """Which model."""
+    """The `[model]` section."""
 
     name: str = "mlp"
 
 
 class AlgorithmSection(Named):
-    """Which algorithm, from which preset."""
+    """The `[algorithm]` section."""
 
     name: str = "fedlamb"
     preset: str | None = None
 
 
 class Schedule(Named):
-    """The learning rate over rounds."""
+    """The `[train.schedule]` section: the learning rate over rounds."""
 
     name: str = "constant"
 
@@ -170,7 +170,7 @@ else:
 
 
 class Run(_Section):
-    """Where and how it runs, and what is recorded."""
+    """The `[run]` section: where and how training runs, and what is recorded."""
 
     device: str = "auto"
     engine: Literal["auto", "stacked", "vmap", "loop"] = "auto"
@@ -185,19 +185,19 @@ class Run(_Section):
 
 
 class Tried(BaseModel):
-    """What a comparison tries for one algorithm: rates, and values of its own options."""
+    """The values that a comparison tries for one algorithm: rates, and values of its options."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False, strict=True)
     __pydantic_extra__: dict[str, NotEmpty[Any]]
     lr: NotEmpty[Positive] | None = None  # None: the one rate of all runs
 
     def values(self) -> dict[str, list[Any]]:
-        """What is given, the rates first."""
+        """Return the given values, the rates first."""
         return {name: values for name, values in self.model_dump().items() if values is not None}
 
 
 class Compare(_Section):
-    """Several algorithms on the same clients, batches and initial weights."""
+    """The `[compare]` section: several algorithms on the same clients, batches and initial weights."""
 
     algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
     seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 3
@@ -211,7 +211,7 @@ class Compare(_Section):
 
 
 class Tune(_Section):
-    """Values to try, and what the best is chosen on."""
+    """The `[tune]` section: values to try, and the data to choose the best on."""
 
     grid: dict[str, Any] | str = {}  # dotted keys to lists of values, or the name of a paper's grid
     sampler: Literal["grid", "tpe"] = "grid"  # tpe: Optuna proposes values from the space
@@ -224,7 +224,7 @@ class Tune(_Section):
 
 
 class Claim(_Section):
-    """What a paper says of a comparison, for `lamina reproduce` to look whether it holds here.
+    """A `[[claim]]` section: what a paper says of a comparison, for `lamina reproduce` to check.
 
     A label is an algorithm, or ``algorithm@variant``; ``a - b`` stands for the difference of two.
     """
@@ -256,16 +256,6 @@ class Experiment(_Section):
     compare: Compare = Compare()
     tune: Tune = Field(default=Tune(), exclude=True)  # what else was tried is no part of a run's configuration
     claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
-
-
-# the sections that name something whose options stand beside the name
-DEFAULT_NAMES = {
-    ("data", "partition"): Partition().name,
-    ("model",): Model().name,
-    ("algorithm",): AlgorithmSection().name,
-    ("train", "schedule"): Schedule().name,
-    ("train", "aggregation"): Aggregation().name,
-}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -337,7 +327,7 @@ def set_key(tree: dict[str, Any], names: Sequence[str], value: Any) -> None:
 
 
 def _one_line(error: ValidationError) -> str:
-    """Say the first problem in one line: the key, what is wrong, what is allowed, the nearest match."""
+    """Return the first problem as a line: the key, what is wrong, what is allowed, the nearest match."""
     problems = error.errors()
     first = problems[0]
     place = [str(part) for part in first["loc"]]

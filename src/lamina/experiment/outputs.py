@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lamina.errors import BadInput
-from lamina.experiment.records import read_json
+from lamina.experiment.run_files import is_ours, unreadable_config
 from lamina.storage.files import write_file
 
 ENDS_BYTES = 4096  # that are read at either end of a file to recognise it
@@ -48,15 +48,6 @@ def _read_ends(path: Path) -> bytes:
 def refuse_in_run_folder(path: Path, option: str = "--out") -> None:
     """Refuse a path inside a run's folder, which may hold nothing but the run's own files."""
     for folder in Path(os.path.realpath(path)).parents:
-        if is_run_folder(folder):
+        is_run = is_ours(folder) or unreadable_config(folder)  # one whose config.json is damaged counts
+        if is_run and (folder / "metrics.jsonl").exists():
             raise BadInput(f"'{path}' is inside the run folder '{folder}': choose another place with {option}")
-
-
-def is_run_folder(folder: Path) -> bool:
-    """Whether a folder holds a run; one whose config.json is damaged counts."""
-    if not (folder / "metrics.jsonl").exists() or not (folder / "config.json").exists():
-        return False
-    try:
-        return "lamina" in read_json(folder / "config.json")
-    except BadInput:
-        return True

@@ -1,11 +1,11 @@
-"""Read run folders: what reports, comparisons and tuning are made from. They hold nothing but JSON."""
+"""Read the records in run folders, for reports, comparisons and tuning."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,27 +14,30 @@ from lamina.errors import BadInput, is_number, is_whole
 from lamina.history import History, Row
 
 FORMAT = 1  # of a run's folder; others are refused
+# keys that do not change the result, and so do not tell one run from another
+NO_PART_OF_IDENTITY = {"lamina", "format", "title", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
+MAX_NAMED_KEYS = 5
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 
 
 @dataclass(frozen=True)
 class Record:
-    """One run as its folder tells it, finished or not."""
+    """One run as read from its folder, finished or not."""
 
     folder: Path
     config: dict[str, Any]  # as resolved: sections data, model, algorithm, train, run
     history: History
     environment: dict[str, Any]  # versions, machine, start; empty if it was not written
-    diverged: str | None = None  # the line that says how, if the training did
+    diverged: str | None = None  # how, if the training diverged
 
     @property
     def algorithm(self) -> str:
-        """Its algorithm's name."""
+        """Return the name of its algorithm."""
         return str(self.config["algorithm"]["name"])
 
     @property
     def title(self) -> str:
-        """Its algorithm as its paper calls it; one of the user's own as its card did when it ran."""
+        """Return the title of its algorithm; of a user's own algorithm, the title when it ran."""
         known = algorithms.registry()
         if self.algorithm in known:
             return known[self.algorithm].card.title
@@ -43,37 +46,43 @@ class Record:
 
     @property
     def lr(self) -> float:
-        """Its learning rate, before any schedule."""
+        """Return its learning rate, before any schedule."""
         return float(self.config["train"]["lr"])
 
     @property
     def seed(self) -> int:
-        """The seed all its randomness follows from."""
+        """Return its seed."""
         return int(self.config["train"]["seed"])
 
     @property
     def complete(self) -> bool:
-        """Whether it ran all its rounds."""
+        """Return whether it ran all its rounds."""
         return self.diverged is None and len(self.history) >= int(self.config["train"]["rounds"])
 
     @property
     def ended(self) -> bool:
-        """Whether nothing is left to do: it is complete, or it diverged."""
+        """Return whether it is complete or has diverged."""
         return self.complete or self.diverged is not None
+
+    def up_to(self, rounds: int) -> Record:
+        """Return the run as if it had only its first rounds to train."""
+        config = {**self.config, "train": {**self.config["train"], "rounds": rounds}}
+        diverged = self.diverged if len(self.history) < rounds else None
+        return replace(self, config=config, history=self.history[:rounds], diverged=diverged)
 
     @property
     def on_validation_data(self) -> bool:
-        """Whether its accuracy is on held-out training data, not on the test data."""
+        """Return whether it was evaluated on held-out training data instead of the test data."""
         return self.config["data"].get("validation") is not None
 
     @property
     def tuning(self) -> bool:
-        """Whether it is one of a comparison's runs that only choose a learning rate."""
+        """Return whether it is a tuning run of a comparison."""
         return self.on_validation_data or "tuning" in self.folder.parts[-3:-1]
 
 
 def find_records(paths: Iterable[str | Path]) -> list[Record]:
-    """Every run in the given folders, at any depth; a folder given twice counts once."""
+    """Return every run in the given folders, at any depth; a folder given twice counts once."""
     folders: dict[Path, None] = {}
     for path in map(Path, paths):
         if not path.is_dir():
@@ -123,8 +132,53 @@ def refuse_format(folder: Path, config: Mapping[str, Any], otherwise: str) -> No
         )
 
 
+def flatten(tree: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as one level of dotted keys; a table with a key among `leaves` counts as a value.
+
+    >>> flatten({"train": {"lr": 0.1, "schedule": {"name": "constant"}}})
+    {'train.lr': 0.1, 'train.schedule.name': 'constant'}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping) and not set(value) & set(leaves)
+        flat |= flatten(value, leaves, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return flat
+
+
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> str:
+    """Return the keys that tell two runs apart, in a line with both values; empty if it is the same run.
+
+    Args:
+        stored: the configuration in a run's folder.
+        now: the configuration of the run that is to use the folder.
+        finished: how many rounds the stored run has; asking for as many or more makes no other run.
+    """
+    a, b = flatten(stored), flatten(now)
+    if b["train.rounds"] >= finished:
+        a["train.rounds"] = b["train.rounds"]
+    for flat in (a, b):
+        if "run.device" in flat:
+            flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
+    renamed = [key.removesuffix("name") for key in a if key.endswith(".name") and a[key] != b.get(key)]
+    differing = [
+        f"{key} = {_shown(a.get(key))} (now {_shown(b.get(key))})"
+        for key in {**a, **b}
+        if a.get(key) != b.get(key)
+        and key not in NO_PART_OF_IDENTITY
+        and not key.startswith("compare.")
+        # another algorithm has other options: its name says enough
+        and (key.endswith(".name") or not key.startswith(tuple(renamed)))
+    ]
+    more = f" and {len(differing) - MAX_NAMED_KEYS} more" if len(differing) > MAX_NAMED_KEYS else ""
+    return ", ".join(differing[:MAX_NAMED_KEYS]) + more
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)
+
+
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What the environment of a run was; empty if nobody knows, which is no reason to refuse the run."""
+    """Return the environment of a run; empty if it is lost or damaged, which does not invalidate the run."""
     try:
         return read_json(folder / "environment.json")
     except BadInput:
@@ -132,7 +186,7 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 def read_diverged(folder: Path) -> dict[str, Any] | None:
-    """How a run diverged, with a "message" at least; None if it did not."""
+    """Return how a run diverged, at least with a "message"; None if it did not."""
     path = folder / "diverged.json"
     if not path.exists():
         return None
@@ -141,7 +195,7 @@ def read_diverged(folder: Path) -> dict[str, Any] | None:
 
 
 class Metrics(NamedTuple):
-    """What a metrics file holds."""
+    """The content of a metrics file."""
 
     history: History  # its rounds
     ends: list[int]  # the byte at which each of them ends, after a first 0
@@ -149,7 +203,7 @@ class Metrics(NamedTuple):
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The rounds of a metrics file; a last line without an end is half-written, which is no damage, and left out."""
+    """Return the rounds of a metrics file; a last line without its end is half-written and ignored."""
     rows: list[Row] = []
     ends = [0]
     for line in _read(path).split(b"\n")[:-1]:
@@ -165,7 +219,7 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds a table."""
+    """Return the content of a JSON file, which must be a table."""
     try:
         value = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
@@ -176,7 +230,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value of a row is a number that a float can hold."""
+    """Return whether a value is a number that a float can hold."""
     try:
         return is_number(value) and math.isfinite(value)
     except OverflowError:  # a whole number of hundreds of digits

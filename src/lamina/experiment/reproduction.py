@@ -11,8 +11,8 @@ from lamina.data import sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.errors import unknown
 from lamina.experiment import claims, compare
+from lamina.experiment.build import build_aggregation, build_algorithm, build_partition, build_schedule
 from lamina.experiment.config import Claim, Experiment, Tried, load
-from lamina.experiment.run import build_aggregation, build_algorithm, build_partition, build_schedule
 from lamina.storage.files import cannot_write, write_json
 
 FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing

@@ -18,7 +18,7 @@ Grid = dict[str, list[Any]]
 
 
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
-    """All combinations of a grid's values, each once.
+    """Return all combinations of a grid's values, each once.
 
     >>> points({"lr": [0.1, 0.3, 0.1], "decay": [0.0]})
     [{'lr': 0.1, 'decay': 0.0}, {'lr': 0.3, 'decay': 0.0}]
@@ -31,7 +31,7 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
 
 
 def short_names(keys: Sequence[str]) -> list[str]:
-    """Keys without their sections, where that leaves them apart.
+    """Return keys without their sections, where they stay distinct.
 
     >>> short_names(["train.lr", "algorithm.decay"]), short_names(["model.name", "algorithm.name"])
     (['lr', 'decay'], ['model.name', 'algorithm.name'])
@@ -41,7 +41,7 @@ def short_names(keys: Sequence[str]) -> list[str]:
 
 
 def written(settings: Settings) -> str:
-    """Settings in a line, for people.
+    """Return settings as a line for people.
 
     >>> written({"train.lr": 0.1, "algorithm.decay": 0.0})
     'lr 0.1, decay 0'
@@ -51,12 +51,12 @@ def written(settings: Settings) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value, for people."""
+    """Return a value as text for people."""
     return f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
 
 
 def shown_name(algorithm: str, title: str) -> str:
-    """An algorithm in a table, for people: by its short name, or by its title if it is of the user's own.
+    """Return an algorithm's name for a table: its short name, or the title of a user's own algorithm.
 
     >>> shown_name("fedlamb", "Fed-LAMB"), shown_name("my_project.methods:Mine", "My-LAMB")
     ('fedlamb', 'My-LAMB')
@@ -65,7 +65,7 @@ def shown_name(algorithm: str, title: str) -> str:
 
 
 def folder_name(settings: Settings) -> str:
-    """A folder's name that tells a grid's points apart.
+    """Return a folder name for a point of a grid.
 
     >>> folder_name({"train.lr": 0.1, "algorithm.decay": 0.0})
     'lr0.1-decay0.0'
@@ -78,7 +78,7 @@ def folder_name(settings: Settings) -> str:
 
 
 def at_ends(value: Any, tried: Sequence[Any]) -> tuple[bool, bool]:
-    """Whether a value is the smallest and whether it is the largest of the numbers tried.
+    """Return whether a value is the smallest and whether it is the largest of the numbers tried.
 
     >>> at_ends(0.1, [0.1, 0.3]), at_ends(0.1, [0.1]), at_ends("tensor", ["tensor", "module"])
     ((True, False), (False, False), (False, False))
@@ -88,13 +88,16 @@ def at_ends(value: Any, tried: Sequence[Any]) -> tuple[bool, bool]:
     return value == min(tried), value == max(tried)
 
 
-def way_beyond(value: Any, ends: tuple[bool, bool], bounds: tuple[float | None, float | None]) -> str:
-    """Which values to try beyond one at an end, "smaller" or "larger"; empty if it is at none, or may go no further."""
-    low, high = ends[0] and value != bounds[0], ends[1] and value != bounds[1]
-    return "" if low == high else "smaller" if low else "larger"
+def way_beyond(value: Any, ends: tuple[bool, bool], algorithm: str, option: str) -> str:
+    """Return which values to try beyond one at an end, "smaller" or "larger"; empty if there are none.
 
-
-def bounds_of(algorithm: str, option: str) -> tuple[float | None, float | None]:
-    """The ends of what an algorithm's option may be."""
+    Args:
+        value: the best value.
+        ends: whether it is the smallest, and whether it is the largest of those tried.
+        algorithm: the algorithm that was tried.
+        option: its option, whose bounds no value may exceed; any other name has no bounds.
+    """
     known = algorithms.options(algorithms.find(algorithm))
-    return (known[option].metadata.get("low"), known[option].metadata.get("high")) if option in known else (None, None)
+    bounds = known[option].metadata if option in known else {}
+    low, high = ends[0] and value != bounds.get("low"), ends[1] and value != bounds.get("high")
+    return "" if low == high else "smaller" if low else "larger"

@@ -1,7 +1,7 @@
-"""Optuna's half of tuning: what it may choose from, and a study whose trials any number of processes share.
+"""Optuna's part of tuning: the ranges of values, and a study whose trials several processes share.
 
-The study lies in SQLite beside the runs. A process holds the lock of the trial it runs, so that one whose process was
-killed can be told from one that is running, and is claimed by the next process that looks.
+The study is stored in SQLite beside the runs. A process holds the lock of the trial it runs, so that the next process
+recognises and claims a trial whose process was killed.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from lamina import rng
 from lamina.errors import BadInput, is_number, is_whole, missing_extra
-from lamina.experiment.folder import Lock, Locked, delete_runs
+from lamina.experiment.run_files import delete_runs
 from lamina.experiment.settings import Settings, at_ends
+from lamina.storage.locks import Lock, Locked
 
 FILE = "study.db"
-NEAR = 0.05  # of a range: so close to its end is on the edge
+EDGE_FRACTION = 0.05  # of a range: values this close to an end are on the edge
 WAIT = 60  # seconds for another process to finish writing to the study
 START_ANEW = "choose another folder with --out, or start anew with --overwrite"
 GO_ON = "what is finished is kept: the same command goes on"
 
 
-# --- what it may choose from -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Range:
-    """What Optuna may choose a value from: numbers between two ends, or a list."""
+    """The values that Optuna may propose: numbers between two ends, or a list."""
 
     low: float = 0.0
     high: float = 0.0
@@ -42,16 +40,16 @@ class Range:
 
     @property
     def samples(self) -> tuple[Any, ...]:
-        """Values to check before anything runs."""
+        """Return values to check before anything runs."""
         return self.choices or (self.low, self.high)
 
     @property
     def described(self) -> list[Any]:
-        """What tells it from another one."""
+        """Return the range as a list, for the configuration."""
         return list(self.choices) or [self.low, self.high, "log" if self.log else "linear"]
 
     def suggest(self, trial: Any, key: str) -> Any:
-        """Optuna's choice."""
+        """Return the value that Optuna proposes."""
         if self.choices:
             return trial.suggest_categorical(key, self.choices)
         if is_whole(self.low) and is_whole(self.high):
@@ -59,16 +57,16 @@ class Range:
         return trial.suggest_float(key, self.low, self.high, log=self.log)
 
     def ends(self, value: Any) -> tuple[bool, bool]:
-        """Whether a value is at the lower and at the upper end, or near it."""
+        """Return whether a value is at or near the lower end, and the upper end."""
         if self.choices:
             return at_ends(value, self.choices)
         low, high, place = (math.log(x) if self.log else x for x in (self.low, self.high, value))
         share = (place - low) / (high - low)
-        return share <= NEAR, share >= 1 - NEAR
+        return share <= EDGE_FRACTION, share >= 1 - EDGE_FRACTION
 
 
 def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
-    """The ranges of ``[tune.space]``, given by dotted keys."""
+    """Return the ranges of ``[tune.space]``, given by dotted keys."""
     found = {}
     for key, given in space.items():
         where = f"tune.space: '{key}'"
@@ -76,7 +74,11 @@ def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
             raise BadInput(f"{where} must be a table: {{ low = 0.001, high = 1.0, log = true }} or {{ choices = […] }}")
         if set(given) == {"choices"}:
             choices = given["choices"]
-            if not isinstance(choices, list) or not choices or not all(_is_plain(value) for value in choices):
+            if (
+                not isinstance(choices, list)
+                or not choices
+                or not all(isinstance(v, str | int | float) for v in choices)
+            ):
                 raise BadInput(f"{where}: choices must be a list of numbers, words, or true and false")
             found[key] = Range(choices=tuple(choices))
             continue
@@ -95,23 +97,8 @@ def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
     return found
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float)
-
-
-# --- the study ---------------------------------------------------------------------------------------------------
-
-
-class Proposed(NamedTuple):
-    """A trial as the study knows it."""
-
-    name: str  # of its folder
-    settings: Settings
-    pruned: bool
-
-
 class Study:
-    """The study in a tuning's folder. What goes wrong with its file is said in a line."""
+    """The study in a tuning's folder. Problems with its file raise `BadInput`."""
 
     def __init__(self, folder: Path, space: Mapping[str, Range], *, pruner: str, rounds: int, seed: int) -> None:
         self._optuna = _import_optuna()
@@ -124,7 +111,7 @@ class Study:
         return f"sqlite:///{(self._folder / FILE).absolute()}"
 
     def open(self, *, maximise: bool) -> None:
-        """Open the study, or make it; in one's turn."""
+        """Open or create the study. Call it in `turn`."""
         with self._in_a_line():
             try:
                 storage = self._optuna.storages.RDBStorage(self._url, engine_kwargs={"connect_args": {"timeout": WAIT}})
@@ -148,7 +135,7 @@ class Study:
             shutil.rmtree(path)
 
     def claim(self, most: int) -> Claimed | None:
-        """A trial that a killed process left, or else a new one, locked; None if there are `most`. In one's turn."""
+        """Return a locked trial, that of a killed process or a new one; None if there are `most`. Call it in `turn`."""
         trials = self._trials()
         with self._in_a_line():
             for left in trials:
@@ -166,17 +153,17 @@ class Study:
             shutil.rmtree(place)
         return Claimed(self, trial, Lock(place))
 
-    def proposed(self) -> list[Proposed]:
-        """All trials, in the order of their numbers."""
+    def proposed(self) -> list[tuple[str, Settings, bool]]:
+        """Return the folder name and the settings of all trials in order, and whether they were pruned."""
         pruned = self._optuna.trial.TrialState.PRUNED
-        return [Proposed(trial_name(t.number), dict(t.params), t.state == pruned) for t in self._trials()]
+        return [(trial_name(t.number), dict(t.params), t.state == pruned) for t in self._trials()]
 
     def _trials(self) -> list[Any]:
         with self._in_a_line():
             return list(self._study.get_trials(deepcopy=False))
 
     def _sampler(self, number: int) -> Any:
-        """A sampler whose draws depend on the trial's number alone, whichever process makes it and when."""
+        """Return a sampler whose draws depend only on the trial's number, not on the process."""
         seed = rng.torch_seed(self._seed, "tune", number) % 2**32
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
@@ -194,18 +181,18 @@ class Study:
 
     @contextlib.contextmanager
     def _in_a_line(self) -> Iterator[None]:
-        """Turn what SQLite says, three exceptions deep, into one line."""
+        """Turn the nested exceptions of SQLite into one line."""
         from sqlalchemy.exc import SQLAlchemyError  # comes with Optuna
 
         try:
             yield
         except (SQLAlchemyError, self._optuna.exceptions.StorageInternalError) as error:
             inner = error if isinstance(error, SQLAlchemyError) else error.__cause__
-            said = getattr(inner, "orig", None) or inner or error
-            # a full disk, a lock, a read-only file pass; a file that is no database, or lacks a table, does not
-            passes = isinstance(said, sqlite3.OperationalError) and "no such" not in str(said)
-            what = f"cannot use the study '{self._folder / FILE}': {str(said).splitlines()[0]}"
-            raise BadInput(f"{what}; {GO_ON if passes else START_ANEW}") from error
+            cause = getattr(inner, "orig", None) or inner or error
+            # A full disk, a lock or a read-only file may go away; a file that is no database stays one.
+            is_temporary = isinstance(cause, sqlite3.OperationalError) and "no such" not in str(cause)
+            what = f"cannot use the study '{self._folder / FILE}': {str(cause).splitlines()[0]}"
+            raise BadInput(f"{what}; {GO_ON if is_temporary else START_ANEW}") from error
 
 
 class Claimed:
@@ -223,14 +210,14 @@ class Claimed:
             raise
 
     def report(self, number: int, value: float) -> bool:
-        """Tell the value of a round; whether the pruner would stop here."""
+        """Report the value of a round; return whether the pruner would stop here."""
         with self._study._in_a_line():
             if number not in self._reported:  # else a round that is run again after a kill
                 self._trial.report(value, number)
             return bool(self._trial.should_prune())
 
     def end(self, how: float | Literal["pruned", "failed"]) -> None:
-        """Tell the score, or that there is none."""
+        """Report the score, or that there is none."""
         state = self._study._optuna.trial.TrialState
         with self._study._in_a_line():
             if isinstance(how, str):
@@ -239,12 +226,12 @@ class Claimed:
                 self._study._study.tell(self._trial.number, how)
 
     def release(self) -> None:
-        """Let go of it; if it has not ended, the next process that looks goes on with it."""
+        """Release the lock; if the trial has not ended, the next process that looks resumes it."""
         self._lock.release()
 
 
 def trial_name(number: int) -> str:
-    """The folder of a trial."""
+    """Return the name of a trial's folder."""
     return f"trial{number:03d}"
 
 

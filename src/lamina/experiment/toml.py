@@ -16,8 +16,14 @@ from lamina.paths import checked_path
 Tree = dict[str, Any]
 LONGEST_FILE_BYTES = 10_000_000
 
-# The tables that name something; the other keys in such a table are the options of the thing it names.
-NAMED_TABLES = {("data", "partition"), ("model",), ("algorithm",), ("train", "schedule")}
+# The tables that name something, with the default name; their other keys are the options of the thing they name.
+DEFAULT_NAMES = {
+    ("data", "partition"): "iid",
+    ("model",): "mlp",
+    ("algorithm",): "fedlamb",
+    ("train", "schedule"): "constant",
+    ("train", "aggregation"): "mean",
+}
 
 
 def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
@@ -108,7 +114,7 @@ def _drop_uncompared(tree: Tree, own: Tree) -> None:
 
 
 def _merge_tables(base: Tree, own: Tree, place: tuple[str, ...]) -> Tree:
-    if place in NAMED_TABLES and "name" in own and own["name"] != base.get("name"):
+    if place in DEFAULT_NAMES and "name" in own and own["name"] != base.get("name"):
         return own
     merged = dict(base)
     for key, value in own.items():

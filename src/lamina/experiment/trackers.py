@@ -1,7 +1,7 @@
 """Trackers: a run's rounds for TensorBoard and MLflow, beside the metrics in its folder.
 
-The metrics are the record, and a tracker a copy that is brought up to date from them. So it holds every round once,
-however often the run was killed, those from before somebody asked for it too.
+A tracker copies the metrics. It holds every round once, however often the run was killed, including those before it was
+switched on.
 """
 
 from __future__ import annotations
@@ -13,26 +13,16 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lamina.errors import missing_extra
-from lamina.experiment.records import Record, read_json, read_record
+from lamina.experiment.records import Record, flatten, read_json, read_record
 from lamina.history import History, Row
 from lamina.storage.files import write_json
 
 EVENTS, MLFLOW_RUN = "tensorboard", "mlflow.json"
 SECTIONS = ("data", "model", "algorithm", "train", "run")  # of a run's configuration
 log = logging.getLogger(__name__)
-
-
-class Tracker(Protocol):
-    """Where rounds are copied to; made before the training, so that a missing package is named at once."""
-
-    def write(self, history: History) -> None:
-        """Write the rounds it does not hold yet."""
-
-    def close(self, record: Record) -> None:
-        """Say how the run ended; called only if something was written."""
 
 
 class TensorBoard:
@@ -110,16 +100,17 @@ class MLflow:
         write_json(note, {"run": self._run})
 
     def close(self, record: Record) -> None:
-        """Say how it ended."""
+        """Record how the run ended."""
         status = "FAILED" if record.diverged else "FINISHED" if record.complete else "KILLED"
         self._client.set_terminated(self._run, status)
 
 
-TRACKERS: dict[str, Callable[[Path, str], Tracker]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
+# Built before the training, so that a missing package is named at once.
+TRACKERS: dict[str, type[TensorBoard | MLflow]] = {"tensorboard": TensorBoard, "mlflow": MLflow}
 
 
 class Trackers:
-    """The trackers somebody asked for. One that fails is given up with a warning: it is no reason to end a run."""
+    """The trackers of a run. One that fails is dropped with a warning, and the run continues."""
 
     def __init__(self, names: Iterable[str], folder: Path, run: str = "") -> None:
         self._folder = folder
@@ -130,7 +121,7 @@ class Trackers:
         return self
 
     def write(self, history: History) -> None:
-        """Bring all up to date; the run's folder holds these rounds."""
+        """Write the new rounds to all trackers; the run's folder holds them already."""
         self._used = True
         self._each(lambda tracker: tracker.write(history))
 
@@ -139,7 +130,7 @@ class Trackers:
             record = read_record(self._folder)
             self._each(lambda tracker: tracker.close(record))
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
+    def _each(self, act: Callable[[TensorBoard | MLflow], None]) -> None:
         for name, tracker in list(self._trackers.items()):
             try:
                 act(tracker)
@@ -150,21 +141,14 @@ class Trackers:
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's configuration as one level of names.
+    """Return a run's configuration as dotted keys.
 
     >>> settings({"format": 1, "data": {"name": "digits", "partition": {"name": "iid"}}})
     {'data.name': 'digits', 'data.partition.name': 'iid'}
     """
-    return _flat({section: config[section] for section in SECTIONS if section in config})
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+    return flatten({section: config[section] for section in SECTIONS if section in config})
 
 
 def _numbers(row: Row) -> dict[str, float]:
-    """What a tracker can draw: finite numbers."""
+    """Return the finite numbers of a row."""
     return {name: float(value) for name, value in row.items() if math.isfinite(value)}

@@ -25,9 +25,10 @@ from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
 from lamina.errors import BadInput, LaminaError
-from lamina.experiment import run as running
+from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
-from lamina.experiment.folder import LogLines, RunFolder
+from lamina.experiment.folder import RunFolder
+from lamina.experiment.log_lines import LogLines
 from lamina.flower.checks import Limits
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
@@ -133,8 +134,8 @@ class Federation(Setup):
             experiment: the experiment.
             **more: what a file does not say: out, nodes, quorum, deadline, attempts, poll, limits, state_dir, ...
         """
-        algorithm, settings = running.build_algorithm(experiment), running.settings_of(experiment)
-        partition, run = running.build_partition(experiment), experiment.run
+        algorithm, settings = building.build_algorithm(experiment), building.settings_of(experiment)
+        partition, run = building.build_partition(experiment), experiment.run
         if experiment.data.partition.name == "reallocate":
             raise BadInput(
                 "partition 'reallocate' gives clients other data in every round, and a node keeps its own: "
@@ -147,7 +148,7 @@ class Federation(Setup):
         dealt = _Dealt(experiment, partition)
         given: dict[str, Any] = {"rounds": experiment.train.rounds, "out": run.out, "test": dealt.test, **settings}
         given |= {"device": run.device, "evaluate_every": run.evaluate_every}
-        clients = running.count_clients(experiment) or dealt.clients.count
+        clients = building.count_clients(experiment) or dealt.clients.count
         federation = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
         federation._resolved = dealt.config
         return federation
@@ -214,11 +215,11 @@ class _Dealt:
 
     @functools.cached_property
     def splits(self) -> Splits:
-        return running.load_data(self.experiment)
+        return building.load_data(self.experiment)
 
     @functools.cached_property
     def clients(self) -> Clients:
-        count = running.count_clients(self.experiment)
+        count = building.count_clients(self.experiment)
         return deal(self.splits.train, count, self.partition, self.experiment.train.seed)
 
     def part(self, context: Context) -> Dataset:
@@ -232,13 +233,13 @@ class _Dealt:
         return self.splits.test
 
     def model(self) -> nn.Module:
-        return running.build_model(self.experiment, self.splits.train)
+        return building.build_model(self.experiment, self.splits.train)
 
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration, with the engine that nodes use."""
         run = self.experiment.run.model_copy(update={"engine": "loop", "precision": "fp32"})
         plain = self.experiment.model_copy(update={"run": run})
-        return running.resolved(plain, running.build(plain, self.splits))
+        return building.resolved(plain, building.build(plain, self.splits))
 
 
 def read_nodes(given: Any, clients: int) -> dict[int, int] | None:

@@ -21,7 +21,7 @@ from lamina.data.dataset import Dataset, as_dataset
 from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
-from lamina.experiment.run import THREADED_FROM
+from lamina.experiment.build import THREADED_FROM
 from lamina.fit import check_fit, evaluation_rows
 from lamina.flower import signing, wire
 from lamina.flower.setup import Setup

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.experiment.records import Record
+from lamina.experiment.records import Record, flatten
 from lamina.history import History
 from lamina.text import printable
 
@@ -64,18 +64,6 @@ def without_repeats(runs: Iterable[Record]) -> tuple[list[Record], list[str]]:
             lines.append(f"{folder_name(run)} repeats {folder_name(first)}: left out")
     kept_folders = {run.folder for run in kept.values()}
     return [run for run in runs if run.folder in kept_folders], lines
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Flat:
-    """Return nested tables as dotted keys.
-
-    >>> flatten({"train": {"lr": 0.1, "schedule": {"name": "constant"}}})
-    {'train.lr': 0.1, 'train.schedule.name': 'constant'}
-    """
-    flat: Flat = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def differing(flats: list[Flat]) -> list[str]:

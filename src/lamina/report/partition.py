@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from lamina.data import sources
 from lamina.data.partitions import Labels, Parts, Reallocate, label_counts, split_dataset
 from lamina.errors import LaminaError
+from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse
 from lamina.experiment.records import Record
-from lamina.experiment.run import build_partition, count_clients
 from lamina.report.curves import Curve, folder_name, text
 from lamina.text import plural
 

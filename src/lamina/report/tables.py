@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
-from lamina.experiment.records import Record
+from lamina.experiment.records import Record, flatten
 from lamina.history import History
-from lamina.report.curves import Curve, differing, flatten, folder_name, sections, text
+from lamina.report.curves import Curve, differing, folder_name, sections, text
 
 NO_VERSIONS = {"format", "title"}  # keys beside the sections of a run's configuration that are no versions
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"

@@ -31,7 +31,7 @@ from torch import Tensor
 from lamina.engines.state import State
 from lamina.errors import BadInput
 from lamina.ledger import Ledger
-from lamina.storage.files import cannot_write, write_file
+from lamina.storage.files import write_file, writing_to
 from lamina.storage.identity import Identity, refuse_other
 
 FORMAT = 2
@@ -65,13 +65,13 @@ class Checkpoints:
         self.forget()
 
     def forget(self) -> None:
-        """Take nothing on disk for granted: the next checkpoint writes everything and replaces all others."""
+        """Forget what is on disk: the next checkpoint writes everything and replaces all others."""
         self._segments: dict[str, Segment] = {}
         self._on_disk: dict[int, Any] = {}  # the clients' records as last saved; a record is never changed in place
         self._newest: set[str] = set()  # the files of the checkpoint last saved or loaded
 
     def rounds(self) -> list[int]:
-        """The rounds there are checkpoints of, sound or not."""
+        """Return the rounds that have a checkpoint, sound or damaged."""
         if not self.folder.is_dir():
             return []
         names = (MANIFEST.fullmatch(path.name) for path in self.folder.iterdir() if path.is_file())
@@ -79,10 +79,10 @@ class Checkpoints:
 
     def save(self, state: State, history: Iterable[Any] = ()) -> None:
         """Write a checkpoint; until that is done the one before stays the newest."""
-        try:
+        with writing_to(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not all((self.folder / name).exists() for name in self._newest):
-                self.forget()  # somebody deleted them during the run
+                self.forget()  # they were deleted during the run
             if not self._newest:
                 self._refuse_others()
             segments = self._save_clients(state)
@@ -106,8 +106,6 @@ class Checkpoints:
             for path in self.folder.iterdir():
                 if path.name not in self._newest | before and OURS.fullmatch(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
-        except OSError as error:
-            raise cannot_write(self.folder, error) from error
 
     def _refuse_others(self) -> None:
         """Refuse a folder with another run's checkpoints: the next one would replace them."""
@@ -141,7 +139,7 @@ class Checkpoints:
         return name, sha256
 
     def load(self, number: int, like: State, client: Any, home: torch.device | None = None) -> tuple[State, list[Any]]:
-        """The state after a round, and the history saved with it; raises `Damaged`, or `BadInput` for another run's.
+        """Return the state after a round and its history; raise `Damaged`, or `BadInput` for another run's checkpoint.
 
         Args:
             number: the round.
@@ -238,14 +236,14 @@ def load_newest(
 
 
 def _state_tensors(state: State) -> dict[str, Tensor]:
-    """A state but for its clients: names with a prefix for each part."""
+    """Return the tensors of a state except its clients, with a prefix for each part."""
     tensors = {f"server/{name}": value for name, value in _tensors(state.server).items()}
     tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
     return tensors | {f"ledger/{name}": torch.from_numpy(held) for name, held in state.ledger.held.items()}
 
 
 def _state_from(tensors: Mapping[str, Tensor], like: State, number: int) -> State:
-    """A state without clients from its tensors."""
+    """Return a state without clients from its tensors."""
     parts: dict[str, dict[str, Tensor]] = {"server": {}, "buffer": {}, "ledger": {}}
     for name, value in tensors.items():
         part, _, rest = name.partition("/")
@@ -264,12 +262,12 @@ def _state_from(tensors: Mapping[str, Tensor], like: State, number: int) -> Stat
 
 
 def _tensors(record: Any) -> dict[str, Tensor]:
-    """The fields of a record that are there."""
+    """Return the fields of a record that are not None."""
     return {name: value for name, value in zip(record._fields, record, strict=True) if value is not None}
 
 
 def _own(value: Tensor | None, device: torch.device) -> Tensor | None:
-    """A copy in memory of its own: arithmetic may depend on how a tensor is aligned."""
+    """Return a copy with its own memory, because arithmetic may depend on how a tensor is aligned."""
     return None if value is None else value.to(device).clone()
 
 
@@ -341,7 +339,7 @@ def _checksum(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> str:
 
 
 def read_facts(data: bytes) -> dict[str, str]:
-    """The facts in the header of a safetensors file: eight bytes of length, then JSON."""
+    """Return the metadata in the header of a safetensors file: eight bytes of length, then JSON."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return dict(header.get("__metadata__", {}))
 

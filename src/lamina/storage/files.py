@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ def _replaceable(path: Path) -> Path | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, too; some file systems know no such thing."""
+    """Make the names in a folder durable, where the file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -82,7 +82,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """A value as JSON would give it back; JSON knows no infinity, so such numbers become strings."""
+    """Return a value as JSON would read it back; infinite numbers, which JSON lacks, become strings."""
     if isinstance(value, Mapping):
         return {str(key): as_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -113,8 +113,17 @@ def check_writable(folder: Path) -> None:
 
 
 def cannot_write(folder: Path, error: OSError) -> BadInput:
-    """The error for a folder the system refuses to write to."""
+    """Return the error for a folder that the system refuses to write to."""
     return BadInput(f"cannot write to the folder '{folder}': {error.strerror or error}")
+
+
+@contextlib.contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Raise `cannot_write` where the system refuses to write to a folder."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(folder, error) from error
 
 
 def write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -31,9 +31,6 @@ from lamina.plan import Plan
 from lamina.schedules import Schedule
 from lamina.storage.files import as_json
 
-if TYPE_CHECKING:
-    from lamina.simulation import Simulation
-
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
 
 MAX_NAMED_SETTINGS = 5
@@ -44,21 +41,15 @@ SAME_LOSS = 1e-3  # relative; devices round differently
 _data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs of a comparison share their data
 
 
-def of_simulation(simulation: Simulation) -> Identity:
-    """Return the identity of a simulation."""
-    data = simulation.train_data
-    own = {
-        "samples": len(data),
-        "sample_shape": list(data.x.shape[1:]),
-        "partition": _partition_digest(simulation.plan.clients),
-        "training_data": _data_digest(data),
-        "loss_value": _loss_value(simulation.objective, data),
-    }
-    return {**of_run(simulation.algorithm, simulation.objective, simulation.plan), **own}
+def of_run(algorithm: Algorithm, objective: Objective, plan: Plan, data: Dataset | None = None) -> Identity:
+    """Return the identity of a run.
 
-
-def of_run(algorithm: Algorithm, objective: Objective, plan: Plan) -> Identity:
-    """Return the part of the identity that needs no training data: all that a federation's server knows."""
+    Args:
+        algorithm: the algorithm, with its options.
+        objective: the model and its loss.
+        plan: the training settings and the clients.
+        data: the training data; None on a federation's server, which does not see them.
+    """
     protocol = plan.protocol
     facts = {
         "algorithm": algorithm.card.name,
@@ -75,6 +66,14 @@ def of_run(algorithm: Algorithm, objective: Objective, plan: Plan) -> Identity:
         "aggregation": _described(protocol.aggregation),
         "augmentation": None if protocol.augmentation is None else _described(protocol.augmentation),
     }
+    if data is not None:
+        facts |= {
+            "samples": len(data),
+            "sample_shape": list(data.x.shape[1:]),
+            "partition": _partition_digest(plan.clients),
+            "training_data": _data_digest(data),
+            "loss_value": _loss_value(objective, data),
+        }
     return {name: _plain(value) for name, value in facts.items()}
 
 

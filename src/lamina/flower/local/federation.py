@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import BadInput
-from lamina.experiment.folder import Lock
 from lamina.flower.keys import Authority, make_authority, make_node_key, private_folder, usable
 from lamina.flower.local.processes import (
     COLOURS,
@@ -33,6 +32,7 @@ from lamina.flower.local.processes import (
     telling_line,
 )
 from lamina.flower.signing import NODE_OPTION, is_pair, key_files, make_signing_key
+from lamina.storage.locks import Lock
 from lamina.text import plural
 
 LINK = "federation"  # what the flwr command calls our SuperLink

@@ -1,0 +1,204 @@
+"""Build what an experiment file describes: data, model, algorithm, schedule, and the simulation of them all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+
+from lamina import aggregation, algorithms, models, rng
+from lamina.clients import DEFAULT_CLIENTS
+from lamina.data import partitions, sources
+from lamina.data.dataset import Dataset, Splits
+from lamina.data.feed import Augment
+from lamina.engines.stacked.engine import Stacked
+from lamina.engines.stacked.ranks import Ranks
+from lamina.errors import BadInput, nearest
+from lamina.experiment.config import Experiment, Named
+from lamina.protocol import Protocol, Settings, describe
+from lamina.schedules import SCHEDULES, Schedule, make_schedule
+from lamina.simulation import Simulation
+
+THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
+PROTOCOL_FIELDS = [each.name for each in dataclasses.fields(Protocol)]
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the last two are torch's, and untested
+
+
+def load_data(experiment: Experiment) -> Splits:
+    """Return the training and test data; with `data.validation`, held-out training data replace the test data."""
+    splits = sources.load(experiment.data.name, experiment.data.dir)
+    if experiment.data.validation is None:
+        return splits
+    return Splits(*splits.train.holdout(experiment.data.validation, experiment.train.seed))
+
+
+def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulation | None = None) -> Simulation:
+    """Return the simulation of an experiment; `like`, which differs only in numbers, lends it its engine."""
+    run = experiment.run
+    check_device(run.device)
+    algorithm = build_algorithm(experiment)  # before the data are read: a wrong option costs no time
+    partition, settings = build_partition(experiment), settings_of(experiment)
+    splits = splits or load_data(experiment)
+    return Simulation(
+        build_model(experiment, splits.train),
+        splits.train,
+        algorithm,
+        test=splits.test,
+        clients=count_clients(experiment),
+        partition=partition,
+        device=run.device,
+        engine=like or run.engine,
+        precision=run.precision,
+        deterministic=run.deterministic,
+        evaluate_every=run.evaluate_every,
+        client_metrics=run.client_metrics,
+        trust_ratios=run.trust_ratios,
+        **settings,
+    )
+
+
+def settings_of(experiment: Experiment) -> Settings:
+    """Return the settings of the experiment's protocol, as arguments of `Simulation` and `Federation`."""
+    data, train = experiment.data, experiment.train
+    same = {name: getattr(train, name) for name in type(train).model_fields if name in PROTOCOL_FIELDS}
+    own = {
+        "batch_size": None if train.batch_size == "full" else train.batch_size,
+        "epochs": train.epochs if train.local_steps is None else None,
+        "schedule": build_schedule(experiment),
+        "aggregation": build_aggregation(experiment),
+        "augmentation": Augment(data.augment_pad, data.augment_flip) if data.augment else None,
+    }
+    return cast(Settings, same | own)
+
+
+def check_device(name: str) -> None:
+    """Refuse an unknown or unavailable device."""
+    kind = name.partition(":")[0]
+    if kind not in DEVICES:
+        raise BadInput(f"run.device = '{name}': must be auto, cpu or cuda (the second GPU is cuda:1)")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise BadInput(
+            f"run.device = '{name}': torch finds no GPU here; cpu or auto runs without one, and `lamina doctor` "
+            "says what is missing"
+        )
+
+
+def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
+    """Return the algorithm of an experiment."""
+    section = experiment.algorithm
+    _check_keys("algorithm", section, algorithms.options(algorithms.find(section.name)), own=("name", "preset"))
+    return algorithms.create(section.name, section.preset, **section.options())
+
+
+def build_model(experiment: Experiment, data: Dataset) -> torch.nn.Module:
+    """Return the model, with initial weights that depend only on the seed: the same for every algorithm."""
+    section = experiment.model
+    for key, source in (("seed", "train.seed"), ("classes", "the data"), ("input_shape", "the data")):
+        if key in section.options():
+            raise BadInput(f"model.{key} follows from {source}: take it out of [model]")
+    if section.name in models.registry():
+        _check_keys("model", section, models.registry()[section.name].options)
+    return models.create(
+        section.name,
+        input_shape=tuple(data.x.shape[1:]),
+        classes=data.classes or 1,
+        seed=rng.torch_seed(experiment.train.seed, "weights"),
+        **section.options(),
+    )
+
+
+def build_partition(experiment: Experiment) -> partitions.Partition:
+    """Return how the samples are split among the clients."""
+    section, known = experiment.data.partition, partitions.PARTITIONS
+    if section.name != "reallocate":
+        return partitions.make(section.name, **_checked_options("data.partition", section, known))
+    base = section.options().get("base", "iid")
+    if isinstance(base, str) and base in known:
+        _check_keys("data.partition", section, ["base", *_fields(known[base])])
+    return partitions.make(section.name, **section.options())
+
+
+def build_schedule(experiment: Experiment) -> Schedule:
+    """Return how the learning rate changes over rounds."""
+    section = experiment.train.schedule
+    options = _checked_options("train.schedule", section, SCHEDULES)
+    if section.name == "cosine":
+        options.setdefault("rounds", experiment.train.rounds)
+    return make_schedule(section.name, **options)
+
+
+def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
+    """Return how the server combines the uploads."""
+    section = experiment.train.aggregation
+    return aggregation.make(section.name, **_checked_options("train.aggregation", section, aggregation.AGGREGATIONS))
+
+
+def count_clients(experiment: Experiment) -> int | None:
+    """Return the number of clients; None if a column names them."""
+    if experiment.data.clients is None and experiment.data.partition.name != "by-column":
+        return DEFAULT_CLIENTS
+    return experiment.data.clients
+
+
+def choose_threads(experiment: Experiment, parameters: int) -> int:
+    """Return the number of threads for torch: one for small models, which a second one slows down."""
+    if experiment.run.threads is not None:
+        return experiment.run.threads
+    return 1 if parameters < THREADED_FROM else max(1, (os.cpu_count() or 1))
+
+
+def _fields(cls: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _checked_options(place: str, section: Named, registry: Mapping[str, type[Any]]) -> dict[str, Any]:
+    """Return the options of a section; refuse those that what it names does not have."""
+    if section.name in registry:
+        _check_keys(place, section, _fields(registry[section.name]))
+    return section.options()
+
+
+def _check_keys(section: str, given: Named, known: Iterable[str], own: tuple[str, ...] = ("name",)) -> None:
+    """Refuse a key that is neither the section's own nor an option of what it names."""
+    known = list(known)
+    for key in given.options():
+        if key not in known:
+            has = f"options of {given.name}: {', '.join(known)}" if known else f"{given.name} has no options"
+            raise BadInput(f"[{section}] has no key '{key}'{nearest(key, [*own, *known])} ({has})")
+
+
+def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
+    """Return the whole configuration, with every default and every "auto" replaced by the value used."""
+    config = experiment.model_dump()
+    partition = build_partition(experiment)
+    config["data"]["clients"] = simulation.plan.clients.count
+    if isinstance(partition, partitions.Reallocate):
+        config["data"]["partition"] = {"name": "reallocate", "base": "iid", **experiment.data.partition.options()}
+        partition = partition.base
+    config["data"]["partition"] |= _values(partition)
+    if experiment.model.name in models.registry():
+        defaults = models.registry()[experiment.model.name].options
+        config["model"] = {"name": experiment.model.name, **defaults, **experiment.model.options()}
+    config["algorithm"] |= _values(simulation.algorithm)
+    config["train"]["lr"] = simulation.protocol.lr
+    config["train"]["schedule"] |= _values(simulation.protocol.schedule)
+    combination = simulation.protocol.aggregation
+    if isinstance(combination, aggregation.Mean):
+        del config["train"]["aggregation"]  # so that run folders from before there were others can be resumed
+    else:
+        config["train"]["aggregation"] = describe(combination, aggregation.name_of(combination))
+    config["run"]["device"] = str(simulation.device)
+    config["run"]["engine"] = engine.forward.name if isinstance(engine := simulation.engine, Stacked) else "loop"
+    config["run"]["threads"] = choose_threads(experiment, simulation.objective.start.numel())
+    config["run"]["ranks"] = Ranks.current().world
+    if experiment.algorithm.name not in algorithms.registry():  # a report does not run the user's code to learn it
+        config["title"] = simulation.algorithm.card.title
+    return config
+
+
+def _values(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name."""
+    return {name: getattr(record, name) for name in _fields(type(record))}
