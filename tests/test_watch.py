@@ -165,3 +165,9 @@ def test_the_speed_seen_counts_more_than_the_recorded_one(monkeypatch):
     view.frame()
     lock.release()
     assert view._speed(view._records[0]) == 1 / 4
+
+
+def test_a_stray_file_is_no_checkpoint(capsys):
+    run = make_run("run", 4)
+    (run / "checkpoints" / "round-000099.json").write_text("")
+    assert "round 3" in frame(capsys, run)

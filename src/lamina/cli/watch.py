@@ -89,7 +89,7 @@ class View:
 
     def _one(self, record: Record, how: str) -> RenderableType:
         history, rounds = record.history, int(record.config["train"]["rounds"])
-        checkpoints = Checkpoints(record.folder / "checkpoints").rounds()
+        checkpoint = newest_checkpoint(record)
         lines = Table.grid(padding=(0, 2))
         lines.add_row("round", Group(f"{len(history)}/{rounds}", ProgressBar(rounds, len(history), width=40)))
         data = "validation" if record.on_validation_data else "test"
@@ -105,7 +105,7 @@ class View:
         lines.add_row("speed", f"{speed:.3g} rounds/s" if speed else "–")
         if how == "running":
             lines.add_row("time left", time_left(record, speed))
-        lines.add_row("checkpoint", f"round {checkpoints[-1]}" if checkpoints else "none")
+        lines.add_row("checkpoint", f"round {checkpoint}" if checkpoint else "none")
         algorithm = shown_name(record.algorithm, record.title)
         heading = Text.assemble(
             short(record.folder), ": ", algorithm, f" lr {record.lr:g} seed {record.seed}, ", (how, COLOURS[how])
@@ -130,7 +130,7 @@ class View:
         """Return a run's cells, in the order of COLUMNS."""
         history, speed = record.history, self._speed(record)
         accuracies = finite(history.column("accuracy", optional=True))
-        checkpoints = Checkpoints(record.folder / "checkpoints").rounds()
+        checkpoint = newest_checkpoint(record)
         return [
             str(record.folder.relative_to(self.folder.resolve())),
             Text(how, COLOURS[how]),
@@ -140,7 +140,7 @@ class View:
             sparkline(accuracies, 20, bars()),
             f"{speed:.3g}" if speed else "–",
             time_left(record, speed) if how == "running" else "",
-            str(checkpoints[-1]) if checkpoints else "–",
+            str(checkpoint) if checkpoint else "–",
         ]
 
     def _speed(self, record: Record) -> float:
@@ -203,3 +203,10 @@ def sparkline(values: Sequence[float], width: int, heights: str = BARS) -> str:
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(heights) - 1) / (high - low) if high > low else 0.0
     return "".join(heights[round((mean - low) * scale)] for mean in means)
+
+
+def newest_checkpoint(record: Record) -> int | None:
+    """Return the round of the newest checkpoint; a file of a round that has not been run is not one."""
+    finished = record.history[-1]["round"] if len(record.history) else 0
+    rounds = [number for number in Checkpoints(record.folder / "checkpoints").rounds() if number <= finished]
+    return rounds[-1] if rounds else None
