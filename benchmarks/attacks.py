@@ -53,6 +53,7 @@ class Server:
         self.aggregation = make_aggregation(aggregation)
         self.refused: dict[int, list[str]] = {}
         self.growth: dict[str, float] = {}
+        self.grown: dict[int, outliers.Growth] = {}
         self.totals: dict[str, dict[int, Tensor]] = {}
         self.start = torch.empty(0)
 
@@ -78,6 +79,7 @@ class Server:
             tuple(algorithm.implied_fields(first, down, info(1))),
             drift=state.server.x - self.start,
             totals={name: self.totals.get(name, {}) for name in algorithm.state_changes},
+            grown=self.grown,
         )
         if self.attack is not None and HOSTILE in updates:
             others = [update for client, update in updates.items() if client != HOSTILE]
@@ -94,6 +96,7 @@ class Server:
         for name in algorithm.state_changes:
             before = self.totals.setdefault(name, {})
             before |= {c: getattr(update.up, name) + before.get(c, 0.0) for c, update in updates.items()}
+        self.grown |= outliers.add_growth(updates, known)
         for name, value in outliers.median_growth(updates, known).items():
             self.growth[name] = max(value, self.growth.get(name, 0.0))
         shares = [update.examples if self.by_examples else 1 for update in updates.values()]
@@ -207,6 +210,10 @@ def poisoned(kind: str) -> Attack:
 
     def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
         fields, generator = {}, torch.Generator().manual_seed(number)
+        usual = outliers.add_growth({HOSTILE: own} | dict(enumerate(others, start=1)), known)[HOSTILE].others
+        before = known.grown[HOSTILE].own if HOSTILE in known.grown else 0.0
+        left = outliers.GROWTH_SO_FAR * limits.times_median * max(1.0, usual) - before
+        times_usual = NEAR * max(0.0, min(outliers.SUM_OF_MOMENTS * limits.times_median, left))
         for name in moments(own, known):
             pieces = []
             base = known.inherited(own.steps)[name].double()
@@ -228,7 +235,7 @@ def poisoned(kind: str) -> Attack:
                     share[: max(1, size // 10)] = 1
                 elif kind == "other hundredth":
                     share[torch.randperm(size, generator=generator)[: max(1, size // 100)]] = 1
-                sums = NEAR * outliers.SUM_OF_MOMENTS * limits.times_median * usual
+                sums = times_usual * usual
                 largest = torch.maximum(added.amax(0), began).clamp(min=float(added.amax(1).median()))
                 most = NEAR * outliers.ONE_MOMENT * limits.times_median * largest
                 pieces.append(torch.minimum(sums * share / share.sum().clamp(min=1), most))

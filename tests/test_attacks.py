@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import json
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -226,6 +227,33 @@ def test_second_moments_are_judged_by_what_was_added():
     assert judge(1e-4, honest) == {}
     assert list(judge(0.0, hostile)) == [0]
     assert list(judge(1e-4, hostile)) == [0]
+
+
+def test_growth_of_second_moments_adds_up_over_rounds():
+    """What passes in a single round is refused once it has been sent in many; a client with many rounds is not."""
+    added = torch.rand(10, LAYERS.size, generator=torch.Generator().manual_seed(0)) + 0.5
+
+    def updates(factor):
+        rows = torch.cat([factor * added[:1], added[1:]])
+        return {c: Update(WithSecondMoment(random_rows()[c], row), {}, 20, 2, 0.0) for c, row in enumerate(rows)}
+
+    known = KNOWN._replace(
+        inherited=lambda steps: {"v": torch.zeros(LAYERS.size)}, growth={"v of a": 300.0, "v of b": 1e3}
+    )
+    assert outliers.judge_updates(updates(1.0), known, Limits()) == {}
+    once = outliers.add_growth(updates(4.0), known)
+    assert once[0].own == pytest.approx(4 * once[1].own, rel=0.1)
+    tired = dict.fromkeys(range(10), outliers.Growth(30.0, 30.0))  # all have taken part in many rounds
+    assert outliers.judge_updates(updates(4.0), known._replace(grown=tired), Limits()) == {}
+    tired[0] = outliers.Growth(185.0, 30.0)
+    found = outliers.judge_updates(updates(4.0), known._replace(grown=tired), Limits())
+    assert list(found) == [0]
+    assert "its second moments have grown" in found[0]
+
+
+class WithSecondMoment(NamedTuple):
+    delta: torch.Tensor
+    v: torch.Tensor
 
 
 def test_two_hostile_nodes_of_twenty_do_not_vouch_for_each_other():

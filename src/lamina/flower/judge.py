@@ -43,11 +43,12 @@ class Judge:
         self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
         self.accepted: dict[int, list[str]] = {}  # by client: digests of its last updates
         self.growth: dict[str, float] = {}  # the largest median growth of any round, by layer of a second moment
+        self.grown: dict[int, outliers.Growth] = {}  # by client, over the rounds that it took part in
         self._sizes: outliers.Sizes = {}  # of the answers of this attempt
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""
-        return {name: getattr(self, name) for name in ("examples", "recent", "accepted", "growth")}
+        return {name: getattr(self, name) for name in ("examples", "recent", "accepted", "growth", "grown")}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over what a checkpoint stores."""
@@ -55,6 +56,7 @@ class Judge:
         self.recent = {str(name): [float(v) for v in values] for name, values in facts.get("recent", {}).items()}
         self.accepted = {int(client): list(map(str, d)) for client, d in facts.get("accepted", {}).items()}
         self.growth = {str(name): float(value) for name, value in facts.get("growth", {}).items()}
+        self.grown = {int(client): outliers.Growth(*pair) for client, pair in facts.get("grown", {}).items()}
 
     def begin_attempt(self) -> None:
         """Forget the answers of the last attempt."""
@@ -100,6 +102,7 @@ class Judge:
                 name: {client: getattr(total, name) for client, total in state.clients.items()}
                 for name in self.algorithm.state_changes
             },
+            grown=self.grown,
         )
 
     # --- what is removed --------------------------------------------------------------------------------------------
@@ -158,7 +161,9 @@ class Judge:
         for client, update in updates.items():
             self.examples[client] = update.examples
             self.accepted[client] = [*self.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
-        for what, value in outliers.median_growth(updates, self._broadcast(state, down, number)).items():
+        known = self._broadcast(state, down, number)
+        self.grown |= outliers.add_growth(updates, known)
+        for what, value in outliers.median_growth(updates, known).items():
             self.growth[what] = max(value, self.growth.get(what, 0.0))
         for what, median in outliers.medians(self._sizes, list(updates)).items():
             self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]

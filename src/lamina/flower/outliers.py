@@ -25,12 +25,20 @@ OTHER_FIELDS = 1.5  # times `times_against`: gradients of honest clients are opp
 RETREAT = 0.25  # of the median norm: how far the median client may move back while others are judged for it
 PER_LAYER = 2.0  # a layer's norm varies more between honest clients than that of the whole vector
 SUM_OF_MOMENTS = 3.0  # times `times_median`: the limit for the sum of a layer's second moments
+GROWTH_SO_FAR = 1.2  # times `times_median`: the limit for what all second moments grew by since the first round
 ONE_MOMENT = 40.0  # times `times_median`: the limit for a single second moment
 REMEMBERED = 5  # rounds whose medians judge a round with fewer than three answers
 FEW_ANSWERS = 20.0  # times `times_median`: the limit in such a round
 LOSS_FACTOR = 100.0  # times the typical loss of a round: more is absurd
 LEAST_TYPICAL_LOSS = 1.0  # so that a client that fits worse than others, which fit perfectly, is not absurd
 HOSTILE_SHARE = 0.1  # of the clients, at least one: so many of the largest values are not believed
+
+
+class Growth(NamedTuple):
+    """How much second moments grew over some rounds, in units of what is usual in a round."""
+
+    own: float  # those of one client
+    others: float  # the sum of the rounds' medians
 
 
 class Broadcast(NamedTuple):
@@ -45,6 +53,7 @@ class Broadcast(NamedTuple):
     implied: Sequence[str] = ()  # fields that follow from others, which is checked: they are not judged again
     drift: Tensor | None = None  # how far the model has moved since its start
     totals: Mapping[str, Mapping[int, Tensor]] = {}  # by field that adds up and client: its sum over earlier rounds
+    grown: Mapping[int, Growth] = {}  # by client, over the rounds that it took part in
 
 
 class Segment(NamedTuple):
@@ -82,6 +91,8 @@ def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limit
         add(_judge_vectors(f"'{name}'", vectors, weights, steps, known.layers, limits))
         if name == "delta" and known.drift is not None:
             add(_judge_drift(vectors, weights, known.drift, limits))
+    if any(inherited):
+        add(_judge_growth(updates, known, limits.times_median))
     for name, before in known.totals.items():
         vectors = [getattr(answer.up, name) + before.get(client, 0.0) for client, answer in updates.items()]
         equal = torch.ones_like(steps)
@@ -296,6 +307,29 @@ def _judge_second_moments(
     return found
 
 
+def _judge_growth(updates: Mapping[int, Update], known: Broadcast, times: float) -> dict[int, str]:
+    """Find clients whose second moments have grown more than the others' in the rounds that they took part in.
+
+    What passes in every single round may still add up: a server's second moments forget slowly, or never.
+    """
+    most = times * GROWTH_SO_FAR * _wider(len(updates))
+    grown = add_growth(updates, known).values()
+    return {
+        i: f"its second moments have grown by {own:.3g} in all its rounds (1: what is usual in a round), more than "
+        f"{most:.3g} times as much as the others', {others:.3g}"
+        for i, (own, others) in enumerate(grown)
+        if own > most * max(1.0, others)
+    }
+
+
+def add_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[int, Growth]:
+    """Return `known.grown` of these clients with this round added."""
+    growth = _relative_growth(updates, known)
+    usual = statistics.median(growth.values())
+    before = {client: known.grown.get(client, Growth(0.0, 0.0)) for client in updates}
+    return {c: Growth(before[c].own + own, before[c].others + usual) for c, own in growth.items()}
+
+
 def _added(
     name: str, vectors: Sequence[Tensor], inherited: Sequence[Tensor], layers: Layers
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -307,6 +341,27 @@ def _added(
     for layer, rows, bases in zip(names, sent, began, strict=True):
         base = torch.stack(bases).double()
         yield layer, base, (torch.stack(rows).double() - base).clamp(min=0)
+
+
+def _relative_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[int, float]:
+    """Return how much every client's second moments grew, in units of what is usual for a layer: the mean over layers.
+
+    More local steps excuse more growth.
+    """
+    answers = list(updates.values())
+    inherited = [known.inherited(answer.steps) for answer in answers]
+    steps = torch.tensor([float(answer.steps) for answer in answers], dtype=torch.float64)
+    excused = (steps / _median(steps)).clamp(1.0, STEPS_CREDIT)
+    ratios = [torch.zeros_like(steps)]
+    for name in inherited[0]:
+        vectors = [getattr(answer.up, name) for answer in answers]
+        if vectors[0] is not None:
+            for layer, _, added in _added(name, vectors, [base[name] for base in inherited], known.layers):
+                sums = added.sum(1).cpu() / excused
+                usual = _median(sums).clamp(min=known.growth.get(f"{name} of {layer}", 0.0))
+                ratios.append(torch.where(usual > 0, sums / usual, 0.0))
+    means = torch.stack(ratios).sum(0) / max(1, len(ratios) - 1)
+    return dict(zip(updates, means.tolist(), strict=True))
 
 
 def median_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[str, float]:
