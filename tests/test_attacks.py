@@ -1,5 +1,6 @@
 """One hostile node of ten is refused, or costs little, with the default limits; honest nodes are never refused."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -16,10 +17,15 @@ from torch import nn
 
 import lamina
 from flower_grid import LoopGrid
-from lamina.algorithms.contract import ClientInfo, Displacement
+from lamina.algorithms.contract import ClientInfo, Displacement, ServerInfo
+from lamina.algorithms.scaffold import Up
+from lamina.engines.state import State
 from lamina.errors import BadInput
 from lamina.flower import Federation, Limits, outliers, wire
 from lamina.flower.checks import Update
+from lamina.flower.judge import Attempt, Judge
+from lamina.flower.records import Attendance
+from lamina.objective import Objective
 
 NODES, HOSTILE, ROUNDS = 10, 3, 3
 
@@ -324,3 +330,49 @@ def test_an_attack_costs_at_most_two_points_after_15_rounds(algorithm, name, att
     accuracy, refused = attacks.run(algorithm, attack, **settings)
     assert set(refused) <= {attacks.HOSTILE}
     assert accuracy >= honest_accuracy(algorithm, **settings) - 0.02
+
+
+# --- what the server's judge knows of earlier rounds -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["drift", "totals"])
+def test_the_judge_compares_with_earlier_rounds(what, tmp_path):
+    """The same updates pass in the first round."""
+    made = Federation("scaffold", model, part_of, clients=NODES, device="cpu", out=tmp_path)
+    objective = Objective(model(), "cross_entropy")
+    algorithm, layers, x = made.algorithm, objective.layers, objective.start
+    state = State.start(algorithm, objective, NODES)
+    generator = torch.Generator().manual_seed(0)
+    delta = torch.randn(len(x), generator=generator) + 0.3 * torch.randn(NODES, len(x), generator=generator)
+    away = torch.randn(len(x), generator=generator)
+    away -= (away @ delta.mean(0)) / (delta.mean(0) @ delta.mean(0)) * delta.mean(0)
+    away /= away.norm()
+    delta -= torch.outer(delta @ away, away)
+    if what == "drift":
+        delta[HOSTILE] -= 3 * delta.norm(dim=1).median() * away
+    updates = {c: Update(Up(row, row), {}, 20, 2, 1.0) for c, row in enumerate(delta)}
+    later = dataclasses.replace(state, server=state.server._replace(x=x + 100 * away))
+    later.clients = {c: Up(None, row * (20 if c == HOSTILE and what == "totals" else 1)) for c, row in enumerate(delta)}
+
+    def refused(state):
+        judge, record = Judge(made, objective, state), Attendance(2)
+        down = algorithm.broadcast(state.server, ServerInfo(2, 0.1, layers))
+        expected = judge.expected(state, down, ClientInfo(2, 0.1, layers))
+        attempt = Attempt(state, {c: c for c in updates}, record)
+        judge.remove_odd_updates(dict(updates), attempt, down, expected, None)
+        return {one["client"]: one["why"] for one in record.refused}
+
+    assert refused(state) == {}
+    found = refused(later)
+    assert list(found) == [HOSTILE]
+    assert {"drift": "back towards its start", "totals": "the sum of 'delta_c' over all rounds"}[what] in found[HOSTILE]
+
+
+def test_growth_is_remembered_with_the_checkpoint(tmp_path):
+    federation(tmp_path, lamina.FedAms(), rounds=3)
+    manifest = json.loads((tmp_path / "run" / "checkpoints" / "round-000003.json").read_text())
+    (facts,) = manifest["content"]["history"]
+    assert len(facts["grown"]) == NODES
+    for own, others in facts["grown"].values():
+        assert own > 0
+        assert others > 1.2  # one in the first round; the later ones are added
