@@ -468,7 +468,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_later(half, capsys, monkeyp
     said = capsys.readouterr().err
     assert len(said.splitlines()) == 1
     assert "No space left on device" in said
-    assert "all up to round 4 is kept" in said
+    assert "rounds 1 to 4 are kept" in said
     assert call(*command(half, rounds=6)) == 0
     assert_same("whole", half)
 

@@ -286,7 +286,7 @@ class RunFolder:
                 yield
         except BadInput as error:
             rounds = self.checkpoints.rounds()
-            kept = f"; all up to round {rounds[-1]} is kept: the same command goes on from there" if rounds else ""
+            kept = f"; rounds 1 to {rounds[-1]} are kept; run the same command again to resume" if rounds else ""
             raise BadInput(f"{error}{kept}") from error
 
     def close(self) -> None:

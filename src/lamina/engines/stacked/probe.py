@@ -62,7 +62,7 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Tensor, ta
     """
     shapes = [*objective.layers.shapes.values(), *(b.shape for b in objective.buffers.values()), inputs.shape[1:]]
     sizes = {size for shape in (*shapes, *(p.shape for p in objective.frozen.values())) for size in shape}
-    # a number of samples that is told from all other sizes
+    # A number of samples that differs from every other size in the model.
     _Watched.batch = next((n for n in ODD_BATCHES if not any(size % n == 0 for size in sizes)), 0)
     chosen = torch.arange(_Watched.batch or len(inputs), device=inputs.device) % len(inputs)
     inputs, targets = inputs[chosen], targets[chosen]
