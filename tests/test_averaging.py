@@ -9,11 +9,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import lamina
+from flower_setup import PARTS as NODES
+from flower_setup import Setup, small_model
 from lamina.errors import BadInput
 from lamina.storage.checkpoint import Checkpoints, unpack
-from test_flower import PARTS as NODES
-from test_flower import Setup, small_model
-from test_stacked import PARTS, simulation
+from small_simulations import PARTS, simulation
 
 UNEQUAL = {"weighting": "examples", "participation": 0.6}
 ROUNDS = 5

@@ -13,7 +13,7 @@ import lamina
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.data import Augment, Dataset
 from lamina.likeness import alike, module_difference
-from test_stacked import PARTS, assert_same
+from small_simulations import PARTS, assert_same
 
 IMAGES = torch.randint(0, 256, (48, 1, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(48) % 3

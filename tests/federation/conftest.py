@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import NODES, Say, left
+
+from federation.harness import NODES, Say, left
 
 HERE = Path(__file__).parent
 

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from harness import NODES, Say
+from federation.harness import NODES, Say
 
 from lamina import Simulation
 from lamina.experiment.environment import processor

@@ -9,8 +9,8 @@ from flwr.app.message import make_message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents, pull_objects
 from flwr.supernode.fleet_http_connection import http_request_response
-from harness import Job, experiment, simulated
 
+from federation.harness import Job, experiment, simulated
 from lamina.flower.keys import make_node_key
 from lamina.flower.local.processes import HOST
 

@@ -10,8 +10,8 @@ import time
 
 import numpy as np
 import pytest
-from harness import NODES, Job, experiment, left, programs, serving, simulated, start_stranger
 
+from federation.harness import NODES, Job, experiment, left, programs, serving, simulated, start_stranger
 from lamina.flower.keys import make_authority, make_node_key
 from lamina.flower.local.federation import LINK
 from lamina.flower.local.processes import HOST, FederationFailed, free_port

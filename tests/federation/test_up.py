@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import simulated
 from safetensors.torch import load_file
 
+from federation.harness import simulated
 from lamina.experiment.config import load
 
 TOML = """

@@ -20,7 +20,7 @@ from lamina.report import build, export, figures, page, save, tables
 from lamina.report.curves import differing, group, without_repeats
 from lamina.report.rates import rates_table, responses
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 EVIL = '<b><img src=x onerror="window.hacked=1"></b>'
 CLOSING = "</script><script>window.hacked=1</script>"
 

@@ -228,7 +228,7 @@ def test_short_forms():
     assert short.train.schedule.name == "cosine"
 
 
-@pytest.mark.parametrize("file", sorted(Path(__file__).parent.parent.glob("experiments/*.toml")), ids=lambda p: p.name)
+@pytest.mark.parametrize("file", sorted(Path(__file__).parents[2].glob("experiments/*.toml")), ids=lambda p: p.name)
 def test_shipped_experiments_are_valid(file):
     load(file)
 

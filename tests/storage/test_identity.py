@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import lamina
+from flower_setup import Setup
 from helpers import call, rows, sets
 from lamina.data.feed import Augment
 from lamina.errors import BadInput
@@ -20,7 +21,6 @@ from lamina.fingerprint import attributes_digest
 from lamina.schedules import Cosine, Exponential
 from lamina.storage import identity
 from lamina.storage.identity import content_digest
-from test_flower import Setup
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randint(0, 256, (48, 3, 4, 4), dtype=torch.uint8, generator=GENERATOR)

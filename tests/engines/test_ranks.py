@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import lamina
-from test_dropout import simulation as dropout_simulation
-from test_per_layer import PerLayer
-from test_stacked import PARTS, simulation
+from engines.test_dropout import simulation as dropout_simulation
+from engines.test_per_layer import PerLayer
+from small_simulations import PARTS, simulation
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ALGORITHMS = {
     "fedlamb": lambda: lamina.FedLamb(decay=0.01),
     "scaffold": lambda: lamina.Scaffold(),

@@ -8,7 +8,7 @@ from lamina.errors import BadInput
 from lamina.experiment.config import load
 from lamina.experiment.toml import complete_text
 
-PAPERS = Path(__file__).parent.parent / "src" / "lamina" / "papers"
+PAPERS = Path(__file__).parents[2] / "src" / "lamina" / "papers"
 
 BASE = """
 [model]

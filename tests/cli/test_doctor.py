@@ -48,7 +48,7 @@ def test_json_has_the_same_sections(capsys):
 
 
 def test_every_extra_is_one_of_the_project():
-    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = project["optional-dependencies"]
     for extra, (package, _) in doctor.EXTRAS.items():
         assert any(line.startswith(package) for line in declared.get(extra, [package])), extra

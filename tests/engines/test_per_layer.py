@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import lamina
+from flower_setup import Setup, assert_like_the_simulation
 from lamina.algorithms import contract
 from lamina.algorithms.contract import per_client, per_layer
 from lamina.algorithms.rehearsal import rehearse
 from lamina.engines.stacked.steps import works_by_layer
 from lamina.flower import wire
 from lamina.ledger import wire_cost
-from test_flower import Setup, assert_like_the_simulation
-from test_stacked import assert_same, simulation
+from small_simulations import assert_same, simulation
 
 TENSORS = 4  # of an MLP
 

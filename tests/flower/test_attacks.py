@@ -292,7 +292,7 @@ def test_a_node_that_moves_the_model_back_to_its_start_is_refused():
 
 @pytest.fixture(scope="module")
 def attacks():
-    path = Path(__file__).parent.parent / "benchmarks" / "attacks.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "attacks.py"
     spec = importlib.util.spec_from_file_location("attacks", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -17,7 +17,7 @@ pytest.importorskip("ray")
 CODE = """
 import sys
 from flwr.simulation import run_simulation
-from test_flower import Setup, assert_like_the_simulation
+from flower_setup import Setup, assert_like_the_simulation
 
 setup = Setup(sys.argv[1], "scaffold", rounds=3, more={"deadline": 60.0})
 run_simulation(
@@ -43,7 +43,7 @@ def test_flowers_simulation_engine_gives_the_same_numbers(tmp_path, short_folder
     (home / "ray_bootstrap_config.yaml").write_text("provider: {type: local}\n")  # else Ray looks for a cloud
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
         "HOME": str(home),
         "RAY_TMPDIR": short_folder,
         "FLWR_HOME": str(tmp_path / "flwr"),

@@ -22,10 +22,7 @@ from torch import nn
 
 import lamina
 from flower_grid import over_the_wire, signed
-from lamina.errors import BadInput
-from lamina.flower import Stopped, pull, signing, wire
-from lamina.flower.outliers import absurd_losses
-from test_flower import (
+from flower_setup import (
     NODE,
     Setup,
     altered,
@@ -37,6 +34,9 @@ from test_flower import (
     reference,
     small_model,
 )
+from lamina.errors import BadInput
+from lamina.flower import Stopped, pull, signing, wire
+from lamina.flower.outliers import absurd_losses
 
 
 def files(folder):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import lamina
 from lamina.dropout import set_streams, with_streams
 from lamina.engines.loop import Loop
-from test_stacked import PARTS, assert_same
+from small_simulations import PARTS, assert_same
 
 
 class Encoder(nn.Module):

@@ -31,7 +31,7 @@ from lamina.flower import TESTED, keys
 from lamina.flower.local import federation as local
 from lamina.flower.local import guard, jobs, processes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)

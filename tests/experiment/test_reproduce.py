@@ -23,7 +23,7 @@ from lamina.experiment.toml import complete_text
 from lamina.experiment.tune import GRIDS
 
 PAPERS = reproduction.papers()
-RESULTS = Path(__file__).parent.parent / "reproduction" / "results"
+RESULTS = Path(__file__).parents[2] / "reproduction" / "results"
 
 
 def entry(name, *accuracies, diverged=(), **columns):

@@ -27,7 +27,7 @@ from lamina.experiment.config import load
 from lamina.history import History
 from lamina.storage.files import as_json
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
 
 import collect  # noqa: E402

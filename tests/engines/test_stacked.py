@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import lamina
-from lamina import models
 from lamina.algorithms import FedAvg
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.data import Augment, Dataset
@@ -22,107 +21,7 @@ from lamina.engines.stacked.graphed import GraphedSteps
 from lamina.engines.stacked.modules import PlainMaxPool2d, stack
 from lamina.engines.stacked.steps import Steps, works_by_layer, works_by_row
 from lamina.engines.state import Sums
-
-PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
-
-
-class Transformer(nn.Module):
-    """Token and position embeddings, one pre-norm encoder layer, a causal mask, mean pooling."""
-
-    def __init__(self, classes=3, words=11, length=6, width=8):
-        super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
-        self.encoder = nn.TransformerEncoderLayer(width, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
-        self.register_buffer("order", torch.arange(length))
-
-    def forward(self, tokens):
-        x = self.words(tokens) + self.places(self.order.expand(len(tokens), -1))
-        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=x.dtype)
-        return self.head(self.norm(self.encoder(x, src_mask=mask)).mean(1))
-
-
-class Attention(nn.Module):
-    """Cross-attention with the time axis first, its weights asked for, and a padding mask."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(4, 8)
-        self.attention = nn.MultiheadAttention(8, 2, bias=True)
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x):  # [N, T, 4]
-        h = self.embed(x).transpose(0, 1)
-        padding = torch.zeros(x.shape[0], x.shape[1], dtype=torch.bool)
-        padding[:, -1] = True
-        mixed, weights = self.attention(h, h.flip(0), h, key_padding_mask=padding)
-        return self.head(mixed.mean(0) + weights.mean((1, 2)).unsqueeze(1))
-
-
-def batch_norm_net():
-    # No bias before a norm: its gradient is zero but for rounding, which a layer-wise step would scale up.
-    return nn.Sequential(
-        *(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()),
-        *(nn.Linear(16, 6, bias=False), nn.BatchNorm1d(6, affine=False), nn.Tanh(), nn.Linear(6, 3)),
-    )
-
-
-SHAPES = {
-    "mlp": (lambda: models.create("mlp", (3, 8, 8), 3, hidden=5, seed=0), (3, 8, 8)),
-    "cnn": (lambda: models.create("small_cnn", (3, 8, 8), 3, seed=0), (3, 8, 8)),
-    "resnet9": (lambda: models.create("resnet9", (3, 8, 8), 3, width=4, seed=0), (3, 8, 8)),
-    "resnet18": (lambda: models.create("resnet18", (3, 8, 8), 3, width=4, seed=0), (3, 8, 8)),
-    "resnet18_imagenet": (
-        lambda: models.create("resnet18", (3, 16, 16), 3, width=4, stem="imagenet", seed=0),
-        (3, 16, 16),
-    ),
-    "batch_norm": (batch_norm_net, (3, 8, 8)),
-    "transformer": (Transformer, None),
-    "attention": (Attention, (5, 4)),
-}
-
-
-def problem(kind, dtype=torch.float64):
-    """A model and 48 random samples that fit it."""
-    make, shape = SHAPES[kind]
-    generator = torch.Generator().manual_seed(1)
-    torch.manual_seed(0)
-    model = make().to(dtype)
-    if shape is None:
-        x = torch.randint(0, 11, (48, 6), generator=generator)
-    else:
-        x = torch.randn(48, *shape, generator=generator, dtype=dtype)
-    return model, (x, torch.arange(48) % 3)
-
-
-def simulation(kind, algorithm, engine, dtype=torch.float64, **more):
-    model, data = problem(kind, dtype)
-    if kind == "batch_norm":  # no batch of one sample
-        more = {"batch_size": 6, "clients": [range(12), range(12, 20), range(20, 30), range(30, 48)]} | more
-    settings = {"clients": PARTS, "participation": 0.6, "batch_size": 4, "lr": 0.01, "device": "cpu",
-                "seed": 3, "engine": engine, "trust_ratios": True}  # fmt: skip
-    return lamina.Simulation(model, data, algorithm, **settings | more)
-
-
-def assert_same(a, b, tolerance):
-    """Server, buffers and client states agree, relative to the size of each vector."""
-
-    def close(x, y, what):
-        scale = float(y.abs().max()) or 1.0
-        assert float((x - y).abs().max()) <= tolerance * scale, what
-
-    for name, x, y in zip(a.server._fields, a.server, b.server, strict=True):
-        assert (x is None) == (y is None)
-        if x is not None:
-            close(x, y, name)
-    for name in a.buffers:
-        close(a.buffers[name].double(), b.buffers[name].double(), name)
-    stateful = {i for i, c in b.clients.items() if any(v is not None for v in c)}
-    assert {i for i, c in a.clients.items() if any(v is not None for v in c)} == stateful
-    for i in stateful:
-        for name, x, y in zip(a.clients[i]._fields, a.clients[i], b.clients[i], strict=True):
-            if y is not None:
-                close(x, y, f"client {i} {name}")
+from small_simulations import PARTS, SHAPES, assert_same, simulation
 
 
 def compare(kind, algorithm, dtype=torch.float64, tolerance=1e-9, rounds=3, chunk=None, graphed=False, **more):
