@@ -1,6 +1,6 @@
 """Measure what a federation costs beside training: seconds per round, and bytes at four places.
 
-``python tests/federation/overhead.py`` prints the tables of docs/results.md (ten minutes or so): bytes as the ledger
+``PYTHONPATH=tests python tests/federation/overhead.py`` prints the tables of docs/results.md (ten minutes or so): bytes as the ledger
 of a simulation predicts them, as lamina counts what it hands to Flower, as the SuperLink counts its nodes' messages,
 and as they pass a TCP connection, with TLS, HTTP, heartbeats and polling. The first round is left out of the times.
 """
@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 import torch
-from federation.harness import NODES, Say
 
+from federation.harness import NODES, Say
 from lamina import Simulation
 from lamina.experiment.environment import processor
 from lamina.experiment.records import read_record
