@@ -130,7 +130,7 @@ def simulation(name: str, train: lamina.Dataset, **more: Any) -> lamina.Simulati
     w = WORKLOADS[name]
     settings = {
         "clients": parts(w), "participation": w.active / w.users, "batch_size": w.batch, "epochs": w.epochs, "lr": w.lr,
-        "augmentation": Augment() if w.augment else None, "evaluate_every": 10**9,
+        "augmentation": Augment() if w.augment else None, "evaluate_every": 10**8,
     }  # fmt: skip
     return lamina.Simulation(model(w), train, w.algorithm, **settings | more)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import operator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -58,7 +59,9 @@ def create(
             with bounded:
                 made = factory(**arguments)
         else:
-            with torch.device("cpu"), torch.random.fork_rng(devices=[]), bounded:
+            # torch.device as a context imports torch's compiler, which takes seconds: only where it changes something
+            elsewhere = torch.get_default_device().type != "cpu"
+            with torch.device("cpu") if elsewhere else nullcontext(), torch.random.fork_rng(devices=[]), bounded:
                 torch.default_generator.manual_seed(_seed(seed))  # torch.manual_seed would reseed the GPUs as well
                 made = factory(**arguments)
     except LaminaError:

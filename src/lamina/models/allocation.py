@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lamina.dispatch import WatchingMode
 from lamina.limits import MODEL_COPIES, check_memory
 
 
-class BoundedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class BoundedMemory(WatchingMode):
     """A context that refuses a tensor too large to be trained before it is allocated.
 
     Creating the model on torch's meta device first would run a user's factory twice, and not every factory runs there.
@@ -37,7 +37,7 @@ class BoundedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class LargestActivation(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class LargestActivation(WatchingMode):
     """A context that records the largest tensor with a row per sample, in bytes per sample."""
 
     def __init__(self, samples: int) -> None:

@@ -42,7 +42,8 @@ def arithmetic(precision: Precision, deterministic: bool = False) -> Iterator[No
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
+        if deterministic:  # otherwise unchanged: the call imports torch's compiler, which takes seconds
+            torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
 
 
 Parameters = Mapping[str, Tensor]  # by name, each [C, ...]

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lamina import objective as objective_module
 from lamina import rng
+from lamina.dispatch import WatchingMode
 from lamina.errors import LaminaError
 from lamina.objective import Objective
 
@@ -109,7 +109,7 @@ class _Watched(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-class _NoValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoValues(WatchingMode):
     """Refuses operations that turn values into a Python number or decide the shape of their result by them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

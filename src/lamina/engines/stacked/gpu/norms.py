@@ -1,0 +1,167 @@
+"""GroupNorm of many clients' images, with the residual sum and the ReLU that follow it, in one kernel each way.
+
+A program normalises one group of one sample. It reads the group twice, for its moments and for the result; the second
+time from the chip's cache. Images have their channels last in memory; scale and shift are one vector per client.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096  # elements that a program holds at a time
+
+
+@triton.jit
+def _forward(  # type: ignore[no-untyped-def]
+    x, residual, weight, bias, y, moments, samples, w_client,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr, EPS: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """y = relu((x - mean) / std * weight + bias + residual), for SIZE channels of one sample."""
+    n = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    channel = group * SIZE + tl.arange(0, BC)
+    real = tl.arange(0, BC) < SIZE
+    first = n * PIXELS * CHANNELS
+    count = 0.0
+    mean = 0.0
+    squares = 0.0
+    for start in range(0, PIXELS, BP):  # moments of a tile, then of all tiles so far: exact for a large mean, too
+        pixel = start + tl.arange(0, BP)
+        mask = (pixel < PIXELS)[:, None] & real[None, :]
+        value = tl.load(x + first + pixel[:, None] * CHANNELS + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        number = tl.minimum(PIXELS - start, BP) * SIZE * 1.0
+        tile_mean = tl.sum(value) / number
+        centred = tl.where(mask, value - tile_mean, 0.0)
+        shift = tile_mean - mean
+        total = count + number
+        mean += shift * number / total
+        squares += tl.sum(centred * centred) + shift * shift * count * number / total
+        count = total
+    scale = 1.0 / tl.sqrt_rn(squares / count + EPS)
+    client = n // samples
+    w = tl.load(weight + client * w_client + channel, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(bias + client * w_client + channel, mask=real, other=0.0).to(tl.float32)
+    for start in range(0, PIXELS, BP):
+        pixel = start + tl.arange(0, BP)
+        mask = (pixel < PIXELS)[:, None] & real[None, :]
+        place = first + pixel[:, None] * CHANNELS + channel[None, :]
+        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        out = (value - mean) * scale * w[None, :] + b[None, :]
+        if RESIDUAL:
+            out += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
+        if RELU:
+            out = tl.maximum(out, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
+    slot = moments + (n * tl.num_programs(1) + group) * 2
+    tl.store(slot, mean)
+    tl.store(slot + 1, scale)
+
+
+@triton.jit
+def _backward(  # type: ignore[no-untyped-def]
+    g, x, y, weight, moments, dx, d_residual, d_weight, d_bias, samples, w_client,
+    CHANNELS: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    """The gradients of `_forward`; those of weight and bias for every sample apart."""
+    n = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    channel = group * SIZE + tl.arange(0, BC)
+    real = tl.arange(0, BC) < SIZE
+    first = n * PIXELS * CHANNELS
+    slot = moments + (n * tl.num_programs(1) + group) * 2
+    mean = tl.load(slot)
+    scale = tl.load(slot + 1)
+    sums = tl.zeros((BC,), dtype=tl.float32)
+    products = tl.zeros((BC,), dtype=tl.float32)
+    for start in range(0, PIXELS, BP):
+        pixel = start + tl.arange(0, BP)
+        mask = (pixel < PIXELS)[:, None] & real[None, :]
+        place = first + pixel[:, None] * CHANNELS + channel[None, :]
+        gradient = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
+        if RELU:
+            gradient = tl.where(tl.load(y + place, mask=mask, other=0.0) <= 0, 0.0, gradient)
+        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        sums += tl.sum(gradient, axis=0)
+        products += tl.sum(gradient * ((value - mean) * scale), axis=0)
+    tl.store(d_weight + n * CHANNELS + channel, products, mask=real)
+    tl.store(d_bias + n * CHANNELS + channel, sums, mask=real)
+    w = tl.load(weight + n // samples * w_client + channel, mask=real, other=0.0).to(tl.float32)
+    mean_gradient = tl.sum(w * sums) / (PIXELS * SIZE)
+    mean_product = tl.sum(w * products) / (PIXELS * SIZE)
+    for start in range(0, PIXELS, BP):
+        pixel = start + tl.arange(0, BP)
+        mask = (pixel < PIXELS)[:, None] & real[None, :]
+        place = first + pixel[:, None] * CHANNELS + channel[None, :]
+        gradient = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
+        if RELU:
+            gradient = tl.where(tl.load(y + place, mask=mask, other=0.0) <= 0, 0.0, gradient)
+        if RESIDUAL:
+            tl.store(d_residual + place, gradient.to(d_residual.dtype.element_ty), mask=mask)
+        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        out = scale * (w[None, :] * gradient - mean_gradient - (value - mean) * scale * mean_product)
+        tl.store(dx + place, out.to(dx.dtype.element_ty), mask=mask)
+
+
+class GroupNorm(torch.autograd.Function):
+    """The kernels with their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, groups: int, eps: float, relu: bool
+    ) -> Tensor:
+        """See `group_norm`."""
+        x = x.contiguous(memory_format=torch.channels_last)
+        if residual is not None:
+            residual = residual.to(x.dtype).contiguous(memory_format=torch.channels_last)
+        y = torch.empty_like(x)
+        samples, channels, height, width = x.shape
+        moments = torch.empty(samples, groups, 2, dtype=torch.float32, device=x.device)
+        ctx.sizes = channels, channels // groups, height * width
+        ctx.relu, ctx.residual = relu, residual is not None
+        _forward[samples, groups](
+            x, x if residual is None else residual, weight, bias, y, moments, samples // len(weight), weight.stride(0),
+            *ctx.sizes, eps, *_tile(ctx.sizes), ctx.residual, relu, num_warps=4,
+        )  # fmt: skip
+        ctx.save_for_backward(x, weight, y if relu else x, moments)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of images, scale, shift and residual."""
+        x, weight, y, moments = ctx.saved_tensors
+        g = gradients[0].contiguous(memory_format=torch.channels_last)
+        dx = torch.empty_like(x)
+        d_residual = torch.empty_like(x) if ctx.residual and ctx.relu else g
+        d_weight = torch.empty(len(x), x.shape[1], dtype=torch.float32, device=x.device)
+        d_bias = torch.empty_like(d_weight)
+        clients = len(weight)
+        _backward[len(x), moments.shape[1]](
+            g, x, y, weight, moments, dx, d_residual, d_weight, d_bias, len(x) // clients, weight.stride(0),
+            *ctx.sizes, *_tile(ctx.sizes), ctx.residual and ctx.relu, ctx.relu, num_warps=4,
+        )  # fmt: skip
+        d_weight, d_bias = (d.reshape(clients, -1, d.shape[1]).sum(1).to(weight.dtype) for d in (d_weight, d_bias))
+        return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None
+
+
+def group_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, residual: Tensor | None = None, relu: bool = False
+) -> Tensor:
+    """x [C * B, channels, H, W], weight and bias [C, channels] -> relu(GroupNorm(x) + residual), of the same shape."""
+    if bias.stride(0) != weight.stride(0) or weight.stride(1) != 1 or bias.stride(1) != 1:
+        weight, bias = weight.contiguous(), bias.contiguous()
+    y: Tensor = GroupNorm.apply(x, weight, bias, residual, groups, eps, relu)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _tile(sizes: tuple[int, int, int]) -> tuple[int, int]:
+    """Pixels and channels that a program holds at a time."""
+    _, size, pixels = sizes
+    columns = triton.next_power_of_2(size)
+    return max(1, min(triton.next_power_of_2(pixels), TILE // columns)), columns
