@@ -4,13 +4,14 @@ W1  pfl-research's CIFAR-10 benchmark: 1000 users x 50 images, 50 active, batch 
 W2  MLP 784-200-10, 50 clients x 1200, 25 active, batch 32, 1 epoch, FedAvg 0.1
 W3  ResNet-18-GN, 100 clients x 500, 10 active, batch 50, 5 epochs, FedLADA, random crop and flip
 W4  21,840-parameter CNN, 25 active x batch 128, K = 19, Fed-LAMB, a population of 9 rates x 3 seeds
+W5  FedLADA's simulator: as W3 with ImageNet's stem, clipping, and every client active with probability 0.1
 
 torch and lamina are imported where they are needed: a peer's environment has no lamina, FedJAX's has no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 CLASSES = 10
 PIXEL_MEAN, PIXEL_STD = 0.5, 0.2  # of pixels / 255, the same in every channel
-RATES = (0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5)  # of W4's members
+RATES = (0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01)  # of W4's members: none diverges
 SEEDS = (0, 1, 2)
 
 
@@ -42,6 +43,7 @@ class Workload:
     augment: bool = False
     uint8: bool = True
     members: int = 1  # experiments that run side by side
+    settings: dict[str, Any] = field(default_factory=dict)  # other arguments of lamina.Simulation
 
     @property
     def samples(self) -> int:
@@ -56,7 +58,11 @@ WORKLOADS = {
     "W4": Workload(
         ("cnn", {}), 21_840, (1, 28, 28), 50, 2400, 25, 128, 1, 0.03, "fedlamb", members=len(RATES) * len(SEEDS)
     ),
-}
+    "W5": Workload(
+        ("resnet18", {"stem": "imagenet"}), 11_181_642, (3, 32, 32), 100, 500, 10, 50, 5, 1e-3, "fedlada", augment=True,
+        settings={"sampling": "bernoulli", "clip": 10.0},
+    ),
+}  # fmt: skip
 
 
 # --- data -------------------------------------------------------------------------------------------------------
@@ -132,7 +138,7 @@ def simulation(name: str, train: lamina.Dataset, **more: Any) -> lamina.Simulati
         "clients": parts(w), "participation": w.active / w.users, "batch_size": w.batch, "epochs": w.epochs, "lr": w.lr,
         "augmentation": Augment() if w.augment else None, "evaluate_every": 10**8,
     }  # fmt: skip
-    return lamina.Simulation(model(w), train, w.algorithm, **settings | more)
+    return lamina.Simulation(model(w), train, w.algorithm, **settings | w.settings | more)
 
 
 def population(name: str, train: lamina.Dataset, **more: Any) -> lamina.Population:

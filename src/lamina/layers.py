@@ -60,11 +60,13 @@ class Layers:
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Concatenate named tensors (each with the same leading axes) into [..., p]."""
-        pieces = []
-        for name, shape in self.shapes.items():
-            tensor = tensors[name]
-            pieces.append(tensor.reshape(*tensor.shape[: tensor.dim() - len(shape)], -1))
+        pieces = self.pieces(tensors)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the segments of the vector, [..., size of the tensor] each; no copy if the memory allows it."""
+        pairs = [(tensors[name], len(shape)) for name, shape in self.shapes.items()]
+        return [tensor.reshape(*tensor.shape[: tensor.dim() - axes], -1) for tensor, axes in pairs]
 
     def parts(self) -> list[Layers]:
         """Every tensor as a layout of its own: what a method does layer by layer can be done part by part."""
@@ -130,13 +132,13 @@ class ChannelsLast(Layers):
         self.order = torch.cat(ordered).to(device)  # this layout's element j is the usual layout's element order[j]
         self.inverse = torch.argsort(self.order)
 
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Concatenate named tensors in this order; no copy of a single one whose channels are last in memory."""
+    def pieces(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return the segments in this order; no copy of a tensor whose channels are last in memory."""
         moved = {
             name: tensors[name].movedim(-3, -1) if len(shape) == 4 else tensors[name]
             for name, shape in self.shapes.items()
         }
-        return super().flatten(moved)
+        return super().pieces(moved)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Views under the parameters' usual shapes; kernels have their channels innermost in memory."""

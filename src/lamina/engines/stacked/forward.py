@@ -16,6 +16,7 @@ from torch.func import functional_call
 from lamina import rng
 from lamina.dropout import FromStreams, set_streams
 from lamina.engines.stacked.convolution import kernels_for
+from lamina.engines.stacked.fusion import fuse_norms
 from lamina.engines.stacked.modules import CannotStack, for_vmap, is_batch_norm, stack, unfold_clients, use_kernels
 from lamina.engines.stacked.probe import PROBE_CLIENTS, value_read
 from lamina.layers import ChannelsLast
@@ -60,8 +61,12 @@ class Forward(Protocol):
         """Say whether some client's next batch holds a single sample, which BatchNorm must refuse."""
         ...
 
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """Return the type in which the pass uses a parameter [C, ...]."""
+        ...
+
     def rounded(self, parameters: Parameters) -> Parameters:
-        """The parameters in the precision the pass computes in."""
+        """Return the parameters in the types that the pass uses."""
         ...
 
     def losses(
@@ -83,6 +88,8 @@ class StackedForward:
     def __init__(self, objective: Objective, precision: Precision = "fp32", channels_last: bool = False) -> None:
         self.objective = objective
         self.module = stack(objective.seeded)
+        if objective.device.type == "cuda":
+            self.module = fuse_norms(self.module)
         self.dropouts = [layer for layer in self.module.modules() if isinstance(layer, FromStreams)]
         self.precision = precision
         self.layout = objective.layers.channels_last() if channels_last else None
@@ -102,14 +109,14 @@ class StackedForward:
         for layer in self.batch_norms:
             layer.lone_sample = lone_sample  # type: ignore[assignment]
 
-    def rounded(self, parameters: Parameters) -> Parameters:
-        """bf16: master weights are float32; biases and norm scales stay so, and convolutions round by themselves.
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """Return bfloat16 for matrices and kernels if that is the precision; biases and norm scales stay float32."""
+        is_rounded = self.precision == "bf16" and parameter.dim() > 2 and parameter.is_floating_point()
+        return torch.bfloat16 if is_rounded else parameter.dtype
 
-        A convolution's gradient is summed in float32, so its kernels must not be rounded before autograd sees them.
-        """
-        if self.precision != "bf16":
-            return parameters
-        return {n: p.bfloat16() if p.dim() == 3 else p for n, p in parameters.items()}
+    def rounded(self, parameters: Parameters) -> Parameters:
+        """Return the parameters in the types that the pass uses; the rows keep them in float32."""
+        return {name: parameter.to(self.dtype_of(parameter)) for name, parameter in parameters.items()}
 
     def losses(
         self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
@@ -147,8 +154,12 @@ class VmapForward:
     def announce(self, lone_sample: bool) -> None:
         """Nothing to do: a padded batch is refused below, and torch itself refuses a batch of one."""
 
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """Return the parameter's own type."""
+        return parameter.dtype
+
     def rounded(self, parameters: Parameters) -> Parameters:
-        """As they are."""
+        """Return the parameters as they are."""
         return parameters
 
     def losses(

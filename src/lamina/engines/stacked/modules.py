@@ -61,10 +61,15 @@ class StackedConv2d(nn.Conv2d):
 
 
 class StackedGroupNorm(nn.GroupNorm):
-    """Statistics per sample, scale and shift per client. Written out, so that it compiles to a fused kernel."""
+    """Statistics per sample, scale and shift per client; with the residual sum and the ReLU that follow, if fused."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    kernel: Callable[..., Tensor] | None = None  # our own, where it applies: set by `use_kernels`
+    relu: bool = False  # set by `fuse_norms`
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """[C * B, channels, ...], the same shape out."""
+        if self.kernel is not None and input.dim() == 4:
+            return self.kernel(input, self.weight, self.bias, self.num_groups, self.eps, residual, self.relu)
         shape = (input.shape[0], self.num_groups, -1, *input.shape[2:])
         groups = input.view(shape).to(_at_least_float32(input))  # a view in any memory format: no copy
         variance, mean = torch.var_mean(groups, dim=list(range(2, groups.dim())), correction=0, keepdim=True)
@@ -73,7 +78,9 @@ class StackedGroupNorm(nn.GroupNorm):
             clients = self.weight.shape[0]
             x = unfold_clients(out, clients)
             out = (x * _per_client(self.weight, x, 2) + _per_client(self.bias, x, 2)).flatten(0, 1)
-        return out.to(input.dtype)
+        out = out.to(input.dtype)
+        out = out if residual is None else out + residual
+        return F.relu(out) if self.relu else out
 
 
 class StackedLayerNorm(nn.LayerNorm):
@@ -286,6 +293,8 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
     for layer in stacked.modules():
         if isinstance(layer, StackedConv2d) and kernels_apply(layer):
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
+        elif isinstance(layer, StackedGroupNorm) and layer.affine:
+            layer.kernel = kernels.group_norm
         elif isinstance(layer, PlainMaxPool2d) and math.prod(_two(layer.kernel_size)) <= kernels.LARGEST_WINDOW:
             layer.kernel = kernels.max_pool
 

@@ -109,7 +109,7 @@ class _Watched(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-class _NoValues(WatchingMode):
+class _NoValues(WatchingMode):  # type: ignore[no-untyped-call]
     """Refuses operations that turn values into a Python number or decide the shape of their result by them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

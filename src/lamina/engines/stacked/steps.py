@@ -1,153 +1,190 @@
-"""One local step of every row: gather the batches, differentiate, let the algorithm step.
+"""The local steps of many rows: gather their batches, differentiate, let the algorithm step.
 
-During local training the state of a row is kept in parts, one per layer, each [rows, size of the layer]: gradients
-come layer by layer anyway, and gluing them into one vector only to take it apart again would cost as much memory
-traffic as the step itself. An algorithm cannot tell, as long as its `step` works layer by layer; one that does not
-(a norm over the whole vector, layers that span several tensors) is noticed and given whole vectors.
+`train` is the plain form, for a CPU. It keeps the state of a row in parts, one per parameter tensor: gradients come
+tensor by tensor anyway, and joining them into one vector would cost as much memory traffic as the step itself. An
+algorithm cannot tell, as long as its `step` works layer by layer. One that does not (a norm over the whole vector,
+layers that span several tensors) gets whole vectors; `works_by_layer` finds out. On a GPU, see graphs.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
-from lamina.algorithms.primitives import using_up
+from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo
 from lamina.algorithms.rehearsal import TINY
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.engines.stacked.forward import Forward
-from lamina.layers import Layers
+from lamina.layers import Grouping, Layers
 from lamina.objective import Buffers, Objective
 
 
-class Steps:
-    """The local steps of some rows, for one algorithm and one kind of round."""
+class Batches(NamedTuple):
+    """The batches of all local steps of some rows ``[rows, K, ...]``, or of one step ``[rows, ...]``."""
 
-    def __init__(
-        self,
-        objective: Objective,
-        data: Dataset,
-        forward: Forward,
-        algorithm: Any,  # an `Algorithm`, or `SumOfGradients`
-        parts: Sequence[Layers],
-        *,
-        control: bool,
-        clip: float | Tensor | None,  # largest norm of a gradient, for all rows or one per row [rows, 1]
-        augmentation: Augment | None,
-        whole: bool = False,  # for the gradient over all data: the model as it is evaluated, losses summed
-    ) -> None:
-        self.objective, self.data, self.forward, self.algorithm = objective, data, forward, algorithm
-        self.parts, self.control, self.clip, self.augmentation = list(parts), control, clip, augmentation
-        self.whole = whole
+    samples: Tensor  # positions in the data [rows, K, B]
+    counts: Tensor | None  # how many of them are real [rows, K], 0 if the row takes no such step; None: all are
+    keys: Tensor | None  # random words for the augmentation [rows, K, B]
+    streams: Tensor | None  # random streams for the masks of dropout [rows, K]
 
-    def step(
-        self,
-        local: list[Any],
-        down: list[Any],
-        buffers: Buffers,
-        index: Tensor,
-        filled: Tensor | None,
-        keys: Tensor | None,
-        streams: Tensor | None,
-        lr: Any,
-        rounded: Mapping[str, Tensor] | None = None,
-    ) -> tuple[list[Any], Tensor]:
-        """The state after one step, and every row's loss [rows].
+    def at(self, k: int) -> Batches:
+        """Return the batches of one step. Batches that are equally short are cut, others stay padded."""
+        samples, counts, keys, streams = (None if value is None else value[:, k] for value in self)
+        assert samples is not None
+        if counts is not None:
+            longest = int(counts.max())
+            samples, keys = samples[:, :longest], None if keys is None else keys[:, :longest]
+            counts = None if int(counts.min()) == longest else counts
+        return Batches(samples, counts, keys, streams)
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What the local training of some rows starts from."""
+
+    algorithm: Any  # an `Algorithm` or `SumOfGradients`; numbers that differ between rows are [rows, 1]
+    local: Any
+    down: Any
+    buffers: Buffers  # the model's buffers [rows, ...], updated in place
+    batches: Batches
+    lr: Number
+    clip: Number | None = None  # the largest norm of a gradient
+    control: bool = False  # subtract the gradient of the same batch at down.x
+
+    @property
+    def rows(self) -> int:
+        """How many rows are trained."""
+        return len(self.batches.samples)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The function that the rows differentiate: the loss of the model on batches of the data."""
+
+    objective: Objective
+    data: Dataset  # on the objective's device
+    forward: Forward
+    augmentation: Augment | None = None
+    summed: bool = False  # for a gradient over all data: the model as it is evaluated, losses added up
+
+    @property
+    def layers(self) -> Layers:
+        """The layout of the rows' vectors."""
+        return self.forward.layout or self.objective.layers
+
+    def step_gradients(
+        self, work: LocalWork, y: Mapping[str, Tensor], x: Mapping[str, Tensor], buffers: Buffers, batch: Batches
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the gradients that a local step is taken with, by name, and every row's loss [rows].
 
         Args:
-            local: the local state in parts.
-            down: the broadcast in parts.
-            buffers: the model's buffers [rows, ...], updated in place.
-            index: the samples of the batch [rows, B].
-            filled: how many of them are real [rows] (0: the row makes no step); None: all.
-            keys: random words for the augmentation [rows, B].
-            streams: random streams for the masks of dropout [rows].
-            lr: a number, or one per row [rows, 1].
-            rounded: the parameters of `local` by name, already in the precision of the forward pass.
+            work: says whether gradients at x are subtracted.
+            y: the local parameters.
+            x: those of the broadcast.
+            buffers: the model's, updated in place in the rows that take the step.
+            batch: the samples of the step.
         """
-        kept = None if filled is None else {n: b.clone() for n, b in buffers.items()}
-        batch = (index, filled, keys, streams)
-        grads, losses = self.gradient([part.y for part in local], buffers, *batch, rounded=rounded)
-        if self.control:  # the same batch and dropout masks at x
-            scratch = {n: b.clone() for n, b in buffers.items()}
-            at_x, _ = self.gradient([part.x for part in down], scratch, *batch)
+        before = {} if batch.counts is None else {name: buffer.clone() for name, buffer in buffers.items()}
+        gradients, losses = self.gradients(y, buffers, batch)
+        if work.control:
+            unused = {name: buffer.clone() for name, buffer in buffers.items()}
+            at_x, _ = self.gradients(x, unused, batch)
             dtype = self.objective.dtype
-            grads = [g.to(dtype) - a.to(dtype) for g, a in zip(grads, at_x, strict=True)]
-        after = self.apply(local, down, grads, lr, filled)
-        if filled is None or kept is None:
-            return after, losses
-        active = filled > 0
+            gradients = {name: gradient.to(dtype) - at_x[name].to(dtype) for name, gradient in gradients.items()}
+        if batch.counts is None:
+            return gradients, losses
+        is_active = batch.counts > 0
         for name, buffer in buffers.items():
-            view = active.reshape(-1, *[1] * (buffer.dim() - 1))
-            buffer.copy_(torch.where(view, buffer, kept[name]))
-        return after, torch.where(active, losses, 0.0)
+            buffer.copy_(torch.where(is_active.reshape(-1, *[1] * (buffer.dim() - 1)), buffer, before[name]))
+        return gradients, torch.where(is_active, losses, 0.0)
 
-    def gradient(
-        self, y: list[Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None, keys: Tensor | None,
-        streams: Tensor | None, *, rounded: Mapping[str, Tensor] | None = None,
-    ) -> tuple[list[Tensor], Tensor]:  # fmt: skip
-        """Every row's own gradient of its mean loss, in parts (perhaps rounded), and those losses [rows]."""
-        chosen = self.forward.rounded(self.named(y)) if rounded is None else rounded
-        leaves = {n: p.detach().requires_grad_() for n, p in chosen.items()}
-        means = self.mean_losses(leaves, buffers, index, filled, keys, streams, train=not self.whole)
-        names = list(leaves)
+    def gradients(
+        self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return every row's gradient of its mean loss by name, perhaps rounded, and those losses [rows]."""
+        leaves = {n: p.detach().requires_grad_() for n, p in self.forward.rounded(parameters).items()}
+        losses = self.mean_losses(leaves, buffers, batch)
         # a parameter that the loss does not reach has a gradient of zero, as in the loop
-        gradients = torch.autograd.grad(means.sum(), [leaves[n] for n in names], materialize_grads=True)
-        found = dict(zip(names, gradients, strict=True))
-        if len(self.parts) == 1:  # a whole vector has one type
-            found = {n: g.to(self.objective.dtype) for n, g in found.items()}
-        return [part.flatten({n: found[n] for n in part.names}) for part in self.parts], means.detach()
+        gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
+        return dict(zip(leaves, gradients, strict=True)), losses.detach()
 
-    def named(self, y: list[Tensor]) -> dict[str, Tensor]:
-        """The parameters by name: views of the parts."""
-        return {n: p for part, own in zip(self.parts, y, strict=True) for n, p in part.unflatten(own).items()}
-
-    def mean_losses(
-        self, parameters: dict[str, Tensor], buffers: Buffers, index: Tensor, filled: Tensor | None,
-        keys: Tensor | None, streams: Tensor | None = None, *, train: bool,
-    ) -> Tensor:  # fmt: skip
-        """Every row's mean loss over the real samples of its batch [rows]; their sum if `whole`."""
-        x, y = self._batch(index, keys)
-        mask = None if filled is None else torch.arange(y.shape[1], device=y.device) < filled.unsqueeze(1)
-        losses = self.forward.losses(parameters, buffers, x, y, mask, train=train, streams=streams)
-        if mask is None or filled is None:
-            return losses.sum(1) if self.whole else losses.mean(1)
+    def mean_losses(self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches) -> Tensor:
+        """Return every row's mean loss over the real samples of its batch [rows]; their sum if `summed`."""
+        x = _take(self.data.x, batch.samples)
+        if self.augmentation is not None and batch.keys is not None:
+            x = self.augmentation(x, batch.keys)
+        x, y = prepare(x, self.data.mean, self.data.std, self.objective.dtype), _take(self.data.y, batch.samples)
+        counts = batch.counts
+        mask = None if counts is None else torch.arange(y.shape[1], device=y.device) < counts.unsqueeze(1)
+        train = not self.summed
+        losses = self.forward.losses(parameters, buffers, x, y, mask, train=train, streams=batch.streams)
+        if mask is None or counts is None:
+            return losses.sum(1) if self.summed else losses.mean(1)
         sums = torch.where(mask, losses, 0.0).sum(1)
-        return sums if self.whole else sums / filled.clamp(min=1)
+        return sums if self.summed else sums / counts.clamp(min=1)
 
-    def _batch(self, index: Tensor, keys: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Gather, augment and normalise the batches of all rows: [rows, B, ...]."""
-        x = _take(self.data.x, index)
-        if self.augmentation is not None and keys is not None:
-            x = self.augmentation(x, keys)
-        return prepare(x, self.data.mean, self.data.std, self.objective.dtype), _take(self.data.y, index)
 
-    def apply(
-        self, local: list[Any], down: list[Any], grads: list[Tensor], lr: Any, filled: Tensor | None
-    ) -> list[Any]:
-        """The algorithm's step, part by part; a row without this step stays as it is."""
-        grads = _with_own_memory([grad.to(self.objective.dtype) for grad in grads])
-        if self.clip is not None:
-            grads = _clipped(grads, self.clip)
-        active = None if filled is None else (filled > 0).unsqueeze(1)
-        made = []
-        for part, old, fixed, grad in zip(self.parts, local, down, grads, strict=True):
-            # with no state but y, nothing can hold on to the gradient
-            free = grad.is_cpu and grad.is_contiguous() and sum(v is not None for v in old) == 1
-            with using_up(grad) if free else nullcontext():
-                new = self.algorithm.step(old, fixed, grad, lr, part)
-            if active is not None:
-                new = type(new)(
-                    *(None if n is None else torch.where(active, n, o) for n, o in zip(new, old, strict=True))
-                )
-            made.append(new)
-        return made
+def _take(values: Tensor, index: Tensor) -> Tensor:
+    """Return values[index] by whole samples, which is several times as fast on a CPU."""
+    return values.index_select(0, index.flatten()).reshape(*index.shape, *values.shape[1:])
+
+
+def train(problem: Problem, parts: Sequence[Layers], work: LocalWork) -> tuple[Any, Tensor]:
+    """Take all local steps; return the final local state and the sum of every row's losses [rows]."""
+    local, down = split(work.local, parts), split(work.down, parts)
+    x = _named(parts, [part.x for part in down]) if work.control else {}
+    total = torch.zeros(work.rows, dtype=work.local.y.dtype, device=work.local.y.device)
+    for k in range(work.batches.samples.shape[1]):
+        batch = work.batches.at(k)
+        y = _named(parts, [part.y for part in local])
+        gradients, losses = problem.step_gradients(work, y, x, work.buffers, batch)
+        local = _step(parts, work, local, down, gradients, batch.counts)
+        total = total + losses
+    return join(local, work.local), total
+
+
+def _named(parts: Sequence[Layers], vectors: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return views of the parts by parameter name."""
+    pairs = zip(parts, vectors, strict=True)
+    return {name: view for part, vector in pairs for name, view in part.unflatten(vector).items()}
+
+
+def _step(
+    parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any], gradients: Mapping[str, Tensor],
+    counts: Tensor | None,
+) -> list[Any]:  # fmt: skip
+    """Return the local state after the algorithm's step, part by part; a row without this step keeps its state."""
+    dtype = work.local.y.dtype
+    vectors = [part.flatten({name: gradients[name].to(dtype) for name in part.names}) for part in parts]
+    if work.clip is not None:
+        vectors = _clipped(vectors, work.clip)
+    after = []
+    for part, old, fixed, gradient in zip(parts, local, down, vectors, strict=True):
+        new = work.algorithm.step(old, fixed, gradient, work.lr, part)
+        after.append(new if counts is None else where_active(counts, new, old))
+    return after
+
+
+def where_active(counts: Tensor, new: Any, old: Any) -> Any:
+    """Return a record with the new state of the rows that took the step, and the old state of the others."""
+    is_active = (counts > 0).unsqueeze(1)
+    pairs = zip(new, old, strict=True)
+    return type(new)(*(None if n is None else torch.where(is_active, n, o) for n, o in pairs))
+
+
+def _clipped(gradients: list[Tensor], limit: Number) -> list[Tensor]:
+    """Scale every row's gradient down to norm `limit` if it is longer."""
+    norms = torch.stack([torch.linalg.vector_norm(gradient, dim=-1) for gradient in gradients])
+    norm = torch.linalg.vector_norm(norms, dim=0).unsqueeze(1)
+    return [torch.where(norm > limit, gradient * (limit / norm), gradient) for gradient in gradients]
+
+
+# --- gradients over all data --------------------------------------------------------------------------------------
 
 
 class Summing(NamedTuple):
@@ -157,43 +194,29 @@ class Summing(NamedTuple):
     total: Tensor
 
 
-class Nowhere(NamedTuple):
-    """A broadcast that nobody reads."""
-
-    x: Tensor | None = None
+class NoBroadcast(NamedTuple):
+    """A broadcast without content."""
 
 
 @dataclass(frozen=True)
 class SumOfGradients:
-    """The gradient over all data in the form of local steps, so that a GPU runs both in the same way."""
+    """The gradient over all data as local steps that stay where they are, so that it runs as these do."""
 
-    def step(self, local: Summing, down: Nowhere, grad: Tensor, lr: Any, layers: Layers) -> Summing:
-        """Stay, and add the gradient."""
+    grouping: Grouping = "tensor"
+
+    def step(self, local: Summing, down: NoBroadcast, grad: Tensor, lr: Number, layers: Layers) -> Summing:
+        """Add the gradient to the sum."""
         return Summing(local.y, local.total + grad)
 
 
-def _take(values: Tensor, index: Tensor) -> Tensor:
-    """values[index], by whole samples: on a CPU several times as fast."""
-    return values.index_select(0, index.flatten()).reshape(*index.shape, *values.shape[1:])
+# --- parts --------------------------------------------------------------------------------------------------------
 
 
-def _with_own_memory(grads: list[Tensor]) -> list[Tensor]:
-    """A gradient is used up by its step, and autograd gives parameters that are added the same one: copy those."""
-    seen: set[int] = set()
-    made = []
-    for grad in grads:
-        shared = grad.is_cpu and grad.data_ptr() in seen
-        made.append(grad.clone() if shared else grad)
-        if grad.is_cpu:
-            seen.add(grad.data_ptr())
-    return made
-
-
-def _clipped(grads: list[Tensor], limit: float | Tensor) -> list[Tensor]:
-    """Every row's gradient scaled down to norm `limit` if it is longer."""
-    norms = torch.stack([torch.linalg.vector_norm(grad, dim=-1) for grad in grads])
-    norm = torch.linalg.vector_norm(norms, dim=0).unsqueeze(1)
-    return [torch.where(norm > limit, grad * (limit / norm), grad) for grad in grads]
+def parts_of(algorithm: Algorithm, layers: Layers) -> list[Layers]:
+    """Return the parts that local state is kept in during training: one per parameter tensor, or a single one."""
+    parts = layers.parts()
+    # If every tensor has one element, vectors, numbers per layer and numbers per row have the same shape.
+    return parts if any(part.size > 1 for part in parts) and works_by_layer(algorithm) else [layers]
 
 
 def split(record: Any, parts: Sequence[Layers]) -> list[Any]:
@@ -207,6 +230,8 @@ def split(record: Any, parts: Sequence[Layers]) -> list[Any]:
             return torch.split(value, 1, dim=-1)
         return [value] * len(parts)
 
+    if not record:
+        return [record] * len(parts)
     return [type(record)(*fields) for fields in zip(*map(pieces, record), strict=True)]
 
 
@@ -226,20 +251,20 @@ def works_by_layer(algorithm: Algorithm) -> bool:
     """Return whether a step part by part, one part per tensor, is the step on the whole vector."""
     if algorithm.grouping != "tensor":
         return False
-    for local, down, grad in made_up(algorithm):
+    for local, down, grad in _random_steps(algorithm):
         whole = algorithm.step(local, down, grad, 0.1, TINY)
         parts = TINY.parts()
-        grads = torch.split(grad, [part.size for part in parts], dim=-1)
-        rows = zip(parts, split(local, parts), split(down, parts), grads, strict=True)
-        by_part = join([algorithm.step(own, fixed, g, 0.1, part) for part, own, fixed, g in rows], local)
+        gradients = torch.split(grad, [part.size for part in parts], dim=-1)
+        rows = zip(parts, split(local, parts), split(down, parts), gradients, strict=True)
+        by_part = join([algorithm.step(old, fixed, g, 0.1, part) for part, old, fixed, g in rows], local)
         if not _equal(whole, by_part):
             return False
     return True
 
 
 def works_by_row(algorithm: Algorithm) -> bool:
-    """Whether a step on two rows is the step on each: it is not if the algorithm branches on a tensor's value, say."""
-    for local, down, grad in made_up(algorithm):
+    """Return whether a step on two rows is the step on each; it is not if it branches on a tensor's value, say."""
+    for local, down, grad in _random_steps(algorithm):
 
         def alone(r: int, local: Any = local, down: Any = down, grad: Tensor = grad) -> Any:
             return algorithm.step(_only(local, r), _only(down, r), grad[r : r + 1], 0.1, TINY)
@@ -254,8 +279,8 @@ def works_by_row(algorithm: Algorithm) -> bool:
     return True
 
 
-def made_up(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Local state, broadcast and gradient of two rows of a small model, in many sizes.
+def _random_steps(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
+    """Yield local state, broadcast and gradient of two rows of a tiny model, in many sizes.
 
     A step may couple layers or rows only when something is large or small, as clipping does. One row is larger than
     the other by more than the sizes are apart, so that whatever the limit is, once it lies between the two.
@@ -268,16 +293,16 @@ def made_up(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
 
     x = draw(TINY.size)[0]
     needs = algorithm.needs(1)
-    sent = algorithm.broadcast(
+    broadcast = algorithm.broadcast(
         algorithm.init(x, TINY), ServerInfo(1, 0.1, TINY, mean_gradient=x if needs.control_variate else None)
     )
     info = ClientInfo(1, 0.1, TINY, full_gradient=x if needs.full_gradient else None)
-    begun = algorithm.begin(sent, algorithm.client_init(x, TINY), info)
+    start = algorithm.begin(broadcast, algorithm.client_init(x, TINY), info)
     sizes = [10.0**exponent for exponent in range(-6, 7)]
     for of_state, of_gradient in [(1.0, size) for size in sizes] + [(size, 1.0) for size in sizes]:
         local, down = (
             type(record)(*(None if v is None else of_state * draw(v.shape[-1]) for v in record))
-            for record in (begun, sent)
+            for record in (start, broadcast)
         )
         yield local, down, of_gradient * draw(TINY.size)
 

@@ -27,6 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lamina.engines.stacked.gpu.launch import launch
+
 
 @gluon.jit
 def _fetch(  # type: ignore[no-untyped-def]
@@ -176,8 +178,8 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     made = warpgroup_mma_wait(0, deps=[sums])
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
-    out = gl.allocate_shared_memory(gl.float32, [1, 1, BM, 1, BN], dw.layout)
-    out.reshape([BM, BN]).store(made)
+    out = gl.allocate_shared_memory(dw.dtype, [1, 1, BM, 1, BN], dw.layout)
+    out.reshape([BM, BN]).store(made.to(dw.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dw, [part, client, out0, tap, channel0], out)
     tma.store_wait(0)
@@ -220,7 +222,8 @@ def _multiply(x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, bac
     x5, y5 = _by_client(x, clients), _by_client(y, clients)
     kernels = w.permute(0, 1, 3, 4, 2).reshape(clients, w.shape[1], kh * kw, w.shape[2])
     grid = (_boxes(y5, box) * triton.cdiv(columns, bn), clients)
-    _product[grid](
+    launch(
+        _product, grid,
         _descriptor(x5, (1, *box, bk)),
         _descriptor(kernels, (1, bk, 1, bn) if back else (1, bn, 1, bk)),
         _descriptor(y5, (1, *box, bn)),
@@ -231,9 +234,10 @@ def _multiply(x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, bac
 
 
 def weight_gradient(
-    g: Tensor, x: Tensor, clients: int, kernel: Pair, padding: Pair, tile: Tile | None = None, parts: int | None = None
-) -> Tensor:
-    """The gradient of the kernels [C, out, in, kh, kw] in float32, channels last in memory."""
+    g: Tensor, x: Tensor, clients: int, kernel: Pair, padding: Pair, tile: Tile | None = None, parts: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """The gradient of the kernels [C, out, in, kh, kw], channels last in memory; summed in float32."""
     out, inp, (kh, kw) = g.shape[1], x.shape[1], kernel
     tile = tile or _gradient_tile(out, inp)
     g5, x5 = _by_client(g, clients), _by_client(x, clients)
@@ -244,8 +248,10 @@ def weight_gradient(
         parts = max(1, min(PROGRAMS // (tiles * clients), boxes // BOXES_PER_PART))
     per_part = triton.cdiv(boxes, parts)
     parts = triton.cdiv(boxes, per_part)  # none is empty
-    dw = torch.empty(parts, clients, out, kh * kw, inp, dtype=torch.float32, device=g.device)
-    _weight_gradient[tiles, clients, parts](
+    summed = dtype if parts == 1 else torch.float32  # parts are added up before they are rounded
+    dw = torch.empty(parts, clients, out, kh * kw, inp, dtype=summed, device=g.device)
+    launch(
+        _weight_gradient, (tiles, clients, parts),
         _descriptor(g5, (1, *box, tile.rows)),
         _descriptor(x5, (1, *box, tile.columns)),
         _descriptor(dw, (1, 1, tile.rows, 1, tile.columns)),
@@ -253,7 +259,7 @@ def weight_gradient(
         inp, out, kh, kw, *padding, *box, tile.rows, tile.columns, tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     total = dw[0] if parts == 1 else dw.sum(0)
-    return total.reshape(clients, out, kh, kw, inp).permute(0, 1, 4, 2, 3)
+    return total.to(dtype).reshape(clients, out, kh, kw, inp).permute(0, 1, 4, 2, 3)
 
 
 PROGRAMS = 720  # five for each of 132 processors; a weight gradient is cut into parts to have as many

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lamina.engines.stacked.gpu.launch import launch
+
 
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
@@ -263,7 +265,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         only_once = (o < OUT) & (tile % tiles_n == 0)
         tl.store(db + part.to(tl.int64) * db_part + client * OUT + o, bias_sums, mask=only_once)
     mask = (o < OUT)[:, None] & real_k[None, :]
-    tl.store(dw + o[:, None] * DEPTH + k[None, :], sums, mask=mask)
+    tl.store(dw + o[:, None] * DEPTH + k[None, :], sums.to(dw.dtype.element_ty), mask=mask)
 
 
 class Tile(NamedTuple):
@@ -297,8 +299,8 @@ def forward(
     grid = (triton.cdiv(rows, bm) * triton.cdiv(out, bn), clients)
     if bias is not None and bias.stride(1) != 1:
         bias = bias.contiguous()
-    _forward[grid](
-        x, w, w if bias is None else bias, y, rows, height, width, out_height, out_width,
+    launch(
+        _forward, grid, x, w, w if bias is None else bias, y, rows, height, width, out_height, out_width,
         x.numel() // clients, w.stride(0), 0 if bias is None else bias.stride(0), y.numel() // clients,
         inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, bias is not None,
         num_warps=warps, num_stages=stages,
@@ -318,8 +320,8 @@ def input_gradient(
     some = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # pixels of the largest residue
     bm, bn, bk, warps, stages = tile or _product_tile(inp, out, kh * kw, 0, g.element_size())
     grid = (triton.cdiv(samples * some, bm) * triton.cdiv(inp, bn), clients, stride[0] * stride[1])
-    _input_gradient[grid](
-        g, w, dx, samples, height, width, g.shape[2], g.shape[3],
+    launch(
+        _input_gradient, grid, g, w, dx, samples, height, width, g.shape[2], g.shape[3],
         g.numel() // clients, w.stride(0), dx.numel() // clients,
         inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -328,9 +330,9 @@ def input_gradient(
 
 def weight_gradient(
     g: Tensor, x: Tensor, clients: int, kernel: Pair, stride: Pair, padding: Pair, precision: str,
-    tile: Tile | None = None, parts: int | None = None, biased: bool = False,
+    tile: Tile | None = None, parts: int | None = None, biased: bool = False, dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of the kernels [C, out, in, kh, kw], channels last in memory, and of the bias, in float32."""
+    """The gradients of the kernels [C, out, in, kh, kw], channels last in memory, and of the bias (in float32)."""
     g, x = _images(g), _images(x)
     out, inp = g.shape[1], x.shape[1]
     (height, width), (out_height, out_width), (kh, kw) = x.shape[2:], g.shape[2:], kernel
@@ -341,15 +343,16 @@ def weight_gradient(
     if parts is None:
         parts = max(1, min(MOST_PARTS, PROGRAMS // (tiles * clients), rows // (4 * bk)))
     per_part = triton.cdiv(triton.cdiv(rows, parts), bk) * bk
-    dw = torch.empty(parts, clients, out, kh, kw, inp, dtype=torch.float32, device=g.device)
+    summed = dtype if parts == 1 else torch.float32  # parts are added up before they are rounded
+    dw = torch.empty(parts, clients, out, kh, kw, inp, dtype=summed, device=g.device)
     db = torch.empty(parts, clients, out, dtype=torch.float32, device=g.device) if biased else dw
-    _weight_gradient[tiles, clients, parts](
-        g, x, dw, db, rows, per_part, height, width, out_height, out_width,
+    launch(
+        _weight_gradient, (tiles, clients, parts), g, x, dw, db, rows, per_part, height, width, out_height, out_width,
         g.numel() // clients, x.numel() // clients, dw.stride(1), dw.stride(0), db.stride(0),
         inp, out, kh, kw, *stride, *padding, bm, bn, bk, precision, biased, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     total, bias = (each[0] if parts == 1 else each.sum(0) for each in (dw, db if biased else db[:1]))
-    return total.permute(0, 1, 4, 2, 3), bias if biased else None
+    return total.to(dtype).permute(0, 1, 4, 2, 3), bias if biased else None
 
 
 # --- max-pooling --------------------------------------------------------------------------------------------------
@@ -409,8 +412,19 @@ def max_pool(x: Tensor, kernel: Pair) -> tuple[Tensor, Tensor]:
     samples, channels, height, width = x.shape
     y = _empty_images(x, samples, channels, height // kernel[0], width // kernel[1])
     place = torch.empty_like(y, dtype=torch.int8)
-    _pool[(triton.cdiv(y.numel(), POOL_BLOCK),)](
-        x, y, place, y.numel(), channels, height, width, *kernel, POOL_BLOCK, num_warps=4
+    launch(
+        _pool,
+        (triton.cdiv(y.numel(), POOL_BLOCK),),
+        x,
+        y,
+        place,
+        y.numel(),
+        channels,
+        height,
+        width,
+        *kernel,
+        POOL_BLOCK,
+        num_warps=4,
     )
     return y, place
 
@@ -421,8 +435,18 @@ def max_pool_gradient(g: Tensor, place: Tensor, size: Pair, kernel: Pair) -> Ten
     dx = _empty_images(g, *g.shape[:2], *size)
     if size[0] % kernel[0] or size[1] % kernel[1]:
         dx.zero_()
-    _pool_gradient[(triton.cdiv(g.numel(), POOL_BLOCK),)](
-        g, place, dx, g.numel(), g.shape[1], *size, *kernel, POOL_BLOCK, num_warps=4
+    launch(
+        _pool_gradient,
+        (triton.cdiv(g.numel(), POOL_BLOCK),),
+        g,
+        place,
+        dx,
+        g.numel(),
+        g.shape[1],
+        *size,
+        *kernel,
+        POOL_BLOCK,
+        num_warps=4,
     )
     return dx
 

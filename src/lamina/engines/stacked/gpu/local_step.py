@@ -11,10 +11,11 @@ per row is a single number to a block.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +28,11 @@ from lamina.algorithms.contract import Algorithm, options
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.algorithms.rehearsal import TINY
 from lamina.dispatch import WatchingMode
+from lamina.engines.stacked.gpu.launch import launch
 from lamina.layers import Grouping, Layers
 
 BLOCK = 1024  # elements that a program works on
+SUMMED_BLOCKS = 1024  # of a norm, at a time
 ALIGNMENT = 16  # elements: with starts and strides in multiples of it, loads are wide
 TRACED_ROWS = 5
 
@@ -194,6 +197,8 @@ class TracedLayers(Layers):
     def __init__(self, trace: Trace) -> None:
         super().__init__(TINY.shapes)
         self._trace = trace
+        self.matrices = torch.zeros(TRACED_ROWS, len(TINY.names))
+        trace.add_input("matrices", self.matrices)
 
     def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
         """Record the norms of all layers."""
@@ -210,8 +215,11 @@ class TracedLayers(Layers):
         return elements
 
     def matrix_mask(self, like: Tensor) -> Tensor:
-        """Refuse: the mask depends on the shapes of the real model."""
-        raise CannotFuse("matrix_mask")
+        """Record a value per tensor that the kernels read: the shapes are those of the real model."""
+        with _paused(self._trace):
+            flags = super().matrix_mask(like)
+        self._trace.add_copy(self.matrices, flags)
+        return flags
 
 
 class _paused:  # noqa: N801
@@ -242,7 +250,7 @@ def _literal(number: float) -> str:
     return repr(number) if math.isfinite(number) else f'float("{number}")'
 
 
-# --- from the record to kernels ----------------------------------------------------------------------------------------
+# --- from the record to kernels -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -303,9 +311,7 @@ def write_pass(
         elif value.name == "grad":
             body.append(GRADIENT.rstrip("\n"))
         elif value.kind == "element":
-            body.append(
-                f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + i, mask=mask, other=0.0)"
-            )
+            body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + i, mask=mask, other=0.0)")
         else:
             body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + {INDEX[value.kind]})")
     arguments = "".join(f"p_{name}, s_{name}, " for name in inputs if name != "grad")
@@ -348,7 +354,7 @@ def _compiled(source: str) -> Any:
 
 
 @triton.jit
-def _add_squares(partial, blocks, norms, groups, COLUMN: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _add_squares(partial, norms, groups, COUNT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """norms[row, group] = the root of the sum over the group's blocks."""
     group = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -390,13 +396,16 @@ class LocalStep:
             buffers |= {f"{prefix}_{name}": value for name, value in fields if value is not None}
         numbers = {name: getattr(algorithm, name) for name in options(type(algorithm))}
         buffers |= {f"number_{name}": value for name, value in numbers.items() if isinstance(value, Tensor)}
-        values, outputs = _trace(algorithm, local, down, clip is not None, {n: sizes[v.shape[-1]] for n, v in buffers.items()})
+        kinds = {name: sizes[value.shape[-1]] for name, value in buffers.items()}
+        values, outputs = _trace(algorithm, local, down, clip is not None, kinds)
+        matrices = torch.tensor([[float(len(shape) > 1) for shape in layers.shapes.values()]], device=lr.device)
+        buffers["matrices"] = matrices.expand(self._rows, -1)
         self._outputs = {field: buffers[f"local_{field}"] for field in outputs}
         self._blocks, self._groups, aligned = _block_table(layers, lr.device)
-        strides = [value.stride(0) for name, value in buffers.items() if values[name].kind == "element"] if values else []
+        strides = (
+            [value.stride(0) for name, value in buffers.items() if values[name].kind == "element"] if values else []
+        )
         aligned = aligned and all(stride % ALIGNMENT == 0 for stride in strides)
-        count = len(layers.names)
-        self._addresses = torch.zeros(count, 3, dtype=torch.int64, device=lr.device)
         self._norms: dict[str, Tensor] = {}
         self._scratch = {
             field: torch.zeros_like(buffer)
@@ -417,17 +426,18 @@ class LocalStep:
                 self._norms[value.name] = torch.zeros(self._rows, groups, device=lr.device)
         self._partial = {name: torch.zeros(self._rows, len(self._blocks), device=lr.device) for name in self._norms}
 
-    def addresses(self, grads: Sequence[Tensor]) -> Tensor:
+    def addresses(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return where the gradients lie, by parameter tensor: [address, stride between rows, bytes of an element]."""
-        return torch.tensor([[g.data_ptr(), g.stride(0), g.element_size()] for g in grads], dtype=torch.int64)
+        return torch.tensor([[g.data_ptr(), g.stride(0), g.element_size()] for g in gradients], dtype=torch.int64)
 
-    @property
-    def address_table(self) -> Tensor:
-        """The table that the kernels read the gradients' addresses from; write `addresses` into it before they run."""
-        return self._addresses
+    def run(self, rows: int, active: Tensor, addresses: Tensor) -> None:
+        """Take the step in the first rows.
 
-    def run(self, rows: int, active: Tensor) -> None:
-        """Take the step in the first rows, but for those that are not active."""
+        Args:
+            rows: how many.
+            active: 0 for a row that keeps its state [rows].
+            addresses: those of the gradients, on the device.
+        """
         grid = (len(self._blocks), rows)
         for step in self._passes:
             arguments: list[Any] = []
@@ -442,12 +452,13 @@ class LocalStep:
                     arguments += [target, target.stride(0)]
                 if self._rounded is not None and "y" in self._outputs:
                     arguments += [self._rounded, self._rounded.stride(0)]
-            step.function[grid](self._blocks, active, self._addresses, *arguments, BLOCK=BLOCK, num_warps=4)
+            launch(step.function, grid, self._blocks, active, addresses, *arguments, BLOCK=BLOCK, num_warps=4)
             for name in step.norms:
                 groups = self._groups[self._values[name].over]
-                _add_squares[len(groups), rows](
-                    self._partial[name], self._blocks, self._norms[name], groups, 0, len(self._blocks), 1024, num_warps=4
-                )
+                launch(
+                    _add_squares, (len(groups), rows), self._partial[name], self._norms[name], groups,
+                    len(self._blocks), SUMMED_BLOCKS, num_warps=4,
+                )  # fmt: skip
         for field, scratch in self._scratch.items():  # not in place: other blocks may still read the old number
             buffer = self._outputs[field]
             buffer[:rows].copy_(torch.where(active[:rows].unsqueeze(1) > 0, scratch[:rows], buffer[:rows]))
@@ -475,7 +486,7 @@ def _trace(
     lr, grad = draw("lr"), draw("grad")
     numbers = {name.removeprefix("number_"): draw(name) for name in kinds if name.startswith("number_")}
     limit = draw("clip") if clipped else None
-    tiny = _replaced(algorithm, numbers)
+    tiny = dataclasses.replace(algorithm, **numbers)  # type: ignore[type-var]
     layers = TracedLayers(trace)
     with trace:
         if limit is not None:
@@ -488,12 +499,6 @@ def _trace(
                 raise CannotFuse(f"field '{field}' changes its shape")
             outputs[field] = trace.name_of(new)
     return trace.values, outputs
-
-
-def _replaced(algorithm: Algorithm, numbers: Mapping[str, Tensor]) -> Algorithm:
-    import dataclasses
-
-    return dataclasses.replace(algorithm, **numbers) if numbers else algorithm  # type: ignore[type-var]
 
 
 def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str, Tensor], bool]:
@@ -525,6 +530,3 @@ def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str
     aligned = all(row[0] % ALIGNMENT == 0 for row in rows)
     tables = {name: torch.tensor(pairs, dtype=torch.int32, device=device) for name, pairs in groups.items()}
     return torch.tensor(rows, dtype=torch.int32, device=device), tables, aligned
-
-
-Callable  # noqa: B018

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lamina.engines.stacked.gpu.launch import launch
+
 TILE = 4096  # elements that a program holds at a time
 
 
@@ -125,8 +127,9 @@ class GroupNorm(torch.autograd.Function):
         moments = torch.empty(samples, groups, 2, dtype=torch.float32, device=x.device)
         ctx.sizes = channels, channels // groups, height * width
         ctx.relu, ctx.residual = relu, residual is not None
-        _forward[samples, groups](
-            x, x if residual is None else residual, weight, bias, y, moments, samples // len(weight), weight.stride(0),
+        launch(
+            _forward, (samples, groups), x, x if residual is None else residual, weight, bias, y, moments,
+            samples // len(weight), weight.stride(0),
             *ctx.sizes, eps, *_tile(ctx.sizes), ctx.residual, relu, num_warps=4,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, y if relu else x, moments)
@@ -142,8 +145,9 @@ class GroupNorm(torch.autograd.Function):
         d_weight = torch.empty(len(x), x.shape[1], dtype=torch.float32, device=x.device)
         d_bias = torch.empty_like(d_weight)
         clients = len(weight)
-        _backward[len(x), moments.shape[1]](
-            g, x, y, weight, moments, dx, d_residual, d_weight, d_bias, len(x) // clients, weight.stride(0),
+        launch(
+            _backward, (len(x), moments.shape[1]), g, x, y, weight, moments, dx, d_residual, d_weight, d_bias,
+            len(x) // clients, weight.stride(0),
             *ctx.sizes, *_tile(ctx.sizes), ctx.residual and ctx.relu, ctx.relu, num_warps=4,
         )  # fmt: skip
         d_weight, d_bias = (d.reshape(clients, -1, d.shape[1]).sum(1).to(weight.dtype) for d in (d_weight, d_bias))

@@ -1,0 +1,317 @@
+"""Local steps on a GPU without host work: one step is captured as a CUDA graph, then replayed K times in every round.
+
+`CapturedSteps` owns fixed buffers for the local state, the broadcast, the batches and all numbers of a chunk. A round
+copies its inputs in, replays the step, and reads the state out. Learning rates, options and the step number are tensors
+in these buffers, so one captured step serves every value. Capturing takes a fraction of a second; only the first step
+of a process compiles kernels, all at the same time.
+
+Without a GPU the same steps run uncaptured, which is how the tests compare them with the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.algorithms.contract import Number, options
+from lamina.algorithms.primitives import clip_by_norm
+from lamina.engines.stacked.convolution import kernels_for
+from lamina.engines.stacked.rows import map_record
+from lamina.engines.stacked.steps import LocalWork, Problem, where_active
+
+MAX_CAPTURED = 2  # kept at a time for each problem: rounds with and without short batches, say
+WARM_UP_RUNS = 1  # before a capture, so that libraries have their workspaces
+ALIGNMENT = 16  # elements between the starts of rows: wide loads
+
+
+@dataclass
+class Graphs:
+    """The captured steps of one engine."""
+
+    _captured: dict[Any, CapturedSteps] = field(default_factory=dict, repr=False)
+    _pool: Any = field(default=None, repr=False)  # the memory that their activations share: one runs at a time
+
+    def train(self, problem: Problem, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
+        """Take all local steps; return the local state and the sum of losses, both valid until the next call.
+
+        Args:
+            problem: what the rows differentiate.
+            work: what they start from.
+            lone_sample: whether some batch holds one sample, which BatchNorm refuses while a step is captured.
+        """
+        problem.forward.announce(lone_sample)
+        kind = (problem.summed, lone_sample, _structure(work))
+        steps = self._captured.get(kind)
+        if steps is None or work.rows > steps.capacity:
+            self._captured.pop(kind, None)
+            same_problem = [key for key in self._captured if key[0] == problem.summed]
+            if len(same_problem) >= MAX_CAPTURED:
+                del self._captured[same_problem[0]]
+            steps = None
+            gc.collect()  # graphs may be in reference cycles
+            if self._pool is None and work.local.y.is_cuda:
+                self._pool = torch.cuda.graph_pool_handle()
+            steps = self._captured[kind] = CapturedSteps(problem, work, self._pool)
+        return steps.train(work)
+
+    def release(self) -> bool:
+        """Give back the memory of all captured steps; return whether there were any."""
+        had_any = bool(self._captured)
+        self._captured.clear()
+        self._pool = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return had_any
+
+
+def _structure(work: LocalWork) -> Any:
+    """Return what a captured step depends on, apart from the number of rows: shapes and options, but no numbers."""
+    samples = work.batches.samples
+    return (
+        _with_room(samples.shape[1]),
+        samples.shape[2],
+        work.batches.counts is None,
+        work.control,
+        work.clip is None,
+        tuple(value is None for value in work.local),
+        tuple(None if value is None else value.stride(0) == 0 for value in work.down),
+        type(work.algorithm),
+        tuple((name, None if name in _numbers(work) else value) for name, value in _options(work).items()),
+    )
+
+
+def _options(work: LocalWork) -> dict[str, Any]:
+    return {name: getattr(work.algorithm, name) for name in options(type(work.algorithm))}
+
+
+def _numbers(work: LocalWork) -> dict[str, Number]:
+    """Return the options that are inputs of a captured step: numbers in formulas, except infinite ones ("no limit")."""
+    declared = {name for name, option in options(type(work.algorithm)).items() if option.type in ("Number", Number)}
+    return {
+        name: value
+        for name, value in _options(work).items()
+        if isinstance(value, Tensor) or (name in declared and math.isfinite(value))
+    }
+
+
+def _with_room(steps: int) -> int:
+    """Return the next power of two, so that a few more steps in a later round need no new capture.
+
+    >>> [_with_room(k) for k in (1, 3, 4, 5)]
+    [1, 4, 4, 8]
+    """
+    return 1 << (steps - 1).bit_length()
+
+
+def size_class(rows: int) -> int:
+    """Return the number of rows that a step is captured for: a cohort of varying size needs few captures, idles little.
+
+    >>> [size_class(rows) for rows in (3, 8, 9, 15, 17, 100)]
+    [3, 8, 9, 15, 18, 104]
+    """
+    step = 1 << max(0, rows.bit_length() - 4)
+    return -(-rows // step) * step
+
+
+class CapturedSteps:
+    """The local steps of up to `capacity` rows, in buffers of their own."""
+
+    def __init__(self, problem: Problem, work: LocalWork, pool: Any) -> None:
+        self.capacity = work.rows
+        self._problem, self._pool = problem, pool
+        self._local = map_record(self._rows_like, work.local)
+        self._down = map_record(self._like_broadcast, work.down)
+        self._buffers = {name: self._rows_like(buffer) for name, buffer in work.buffers.items()}
+        self._batches = map_record(self._steps_like, work.batches)
+        y = work.local.y
+        self._numbers = {name: y.new_zeros(self.capacity, 1) for name in _numbers(work)}
+        self._lr, self._losses = y.new_zeros(self.capacity, 1), y.new_zeros(self.capacity)
+        self._clip = None if work.clip is None else y.new_zeros(self.capacity, 1)
+        self._k = torch.zeros(1, dtype=torch.long, device=y.device)
+        self._all_active = torch.ones(self.capacity, dtype=torch.long, device=y.device)
+        algorithm = dataclasses.replace(work.algorithm, **self._numbers)
+        self._work = dataclasses.replace(work, algorithm=algorithm, lr=self._lr, clip=self._clip)
+        self._parameters, self._rounded = self._views_of_parameters()
+        self._at_x = problem.layers.unflatten(self._down.x) if work.control else {}
+        self._fused = self._fuse()
+        self._graphs: dict[int, Callable[[], None]] = {}  # by number of rows
+
+    def train(self, work: LocalWork) -> tuple[Any, Tensor]:
+        """Take all steps from these inputs; the returned tensors are valid until the next call.
+
+        A step is captured for a few numbers of rows. Rows without a client compute on old values that nobody reads.
+        """
+        rows, count = work.batches.samples.shape[:2]
+        self._copy_in(work)
+        size = min(size_class(rows), self.capacity)
+        if size not in self._graphs:
+            self._graphs[size] = self._capture(size)
+            self._copy_in(work)  # the runs before a capture have changed the state
+        for _ in range(count):
+            self._graphs[size]()
+        for name, buffer in work.buffers.items():
+            buffer.copy_(self._buffers[name][:rows])
+        return map_record(lambda value: value[:rows], self._local), self._losses[:rows]
+
+    # --- buffers ---------------------------------------------------------------------------------------------------
+
+    def _rows_like(self, value: Tensor) -> Tensor:
+        """Return a buffer for all rows; vectors start at aligned addresses."""
+        if value.dim() != 2:
+            return value.new_zeros(self.capacity, *value.shape[1:])
+        pitch = -(-value.shape[1] // ALIGNMENT) * ALIGNMENT
+        return value.new_zeros(self.capacity, pitch)[:, : value.shape[1]]
+
+    def _like_broadcast(self, value: Tensor) -> Tensor:
+        """Return a buffer for all rows, or for a vector that all rows share."""
+        return torch.zeros_like(value[0]).expand(self.capacity, -1) if value.stride(0) == 0 else self._rows_like(value)
+
+    def _steps_like(self, value: Tensor) -> Tensor:
+        return value.new_zeros(self.capacity, _with_room(value.shape[1]), *value.shape[2:])
+
+    def _views_of_parameters(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Return the parameters in the precision of the forward pass by name, and the buffer of the rounded ones."""
+        layers, forward = self._problem.layers, self._problem.forward
+        parameters = layers.unflatten(self._local.y)
+        if all(forward.dtype_of(parameter) == parameter.dtype for parameter in parameters.values()):
+            return parameters, None
+        rounded = self._rows_like(self._local.y.bfloat16())
+        views = layers.unflatten(rounded)
+        return {n: views[n] if forward.dtype_of(p) != p.dtype else p for n, p in parameters.items()}, rounded
+
+    def _copy_in(self, work: LocalWork) -> None:
+        rows, count = work.batches.samples.shape[:2]
+        for target, source in zip((*self._local, *self._down), (*work.local, *work.down), strict=True):
+            if target is not None:
+                shared = target.stride(0) == 0
+                (target[0] if shared else target[:rows]).copy_(source[0] if shared else source)
+        for name, buffer in work.buffers.items():
+            self._buffers[name][:rows].copy_(buffer)
+        for target, source in zip(self._batches, work.batches, strict=True):
+            if target is not None and source is not None:
+                target[:rows, :count].copy_(source)
+        for target, number in [
+            (self._lr, work.lr),
+            *((self._numbers[name], value) for name, value in _numbers(work).items()),
+            *([] if self._clip is None or work.clip is None else [(self._clip, work.clip)]),
+        ]:
+            target[:rows].copy_(number) if isinstance(number, Tensor) else target.fill_(number)
+        self._losses.zero_()
+        self._k.zero_()
+        if self._rounded is not None:
+            self._rounded.copy_(self._local.y)
+
+    # --- one step --------------------------------------------------------------------------------------------------
+
+    def _fuse(self) -> Any:
+        """Return the algorithm's step as a kernel, or None where there is no Triton or no such kernel."""
+        y = self._local.y
+        if kernels_for(y.device, y.dtype) is None:
+            return None
+        from lamina.engines.stacked.gpu.local_step import CannotFuse, LocalStep
+
+        work, layers = self._work, self._problem.layers
+        try:
+            return LocalStep(work.algorithm, self._local, self._down, self._lr, self._clip, layers, self._rounded)
+        except CannotFuse:
+            return None
+
+    def _step(self, rows: int, addresses: Callable[[Tensor], Tensor]) -> None:
+        """Take one local step of the first rows, in place.
+
+        `addresses` takes the table of the gradients' addresses to the device, where the kernels read it.
+        """
+        batch = map_record(lambda value: value[:rows].index_select(1, self._k).squeeze(1), self._batches)
+        y, x = ({n: view[:rows] for n, view in views.items()} for views in (self._parameters, self._at_x))
+        buffers = {name: buffer[:rows] for name, buffer in self._buffers.items()}
+        gradients, losses = self._problem.step_gradients(self._work, y, x, buffers, batch)
+        pieces = [piece.contiguous() for piece in self._problem.layers.pieces(gradients)]
+        if self._fused is None:
+            self._step_unfused(rows, pieces, batch.counts)
+        else:
+            is_active = self._all_active if batch.counts is None else batch.counts
+            self._fused.run(rows, is_active, addresses(self._fused.addresses(pieces)))
+        self._losses[:rows] += losses
+        self._k += 1
+
+    def _step_unfused(self, rows: int, gradients: list[Tensor], counts: Tensor | None) -> None:
+        local, down = (map_record(lambda value: value[:rows], record) for record in (self._local, self._down))
+        numbers = {name: value[:rows] for name, value in self._numbers.items()}
+        algorithm = dataclasses.replace(self._work.algorithm, **numbers)
+        gradient = torch.cat([piece.to(local.y.dtype) for piece in gradients], dim=-1)
+        if self._clip is not None:
+            gradient = clip_by_norm(gradient, self._clip[:rows])
+        after = algorithm.step(local, down, gradient, self._lr[:rows], self._problem.layers)
+        after = after if counts is None else where_active(counts, after, local)
+        for old, new in zip(local, after, strict=True):
+            if old is not None and new is not old:
+                old.copy_(new)
+        if self._rounded is not None:
+            self._rounded[:rows].copy_(local.y)
+
+    # --- capture ---------------------------------------------------------------------------------------------------
+
+    def _capture(self, rows: int) -> Callable[[], None]:
+        """Return a function that takes one step of the first rows: the replay of a CUDA graph, where there is CUDA."""
+        device = self._local.y.device
+        if device.type != "cuda":
+            return lambda: self._step(rows, lambda table: table)
+        table = torch.zeros(len(self._problem.layers.names), 3, dtype=torch.long, device=device)
+        step = self._step
+        if self._fused is not None:
+            from lamina.engines.stacked.gpu.launch import compile_ahead
+
+            compile_ahead(lambda: step(rows, table.copy_))
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP_RUNS):
+                self._k.zero_()
+                step(rows, table.copy_)
+        torch.cuda.current_stream().wait_stream(side)
+        self._k.zero_()
+        written: list[Tensor] = []
+
+        def remember(addresses: Tensor) -> Tensor:
+            """Keep the addresses: a copy to the device cannot be captured, and the graph's memory does not move."""
+            written.append(addresses)
+            return table
+
+        replay = _captured(lambda: step(rows, remember), self._pool)
+        if written:
+            table.copy_(written[-1])
+        return replay
+
+
+def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
+    """Return the work as a CUDA graph.
+
+    The work leaves nothing behind but what it writes into buffers from elsewhere, so that graphs may share a pool.
+    """
+    graph = torch.cuda.CUDAGraph()
+    is_collecting, stream, too_large = gc.isenabled(), torch.cuda.current_stream(), None
+    gc.disable()  # a graph destroyed by the collector while another is captured would break that one
+    try:
+        with torch.cuda.graph(graph, pool=pool):
+            try:
+                work()
+            except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended; its end may fail, too
+                too_large = error
+    except RuntimeError:
+        if too_large is None:
+            raise
+    finally:
+        torch.cuda.set_stream(stream)  # a capture whose end fails leaves its own
+        if is_collecting:
+            gc.enable()
+    if too_large is not None:
+        raise too_large
+    return graph.replay
