@@ -26,17 +26,18 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 
 @contextmanager
-def arithmetic(precision: Precision, deterministic: bool = False) -> Iterator[None]:
+def arithmetic(precision: Precision, deterministic: bool = False, *, benchmark: bool = True) -> Iterator[None]:
     """Let convolutions and matrix products use TensorFloat-32, or hold them to true float32 (torch's default mixes).
 
-    `deterministic`: the same bits again on the same machine, at some cost; torch warns of a layer that has no such form
+    `deterministic`: the same bits again on the same machine, at some cost; torch warns of a layer that lacks such a form.
+    `benchmark`: let cuDNN try all its algorithms on every new shape.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
     was_deterministic = torch.are_deterministic_algorithms_enabled()
     was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
     matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
-    cudnn.benchmark = not deterministic
+    cudnn.benchmark = benchmark and not deterministic
     if deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -193,7 +194,8 @@ def choose_forward(
     for form in ("stacked", "vmap") if name == "auto" else (name,):
         try:
             forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
-            with arithmetic("fp32"):  # whether a form is right has nothing to do with the precision it will run in
+            # whether a form is right depends neither on the precision it will run in nor on the fastest algorithm
+            with arithmetic("fp32", benchmark=False):
                 _compare(forward, objective, *sample)
         except CannotStack as error:
             reasons.append(str(error))

@@ -23,6 +23,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Number, options
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.engines.stacked.convolution import kernels_for
+from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import LocalWork, Problem, where_active
 
@@ -143,6 +144,7 @@ class CapturedSteps:
         self._at_x = problem.layers.unflatten(self._down.x) if work.control else {}
         self._fused = self._fuse()
         self._graphs: dict[int, Callable[[], None]] = {}  # by number of rows
+        self._tables: list[Tensor] = []
 
     def train(self, work: LocalWork) -> tuple[Any, Tensor]:
         """Take all steps from these inputs; the returned tensors are valid until the next call.
@@ -265,11 +267,12 @@ class CapturedSteps:
         if device.type != "cuda":
             return lambda: self._step(rows, lambda table: table)
         table = torch.zeros(len(self._problem.layers.names), 3, dtype=torch.long, device=device)
+        self._tables.append(table)  # the graph reads it as long as it lives
         step = self._step
-        if self._fused is not None:
-            from lamina.engines.stacked.gpu.launch import compile_ahead
-
-            compile_ahead(lambda: step(rows, table.copy_))
+        if not self._graphs:
+            with recording() as launches:
+                step(rows, table.copy_)
+            compile_ahead(launches)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

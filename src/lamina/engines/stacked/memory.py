@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
+from lamina.engines.stacked.gpu.launch import recording
 from lamina.engines.stacked.steps import Batches, Problem
 from lamina.errors import BadInput
 from lamina.ledger import payload_bytes
@@ -134,7 +135,7 @@ def row_bytes(problem: Problem, batch: int) -> int:
     parameters = problem.forward.rounded(objective.layers.unflatten(objective.start.unsqueeze(0)))
     leaves = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
     buffers: dict[str, Any] = {name: buffer.unsqueeze(0).clone() for name, buffer in objective.buffers.items()}
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with recording(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):  # sizes need no results
         problem.mean_losses(leaves, buffers, Batches(index, None, keys, None))
     vector = objective.start.numel() * objective.start.element_size()
     return VECTORS_PER_ROW * vector + 2 * sum(saved.values())

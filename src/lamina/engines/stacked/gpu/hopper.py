@@ -285,9 +285,11 @@ def _boxes(x: Tensor, box: tuple[int, int, int]) -> int:
 
 
 def _descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """What the copy engine must know of a contiguous tensor (whose axes of length 1 may have any stride in torch)."""
-    x = x.contiguous()
-    strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.dim())]
+    """What the copy engine must know of a tensor; the clients may lie apart, as in a flat vector, if aligned."""
+    apart = len(x) > 1 and x[0].is_contiguous() and x.stride(0) % ALIGNED == 0 and x.data_ptr() % 16 == 0
+    x = x if apart else x.contiguous()
+    strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.dim())]  # torch gives axes of length 1 any stride
+    strides[0] = x.stride(0) if apart else strides[0]
     kind = gl.float32 if x.dtype == torch.float32 else gl.bfloat16
     layout = gl.NVMMASharedLayout.get_default_for(list(block), kind)
     return TensorDescriptor(x, list(x.shape), strides, list(block), layout)

@@ -6,38 +6,45 @@ Triton compiles a kernel when it is first launched, one after another: a deep ne
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_launches: ContextVar[list[tuple[Any, Any, Any, Any]] | None] = ContextVar("launches", default=None)
+Launch = tuple[Any, Any, Any, Any]  # kernel, grid, arguments, options
+
+_recorded: list[Launch] | None = None  # not a context variable: autograd launches from threads of its own
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel; within `compile_ahead`, remember it instead."""
-    launches = _launches.get()
-    if launches is None:
+    """Launch a kernel; within `recording`, remember it instead."""
+    if _recorded is None:
         kernel[grid](*arguments, **options)
     else:
-        launches.append((kernel, grid, arguments, options))
+        _recorded.append((kernel, grid, arguments, options))
 
 
-def compile_ahead(work: Callable[[], None]) -> None:
-    """Run work without its kernels, whose results are then undefined, and compile all of them in parallel."""
-    launches: list[tuple[Any, Any, Any, Any]] = []
-    token = _launches.set(launches)
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collect launches without running them: for work whose results are not needed."""
+    global _recorded
+    launches: list[Launch] = []
+    _recorded = launches
     try:
-        work()
+        yield launches
     finally:
-        _launches.reset(token)
+        _recorded = None
+
+
+def compile_ahead(launches: Iterable[Launch]) -> None:
+    """Compile the kernels of all launches at the same time."""
     distinct = {_variant(*launched): launched for launched in launches}
     device = torch.cuda.current_device()
 
-    def compile_one(launched: tuple[Any, Any, Any, Any]) -> None:
+    def compile_one(launched: Launch) -> None:
         kernel, grid, arguments, options = launched
         torch.cuda.set_device(device)
         kernel.warmup(*arguments, grid=grid, **options)
