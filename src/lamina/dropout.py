@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,21 +33,29 @@ class FromStreams:
 
     def kept(self, shape: Sequence[int], p: float) -> Tensor:
         """Draw which elements stay, each with probability 1 - p; the first axis holds the clients' samples in turn."""
+        streams = self.next_streams(shape)
+        elements = math.prod(shape) // len(streams)
+        counters = torch.arange((elements + 1) // 2, device=streams.device)
+        words = rng.words(streams, counters)  # two numbers from one word
+        under_vmap = self.streams is not None and self.streams.dim() == 0  # a tensor cannot be viewed as another type
+        halves = (_halves(words) if under_vmap else words.view(torch.int32))[:, :elements]
+        kept: Tensor = (halves >= lowest_kept(p)).reshape(shape)
+        return kept & False if p == 1 else kept
+
+    def next_streams(self, shape: Sequence[int]) -> Tensor:
+        """Return the streams [clients, 1] of this call, for an input of the given shape."""
         if self.streams is None:
             raise BadInput("a dropout layer runs outside the forward pass: do without activation checkpointing")
-        clients, elements = self.streams.numel(), math.prod(shape)
-        if (shape[0] if shape else 1) % clients:
+        if (shape[0] if shape else 1) % self.streams.numel():
             raise ValueError("the first axis of a dropout layer's input does not hold the samples of the batch")
-        own = rng.fork(self.streams.reshape(-1, 1), (self.number << CALL_BITS) + self.calls)
+        streams: Tensor = rng.fork(self.streams.reshape(-1, 1), (self.number << CALL_BITS) + self.calls)
         self.calls += 1
-        elements //= clients
-        counters = torch.arange((elements + 1) // 2, device=self.streams.device)
-        words = rng.words(own, counters)  # two numbers from one word
-        under_vmap = self.streams.dim() == 0  # where a tensor cannot be viewed as another type
-        halves = (_halves(words) if under_vmap else words.view(torch.int32))[:, :elements]
-        limit = min(round(p * 2**32), 2**32 - 1) - 2**31
-        kept: Tensor = (halves >= limit).reshape(shape)
-        return kept & False if p == 1 else kept
+        return streams
+
+
+def lowest_kept(p: float) -> int:
+    """Return the smallest of the random 32-bit numbers whose elements are kept."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def _halves(words: Tensor) -> Tensor:
@@ -105,6 +113,14 @@ class _AlphaMask(_Mask):
 
 class StreamDropout(_Mask, nn.Dropout):
     """`nn.Dropout` from streams."""
+
+    kernel: Callable[..., Tensor] | None = None  # one for all of it, where there is one
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Drop elements in training mode."""
+        if self.kernel is None or not self.training or self.sample_axis or self.p == 1:
+            return super().forward(input)
+        return self.kernel(input, self.next_streams(input.shape), lowest_kept(self.p), 1 / (1 - self.p))
 
 
 class StreamDropout1d(_ChannelMask, nn.Dropout1d):

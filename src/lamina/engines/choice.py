@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
+from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
@@ -13,6 +17,7 @@ from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
 from lamina.engines.stacked.steps import works_by_row
 from lamina.errors import BadInput, unknown
+from lamina.likeness import same_tensor
 
 UNCONTROLLED = "the module's forward draws random numbers itself (F.dropout, torch.rand): use layers such as nn.Dropout"
 Engine = Loop | Stacked
@@ -31,15 +36,31 @@ def choose_engine(name: str, precision: Precision, lender: Engine | None = None,
     """
     if name not in ("auto", "stacked", "vmap", "loop"):
         raise unknown("engine", name, ("auto", "stacked", "vmap", "loop"))
-    lent = None if lender is None else _lent_engine(lender, **settings)
-    if lent is not None:
-        return lent
+    for similar in [lender, *_recent_engines(name, precision, settings["data"])]:
+        lent = None if similar is None else _lent_engine(similar, **settings)
+        if lent is not None:
+            return lent
     if name in ("loop", "vmap") and precision == "bf16":
         raise BadInput(f"precision='bf16' needs stacked layers: engine='{name}' computes in the model's own precision")
     engine = _fastest_engine(name, precision, **settings)
     if precision == "bf16" and not (isinstance(engine, Stacked) and engine.forward.name == "stacked"):
         log.warning("precision='bf16' needs stacked layers: this run computes in the model's own precision")
+    _recent.append((name, precision, weakref.ref(engine)))
     return engine
+
+
+# the engines of this process that were chosen last, if they still exist: seeds and rates share one choice
+_recent: deque[tuple[str, Precision, weakref.ref[Engine]]] = deque(maxlen=4)
+
+
+def _recent_engines(name: str, precision: Precision, data: Dataset) -> Iterator[Engine]:
+    """Yield engines that were chosen by the same words for the same data."""
+    for other_name, other_precision, reference in reversed(_recent):
+        engine = reference()
+        if engine is None or (other_name, other_precision) != (name, precision):
+            continue
+        if same_tensor(engine.data.x, data.x) and same_tensor(engine.data.y, data.y):
+            yield engine
 
 
 def _lent_engine(lender: Engine, **settings: Any) -> Engine | None:

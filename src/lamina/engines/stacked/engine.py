@@ -28,7 +28,7 @@ from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.memory import Memory
 from lamina.engines.stacked.ranks import Ranks
-from lamina.engines.stacked.rows import map_record, pad_plans, row_of, row_sums, send, squares, stack_records
+from lamina.engines.stacked.rows import map_record, pad_plans, row_of, row_sums, rows_of, send, squares, stack_records
 from lamina.engines.stacked.steps import (
     Batches,
     LocalWork,
@@ -227,15 +227,12 @@ class Stacked:
         totals = {e: now.sums[e].plus(*mean) for e, mean in means.items()}
         keeps_state = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
-        kept = [map_record(torch.clone, row_of(client, r)) if keeps_state else None for r in range(len(chunk))]
+        kept = [map_record(torch.clone, row) for row in rows_of(client)] if keeps_state else []
         uploads = []
         if not isinstance(self.protocol.aggregation, Mean):  # copies: the next chunk writes over these results
             uploads = [
-                (
-                    map_record(torch.clone, self._in_usual_order(row_of(sent, r))),
-                    {n: b[r].clone() for n, b in buffers.items()},
-                )
-                for r in range(len(chunk))
+                (map_record(torch.clone, row), {n: b[r].clone() for n, b in buffers.items()})
+                for r, row in enumerate(rows_of(self._in_usual_order(sent)))
             ]
         for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
             if not math.isfinite(check):
@@ -292,14 +289,12 @@ class Stacked:
 
     def _row_algorithm(self, algorithms: list[Algorithm]) -> Algorithm:
         """Return one algorithm for all rows: numbers that differ become [rows, 1] tensors."""
-        first = algorithms[0]
-        if all(algorithm is first for algorithm in algorithms):
-            return first
+        first, distinct = algorithms[0], {id(algorithm): algorithm for algorithm in algorithms}
         changed = {}
         for name in options(type(first)):
-            values = [getattr(algorithm, name) for algorithm in algorithms]
-            if any(value != values[0] for value in values):
-                changed[name] = self._column(values)
+            values = {key: getattr(algorithm, name) for key, algorithm in distinct.items()}
+            if any(value != getattr(first, name) for value in values.values()):
+                changed[name] = self._column([values[id(algorithm)] for algorithm in algorithms])
         return dataclasses.replace(first, **changed) if changed else first  # type: ignore[type-var]
 
     def _per_row(self, values: list[float]) -> Number:

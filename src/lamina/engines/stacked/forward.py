@@ -29,7 +29,7 @@ Precision = Literal["fp32", "tf32", "bf16"]
 def arithmetic(precision: Precision, deterministic: bool = False, *, benchmark: bool = True) -> Iterator[None]:
     """Let convolutions and matrix products use TensorFloat-32, or hold them to true float32 (torch's default mixes).
 
-    `deterministic`: the same bits again on the same machine, at some cost; torch warns of a layer that lacks such a form.
+    `deterministic`: the same bits again on the same machine, at some cost; torch warns if a layer has no such form.
     `benchmark`: let cuDNN try all its algorithms on every new shape.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
@@ -103,6 +103,7 @@ class StackedForward:
         self.layout = self.objective.layers.channels_last(self.objective.device)
         kernels = kernels_for(self.objective.device, self.objective.dtype)
         if kernels is not None and self.layout is not None:
+            kernels.prepare(self.objective.device)
             use_kernels(self.module, kernels, "tf32x3" if self.precision == "fp32" else "tf32")
 
     def announce(self, lone_sample: bool) -> None:

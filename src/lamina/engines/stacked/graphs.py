@@ -57,8 +57,8 @@ class Graphs:
                 del self._captured[same_problem[0]]
             steps = None
             gc.collect()  # graphs may be in reference cycles
-            if self._pool is None and work.local.y.is_cuda:
-                self._pool = torch.cuda.graph_pool_handle()
+            if not self._captured:  # a pool ends with the last graph that uses it
+                self._pool = torch.cuda.graph_pool_handle() if work.local.y.is_cuda else None
             steps = self._captured[kind] = CapturedSteps(problem, work, self._pool)
         return steps.train(work)
 
@@ -266,7 +266,7 @@ class CapturedSteps:
         device = self._local.y.device
         if device.type != "cuda":
             return lambda: self._step(rows, lambda table: table)
-        table = torch.zeros(len(self._problem.layers.names), 3, dtype=torch.long, device=device)
+        table = torch.zeros(len(self._problem.layers.names), 4, dtype=torch.long, device=device)
         self._tables.append(table)  # the graph reads it as long as it lives
         step = self._step
         if not self._graphs:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.dropout import StreamAttention
+from lamina.dropout import StreamAttention, StreamDropout
 from lamina.engines.stacked.convolution import convolve, kernels_apply
 from lamina.errors import BadInput
 from lamina.objective import ONE_SAMPLE
@@ -293,6 +293,8 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
     for layer in stacked.modules():
         if isinstance(layer, StackedConv2d) and kernels_apply(layer):
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
+        elif isinstance(layer, StreamDropout):
+            layer.kernel = kernels.drop
         elif isinstance(layer, StackedGroupNorm) and layer.affine:
             layer.kernel = kernels.group_norm
         elif isinstance(layer, PlainMaxPool2d) and math.prod(_two(layer.kernel_size)) <= kernels.LARGEST_WINDOW:

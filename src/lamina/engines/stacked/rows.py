@@ -30,6 +30,13 @@ def row_of(record: Any, r: int) -> Any:
     return map_record(lambda value: value[r], record)
 
 
+def rows_of(record: Any) -> list[Any]:
+    """Return all rows of a record of rows, as views."""
+    lists = [None if value is None else value.unbind(0) for value in record]
+    count = next(len(values) for values in lists if values is not None)
+    return [type(record)(*(None if values is None else values[r] for values in lists)) for r in range(count)]
+
+
 def row_sums(record: Any) -> list[Tensor]:
     """The sum of every row of every field."""
     return [value.sum(-1) for value in record if value is not None]

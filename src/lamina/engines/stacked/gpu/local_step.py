@@ -31,7 +31,8 @@ from lamina.dispatch import WatchingMode
 from lamina.engines.stacked.gpu.launch import launch
 from lamina.layers import Grouping, Layers
 
-BLOCK = 1024  # elements that a program works on
+BLOCK, WARPS = 1024, 4  # elements that a program works on, and with how many warps
+LARGE_BLOCK, LARGE_WARPS, LARGE_FROM = 4096, 8, 1_000_000  # for models of so many parameters
 SUMMED_BLOCKS = 1024  # of a norm, at a time
 ALIGNMENT = 16  # elements: with starts and strides in multiples of it, loads are wide
 TRACED_ROWS = 5
@@ -217,7 +218,7 @@ class TracedLayers(Layers):
     def matrix_mask(self, like: Tensor) -> Tensor:
         """Record a value per tensor that the kernels read: the shapes are those of the real model."""
         with _paused(self._trace):
-            flags = super().matrix_mask(like)
+            flags = TINY.matrix_mask(like)
         self._trace.add_copy(self.matrices, flags)
         return flags
 
@@ -277,13 +278,21 @@ def local_step(blocks, active, addresses, {arguments}BLOCK: tl.constexpr):
     i = start + tl.arange(0, BLOCK)
     mask = i < end
 """
-GRADIENT = """    address = tl.multiple_of(tl.load(addresses + 3 * tensor), 16)
-    place = row * tl.load(addresses + 3 * tensor + 1) + (i - tl.load(blocks + 8 * block + 4))
-    if tl.load(addresses + 3 * tensor + 2) == 2:
-        grad = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + place, mask=mask, other=0.0).to(tl.float32)
+# a gradient is bfloat16 or float32, and its rows are aligned or not
+GRADIENT = """    address = tl.multiple_of(tl.load(addresses + 4 * tensor), 16)
+    stride = tl.load(addresses + 4 * tensor + 1)
+    offset = i - {first}
+    if tl.load(addresses + 4 * tensor + 2) == 2:
+        if tl.load(addresses + 4 * tensor + 3) != 0:
+            grad = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + row * tl.multiple_of(stride, 16) + offset, mask=mask, other=0.0).to(tl.float32)
+        else:
+            grad = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + row * stride + offset, mask=mask, other=0.0).to(tl.float32)
     else:
-        grad = tl.load(address.to(tl.pointer_type(tl.float32)) + place, mask=mask, other=0.0)
-"""
+        if tl.load(addresses + 4 * tensor + 3) != 0:
+            grad = tl.load(address.to(tl.pointer_type(tl.float32)) + row * tl.multiple_of(stride, 16) + offset, mask=mask, other=0.0)
+        else:
+            grad = tl.load(address.to(tl.pointer_type(tl.float32)) + row * stride + offset, mask=mask, other=0.0)
+"""  # noqa: E501
 INDEX = {"element": "i", "tensor": "tensor", "module": "module", "row": "0"}
 
 
@@ -309,7 +318,9 @@ def write_pass(
         if value.code:
             body.append(f"    {value.name} = {value.code}")
         elif value.name == "grad":
-            body.append(GRADIENT.rstrip("\n"))
+            first = "tl.load(blocks + 8 * block + 4)"
+            first = f"tl.multiple_of({first}, {ALIGNMENT})" if aligned else first
+            body.append(GRADIENT.format(first=first).rstrip("\n"))
         elif value.kind == "element":
             body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + i, mask=mask, other=0.0)")
         else:
@@ -401,7 +412,9 @@ class LocalStep:
         matrices = torch.tensor([[float(len(shape) > 1) for shape in layers.shapes.values()]], device=lr.device)
         buffers["matrices"] = matrices.expand(self._rows, -1)
         self._outputs = {field: buffers[f"local_{field}"] for field in outputs}
-        self._blocks, self._groups, aligned = _block_table(layers, lr.device)
+        is_large = layers.size >= LARGE_FROM
+        self._block, self._warps = (LARGE_BLOCK, LARGE_WARPS) if is_large else (BLOCK, WARPS)
+        self._blocks, self._groups, aligned = _block_table(layers, self._block, lr.device)
         strides = (
             [value.stride(0) for name, value in buffers.items() if values[name].kind == "element"] if values else []
         )
@@ -427,8 +440,9 @@ class LocalStep:
         self._partial = {name: torch.zeros(self._rows, len(self._blocks), device=lr.device) for name in self._norms}
 
     def addresses(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return where the gradients lie, by parameter tensor: [address, stride between rows, bytes of an element]."""
-        return torch.tensor([[g.data_ptr(), g.stride(0), g.element_size()] for g in gradients], dtype=torch.int64)
+        """Return a line per gradient: its address, stride between rows, bytes of an element, and if rows are aligned."""
+        rows = [[g.data_ptr(), g.stride(0), g.element_size(), g.stride(0) % ALIGNMENT == 0] for g in gradients]
+        return torch.tensor(rows, dtype=torch.int64)
 
     def run(self, rows: int, active: Tensor, addresses: Tensor) -> None:
         """Take the step in the first rows.
@@ -452,7 +466,16 @@ class LocalStep:
                     arguments += [target, target.stride(0)]
                 if self._rounded is not None and "y" in self._outputs:
                     arguments += [self._rounded, self._rounded.stride(0)]
-            launch(step.function, grid, self._blocks, active, addresses, *arguments, BLOCK=BLOCK, num_warps=4)
+            launch(
+                step.function,
+                grid,
+                self._blocks,
+                active,
+                addresses,
+                *arguments,
+                BLOCK=self._block,
+                num_warps=self._warps,
+            )
             for name in step.norms:
                 groups = self._groups[self._values[name].over]
                 launch(
@@ -501,7 +524,7 @@ def _trace(
     return trace.values, outputs
 
 
-def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str, Tensor], bool]:
+def _block_table(layers: Layers, block: int, device: torch.device) -> tuple[Tensor, dict[str, Tensor], bool]:
     """Return the blocks, the first and last block of every layer, and whether all blocks start at aligned elements.
 
     A block is [start, end, tensor, module, start of the tensor, is first of its tensor, of its module, of the row].
@@ -516,13 +539,13 @@ def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str
     for tensor, size in enumerate(layers.sizes):
         module = next(m for m, end in enumerate(ends) if start < end or size == 0)
         first = len(rows)
-        for place in range(start, start + size, BLOCK):
+        for place in range(start, start + size, block):
             new_module = module not in seen_modules
             seen_modules.add(module)
             if new_module:
                 groups["module"][module][0] = len(rows)
             flags = [int(place == start), int(new_module), int(not rows)]
-            rows.append([place, min(place + BLOCK, start + size), tensor, module, start, *flags])
+            rows.append([place, min(place + block, start + size), tensor, module, start, *flags])
             groups["module"][module][1] = len(rows)
         groups["tensor"].append([first, len(rows)])
         start += size

@@ -1,7 +1,7 @@
 """GroupNorm of many clients' images, with the residual sum and the ReLU that follow it, in one kernel each way.
 
-A program normalises one group of one sample. It reads the group twice, for its moments and for the result; the second
-time from the chip's cache. Images have their channels last in memory; scale and shift are one vector per client.
+A program normalises one group of one sample. A group that fits the registers is read once, others twice: for their
+moments and for the result. Images have their channels last in memory; scale and shift are one vector per client.
 """
 
 from __future__ import annotations
@@ -15,7 +15,30 @@ from torch import Tensor
 
 from lamina.engines.stacked.gpu.launch import launch
 
-TILE = 4096  # elements that a program holds at a time
+TILE = 32768  # elements that a program holds at a time: a whole group of a small image, so that it is read once
+
+
+@triton.jit
+def _moments(  # type: ignore[no-untyped-def]
+    x, first, channel, real, CHANNELS: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr, BP: tl.constexpr
+):
+    """Mean and squared distance from it, tile by tile: exact for a large mean, too."""
+    count = 0.0
+    mean = 0.0
+    squares = 0.0
+    for start in range(0, PIXELS, BP):
+        pixel = start + tl.arange(0, BP)
+        mask = (pixel < PIXELS)[:, None] & real[None, :]
+        value = tl.load(x + first + pixel[:, None] * CHANNELS + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        number = tl.minimum(PIXELS - start, BP) * SIZE * 1.0
+        tile_mean = tl.sum(value) / number
+        centred = tl.where(mask, value - tile_mean, 0.0)
+        shift = tile_mean - mean
+        total = count + number
+        mean += shift * number / total
+        squares += tl.sum(centred * centred) + shift * shift * count * number / total
+        count = total
+    return mean, squares
 
 
 @triton.jit
@@ -30,30 +53,26 @@ def _forward(  # type: ignore[no-untyped-def]
     channel = group * SIZE + tl.arange(0, BC)
     real = tl.arange(0, BC) < SIZE
     first = n * PIXELS * CHANNELS
-    count = 0.0
-    mean = 0.0
-    squares = 0.0
-    for start in range(0, PIXELS, BP):  # moments of a tile, then of all tiles so far: exact for a large mean, too
-        pixel = start + tl.arange(0, BP)
-        mask = (pixel < PIXELS)[:, None] & real[None, :]
-        value = tl.load(x + first + pixel[:, None] * CHANNELS + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-        number = tl.minimum(PIXELS - start, BP) * SIZE * 1.0
-        tile_mean = tl.sum(value) / number
-        centred = tl.where(mask, value - tile_mean, 0.0)
-        shift = tile_mean - mean
-        total = count + number
-        mean += shift * number / total
-        squares += tl.sum(centred * centred) + shift * shift * count * number / total
-        count = total
-    scale = 1.0 / tl.sqrt_rn(squares / count + EPS)
     client = n // samples
     w = tl.load(weight + client * w_client + channel, mask=real, other=0.0).to(tl.float32)
     b = tl.load(bias + client * w_client + channel, mask=real, other=0.0).to(tl.float32)
+    IN_REGISTERS: tl.constexpr = PIXELS <= BP
+    if IN_REGISTERS:
+        pixel = tl.arange(0, BP)
+        mask = (pixel < PIXELS)[:, None] & real[None, :]
+        value = tl.load(x + first + pixel[:, None] * CHANNELS + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        mean = tl.sum(value) / (PIXELS * SIZE)
+        centred = tl.where(mask, value - mean, 0.0)
+        squares = tl.sum(centred * centred)
+    else:
+        mean, squares = _moments(x, first, channel, real, CHANNELS, SIZE, PIXELS, BP)
+    scale = 1.0 / tl.sqrt_rn(squares / (PIXELS * SIZE) + EPS)
     for start in range(0, PIXELS, BP):
         pixel = start + tl.arange(0, BP)
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
-        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        if not IN_REGISTERS:
+            value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
         out = (value - mean) * scale * w[None, :] + b[None, :]
         if RESIDUAL:
             out += tl.load(residual + place, mask=mask, other=0.0).to(tl.float32)
@@ -63,6 +82,16 @@ def _forward(  # type: ignore[no-untyped-def]
     slot = moments + (n * tl.num_programs(1) + group) * 2
     tl.store(slot, mean)
     tl.store(slot + 1, scale)
+
+
+@triton.jit
+def _gradient_and_value(g, x, y, place, mask, mean, scale, RELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The gradient before the ReLU, and the normalised value; 0 outside of the image."""
+    gradient = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
+    if RELU:
+        gradient = tl.where(tl.load(y + place, mask=mask, other=0.0) <= 0, 0.0, gradient)
+    value = (tl.load(x + place, mask=mask, other=0.0).to(tl.float32) - mean) * scale
+    return gradient, tl.where(mask, value, 0.0)
 
 
 @triton.jit
@@ -80,18 +109,24 @@ def _backward(  # type: ignore[no-untyped-def]
     slot = moments + (n * tl.num_programs(1) + group) * 2
     mean = tl.load(slot)
     scale = tl.load(slot + 1)
-    sums = tl.zeros((BC,), dtype=tl.float32)
-    products = tl.zeros((BC,), dtype=tl.float32)
-    for start in range(0, PIXELS, BP):
-        pixel = start + tl.arange(0, BP)
+    IN_REGISTERS: tl.constexpr = PIXELS <= BP
+    if IN_REGISTERS:
+        pixel = tl.arange(0, BP)
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
-        gradient = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
-        if RELU:
-            gradient = tl.where(tl.load(y + place, mask=mask, other=0.0) <= 0, 0.0, gradient)
-        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-        sums += tl.sum(gradient, axis=0)
-        products += tl.sum(gradient * ((value - mean) * scale), axis=0)
+        gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, RELU)
+        sums = tl.sum(gradient, axis=0)
+        products = tl.sum(gradient * value, axis=0)
+    else:
+        sums = tl.zeros((BC,), dtype=tl.float32)
+        products = tl.zeros((BC,), dtype=tl.float32)
+        for start in range(0, PIXELS, BP):
+            pixel = start + tl.arange(0, BP)
+            mask = (pixel < PIXELS)[:, None] & real[None, :]
+            place = first + pixel[:, None] * CHANNELS + channel[None, :]
+            gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, RELU)
+            sums += tl.sum(gradient, axis=0)
+            products += tl.sum(gradient * value, axis=0)
     tl.store(d_weight + n * CHANNELS + channel, products, mask=real)
     tl.store(d_bias + n * CHANNELS + channel, sums, mask=real)
     w = tl.load(weight + n // samples * w_client + channel, mask=real, other=0.0).to(tl.float32)
@@ -101,13 +136,11 @@ def _backward(  # type: ignore[no-untyped-def]
         pixel = start + tl.arange(0, BP)
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
-        gradient = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
-        if RELU:
-            gradient = tl.where(tl.load(y + place, mask=mask, other=0.0) <= 0, 0.0, gradient)
+        if not IN_REGISTERS:
+            gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, RELU)
         if RESIDUAL:
             tl.store(d_residual + place, gradient.to(d_residual.dtype.element_ty), mask=mask)
-        value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-        out = scale * (w[None, :] * gradient - mean_gradient - (value - mean) * scale * mean_product)
+        out = scale * (w[None, :] * gradient - mean_gradient - value * mean_product)
         tl.store(dx + place, out.to(dx.dtype.element_ty), mask=mask)
 
 
@@ -130,7 +163,7 @@ class GroupNorm(torch.autograd.Function):
         launch(
             _forward, (samples, groups), x, x if residual is None else residual, weight, bias, y, moments,
             samples // len(weight), weight.stride(0),
-            *ctx.sizes, eps, *_tile(ctx.sizes), ctx.residual, relu, num_warps=4,
+            *ctx.sizes, eps, *_tile(ctx.sizes), ctx.residual, relu, num_warps=_warps(ctx.sizes),
         )  # fmt: skip
         ctx.save_for_backward(x, weight, y if relu else x, moments)
         return y
@@ -148,7 +181,7 @@ class GroupNorm(torch.autograd.Function):
         launch(
             _backward, (len(x), moments.shape[1]), g, x, y, weight, moments, dx, d_residual, d_weight, d_bias,
             len(x) // clients, weight.stride(0),
-            *ctx.sizes, *_tile(ctx.sizes), ctx.residual and ctx.relu, ctx.relu, num_warps=4,
+            *ctx.sizes, *_tile(ctx.sizes), ctx.residual and ctx.relu, ctx.relu, num_warps=_warps(ctx.sizes),
         )  # fmt: skip
         d_weight, d_bias = (d.reshape(clients, -1, d.shape[1]).sum(1).to(weight.dtype) for d in (d_weight, d_bias))
         return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None
@@ -169,3 +202,8 @@ def _tile(sizes: tuple[int, int, int]) -> tuple[int, int]:
     _, size, pixels = sizes
     columns = triton.next_power_of_2(size)
     return max(1, min(triton.next_power_of_2(pixels), TILE // columns)), columns
+
+
+def _warps(sizes: tuple[int, int, int]) -> int:
+    rows, columns = _tile(sizes)
+    return int(min(16, max(4, triton.next_power_of_2(rows * columns // 2048))))

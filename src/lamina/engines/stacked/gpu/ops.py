@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lamina.engines.stacked.gpu import kernels
+from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
 
 try:
@@ -18,11 +19,16 @@ try:
 except ImportError:  # a triton without Gluon, or with another one
     hopper = None  # type: ignore[assignment]
 
-__all__ = ["LARGEST_WINDOW", "convolve", "group_norm", "max_pool"]
+__all__ = ["LARGEST_WINDOW", "convolve", "drop", "group_norm", "max_pool", "prepare"]
 
 log = logging.getLogger(__name__)
 
 LARGEST_WINDOW = 127  # pixels of max-pooling's window: where the largest was is kept in a byte
+
+
+def prepare(device: torch.device) -> None:
+    """Find out which kernels a GPU can run, before any work is recorded."""
+    _hopper_works(device.index or 0)
 
 
 def convolve(
