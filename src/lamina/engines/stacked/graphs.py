@@ -122,6 +122,11 @@ def size_class(rows: int) -> int:
     return -(-rows // step) * step
 
 
+def _aligned(like: Tensor, rows: int) -> Tensor:
+    pitch = -(-like.shape[1] // ALIGNMENT) * ALIGNMENT
+    return like.new_zeros(rows, pitch)[:, : like.shape[1]]
+
+
 class CapturedSteps:
     """The local steps of up to `capacity` rows, in buffers of their own."""
 
@@ -166,15 +171,14 @@ class CapturedSteps:
     # --- buffers ---------------------------------------------------------------------------------------------------
 
     def _rows_like(self, value: Tensor) -> Tensor:
-        """Return a buffer for all rows; vectors start at aligned addresses."""
+        """Return a buffer for all rows. Vectors start at aligned addresses, and kernels may read up to the next one."""
         if value.dim() != 2:
             return value.new_zeros(self.capacity, *value.shape[1:])
-        pitch = -(-value.shape[1] // ALIGNMENT) * ALIGNMENT
-        return value.new_zeros(self.capacity, pitch)[:, : value.shape[1]]
+        return _aligned(value, self.capacity)
 
     def _like_broadcast(self, value: Tensor) -> Tensor:
         """Return a buffer for all rows, or for a vector that all rows share."""
-        return torch.zeros_like(value[0]).expand(self.capacity, -1) if value.stride(0) == 0 else self._rows_like(value)
+        return _aligned(value, 1).expand(self.capacity, -1) if value.stride(0) == 0 else self._rows_like(value)
 
     def _steps_like(self, value: Tensor) -> Tensor:
         return value.new_zeros(self.capacity, _with_room(value.shape[1]), *value.shape[2:])

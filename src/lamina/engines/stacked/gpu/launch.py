@@ -47,7 +47,11 @@ def compile_ahead(launches: Iterable[Launch]) -> None:
     def compile_one(launched: Launch) -> None:
         kernel, grid, arguments, options = launched
         torch.cuda.set_device(device)
-        kernel.warmup(*arguments, grid=grid, **options)
+        compiled = kernel.warmup(*arguments, grid=grid, **options)
+        if hasattr(
+            compiled, "_init_handles"
+        ):  # Triton would load the kernel and build its launcher at the first launch
+            compiled._init_handles()
 
     with ThreadPoolExecutor(min(len(distinct) or 1, os.cpu_count() or 1)) as pool:
         list(pool.map(compile_one, distinct.values()))

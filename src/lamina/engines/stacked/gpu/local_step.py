@@ -31,8 +31,7 @@ from lamina.dispatch import WatchingMode
 from lamina.engines.stacked.gpu.launch import launch
 from lamina.layers import Grouping, Layers
 
-BLOCK, WARPS = 1024, 4  # elements that a program works on, and with how many warps
-LARGE_BLOCK, LARGE_WARPS, LARGE_FROM = 4096, 8, 1_000_000  # for models of so many parameters
+BLOCK = 1024  # elements that a program works on
 SUMMED_BLOCKS = 1024  # of a norm, at a time
 ALIGNMENT = 16  # elements: with starts and strides in multiples of it, loads are wide
 TRACED_ROWS = 5
@@ -277,22 +276,21 @@ def local_step(blocks, active, addresses, {arguments}BLOCK: tl.constexpr):
     module = tl.load(blocks + 8 * block + 3)
     i = start + tl.arange(0, BLOCK)
     mask = i < end
+    wide = {wide}
 """
-# a gradient is bfloat16 or float32, and its rows are aligned or not
-GRADIENT = """    address = tl.multiple_of(tl.load(addresses + 4 * tensor), 16)
-    stride = tl.load(addresses + 4 * tensor + 1)
-    offset = i - {first}
-    if tl.load(addresses + 4 * tensor + 2) == 2:
-        if tl.load(addresses + 4 * tensor + 3) != 0:
-            grad = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + row * tl.multiple_of(stride, 16) + offset, mask=mask, other=0.0).to(tl.float32)
+# a gradient is bfloat16 or float32, and the starts of its rows are aligned or not
+LOAD_GRADIENT = """        if is_aligned:
+            grad = tl.load(address.to(tl.pointer_type({dtype})) + row * tl.multiple_of(stride, 16) + offset, mask=wide, other=0.0){convert}
         else:
-            grad = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + row * stride + offset, mask=mask, other=0.0).to(tl.float32)
-    else:
-        if tl.load(addresses + 4 * tensor + 3) != 0:
-            grad = tl.load(address.to(tl.pointer_type(tl.float32)) + row * tl.multiple_of(stride, 16) + offset, mask=mask, other=0.0)
-        else:
-            grad = tl.load(address.to(tl.pointer_type(tl.float32)) + row * stride + offset, mask=mask, other=0.0)
+            grad = tl.load(address.to(tl.pointer_type({dtype})) + row * stride + offset, mask=mask, other=0.0){convert}
 """  # noqa: E501
+GRADIENT = f"""    address = tl.multiple_of(tl.load(addresses + 4 * tensor), 16)
+    stride = tl.load(addresses + 4 * tensor + 1)
+    is_aligned = tl.load(addresses + 4 * tensor + 3) != 0
+    offset = i - {{first}}
+    if tl.load(addresses + 4 * tensor + 2) == 2:
+{LOAD_GRADIENT.format(dtype="tl.bfloat16", convert=".to(tl.float32)")}    else:
+{LOAD_GRADIENT.format(dtype="tl.float32", convert="")}"""
 INDEX = {"element": "i", "tensor": "tensor", "module": "module", "row": "0"}
 
 
@@ -322,7 +320,7 @@ def write_pass(
             first = f"tl.multiple_of({first}, {ALIGNMENT})" if aligned else first
             body.append(GRADIENT.format(first=first).rstrip("\n"))
         elif value.kind == "element":
-            body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + i, mask=mask, other=0.0)")
+            body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + i, mask=wide, other=0.0)")
         else:
             body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + {INDEX[value.kind]})")
     arguments = "".join(f"p_{name}, s_{name}, " for name in inputs if name != "grad")
@@ -336,7 +334,7 @@ def write_pass(
         for field, name in outputs.items():
             arguments += f"o_{field}, t_{field}, "
             if _kind_of_output(values, name) == "element":
-                body.append(f"    tl.store(o_{field} + row * t_{field} + i, {name}, mask=mask)")
+                body.append(f"    tl.store(o_{field} + row * t_{field} + i, {name}, mask=wide)")
             else:
                 kind = values[name].kind
                 flag = {"tensor": 5, "module": 6, "row": 7}[kind]
@@ -344,10 +342,18 @@ def write_pass(
                 body.append(f"    tl.store(o_{field} + row * t_{field} + {INDEX[kind]}, {name}, mask={first})")
         if rounded and "y" in outputs:
             arguments += "rounded, rounded_row, "
-            body.append(f"    tl.store(rounded + row * rounded_row + i, ({outputs['y']}).to(tl.bfloat16), mask=mask)")
-    start = "tl.load(blocks + 8 * block)"
-    start = f"tl.multiple_of({start}, {ALIGNMENT})" if aligned else start
-    return HEAD.format(arguments=arguments, start=start) + "\n".join(body) + "\n", inputs, norms, number == last
+            body.append(f"    tl.store(rounded + row * rounded_row + i, ({outputs['y']}).to(tl.bfloat16), mask=wide)")
+    start, wide = "tl.load(blocks + 8 * block)", "mask"
+    if aligned:
+        # only the last tensor ends between two multiples, and the buffers have room there: loads may be wide
+        start = f"tl.multiple_of({start}, {ALIGNMENT})"
+        wide = f"i < (end + {ALIGNMENT - 1}) // {ALIGNMENT} * {ALIGNMENT}"
+    return (
+        HEAD.format(arguments=arguments, start=start, wide=wide) + "\n".join(body) + "\n",
+        inputs,
+        norms,
+        number == last,
+    )
 
 
 def _kind_of_output(values: Mapping[str, Value], name: str) -> Kind:
@@ -412,9 +418,7 @@ class LocalStep:
         matrices = torch.tensor([[float(len(shape) > 1) for shape in layers.shapes.values()]], device=lr.device)
         buffers["matrices"] = matrices.expand(self._rows, -1)
         self._outputs = {field: buffers[f"local_{field}"] for field in outputs}
-        is_large = layers.size >= LARGE_FROM
-        self._block, self._warps = (LARGE_BLOCK, LARGE_WARPS) if is_large else (BLOCK, WARPS)
-        self._blocks, self._groups, aligned = _block_table(layers, self._block, lr.device)
+        self._blocks, self._groups, aligned = _block_table(layers, lr.device)
         strides = (
             [value.stride(0) for name, value in buffers.items() if values[name].kind == "element"] if values else []
         )
@@ -440,7 +444,7 @@ class LocalStep:
         self._partial = {name: torch.zeros(self._rows, len(self._blocks), device=lr.device) for name in self._norms}
 
     def addresses(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return a line per gradient: its address, stride between rows, bytes of an element, and if rows are aligned."""
+        """Return a line per gradient: address, stride between rows, bytes of an element, and if rows are aligned."""
         rows = [[g.data_ptr(), g.stride(0), g.element_size(), g.stride(0) % ALIGNMENT == 0] for g in gradients]
         return torch.tensor(rows, dtype=torch.int64)
 
@@ -473,8 +477,8 @@ class LocalStep:
                 active,
                 addresses,
                 *arguments,
-                BLOCK=self._block,
-                num_warps=self._warps,
+                BLOCK=BLOCK,
+                num_warps=4,
             )
             for name in step.norms:
                 groups = self._groups[self._values[name].over]
@@ -524,7 +528,7 @@ def _trace(
     return trace.values, outputs
 
 
-def _block_table(layers: Layers, block: int, device: torch.device) -> tuple[Tensor, dict[str, Tensor], bool]:
+def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str, Tensor], bool]:
     """Return the blocks, the first and last block of every layer, and whether all blocks start at aligned elements.
 
     A block is [start, end, tensor, module, start of the tensor, is first of its tensor, of its module, of the row].
@@ -539,13 +543,13 @@ def _block_table(layers: Layers, block: int, device: torch.device) -> tuple[Tens
     for tensor, size in enumerate(layers.sizes):
         module = next(m for m, end in enumerate(ends) if start < end or size == 0)
         first = len(rows)
-        for place in range(start, start + size, block):
+        for place in range(start, start + size, BLOCK):
             new_module = module not in seen_modules
             seen_modules.add(module)
             if new_module:
                 groups["module"][module][0] = len(rows)
             flags = [int(place == start), int(new_module), int(not rows)]
-            rows.append([place, min(place + block, start + size), tensor, module, start, *flags])
+            rows.append([place, min(place + BLOCK, start + size), tensor, module, start, *flags])
             groups["module"][module][1] = len(rows)
         groups["tensor"].append([first, len(rows)])
         start += size

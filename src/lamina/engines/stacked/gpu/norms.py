@@ -85,18 +85,17 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradient_and_value(g, x, y, place, mask, mean, scale, RELU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradient before the ReLU, and the normalised value; 0 outside of the image."""
-    gradient = tl.load(g + place, mask=mask, other=0.0).to(tl.float32)
+def _gradient_and_value(g, x, y, place, mask, RELU: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The gradient before the ReLU and the value, in their own types, of which more fit the registers."""
+    gradient = tl.load(g + place, mask=mask, other=0.0)
     if RELU:
-        gradient = tl.where(tl.load(y + place, mask=mask, other=0.0) <= 0, 0.0, gradient)
-    value = (tl.load(x + place, mask=mask, other=0.0).to(tl.float32) - mean) * scale
-    return gradient, tl.where(mask, value, 0.0)
+        gradient = tl.where(tl.load(y + place, mask=mask, other=0.0) <= 0, 0.0, gradient).to(gradient.dtype)
+    return gradient, tl.load(x + place, mask=mask, other=0.0)
 
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    g, x, y, weight, moments, dx, d_residual, d_weight, d_bias, samples, w_client,
+    g, x, y, weight, moments, dx, d_residual, d_affine, samples, w_client,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
@@ -114,9 +113,9 @@ def _backward(  # type: ignore[no-untyped-def]
         pixel = tl.arange(0, BP)
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
-        gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, RELU)
-        sums = tl.sum(gradient, axis=0)
-        products = tl.sum(gradient * value, axis=0)
+        gradient, value = _gradient_and_value(g, x, y, place, mask, RELU)
+        sums = tl.sum(gradient.to(tl.float32), axis=0)
+        products = tl.sum(gradient.to(tl.float32) * ((value.to(tl.float32) - mean) * scale), axis=0)
     else:
         sums = tl.zeros((BC,), dtype=tl.float32)
         products = tl.zeros((BC,), dtype=tl.float32)
@@ -124,11 +123,11 @@ def _backward(  # type: ignore[no-untyped-def]
             pixel = start + tl.arange(0, BP)
             mask = (pixel < PIXELS)[:, None] & real[None, :]
             place = first + pixel[:, None] * CHANNELS + channel[None, :]
-            gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, RELU)
-            sums += tl.sum(gradient, axis=0)
-            products += tl.sum(gradient * value, axis=0)
-    tl.store(d_weight + n * CHANNELS + channel, products, mask=real)
-    tl.store(d_bias + n * CHANNELS + channel, sums, mask=real)
+            gradient, value = _gradient_and_value(g, x, y, place, mask, RELU)
+            sums += tl.sum(gradient.to(tl.float32), axis=0)
+            products += tl.sum(gradient.to(tl.float32) * ((value.to(tl.float32) - mean) * scale), axis=0)
+    tl.store(d_affine + n * CHANNELS + channel, products, mask=real)
+    tl.store(d_affine + (tl.num_programs(0) + n) * CHANNELS + channel, sums, mask=real)
     w = tl.load(weight + n // samples * w_client + channel, mask=real, other=0.0).to(tl.float32)
     mean_gradient = tl.sum(w * sums) / (PIXELS * SIZE)
     mean_product = tl.sum(w * products) / (PIXELS * SIZE)
@@ -137,10 +136,11 @@ def _backward(  # type: ignore[no-untyped-def]
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
         if not IN_REGISTERS:
-            gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, RELU)
+            gradient, value = _gradient_and_value(g, x, y, place, mask, RELU)
         if RESIDUAL:
             tl.store(d_residual + place, gradient.to(d_residual.dtype.element_ty), mask=mask)
-        out = scale * (w[None, :] * gradient - mean_gradient - value * mean_product)
+        normal = (value.to(tl.float32) - mean) * scale
+        out = scale * (w[None, :] * gradient.to(tl.float32) - mean_gradient - normal * mean_product)
         tl.store(dx + place, out.to(dx.dtype.element_ty), mask=mask)
 
 
@@ -175,15 +175,14 @@ class GroupNorm(torch.autograd.Function):
         g = gradients[0].contiguous(memory_format=torch.channels_last)
         dx = torch.empty_like(x)
         d_residual = torch.empty_like(x) if ctx.residual and ctx.relu else g
-        d_weight = torch.empty(len(x), x.shape[1], dtype=torch.float32, device=x.device)
-        d_bias = torch.empty_like(d_weight)
+        d_affine = torch.empty(2, len(x), x.shape[1], dtype=torch.float32, device=x.device)
         clients = len(weight)
         launch(
-            _backward, (len(x), moments.shape[1]), g, x, y, weight, moments, dx, d_residual, d_weight, d_bias,
+            _backward, (len(x), moments.shape[1]), g, x, y, weight, moments, dx, d_residual, d_affine,
             len(x) // clients, weight.stride(0),
             *ctx.sizes, *_tile(ctx.sizes), ctx.residual and ctx.relu, ctx.relu, num_warps=_warps(ctx.sizes),
         )  # fmt: skip
-        d_weight, d_bias = (d.reshape(clients, -1, d.shape[1]).sum(1).to(weight.dtype) for d in (d_weight, d_bias))
+        d_weight, d_bias = d_affine.reshape(2, clients, -1, x.shape[1]).sum(2).to(weight.dtype)
         return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None
 
 
