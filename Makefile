@@ -38,7 +38,7 @@ docs: $(VENV)/.installed
 	@echo docs/_build/html/index.html
 
 papers: $(VENV)/.installed
-	$(BIN)/pytest -v tests/algorithms/test_papers.py
+	$(BIN)/pytest -v tests/algorithms
 
 # lamina, its peers and a plain PyTorch loop in one table; BENCH holds options, such as BENCH="W2 --rounds 10"
 .PHONY: bench

@@ -41,14 +41,14 @@ VARIANTS = dict(variants())
 every_variant = pytest.mark.parametrize("algorithm", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def play(algorithm, x, gradients, rounds=3, lr=0.01):
-    """Run rounds of two steps for one client; returns every record that was made."""
+def play(algorithm, x, gradients, rounds=3, lr=0.01, steps=2.0):
+    """Run rounds of two steps for one client; return the server's last state and every record on the way."""
     server, client, records = algorithm.init(x, LAYERS), algorithm.client_init(x, LAYERS), []
     for r in range(1, rounds + 1):
         needs = algorithm.needs(r)
         full = gradients(r, 0) if needs.full_gradient or needs.control_variate else None
-        server_info = ServerInfo(r, lr, LAYERS, participation=0.5, mean_steps=2.0, mean_gradient=full)
-        info = ClientInfo(r, lr, LAYERS, steps=2.0, full_gradient=full)
+        server_info = ServerInfo(r, lr, LAYERS, participation=0.5, mean_steps=steps, mean_gradient=full)
+        info = ClientInfo(r, lr, LAYERS, steps=steps, full_gradient=full)
         down = algorithm.broadcast(server, server_info)
         local = algorithm.begin(down, client, info)
         records += [server, client, down, local]
@@ -71,7 +71,7 @@ def gradients_for(shape, seed=0, dtype=torch.float64):
 
 @every_variant
 def test_records_are_named_tuples_of_vectors_and_numbers_per_layer_or_client(algorithm):
-    x = torch.randn(P, dtype=torch.float64)
+    x = gradients_for((P,))(0, 0)
     server, records = play(algorithm, x, gradients_for((P,)))
     for record in records:
         assert hasattr(record, "_fields")
@@ -93,7 +93,7 @@ def test_dtype_is_kept(algorithm, dtype):
 @every_variant
 def test_functions_are_pure(algorithm):
     """Nothing that was handed out is ever changed, and the same input gives the same output."""
-    x = torch.randn(P, dtype=torch.float64)
+    x = gradients_for((P,))(0, 0)
     keep = x.clone()
     first, records = play(algorithm, x, gradients_for((P,)))
     copies = [[None if v is None else v.clone() for v in record] for record in records]
@@ -104,35 +104,64 @@ def test_functions_are_pure(algorithm):
         assert all(a is None or torch.equal(a, b) for a, b in zip(record, copy, strict=True))
 
 
+def assert_row(together, alone, row, rows=3):
+    """Assert that one row of stacked records is what one client or experiment alone has."""
+    for stacked, single in zip(together, alone, strict=True):
+        for name, a, b in zip(single._fields, stacked, single, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                a = a.expand(rows, a.shape[-1])  # a state that no option or gradient has reached yet
+                rounding = 1e-12 * float(b.abs().max())
+                assert torch.allclose(a[row], b, rtol=1e-12, atol=rounding), f"{type(single).__name__}.{name}"
+
+
 @every_variant
-def test_leading_axes_do_not_mix(algorithm):
-    """A [3, p] cohort is three clients of [p]: the same numbers, whatever the neighbours hold."""
-    x = torch.randn(3, P, dtype=torch.float64)
-    together, _ = play(algorithm, x, gradients_for((3, P)))
+@pytest.mark.parametrize("per_row", [False, True])
+def test_leading_axes_do_not_mix(algorithm, per_row):
+    """A [3, p] cohort is three clients of [p], whatever the neighbours hold, also if the rate and K_i differ."""
+    x = gradients_for((3, P))(0, 0)
+    rates, steps = [0.1, 0.03, 0.2] if per_row else [0.1] * 3, [3.0, 4.0, 5.0] if per_row else [2.0] * 3
+    column = (
+        (lambda values: torch.tensor(values, dtype=torch.float64)[:, None]) if per_row else (lambda values: values[0])
+    )
+    _, together = play(algorithm, x, gradients_for((3, P)), lr=column(rates), steps=column(steps))
     for i in range(3):
-        alone, _ = play(algorithm, x[i], lambda r, k, i=i: gradients_for((3, P))(r, k)[i])
-        for name, a, b in zip(alone._fields, together, alone, strict=True):
-            assert a is None or torch.allclose(a[i], b, rtol=1e-12, atol=1e-300), name
+        gradients = lambda r, k, i=i: gradients_for((3, P))(r, k)[i]  # noqa: E731
+        _, alone = play(algorithm, x[i], gradients, lr=rates[i], steps=steps[i])
+        assert_row(together, alone, i)
+
+
+GRID = {  # three values of every numeric option
+    "alpha": (0.1, 0.5, 1.0),
+    "beta1": (0.9, 0.5, 0.0),
+    "beta2": (0.99, 0.7, 0.999),
+    "v_init": (1e-6, 1e-4, 1e-2),
+    "m_init": (0.0, 0.01, -0.1),
+    "eps": (0.0, 1e-3, 1e-8),
+    "tau": (1e-3, 0.0, 0.1),
+    "root_eps": (0.0, 1e-4, 1e-8),
+    "server_lr": (1.0, 0.5, 0.1),
+    "decay": (0.0, 0.1, 0.3),
+    "mu": (0.0, 0.1, 1.0),
+    "scale": (0.0, 0.5, 1.5),
+    "clip_mix": (0.5, 2.0, float("inf")),
+    "phi_min": (0.0, 0.01, 1.0),
+    "phi_max": (2.0, 1.5, float("inf")),
+}
 
 
 @every_variant
 def test_numeric_options_may_be_one_per_leading_index(algorithm):
-    """Options as [3, 1] tensors are three experiments side by side."""
-    cls = type(algorithm)
-    numeric = {
-        name: getattr(algorithm, name)
-        for name, hint in get_type_hints(cls).items()
-        if name in options(cls) and hint not in (bool, int) and get_origin(hint) is not Literal
-    }
-    scales = (0.9, 0.5, 0.99)
-    x = torch.randn(P, dtype=torch.float64)
-    stacked = {n: torch.tensor([[v * s] for s in scales], dtype=torch.float64) for n, v in numeric.items()}
-    together, _ = play(dataclasses.replace(algorithm, **stacked), x.expand(3, P), gradients_for((P,)))
-    for i, s in enumerate(scales):
-        alone, _ = play(
-            dataclasses.replace(algorithm, **{n: v * s for n, v in numeric.items()}), x, gradients_for((P,))
-        )
-        assert torch.allclose(together.x[i], alone.x, rtol=1e-12), s
+    """Options as [3, 1] tensors, all of them or every second one, are three experiments side by side."""
+    hints = get_type_hints(type(algorithm))
+    numeric = [name for name in options(type(algorithm)) if hints[name] == contract.Number]
+    x = gradients_for((P,))(0, 0)
+    for chosen in (numeric, numeric[::2], numeric[1::2]):
+        grid = {name: torch.tensor(GRID[name], dtype=torch.float64)[:, None] for name in chosen}
+        _, together = play(dataclasses.replace(algorithm, **grid), x.expand(3, P), gradients_for((P,)), rounds=2)
+        for i in range(3):
+            single = dataclasses.replace(algorithm, **{name: GRID[name][i] for name in chosen})
+            assert_row(together, play(single, x, gradients_for((P,)), rounds=2)[1], i)
 
 
 @every_variant
