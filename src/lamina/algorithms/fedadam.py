@@ -27,9 +27,8 @@ from lamina.algorithms.primitives import (
     descend,
     ema,
     precondition,
-    refuse_still_momentum,
+    refuse_dead_moments,
     refuse_uncorrectable,
-    refuse_zero_moment,
 )
 from lamina.layers import Layers
 
@@ -74,10 +73,8 @@ class FedAdam(Algorithm):
 
     def check(self) -> None:
         """Refuse decay rates with which nothing is learned."""
-        refuse_still_momentum(self.beta1)
-        if self.bias_correction:
-            refuse_uncorrectable(self.beta2)
-        refuse_zero_moment(self.beta2, self.v_init, self.tau, self.root_eps)
+        refuse_uncorrectable(self)
+        refuse_dead_moments(self, self.tau, self.root_eps)
 
     def init(self, x: Tensor, layers: Layers) -> Any:
         v = zeros(x) + self.v_init

@@ -35,9 +35,8 @@ from lamina.algorithms.primitives import (
     descend,
     ema,
     precondition,
-    refuse_still_momentum,
+    refuse_dead_moments,
     refuse_uncorrectable,
-    refuse_zero_moment,
 )
 from lamina.errors import BadInput
 from lamina.layers import Layers
@@ -103,8 +102,7 @@ class LocalMomentum(Algorithm):
 
     def check(self) -> None:
         """Refuse moments that never change."""
-        refuse_still_momentum(self.beta1)
-        refuse_zero_moment(self.beta2, self.v_init, self.eps)
+        refuse_dead_moments(self, self.eps)
 
     def refuse_zero_divisor(self, when: str = "in round 1") -> None:
         """Refuse v_init = 0 if some round divides by it: nothing would move."""
@@ -192,8 +190,7 @@ class FedAms(LocalMomentum):
                 self.refuse_zero_divisor()
             elif self.sync_every > 1:
                 self.refuse_zero_divisor(f"from round 2 until v_hat is synchronised after round {self.sync_every}")
-        if self.bias_correction:
-            refuse_uncorrectable(self.beta2)
+        refuse_uncorrectable(self)
 
     @property
     def accumulates(self) -> bool:
