@@ -13,8 +13,8 @@ import lamina
 from lamina import models
 from lamina.algorithms import FedAvg
 from lamina.algorithms.contract import Model, Needs
-from lamina.engines.loop import Loop
 from lamina.storage.checkpoint import pack
+from small_simulations import form
 
 LABELS = torch.arange(48) % 3
 
@@ -95,19 +95,15 @@ def simulation(model, data, engine="auto", algorithm="fedavg", **more):
     return lamina.Simulation(model, data, algorithm, engine=engine, **settings | more)
 
 
-def form(run):
-    return "loop" if isinstance(run.engine, Loop) else run.engine.forward.name
-
-
-def assert_all_engines_agree(model, data, forms, algorithms=("fedavg", "fedlamb", "mimelamb", "scaffold")):
+def assert_all_engines_agree(model, data, forms, algorithms=("scaffold", "mimelamb")):
     """The forms that are possible give the loop's result, "auto" takes the first of them."""
     model = model.double()
     for algorithm in algorithms:
         loop = simulation(model, data, "loop", algorithm)
         loop.run(2)
-        assert form(simulation(model, data, "auto", algorithm)) == forms[0]
         for name in forms:
-            run = simulation(model, data, name, algorithm)
+            run = simulation(model, data, "auto" if name == forms[0] else name, algorithm)
+            assert form(run) == name
             run.run(2)
             assert torch.allclose(run.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-12), (algorithm, name)
             for key, value in run.model.state_dict().items():
@@ -210,9 +206,7 @@ def test_a_buffer_that_two_modules_share():
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_parameter_without_axes(alone):
     torch.manual_seed(0)
-    assert_all_engines_agree(
-        Scaled(alone), numbers(), ("vmap",), ("fedavg", "fedlamb", "mimelamb", "fedlada", "fedlada_lamb")
-    )
+    assert_all_engines_agree(Scaled(alone), numbers(), ("vmap",), ("fedavg", "mimelamb", "fedlada_lamb"))
 
 
 def test_trust_ratios_and_groups_of_a_parameter_without_axes():
@@ -246,7 +240,7 @@ def test_sparse_embeddings(kind, forms):
     torch.manual_seed(0)
     sparse, dense = Words(kind, sparse=True), Words(kind)
     dense.load_state_dict(sparse.state_dict())
-    assert_all_engines_agree(sparse, tokens(), forms, ("fedavg", "fedlamb"))
+    assert_all_engines_agree(sparse, tokens(), forms, ("fedavg",))
     ends = [simulation(model.double(), tokens(), "loop") for model in (sparse, dense)]
     for run in ends:
         run.run(2)
