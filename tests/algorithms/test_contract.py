@@ -2,7 +2,8 @@
 
 import dataclasses
 import inspect
-from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
+import sys
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import lamina
 from lamina import BadInput, Layers, algorithms
 from lamina.algorithms import contract
-from lamina.algorithms.contract import ClientInfo, Displacement, LocalModel, Model, ServerInfo, options, registry
+from lamina.algorithms.contract import ClientInfo, ServerInfo, options, registry
 from lamina.algorithms.rehearsal import rehearse
 from lamina.ledger import payload_bytes, wire_cost
 
@@ -242,8 +243,22 @@ def test_bad_names_and_options_are_refused_in_one_line(call, text):
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept(monkeypatch):
-    monkeypatch.setattr(contract, "_REGISTRY", dict(registry()))
+@every_variant
+def test_every_variant_passes_the_rehearsal(algorithm):
+    rehearse(algorithm)
+
+
+@pytest.fixture
+def clean_registry():
+    """Remove the algorithms of a test from the registry."""
+    before = dict(registry())
+    yield
+    registry().clear()
+    registry().update(before)
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept():
     fedavg = registry()["fedavg"]
 
     def make(name):
@@ -267,119 +282,27 @@ def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept(monkeypatch):
         own(label=3)
 
 
+@pytest.mark.usefixtures("clean_registry")
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("1 / 0", "cannot load the algorithm 'broken_algorithm:Own': ZeroDivisionError: division by zero"),
+        (
+            "import lamina\n@lamina.algorithm('half', title='-', reference='-', lr=1.0)\nclass Own(lamina.Algorithm): ...",
+            "the algorithm 'broken_algorithm:Own' is not complete: it lacks step, update",
+        ),
+    ],
+)
+def test_a_module_of_the_user_that_is_broken_is_refused_in_one_line(source, text, tmp_path, monkeypatch):
+    (tmp_path / "broken_algorithm.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_algorithm", raising=False)
+    with pytest.raises(BadInput, match=text):
+        algorithms.create("broken_algorithm:Own")
+
+
 def test_an_algorithm_of_ones_own_is_found_by_import_path():
     assert algorithms.find("lamina.algorithms.fedlada:FedLada").card.name == "fedlada"
-
-
-# --- the rehearsal -----------------------------------------------------------------------------------------------
-
-
-@every_variant
-def test_ours_pass_the_rehearsal(algorithm):
-    rehearse(algorithm)
-
-
-class Change(NamedTuple):
-    change: torch.Tensor
-
-
-class Sent(NamedTuple):
-    delta: torch.Tensor
-    count: int
-
-
-class Moments(NamedTuple):
-    y: torch.Tensor
-    m: torch.Tensor
-
-
-def writes_up(self, server, up, info):
-    up.delta.mul_(2.0)
-    return Model(server.x + up.delta)
-
-
-BROKEN = {  # a function of FedAvg, replaced
-    "init returns a tensor": (
-        "init",
-        lambda self, x, layers: x,
-        "init must return a NamedTuple of tensors, found Tensor",
-    ),
-    "init without x": (
-        "init",
-        lambda self, x, layers: LocalModel(x),
-        "init must return .* the field 'x', found LocalModel",
-    ),
-    "a field of another shape": (
-        "init",
-        lambda self, x, layers: Model(x[:2]),
-        r"init field 'x' must be .* found one of shape",
-    ),
-    "broadcast without x": ("broadcast", lambda self, server, info: Change(server.x), "broadcast must .* field 'x'"),
-    "begin without y": ("begin", lambda self, down, client, info: down, "begin must return .* field 'y', found Model"),
-    "step in place": (
-        "step",
-        lambda self, local, down, grad, lr, layers: LocalModel(local.y.sub_(lr * grad)),
-        "step writes into its arguments",
-    ),
-    "step returns nothing": ("step", lambda *_: None, "step must return a NamedTuple of tensors, found NoneType"),
-    "step returns another state": (
-        "step",
-        lambda self, local, down, grad, lr, layers: Moments(local.y, local.y),
-        r"step must return the state it was given, LocalModel\(y\), found Moments",
-    ),
-    "trust ratios of another shape": ("trust_ratios", lambda self, local: local.y, r"trust_ratios must .* \[21\]"),
-    "finish returns one thing": (
-        "finish",
-        lambda self, local, down, client, info: Displacement(local.y - down.x),
-        "finish must return two things",
-    ),
-    "finish without delta": (
-        "finish",
-        lambda self, local, down, client, info: (Change(local.y - down.x), client),
-        r"finish must return a state with the field 'delta', found Change\(change\)",
-    ),
-    "finish with a number": (
-        "finish",
-        lambda self, local, down, client, info: (Sent(local.y - down.x, 3), client),
-        "finish field 'count' must be a tensor .* or None, found 3",
-    ),
-    "finish changes the client's state": (
-        "finish",
-        lambda self, local, down, client, info: (Displacement(local.y - down.x), local),
-        r"finish must return the state it was given, Nothing\(\), found",
-    ),
-    "update writes what came up": ("update", writes_up, "update writes into its arguments"),
-    "update returns another state": ("update", lambda self, server, up, info: up, "update must return .* field 'x'"),
-}
-
-
-def test_a_nan_that_is_passed_on_is_no_write():
-    class Divides(registry()["fedavg"]):
-        def step(self, local, down, grad, lr, layers):
-            return LocalModel(local.y * torch.nan)  # the real round says where it diverged
-
-    rehearse(Divides())
-
-
-@pytest.mark.parametrize(("function", "body", "text"), BROKEN.values(), ids=BROKEN.keys())
-def test_an_algorithm_that_breaks_the_contract_is_refused_in_one_line(function, body, text, monkeypatch):
-    monkeypatch.setattr(contract, "_REGISTRY", dict(registry()))
-    own = contract.algorithm("own", title="Own", reference="-", lr=0.1)(
-        type("Own", (registry()["fedavg"],), {function: body})
-    )
-    data = torch.randn(20, 4), torch.arange(20) % 2
-    with pytest.raises(BadInput, match=f"the algorithm 'own' breaks the contract: {text}") as caught:
-        lamina.Simulation(torch.nn.Linear(4, 2), data, own(), clients=2)
-    assert "\n" not in str(caught.value)
-
-
-def test_an_own_error_of_an_algorithm_is_passed_on_as_it_is():
-    class Refusing(type(lamina.create("fedavg"))):
-        def begin(self, down, client, info):
-            raise BadInput("this algorithm needs labels")
-
-    with pytest.raises(BadInput, match=r"^this algorithm needs labels$"):
-        rehearse(Refusing())
 
 
 def test_numbers_that_torch_cannot_hold_are_refused():

@@ -90,6 +90,7 @@ def test_scaffolds_change_of_c_follows_from_delta_unless_it_is_scaled():
     torch.testing.assert_close(up.delta_c, algorithm.implied_fields(up, down, info)["delta_c"])
     scaled = lamina.create("scaffold", scale=0.5)
     assert scaled.implied_fields(up, down, info) == {}
+    assert lamina.FedAvg().implied_fields(up, down, info) == {}
 
 
 def test_fedladas_mean_step_follows_from_delta():

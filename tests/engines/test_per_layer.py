@@ -8,7 +8,6 @@ from torch import nn
 
 import lamina
 from flower_setup import Setup, assert_like_the_simulation
-from lamina.algorithms import contract
 from lamina.algorithms.contract import per_client, per_layer
 from lamina.algorithms.rehearsal import rehearse
 from lamina.flower import wire
@@ -72,10 +71,10 @@ class PerModule(PerLayer):
     grouping = "module"
 
 
-with pytest.MonkeyPatch.context() as patch:  # so that no other test finds them in the registry
-    patch.setattr(contract, "_REGISTRY", {})
-    PerLayer = lamina.algorithm("per_layer", title="Per layer", reference="-", lr=0.1)(PerLayer)
-    PerModule = lamina.algorithm("per_module", title="Per module", reference="-", lr=0.1)(PerModule)
+PerLayer = lamina.algorithm("per_layer", title="Per layer", reference="-", lr=0.1)(PerLayer)
+PerModule = lamina.algorithm("per_module", title="Per module", reference="-", lr=0.1)(PerModule)
+for kind in (PerLayer, PerModule):  # so that no other test finds them
+    del lamina.registry()[kind.card.name]
 
 
 @pytest.mark.parametrize("kind", [PerLayer, PerModule])
