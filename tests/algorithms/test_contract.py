@@ -288,7 +288,7 @@ def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept():
     [
         ("1 / 0", "cannot load the algorithm 'broken_algorithm:Own': ZeroDivisionError: division by zero"),
         (
-            "import lamina\n@lamina.algorithm('half', title='-', reference='-', lr=1.0)\nclass Own(lamina.Algorithm): ...",
+            "from lamina import *\n@algorithm('half', title='', reference='', lr=1.0)\nclass Own(Algorithm): ...",
             "the algorithm 'broken_algorithm:Own' is not complete: it lacks step, update",
         ),
     ],

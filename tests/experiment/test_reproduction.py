@@ -224,7 +224,7 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
 def test_the_record_of_a_claim_has_the_pairs_that_are_not_so_in_every_seed():
     claim = load(next(iter(PAPERS.values()))).claim[0]
     finding = claims.Finding(claim, {"a": 1.0, "b": 0.5}, {("a", "b"): True, ("b", "a"): False}, [("a", "b")])
-    told = collect.told(finding, small=False)
+    told = collect.claim_facts(finding, small=False)
     assert (told["wrong"], told["weak"]) == ([["b", "a"]], [["a", "b"]])
 
 

@@ -19,16 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import (
-    Algorithm,
-    ClientInfo,
-    Number,
-    ServerInfo,
-    algorithm,
-    hyper,
-    per_client,
-    zeros,
-)
+from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, algorithm, hyper, per_client, zeros
 from lamina.algorithms.primitives import (
     add_decoupled,
     add_l2,
