@@ -181,13 +181,13 @@ def test_parameters_that_are_added_share_a_gradient_and_get_a_step_each():
 
     generator = torch.Generator().manual_seed(1)
     data = torch.randn(48, 5, generator=generator, dtype=torch.float64), torch.arange(48) % 3
-    made = []
+    ends = []
     for engine in ("loop", "vmap"):
         torch.manual_seed(0)
         run = lamina.Simulation(Added().double(), data, "fedavg", clients=PARTS, lr=0.1, device="cpu", engine=engine)
         run.run(3)
-        made.append(run.state)
-    assert_same(made[1], made[0], 1e-9)
+        ends.append(run.state)
+    assert_same(ends[1], ends[0], 1e-9)
 
 
 def test_client_state_may_live_elsewhere_than_the_model():

@@ -2,7 +2,7 @@
 
 Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", as used in the Fed-LAMB paper:
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1 ("l." below), without
-the layer-wise step. Readings of the text (docs/algorithms.md): A1 to A6, A16. Mime shares `LocalMomentum`.
+the layer-wise step. Readings of the text (docs/reference/algorithms.md): A1 to A6, A16. Mime shares `LocalMomentum`.
 
 Bias correction (A6) divides a copy of a moment by its *share*: the fraction of the moment that comes from gradients, as
 opposed to its initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. A moment that
