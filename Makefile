@@ -40,7 +40,7 @@ docs: $(VENV)/.installed
 	@echo docs/_build/html/index.html
 
 papers: $(VENV)/.installed
-	$(BIN)/pytest -v tests/algorithms
+	$(BIN)/pytest -v $(addprefix tests/algorithms/test_,pseudo_code.py reductions.py invariants.py)
 
 # lamina, its peers and a plain PyTorch loop in one table; BENCH holds options, such as BENCH="W2 --rounds 10"
 .PHONY: bench
