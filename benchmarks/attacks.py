@@ -1,4 +1,4 @@
-"""What one hostile node of ten costs a federation with the default limits, and how near honest nodes come to them.
+"""Measure what one hostile node of ten costs a federation with the default limits, and how close honest nodes come.
 
     python benchmarks/attacks.py                         # points of accuracy lost on digits, by algorithm and attack
     python benchmarks/attacks.py --honest                # honest nodes that would be refused, by partition
@@ -40,13 +40,13 @@ PARTITIONS = {
     "Dirichlet 0.3": ("dirichlet", {"alpha": 0.3}),
     "Dirichlet 0.5, unequal sizes": ("dirichlet", {"alpha": 0.5, "sizes": "natural"}),
 }
-HOSTILE = 0  # the hostile client
-NEAR = 0.97  # how near a cunning attack comes to a limit
+HOSTILE = 0  # the hostile client's number
+NEAR = 0.97  # the fraction of a limit that an attack uses
 SPLITS = load("digits")
 
 
 class Server:
-    """The federation's part of a round; counts whom it refuses."""
+    """The federation's part of a round, which counts the clients that it refuses."""
 
     def __init__(self, attack: Attack | None, by_examples: bool, limits: Limits, aggregation: str) -> None:
         self.attack, self.by_examples, self.limits = attack, by_examples, limits
@@ -69,7 +69,7 @@ class Server:
         }
         first = next(iter(updates.values())).up
         self.start = state.server.x if plan.number == 1 else self.start
-        known = outliers.Broadcast(
+        broadcast = outliers.Broadcast(
             layers,
             {n: b for n, b in state.buffers.items() if b.is_floating_point()},
             lambda steps: algorithm.inherited_moments(down, info(steps)),
@@ -83,21 +83,21 @@ class Server:
         )
         if self.attack is not None and HOSTILE in updates:
             others = [update for client, update in updates.items() if client != HOSTILE]
-            updates[HOSTILE] = self.attack(updates[HOSTILE], others, known, state, down, plan.number, self.limits)
+            updates[HOSTILE] = self.attack(updates[HOSTILE], others, broadcast, state, down, plan.number, self.limits)
         odd = {}
         for client, update in updates.items():
             for name, value in algorithm.implied_fields(update.up, down, info(update.steps)).items():
                 if float((getattr(update.up, name) - value).norm()) > CONTRADICTION * float(value.norm()):
                     odd[client] = f"'{name}' contradicts the other fields"
-        odd |= outliers.judge_updates(updates, known, self.limits)
+        odd |= outliers.judge_updates(updates, broadcast, self.limits)
         for client, why in odd.items():
             self.refused.setdefault(client, []).append(why)
             del updates[client]
         for name in algorithm.state_changes:
             before = self.totals.setdefault(name, {})
             before |= {c: getattr(update.up, name) + before.get(c, 0.0) for c, update in updates.items()}
-        self.grown |= outliers.add_growth(updates, known)
-        for name, value in outliers.median_growth(updates, known).items():
+        self.grown |= outliers.add_growth(updates, broadcast)
+        for name, value in outliers.median_growth(updates, broadcast).items():
             self.growth[name] = max(value, self.growth.get(name, 0.0))
         shares = [update.examples if self.by_examples else 1 for update in updates.values()]
         weights = [share / sum(shares) for share in shares]
@@ -115,80 +115,88 @@ class Server:
 Attack = Callable[[Update, list[Update], outliers.Broadcast, Any, Any, int, Limits], Update]
 
 
-def moments(update: Update, known: outliers.Broadcast) -> list[str]:
-    """The fields that are second moments."""
-    return [name for name in known.inherited(update.steps) if getattr(update.up, name) is not None]
+def moments(update: Update, broadcast: outliers.Broadcast) -> list[str]:
+    """Return the fields that are second moments."""
+    return [name for name in broadcast.inherited(update.steps) if getattr(update.up, name) is not None]
 
 
 def times(factor: float) -> Attack:
-    """All fields but second moments, times a factor."""
+    """Multiply all fields but second moments by a factor."""
 
-    def attack(own: Update, others: Any, known: Any, *_: Any) -> Update:
-        fields = {n: v for n, v in own.up._asdict().items() if v is not None and n not in moments(own, known)}
-        return own._replace(up=own.up._replace(**{n: factor * v for n, v in fields.items()}))
+    def attack(update: Update, others: Any, broadcast: Any, *_: Any) -> Update:
+        fields = {n: v for n, v in update.up._asdict().items() if v is not None and n not in moments(update, broadcast)}
+        return update._replace(up=update.up._replace(**{n: factor * v for n, v in fields.items()}))
 
     return attack
 
 
 def only(field: str, factor: float) -> Attack:
-    """One field times a factor."""
+    """Multiply one field by a factor."""
 
-    def attack(own: Update, *_: Any) -> Update:
-        return own._replace(up=own.up._replace(**{field: factor * getattr(own.up, field)}))
+    def attack(update: Update, *_: Any) -> Update:
+        return update._replace(up=update.up._replace(**{field: factor * getattr(update.up, field)}))
 
     return attack
 
 
 def consistent(attack: Attack, algorithm: Any, lr: float) -> Attack:
-    """An attack whose implied fields follow from its other fields."""
+    """Make the implied fields of an attack follow from its other fields."""
 
-    def also(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
-        made = attack(own, others, known, state, down, number, limits)
-        fields = algorithm.implied_fields(made.up, down, ClientInfo(number, lr, known.layers, float(made.steps)))
-        return made._replace(up=made.up._replace(**fields))
+    def also(update: Update, others: Any, broadcast: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+        changed = attack(update, others, broadcast, state, down, number, limits)
+        fields = algorithm.implied_fields(
+            changed.up, down, ClientInfo(number, lr, broadcast.layers, float(changed.steps))
+        )
+        return changed._replace(up=changed.up._replace(**fields))
 
     return also
 
 
 def opposed(aside: str = "", factor: float = 1.0) -> Attack:
-    """Every field but second moments against the others' mean, just below the limit; the rest goes aside."""
+    """Send every field but second moments against the others' mean, just below the limit; the rest goes aside."""
     start: list[Tensor] = []
 
-    def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+    def attack(
+        update: Update, others: Any, broadcast: Any, state: Any, down: Any, number: int, limits: Limits
+    ) -> Update:
         if number == 1:
             start[:] = [state.server.x]
         fields = {}
-        for name in (n for n, v in own.up._asdict().items() if v is not None and n not in moments(own, known)):
+        for name in (
+            n for n, v in update.up._asdict().items() if v is not None and n not in moments(update, broadcast)
+        ):
             rows = torch.stack([getattr(other.up, name) for other in others])
-            common = known.step(own.steps) if name == "delta" else None
+            common = broadcast.step(update.steps) if name == "delta" else None
             if common is not None:
-                rows = rows - torch.stack([known.step(other.steps) for other in others])
+                rows = rows - torch.stack([broadcast.step(other.steps) for other in others])
             norm, mean = NEAR * factor * rows.norm(dim=1).median(), rows.mean(0)
             against = -mean / mean.norm()
-            made = limits.times_against * norm * against
+            vector = limits.times_against * norm * against
             if aside == "undo":
                 away = start[0] - state.server.x
-                made = limits.times_against * norm * away / away.norm().clamp(min=1e-30)
+                vector = limits.times_against * norm * away / away.norm().clamp(min=1e-30)
             elif aside == "noise":
                 away = torch.randn(mean.shape, generator=torch.Generator().manual_seed(number), dtype=mean.dtype)
                 away = away - (away @ against) * against
                 rest = math.sqrt(limits.times_median**2 - limits.times_against**2)
-                made = made + rest * norm * away / away.norm().clamp(min=1e-30)
-            fields[name] = made if common is None else made + common
-        return own._replace(up=own.up._replace(**fields))
+                vector = vector + rest * norm * away / away.norm().clamp(min=1e-30)
+            fields[name] = vector if common is None else vector + common
+        return update._replace(up=update.up._replace(**fields))
 
     return attack
 
 
 def last_layer() -> Attack:
-    """The last module's step against the others' mean, just below the limits."""
+    """Send the last module's step against the others' mean, just below the limits."""
 
-    def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
-        size = known.layers.group_sizes("module")[-1]
-        common = known.step(own.steps)
+    def attack(
+        update: Update, others: Any, broadcast: Any, state: Any, down: Any, number: int, limits: Limits
+    ) -> Update:
+        size = broadcast.layers.group_sizes("module")[-1]
+        common = broadcast.step(update.steps)
         whole = torch.stack([other.up.delta for other in others])
         if common is not None:
-            whole = whole - torch.stack([known.step(other.steps) for other in others])
+            whole = whole - torch.stack([broadcast.step(other.steps) for other in others])
         rows = whole[:, -size:]
         mean = rows.mean(0)
         share = float(mean.norm() / whole.mean(0).norm())  # of the opposition of the whole vector
@@ -197,35 +205,37 @@ def last_layer() -> Attack:
             limits.times_against * float(whole.norm(dim=1).median()) / max(share, 1e-3),
             limits.times_median * float(whole.norm(dim=1).median()),
         )
-        delta = torch.zeros_like(own.up.delta)
+        delta = torch.zeros_like(update.up.delta)
         delta[-size:] = -0.9 * norm * mean / mean.norm()
         delta = delta if common is None else delta + common
-        return own._replace(up=own.up._replace(delta=delta))
+        return update._replace(up=update.up._replace(delta=delta))
 
     return attack
 
 
 def poisoned(kind: str) -> Attack:
-    """Second moments just below the limits, in every round: spread in several ways, or zero."""
+    """Send second moments just below the limits in every round, spread in several ways, or zero."""
 
-    def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+    def attack(
+        update: Update, others: Any, broadcast: Any, state: Any, down: Any, number: int, limits: Limits
+    ) -> Update:
         fields, generator = {}, torch.Generator().manual_seed(number)
-        usual = outliers.add_growth({HOSTILE: own} | dict(enumerate(others, start=1)), known)[HOSTILE].others
-        before = known.grown[HOSTILE].own if HOSTILE in known.grown else 0.0
+        usual = outliers.add_growth({HOSTILE: update} | dict(enumerate(others, start=1)), broadcast)[HOSTILE].others
+        before = broadcast.grown[HOSTILE].own if HOSTILE in broadcast.grown else 0.0
         left = outliers.GROWTH_SO_FAR * limits.times_median * max(1.0, usual) - before
         times_usual = NEAR * max(0.0, min(outliers.SUM_OF_MOMENTS * limits.times_median, left))
-        for name in moments(own, known):
+        for name in moments(update, broadcast):
             pieces = []
-            base = known.inherited(own.steps)[name].double()
-            rows = torch.stack([getattr(o.up, name).double() - known.inherited(o.steps)[name] for o in others])
+            base = broadcast.inherited(update.steps)[name].double()
+            rows = torch.stack([getattr(o.up, name).double() - broadcast.inherited(o.steps)[name] for o in others])
             for layer, added, began in zip(
-                known.layers.names,
-                torch.split(rows.clamp(min=0), known.layers.sizes, -1),
-                torch.split(base, known.layers.sizes),
+                broadcast.layers.names,
+                torch.split(rows.clamp(min=0), broadcast.layers.sizes, -1),
+                torch.split(base, broadcast.layers.sizes),
                 strict=True,
             ):
                 size = added.shape[1]
-                usual = max(float(added.sum(1).median()), known.growth.get(f"{name} of {layer}", 0.0))
+                usual = max(float(added.sum(1).median()), broadcast.growth.get(f"{name} of {layer}", 0.0))
                 share = torch.zeros(size, dtype=torch.float64)
                 if kind == "spread":
                     share[:] = 1
@@ -239,44 +249,48 @@ def poisoned(kind: str) -> Attack:
                 largest = torch.maximum(added.amax(0), began).clamp(min=float(added.amax(1).median()))
                 most = NEAR * outliers.ONE_MOMENT * limits.times_median * largest
                 pieces.append(torch.minimum(sums * share / share.sum().clamp(min=1), most))
-            made = torch.zeros_like(base) if kind == "zero" else base + torch.cat(pieces)
-            fields[name] = made.to(getattr(own.up, name).dtype)
-        return own._replace(up=own.up._replace(**fields))
+            moment = torch.zeros_like(base) if kind == "zero" else base + torch.cat(pieces)
+            fields[name] = moment.to(getattr(update.up, name).dtype)
+        return update._replace(up=update.up._replace(**fields))
 
     return attack
 
 
 def many_examples(attack: Attack | None = None) -> Attack:
-    """As many examples as may be claimed, and the steps they make; with another attack on top."""
+    """Claim as many examples, and their steps, as the limits allow, with another attack on top."""
 
-    def claim(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+    def claim(
+        update: Update, others: Any, broadcast: Any, state: Any, down: Any, number: int, limits: Limits
+    ) -> Update:
         factor = NEAR * limits.times_examples
-        own = own._replace(examples=int(own.examples * factor), steps=int(own.steps * factor))
-        return own if attack is None else attack(own, others, known, state, down, number, limits)
+        update = update._replace(examples=int(update.examples * factor), steps=int(update.steps * factor))
+        return update if attack is None else attack(update, others, broadcast, state, down, number, limits)
 
     return claim
 
 
 def poisoned_buffers(sign: float) -> Attack:
-    """BatchNorm's statistics just below the limit."""
+    """Send BatchNorm's statistics just below the limit."""
 
-    def attack(own: Update, others: Any, known: Any, state: Any, down: Any, number: int, limits: Limits) -> Update:
+    def attack(
+        update: Update, others: Any, broadcast: Any, state: Any, down: Any, number: int, limits: Limits
+    ) -> Update:
         buffers = {}
-        for name in own.buffers:
+        for name in update.buffers:
             rows = torch.stack([other.buffers[name] for other in others])
             median = rows.median(0).values
             distance = (rows - median).abs()
-            moved = (median - known.buffers[name]).abs()
+            moved = (median - broadcast.buffers[name]).abs()
             reference = torch.maximum(distance.amax(0), moved).clamp(min=float(distance.amax(1).median()))
             value = median + sign * 0.9 * limits.times_median * reference
             buffers[name] = value.clamp(min=0) if name.endswith("running_var") else value
-        return own._replace(buffers=buffers)
+        return update._replace(buffers=buffers)
 
     return attack
 
 
 def attacks(algorithm: Any, lr: float) -> dict[str, tuple[Attack, dict[str, Any]]]:
-    """All attacks that concern an algorithm, each with settings of the simulation."""
+    """Return all attacks that concern an algorithm, each with settings of the simulation."""
     tiny = nn.Linear(2, 1)
     x = torch.cat([p.detach().flatten() for p in tiny.parameters()])
     layers = lamina.Layers.of(tiny)
@@ -291,7 +305,7 @@ def attacks(algorithm: Any, lr: float) -> dict[str, tuple[Attack, dict[str, Any]
     def honestly(attack: Attack) -> Attack:
         return consistent(attack, algorithm, lr)
 
-    made: dict[str, tuple[Attack, dict[str, Any]]] = {
+    choices: dict[str, tuple[Attack, dict[str, Any]]] = {
         "sign flip": (honestly(times(-1.0)), {}),
         "x -10": (honestly(times(-10.0)), {}),
         "x -50": (honestly(times(-50.0)), {}),
@@ -305,20 +319,20 @@ def attacks(algorithm: Any, lr: float) -> dict[str, tuple[Attack, dict[str, Any]
     }
     if algorithm.inherited_moments(down, info):
         kinds = ("spread", "smallest", "first tenth", "other hundredth", "zero")
-        made |= {f"second moments: {kind}": (poisoned(kind), {}) for kind in kinds}
+        choices |= {f"second moments: {kind}": (poisoned(kind), {}) for kind in kinds}
     for field in algorithm.implied_fields(up, down, info):
-        made[f"{field} x -1"] = (only(field, -1.0), {})
-        made[f"{field} x -10"] = (only(field, -10.0), {})
+        choices[f"{field} x -1"] = (only(field, -1.0), {})
+        choices[f"{field} x -10"] = (only(field, -10.0), {})
     if algorithm.card.name in ("fedavg", "fedlamb"):
-        made |= {f"BatchNorm {sign:+.0f}": (poisoned_buffers(sign), {"batch_norm": True}) for sign in (1.0, -1.0)}
-    return made
+        choices |= {f"BatchNorm {sign:+.0f}": (poisoned_buffers(sign), {"batch_norm": True}) for sign in (1.0, -1.0)}
+    return choices
 
 
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
 def model(batch_norm: bool, seed: int) -> nn.Module:
-    """A perceptron with 64 hidden units."""
+    """Return a perceptron with 64 hidden units."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         norm = [nn.BatchNorm1d(64)] if batch_norm else []
@@ -338,7 +352,7 @@ def run(
     aggregation: str = "mean",
     seed: int = 0,
 ) -> tuple[float, dict[int, list[str]]]:
-    """The accuracy (mean of the last three rounds) and who was refused."""
+    """Return the accuracy (mean of the last three rounds) and the refused clients."""
     kind, options = PARTITIONS[partition]
     algorithm = lamina.create(name)
     server = Server(attack, weighting == "examples", limits or Limits(), aggregation)
@@ -367,18 +381,23 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--aggregation", default="mean")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    same = {"rounds": given.rounds, "clients": given.clients, "seed": given.seed, "aggregation": given.aggregation}
-    for name in given.algorithms:
-        if given.honest:
+    same = {
+        "rounds": arguments.rounds,
+        "clients": arguments.clients,
+        "seed": arguments.seed,
+        "aggregation": arguments.aggregation,
+    }
+    for name in arguments.algorithms:
+        if arguments.honest:
             for partition in PARTITIONS:
-                if partition == "two classes" and given.clients < 5:
+                if partition == "two classes" and arguments.clients < 5:
                     continue
                 started = time.perf_counter()
                 accuracy, refused = run(name, partition=partition, **same)
-                said = "; ".join(f"{len(why)} x client {c}: {why[0]}" for c, why in sorted(refused.items()))
-                print(f"{name:13} {partition:30} {accuracy:.3f} refused: {said or 'nobody'}"
+                refusals = "; ".join(f"{len(why)} x client {c}: {why[0]}" for c, why in sorted(refused.items()))
+                print(f"{name:13} {partition:30} {accuracy:.3f} refused: {refusals or 'nobody'}"
                       f" ({time.perf_counter() - started:.0f} s)", flush=True)  # fmt: skip
             continue
         honest: dict[str, float] = {}
@@ -391,7 +410,9 @@ def main() -> None:
             cost = 100 * (honest[key] - accuracy)
             hostile = len(refused.pop(HOSTILE, []))
             others = f", honest refused: {refused}" if refused else ""
-            print(f"{name:13} {what:35} {cost:6.2f} points, refused {hostile} of {given.rounds}{others}", flush=True)
+            print(
+                f"{name:13} {what:35} {cost:6.2f} points, refused {hostile} of {arguments.rounds}{others}", flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every contender's process shares: its arguments, its stopwatch and the line it prints. numpy only."""
+"""The part that all contenders share: arguments, a stopwatch and the line to print. It needs numpy only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
 
 
 class Stopwatch:
-    """Started when it is made; `lap` ends the setting up, then every round."""
+    """A stopwatch that starts at once; `lap` ends the set-up, then every round."""
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device.startswith("cuda")
@@ -49,12 +49,12 @@ class Stopwatch:
 
 
 def accuracy(predict: Callable[[np.ndarray], np.ndarray], x: np.ndarray, y: np.ndarray) -> float:
-    """Proof that the contender trained: accuracy on some training samples, after the last round, not timed."""
+    """Return the accuracy on a few training samples after the last round: proof that the contender trained."""
     return float(np.mean(predict(workloads.normalised(x[:JUDGED_SAMPLES])) == y[:JUDGED_SAMPLES]))
 
 
 def torch_predict(model: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """Predicted classes of a torch module, wherever it is."""
+    """Return a function that predicts classes with a torch module on any device."""
     import torch
 
     def predict(x: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a user writes: one client after another, torch.optim.SGD (whatever the workload's algorithm), averaging.
+"""The loop that a user would write: one client after another, torch.optim.SGD for every workload, averaging.
 
 Images are normalised once, beforehand, unless they are augmented. torch's own defaults: on a GPU, its convolutions
 use TF32.
@@ -37,9 +37,9 @@ def main() -> None:
             local.load_state_dict(start)
             local.train()
             optimiser = torch.optim.SGD(local.parameters(), lr=w.lr)
-            own = np.arange(user * w.per_user, (user + 1) * w.per_user)
+            samples = np.arange(user * w.per_user, (user + 1) * w.per_user)
             for _ in range(w.epochs):
-                order = torch.from_numpy(generator.permutation(own)).to(a.device)
+                order = torch.from_numpy(generator.permutation(samples)).to(a.device)
                 for batch in order.split(w.batch):
                     images = x[batch]
                     if w.augment:

@@ -90,16 +90,16 @@ def contenders(workload: str, a: argparse.Namespace) -> list[Contender]:
 
 
 def run(contender: Contender, workload: str, data: Path, a: argparse.Namespace) -> Row:
-    """One contender in a process of its own."""
+    """Run one contender in a process of its own."""
     row = Row(workload, contender.label)
-    found = (Path(sys.executable), [BENCHMARKS.parent / "src"])
+    installation = (Path(sys.executable), [BENCHMARKS.parent / "src"])
     if contender.family in REQUIREMENTS:
-        found = interpreter(contender.family)
-    if found is None:
+        installation = interpreter(contender.family)
+    if installation is None:
         row.problem = f"not installed: python benchmarks/speed.py --install {contender.family}"
         row.problem += " (or peers/carry_pfl.sh)" if a.on_gpu else ""
         return row
-    python, folders = found
+    python, folders = installation
     command = [python, "-m", contender.module, workload, "--data", data, "--device", a.device]
     command += ["--rounds", a.rounds, "--warmup", a.warmup, "--threads", a.threads, *contender.options]
     print(f"{workload}: {contender.label} …", end=" ", file=sys.stderr, flush=True)
@@ -261,9 +261,9 @@ def arguments() -> argparse.Namespace:
     a.workloads = a.workloads or (list(workloads.WORKLOADS) if a.on_gpu else list(PEER_WORKLOADS))
     a.precision = (a.precision or ("fp32,bf16" if a.on_gpu else "fp32")).split(",")
     a.only, a.install = a.only.split(","), a.install.split(",") if a.install else []
-    for given, known in ((a.workloads, workloads.WORKLOADS), (a.only, families), (a.install, REQUIREMENTS)):
-        if unknown := set(given) - set(known):
-            parser.error(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    for given, choices in ((a.workloads, workloads.WORKLOADS), (a.only, families), (a.install, REQUIREMENTS)):
+        if unknown := set(given) - set(choices):
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(choices)}")
     return a
 
 

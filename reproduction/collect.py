@@ -63,10 +63,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("runs", type=Path, metavar="RUNS_FOLDER", help="the folder of the presets' folders, e.g. runs")
     parser.add_argument("--into", type=Path, default=RESULTS, help="where the records go (default: %(default)s)")
-    asked = parser.parse_args()
-    if not asked.runs.is_dir():
-        parser.error(f"no folder '{asked.runs}'")
-    for line in collect(asked.runs, asked.into, reproduction.papers()):
+    arguments = parser.parse_args()
+    if not arguments.runs.is_dir():
+        parser.error(f"no folder '{arguments.runs}'")
+    for line in collect(arguments.runs, arguments.into, reproduction.papers()):
         print(line)
 
 
@@ -146,7 +146,7 @@ def place(folder: Path, algorithm: str, seed: int) -> Path:
     return folder / algorithm.replace(":", ".") / f"seed{seed}"
 
 
-# --- what is known of a reproduction -----------------------------------------------------------------------------
+# --- the facts of a reproduction ---------------------------------------------------------------------------------
 
 
 def describe(folder: Path, preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def describe(folder: Path, preset: Path, variants: Mapping[str, Variant]) -> dic
     small = begun[0].config["data"]["name"] == f"{experiment.data.name}-small"
     rounds = begun[0].config["train"]["rounds"]
     wanted = [reproduction.in_reach(claim, rounds) if small else claim for claim in experiment.claim]
-    found = judge(wanted, variants)
-    if not missing and not agrees(folder / "claims.json", found, small):
+    findings = judge(wanted, variants)
+    if not missing and not agrees(folder / "claims.json", findings, small):
         missing.append("claims.json is not there, or not of these runs: start lamina reproduce again")
     return {
         "complete": not missing,
@@ -180,7 +180,7 @@ def describe(folder: Path, preset: Path, variants: Mapping[str, Variant]) -> dic
         "rounds": distinct(variant.config["train"]["rounds"] for variant in begun),
         "select": begun[0].config["compare"]["select"],
         "tuning_rounds": distinct(run.config["train"]["rounds"] for run in runs if run.tuning),
-        "claims": [told(finding, small) for finding in found],
+        "claims": [claim_facts(finding, small) for finding in findings],
         "variants": {variant.folder.name: described(variant) for variant in begun},
     }
 
@@ -205,12 +205,12 @@ def described(variant: Variant) -> dict[str, Any]:
 
 def edges(entry: Entry, grid: Mapping[str, Any]) -> dict[str, str]:
     """Return the chosen settings on the edge of the grid, each with its side: a better value may lie beyond."""
-    found = {}
+    sides = {}
     for key, value in entry.settings.items():
         way = way_beyond(value, at_ends(value, grid.get(key) or [value]), entry.name, key)
         if way:
-            found[key] = {"smaller": "smallest", "larger": "largest"}[way]
-    return found
+            sides[key] = {"smaller": "smallest", "larger": "largest"}[way]
+    return sides
 
 
 def seconds(run: Record) -> float:
@@ -219,13 +219,13 @@ def seconds(run: Record) -> float:
 
 
 def distinct(values: Any) -> list[Any]:
-    """Return the distinct known values, in order."""
+    """Return the distinct values that are not None, in order."""
     return [value for value in dict.fromkeys(values) if value is not None]
 
 
 def changed(preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
     """Return the settings that differ from the preset's, by key: those given with --set."""
-    own: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
     for name, variant in variants.items():
         if variant.config:
             given = flatten(as_json(defaults_filled(load(preset, claims.variants(load(preset))[name]))))
@@ -233,8 +233,8 @@ def changed(preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
             for key in [key for key in {**given, **used} if not key.startswith(("algorithm.", "algorithms."))]:
                 unsaid = key in PLACES or (key == "data.clients" and given[key] is None) or key == "compare.algorithms"
                 if not unsaid and given.get(key) != used.get(key):
-                    own[key] = used.get(key)
-    return own
+                    differences[key] = used.get(key)
+    return differences
 
 
 def defaults_filled(experiment: Experiment) -> dict[str, Any]:
@@ -257,14 +257,14 @@ def defaults_filled(experiment: Experiment) -> dict[str, Any]:
 def judge(wanted: Sequence[Claim], variants: Mapping[str, Variant]) -> list[claims.Finding]:
     """Evaluate the claims on the runs; an algorithm counts only if all its seeds have finished."""
     entries = {}
-    for variant, found in variants.items():
-        for entry in found.entries:
-            if len(entry.seeds) == found.config["compare"]["seeds"]:
-                entries[f"{entry.name}@{variant}" if variant else entry.name] = entry
+    for label, variant in variants.items():
+        for entry in variant.entries:
+            if len(entry.seeds) == variant.config["compare"]["seeds"]:
+                entries[f"{entry.name}@{label}" if label else entry.name] = entry
     return [claims.evaluate(claim, entries) for claim in wanted]
 
 
-def told(finding: claims.Finding, small: bool) -> dict[str, Any]:
+def claim_facts(finding: claims.Finding, small: bool) -> dict[str, Any]:
     """Return a claim and its result for facts.json; accuracies are in per cent, as papers print them."""
     claim = finding.claim
     return {
@@ -306,7 +306,7 @@ def called(label: str) -> str:
     return " − ".join(f"{name} {variant}".strip() for name, variant in names)
 
 
-def agrees(path: Path, found: Sequence[claims.Finding], small: bool) -> bool:
+def agrees(path: Path, findings: Sequence[claims.Finding], small: bool) -> bool:
     """Return whether claims.json agrees with the runs."""
     rows = [
         {
@@ -315,7 +315,7 @@ def agrees(path: Path, found: Sequence[claims.Finding], small: bool) -> bool:
             "here": finding.values,
             **({} if small else {"verdict": finding.verdict}),
         }
-        for finding in found
+        for finding in findings
     ]
     return path.exists() and read_json(path) == as_json({"scale": "small" if small else "full", "claims": rows})
 
@@ -333,15 +333,17 @@ def write(folder: Path, into: Path, facts: dict[str, Any], variants: Mapping[str
     for variant in variants.values():
         if not variant.config:
             continue
-        own = into / variant.folder.name
-        own.mkdir()
+        folder_of_variant = into / variant.folder.name
+        folder_of_variant.mkdir()
         config = json.loads(json.dumps(variant.config))
         config["data"]["dir"] = config["run"]["out"] = None  # paths of the machine that ran it
-        write_json(own / "config.json", config)
+        write_json(folder_of_variant / "config.json", config)
         if (variant.folder / "tuning.csv").exists():
-            write_file(own / "tuning.csv", (variant.folder / "tuning.csv").read_text(encoding="utf-8").encode())
+            write_file(
+                folder_of_variant / "tuning.csv", (variant.folder / "tuning.csv").read_text(encoding="utf-8").encode()
+            )
         text, facts["variants"][variant.folder.name]["every"] = rounds_table(variant)
-        write_file(own / "rounds.csv", text.encode())
+        write_file(folder_of_variant / "rounds.csv", text.encode())
     write_json(into / "facts.json", facts)
 
 

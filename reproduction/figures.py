@@ -61,23 +61,23 @@ def averaged(history: History, column: str, window: int) -> History:
 def save_figures(results: Sequence[Result], folder: Path) -> list[Path]:
     """Draw a figure for each result, and remove figures without a result."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = [folder / f"{result.name}.png" for result in results if drawn(result)]
-    for old in set(folder.glob("*.png")) - set(made):
+    paths = [folder / f"{result.name}.png" for result in results if drawn(result)]
+    for old in set(folder.glob("*.png")) - set(paths):
         old.unlink()
     for result in results:
         if drawn(result):
             save(figure(result), folder / f"{result.name}.png", result.digest)
-    return made
+    return paths
 
 
-def save(made: Figure, path: Path, drawn_from: str) -> None:
+def save(picture: Figure, path: Path, drawn_from: str) -> None:
     """Save a figure with few colours, which makes the file a third as large, and without a date.
 
     The digest of its data is stored in the file, so that an outdated figure can be detected.
     """
     drawn_in_full = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        made.savefig(drawn_in_full, dpi=110, format="png")
+        picture.savefig(drawn_in_full, dpi=110, format="png")
     few = Image.open(drawn_in_full).convert("RGB").quantize(128, dither=Image.Dither.NONE)
     facts = PngInfo()
     facts.add_text(DRAWN_FROM, drawn_from)
@@ -86,13 +86,13 @@ def save(made: Figure, path: Path, drawn_from: str) -> None:
 
 def figure(result: Result) -> Figure:
     """Draw each metric over rounds: one line per method, the mean over seeds, with a band from minimum to maximum."""
-    known = {metric.column: metric for metric in METRICS}
-    columns = [name for name in metrics_of(result) if name in known]
+    by_column = {metric.column: metric for metric in METRICS}
+    columns = [name for name in metrics_of(result) if name in by_column]
     rows, window = rows_of(list(result.histories)), window_of(result)
     with matplotlib.rc_context(STYLE):
         height = sum(3.5 + 0.19 * math.ceil(len(lines) / 3) for lines in rows)
-        made = Figure(figsize=(5.6 * len(columns), height), layout="constrained")
-        parts = made.subfigures(len(rows), 1, squeeze=False)[:, 0]
+        picture = Figure(figsize=(5.6 * len(columns), height), layout="constrained")
+        parts = picture.subfigures(len(rows), 1, squeeze=False)[:, 0]
         for part, lines in zip(parts, rows, strict=True):
             looks = line_looks(lines)
             for axes, column in zip(part.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
@@ -100,16 +100,16 @@ def figure(result: Result) -> Figure:
                     histories = result.histories[variant, name]
                     if any(histories):
                         means = [averaged(history, column, window) for history in histories]
-                        draw(axes, means, known[column], "round", labelled(name, variant), looks[variant, name], 1)
+                        draw(axes, means, by_column[column], "round", labelled(name, variant), looks[variant, name], 1)
                 axes.set_xlabel("round")
-                axes.set_ylabel(known[column].title)
+                axes.set_ylabel(by_column[column].title)
                 axes.grid(alpha=0.25)
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
                 if column == "consistency":
                     axes.set_yscale("log")
             handles, labels = part.axes[0].get_legend_handles_labels()
             part.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    return made
+    return picture
 
 
 def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
@@ -137,10 +137,10 @@ def line_looks(lines: Sequence[Line]) -> dict[Line, int]:
     """
     variants, methods = list(dict.fromkeys(v for v, _ in lines)), {name for _, name in lines}
     if len(variants) > len(DASHES) or (len(methods) == 1 and len(variants) > 1):
-        own = {line: COLOUR.get(line[1], 2) for line in lines if line[0] == reproduction.FOLDER_AS_GIVEN}
-        own = own if len(set(own.values())) == len(own) else {}
-        free = (look for look in range(len(lines) + len(COLOURS)) if look not in own.values())
-        return {line: own[line] if line in own else next(free) for line in lines}
+        fixed = {line: COLOUR.get(line[1], 2) for line in lines if line[0] == reproduction.FOLDER_AS_GIVEN}
+        fixed = fixed if len(set(fixed.values())) == len(fixed) else {}
+        free = (look for look in range(len(lines) + len(COLOURS)) if look not in fixed.values())
+        return {line: fixed[line] if line in fixed else next(free) for line in lines}
     looks: dict[Line, int] = {}
     for v, name in lines:
         look = COLOUR.get(name, 2) + len(COLOURS) * variants.index(v)

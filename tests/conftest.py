@@ -9,7 +9,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("lamina", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("lamina", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.load_profile("lamina")
 
 

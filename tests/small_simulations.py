@@ -1,10 +1,15 @@
-"""Small models and simulations that the tests of all engines share."""
+"""Small models and simulations that the tests of all engines share.
 
+The functions from `form` on are the only ones that know attributes of an engine besides `run_round`.
+"""
+
+import pytest
 import torch
 from torch import nn
 
 import lamina
 from lamina import models
+from lamina.engines.loop import Loop
 
 PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
 
@@ -106,3 +111,53 @@ def assert_same(a, b, tolerance):
         for name, x, y in zip(a.clients[i]._fields, a.clients[i], b.clients[i], strict=True):
             if y is not None:
                 close(x, y, f"client {i} {name}")
+
+
+_REFERENCES = {}
+
+
+def reference(kind, algorithm, rounds, dtype=torch.float64, **more):
+    """Return a simulation that the loop has run. Tests share the ones that are equal."""
+    key = repr((kind, algorithm, rounds, dtype, more))
+    if key not in _REFERENCES:
+        _REFERENCES[key] = simulation(kind, algorithm, "loop", dtype, **more)
+        _REFERENCES[key].run(rounds)
+    return _REFERENCES[key]
+
+
+def assert_as_in_the_loop(
+    kind, algorithm, dtype=torch.float64, tolerance=1e-9, rounds=2, chunk=None, gpu_path=False, **more
+):
+    """Run the stacked engine, and compare its states and the columns of its history with the loop's."""
+    loop = reference(kind, algorithm, rounds, dtype, **more)
+    stacked = simulation(kind, algorithm, "stacked", dtype, **more)
+    if gpu_path:
+        take_gpu_path(stacked, channels_last=True)
+    if chunk:
+        set_chunk(stacked, chunk)
+    stacked.run(rounds)
+    assert_same(stacked.state, loop.state, tolerance)
+    for name in ("bytes_down", "bytes_up", "steps"):
+        assert stacked.history.column(name) == loop.history.column(name)
+    relative = 1e-6 if tolerance < 1e-6 else 1e-2
+    for name in loop.history.columns:
+        if name.startswith(("train_loss", "trust", "update_norm", "consistency")):
+            expected = pytest.approx(loop.history.column(name), rel=relative, abs=1e-12)
+            assert stacked.history.column(name) == expected, name
+
+
+def form(run):
+    """Return how the clients of a run are trained: "stacked", "vmap" or "loop"."""
+    return "loop" if isinstance(run.engine, Loop) else run.engine.forward.name
+
+
+def set_chunk(run, clients):
+    """Train so many clients at a time."""
+    run.engine.rows_per_chunk = clients
+
+
+def take_gpu_path(run, compiled=False, channels_last=False):
+    """Use the buffers and in-place writes of a GPU on a CPU, without a graph."""
+    run.engine.always_graphed, run.engine.compiled = True, compiled
+    if channels_last:
+        run.engine.forward.layout = run.objective.layers.channels_last()

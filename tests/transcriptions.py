@@ -2,19 +2,19 @@
 
 Nothing here shares code with `lamina.algorithms`. A transcription is a generator
 
-    name(x0, rounds, gradient, *, by_examples=False, **options)
+    name(x0, rounds, gradient, o)
 
-over `rounds` (the library's plan: who trains, on which batches, at which rate) and a `Gradient`. After every round it
-yields a `Record`. Symbols follow the papers: x server model, y local model, delta = y_K - x, `mean` over the active
-clients. `options` must be complete: defaults are the library's business. The l.N are the paper's line numbers, the A
-and B numbers those of the register of ambiguities.
+over `rounds` (the library's plan: who trains, on which batches, at which rate), a `Gradient` and the options `o`. After
+every round it yields a `Record`. Symbols follow the papers: x server model, y local model, delta = y_K - x, `mean` over
+the active clients. `o` must be complete: defaults are the library's business. The l.N are the paper's line numbers, the
+A and B numbers those of the register of ambiguities.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
+from types import SimpleNamespace as Options
 from typing import Any
 
 import numpy as np
@@ -119,17 +119,17 @@ def batches(rnd: Any, c: int) -> list[Array]:
     return [rnd.batch(c, k) for k in range(int(rnd.steps[c]))]
 
 
-def l2(o: SimpleNamespace, y: Array) -> Array | float:
+def l2(o: Options, y: Array) -> Array | float:
     """What L2 decay adds to the gradient."""
     return o.decay * y if o.decay_form == "l2" else 0.0
 
 
-def decoupled(o: SimpleNamespace, y: Array) -> Array | float:
+def decoupled(o: Options, y: Array) -> Array | float:
     """What decoupled decay adds to the direction."""
     return o.decay * y if o.decay_form == "decoupled" else 0.0
 
 
-def layerwise(o: SimpleNamespace, y: Array, psi: Array) -> Array:
+def layerwise(o: Options, y: Array, psi: Array) -> Array:
     """phi(||y||) u / ||u|| for every layer, u = psi + lambda y; step 0 if ||u|| = 0 (Fed-LAMB eq. 3, A10-A12)."""
     mask = MATRICES if o.decay_on == "matrices" else 1.0
     u = psi + (o.decay * mask * y if o.decay_form == "ratio" else 0.0)
@@ -152,13 +152,11 @@ def layerwise(o: SimpleNamespace, y: Array, psi: Array) -> Array:
 # --- SGD clients ----------------------------------------------------------------------------------------------
 
 
-def fedavg(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def fedavg(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Local SGD, then the mean."""
-    o, x = SimpleNamespace(**options), x0.copy()
+    x = x0.copy()
     for rnd in rounds:
-        mean, deltas = averager(rnd, by_examples), []
+        mean, deltas = averager(rnd, o.by_examples), []
         for c in range(len(rnd.cohort)):
             y = x.copy()
             for batch in batches(rnd, c):
@@ -168,13 +166,11 @@ def fedavg(
         yield Record({"x": x}, deltas=deltas)
 
 
-def fedprox(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def fedprox(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """FedAvg with the gradient of (mu/2) ||y - x||^2 added."""
-    o, x = SimpleNamespace(**options), x0.copy()
+    x = x0.copy()
     for rnd in rounds:
-        mean, deltas = averager(rnd, by_examples), []
+        mean, deltas = averager(rnd, o.by_examples), []
         for c in range(len(rnd.cohort)):
             y = x.copy()
             for batch in batches(rnd, c):
@@ -184,14 +180,12 @@ def fedprox(
         yield Record({"x": x}, deltas=deltas)
 
 
-def scaffold(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def scaffold(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """SCAFFOLD, option II, with the scale s of FedLADA's eq. 26 (B15)."""
-    o, x, c, own = SimpleNamespace(**options), x0.copy(), np.zeros_like(x0), {}
+    x, c, own = x0.copy(), np.zeros_like(x0), {}
     for rnd in rounds:
         N = len(rnd.cohort) / rnd.participation  # all clients
-        mean, deltas, d_controls = averager(rnd, by_examples), [], []
+        mean, deltas, d_controls = averager(rnd, o.by_examples), [], []
         for a, i in enumerate(rnd.cohort):
             y, c_i, K = x.copy(), own.get(i, np.zeros_like(x0)), int(rnd.steps[a])
             for batch in batches(rnd, a):
@@ -205,33 +199,31 @@ def scaffold(
         yield Record({"x": x, "c": c}, {i: {"c": c_i} for i, c_i in own.items()}, deltas)
 
 
-def _fedcm_client(o: SimpleNamespace, x: Array, momentum: Array, rnd: Any, c: int, gradient: Gradient) -> Array:
+def _fedcm_client(o: Options, x: Array, momentum: Array, rnd: Any, c: int, gradient: Gradient) -> Array:
     y = x.copy()
     for batch in batches(rnd, c):
         mix = o.alpha * (gradient(y, batch) + l2(o, y)) + (1 - o.alpha) * momentum
-        y = y - rnd.lr * (clipped(mix, o.clip_mix) + decoupled(o, y))
+        y = y - rnd.lr * (clipped(mix, getattr(o, "clip_mix", np.inf)) + decoupled(o, y))
     return y - x
 
 
-def fedcm(x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any) -> Iterator[Record]:
+def fedcm(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Every step is mixed with the last round's mean direction."""
-    o, x, momentum = SimpleNamespace(**options), x0.copy(), np.zeros_like(x0)
+    x, momentum = x0.copy(), np.zeros_like(x0)
     for rnd in rounds:
-        mean = averager(rnd, by_examples)
+        mean = averager(rnd, o.by_examples)
         deltas = [_fedcm_client(o, x, momentum, rnd, c, gradient) for c in range(len(rnd.cohort))]
         x = x + o.server_lr * mean(deltas)
         momentum = -mean(deltas) / (rnd.lr * mean(list(rnd.steps)))
         yield Record({"x": x, "momentum": momentum}, deltas=deltas)
 
 
-def fedadam_star(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def fedadam_star(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """FedCM's clients, Adam on the server; FedAdam is alpha = 1."""
-    o, x, m, momentum = SimpleNamespace(clip_mix=np.inf, **options), x0.copy(), np.zeros_like(x0), np.zeros_like(x0)
+    x, m, momentum = x0.copy(), np.zeros_like(x0), np.zeros_like(x0)
     v = v_hat = np.full_like(x0, o.v_init)
     for r, rnd in enumerate(rounds, 1):
-        mean = averager(rnd, by_examples)
+        mean = averager(rnd, o.by_examples)
         deltas = [_fedcm_client(o, x, momentum, rnd, c, gradient) for c in range(len(rnd.cohort))]
         D = mean(deltas)
         m = o.beta1 * m + (1 - o.beta1) * D
@@ -244,14 +236,12 @@ def fedadam_star(
         yield Record(server, deltas=deltas)
 
 
-def fedadam(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def fedadam(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Local SGD, Adam on the server."""
-    o, x, m = SimpleNamespace(**options), x0.copy(), np.zeros_like(x0)
+    x, m = x0.copy(), np.zeros_like(x0)
     v = v_hat = np.full_like(x0, o.v_init)
     for r, rnd in enumerate(rounds, 1):
-        mean, deltas = averager(rnd, by_examples), []
+        mean, deltas = averager(rnd, o.by_examples), []
         for c in range(len(rnd.cohort)):
             y = x.copy()
             for batch in batches(rnd, c):
@@ -269,13 +259,11 @@ def fedadam(
 # --- the FedLADA family: stateless clients --------------------------------------------------------------------
 
 
-def localadam(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def localadam(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """FedLADA's Alg. 2, with the second moment averaged (B13) or, sync=False, as printed."""
-    o, x, v_server = SimpleNamespace(**options), x0.copy(), np.full_like(x0, options["v_init"])
+    x, v_server = x0.copy(), np.full_like(x0, o.v_init)
     for rnd in rounds:
-        mean, deltas, v_up = averager(rnd, by_examples), [], []
+        mean, deltas, v_up = averager(rnd, o.by_examples), [], []
         for c in range(len(rnd.cohort)):
             y, m, v_hat = x.copy(), np.zeros_like(x), v_server
             v = v_server if o.v_seed == "server" else np.zeros_like(x)
@@ -292,14 +280,20 @@ def localadam(
         yield Record({"x": x} | ({"v": v_server} if o.sync else {}), deltas=deltas)
 
 
-def fedlada(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def fedlada(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """FedLADA's Alg. 3."""
-    o, x, g_a = SimpleNamespace(**options), x0.copy(), np.zeros_like(x0)
-    v_server = np.full_like(x0, o.v_init)
+    return _lada(x0, rounds, gradient, o, lambda o, y, psi: psi)
+
+
+def fedlada_lamb(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
+    """FedLADA whose local direction is scaled to the norm of every layer."""
+    return _lada(x0, rounds, gradient, o, layerwise)
+
+
+def _lada(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> Iterator[Record]:
+    x, g_a, v_server = x0.copy(), np.zeros_like(x0), np.full_like(x0, o.v_init)
     for rnd in rounds:
-        mean, deltas, v_up, amendments, directions = averager(rnd, by_examples), [], [], [], []
+        mean, deltas, v_up, amendments, directions = averager(rnd, o.by_examples), [], [], [], []
         for c in range(len(rnd.cohort)):
             y, m, v_hat = x.copy(), np.zeros_like(x), v_server  # l.5
             v = v_server if o.v_seed == "server" else np.zeros_like(x)  # B3
@@ -308,8 +302,8 @@ def fedlada(
                 m = o.beta1 * m + (1 - o.beta1) * g  # l.8
                 v = o.beta2 * v + (1 - o.beta2) * g**2  # l.9
                 v_hat = np.maximum(v_hat, v)  # l.10
-                directions.append(m / np.sqrt(v_hat))  # l.11
-                y = y - rnd.lr * (o.alpha * m / np.sqrt(v_hat) + (1 - o.alpha) * g_a + decoupled(o, y))  # l.12
+                directions.append(scale(o, y, m / np.sqrt(v_hat)))  # l.11
+                y = y - rnd.lr * (o.alpha * directions[-1] + (1 - o.alpha) * g_a + decoupled(o, y))  # l.12
             deltas.append(y - x)
             v_up.append(v_hat)
             amendments.append((x - y) / (rnd.lr * int(rnd.steps[c])))  # B9
@@ -322,59 +316,27 @@ def fedlada(
         yield Record({"x": x, "v": v_server, "g_a": g_a}, deltas=deltas, directions=directions)
 
 
-def fedlada_lamb(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
-    """FedLADA whose local direction is scaled to the norm of every layer."""
-    o, x, g_a = SimpleNamespace(**options), x0.copy(), np.zeros_like(x0)
-    v_server = np.full_like(x0, o.v_init)
-    for rnd in rounds:
-        mean, deltas, v_up = averager(rnd, by_examples), [], []
-        for c in range(len(rnd.cohort)):
-            y, m, v_hat = x.copy(), np.zeros_like(x), v_server
-            v = v_server if o.v_seed == "server" else np.zeros_like(x)
-            for batch in batches(rnd, c):
-                g = gradient(y, batch) + l2(o, y)
-                m = o.beta1 * m + (1 - o.beta1) * g
-                v = o.beta2 * v + (1 - o.beta2) * g**2
-                v_hat = np.maximum(v_hat, v)
-                step = layerwise(o, y, m / np.sqrt(v_hat))
-                y = y - rnd.lr * (o.alpha * step + (1 - o.alpha) * g_a + decoupled(o, y))
-            deltas.append(y - x)
-            v_up.append(v_hat)
-        x = x + o.server_lr * mean(deltas)
-        v_server = mean(v_up)
-        g_a = -mean(deltas) / (rnd.lr * mean(list(rnd.steps)))
-        yield Record({"x": x, "v": v_server, "g_a": g_a}, deltas=deltas)
-
-
 # --- the Fed-LAMB family: clients that keep their momentum ----------------------------------------------------
 
 
-def fedlamb(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def fedlamb(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Fed-LAMB's Alg. 1, blue boxes."""
-    return _fed(x0, rounds, gradient, by_examples, SimpleNamespace(**options), layerwise)
+    return _fed(x0, rounds, gradient, o, layerwise)
 
 
-def fedams(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def fedams(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Alg. 1 without the layer-wise step: y - eta_l m / sqrt(v_hat)."""
-    return _fed(x0, rounds, gradient, by_examples, SimpleNamespace(**options), lambda o, y, psi: psi)
+    return _fed(x0, rounds, gradient, o, lambda o, y, psi: psi)
 
 
-def _fed(
-    x0: Array, rounds: Any, gradient: Gradient, by_examples: bool, o: SimpleNamespace, scale: Any
-) -> Iterator[Record]:
+def _fed(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> Iterator[Record]:
     x, v_hat_server, m_server = x0.copy(), np.full_like(x0, o.v_init), np.full_like(x0, o.m_init)
     own: dict[int, dict[str, Any]] = {}
     version = 0  # of v_hat: how many times the server has updated it
     # A6: how much of a moment is still its start; beta^t after t steps from it. The rest is made of gradients.
     old_v_hat_server = old_m_server = 1.0
     for r, rnd in enumerate(rounds, 1):
-        mean, deltas, v_up, m_up, old_v_up, old_m_up = averager(rnd, by_examples), [], [], [], [], []
+        mean, deltas, v_up, m_up, old_v_up, old_m_up = averager(rnd, o.by_examples), [], [], [], [], []
         for c, i in enumerate(rnd.cohort):
             fresh = {"m": np.full_like(x0, o.m_init), "v": np.full_like(x0, o.v_init), "version": -1}
             fresh |= {"old_m": 1.0, "old_v": 1.0}
@@ -429,27 +391,23 @@ def _fed(
         yield Record(server, clients, deltas)
 
 
-def mimelamb(
-    x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any
-) -> Iterator[Record]:
+def mimelamb(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Fed-LAMB's Alg. 1, red boxes."""
-    return _mime(x0, rounds, gradient, by_examples, SimpleNamespace(**options), layerwise)
+    return _mime(x0, rounds, gradient, o, layerwise)
 
 
-def mime(x0: Array, rounds: Any, gradient: Gradient, *, by_examples: bool = False, **options: Any) -> Iterator[Record]:
+def mime(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """Alg. 1, red boxes, without the layer-wise step; or Karimireddy et al.'s Mime by its two options (A14)."""
-    return _mime(x0, rounds, gradient, by_examples, SimpleNamespace(**options), lambda o, y, psi: psi)
+    return _mime(x0, rounds, gradient, o, lambda o, y, psi: psi)
 
 
-def _mime(
-    x0: Array, rounds: Any, gradient: Gradient, by_examples: bool, o: SimpleNamespace, scale: Any
-) -> Iterator[Record]:
+def _mime(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> Iterator[Record]:
     x, m_server = x0.copy(), np.full_like(x0, o.m_init)
     v = v_hat = np.full_like(x0, o.v_init)
     own: dict[int, dict[str, Any]] = {}
     old_m_server = 1.0  # A6, as above
     for r, rnd in enumerate(rounds, 1):
-        mean, deltas, m_up, old_m_up = averager(rnd, by_examples), [], [], []
+        mean, deltas, m_up, old_m_up = averager(rnd, o.by_examples), [], [], []
         G = mean([gradient.full(x, samples) for samples in rnd.samples])  # l.17, 21
         for c, i in enumerate(rnd.cohort):
             fresh = {"m": np.full_like(x0, o.m_init), "old_m": 1.0}

@@ -2,7 +2,8 @@
 
 import dataclasses
 import inspect
-from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
+import sys
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import lamina
 from lamina import BadInput, Layers, algorithms
 from lamina.algorithms import contract
-from lamina.algorithms.contract import ClientInfo, Displacement, LocalModel, Model, ServerInfo, options, registry
+from lamina.algorithms.contract import ClientInfo, ServerInfo, options, registry
 from lamina.algorithms.rehearsal import rehearse
 from lamina.ledger import payload_bytes, wire_cost
 
@@ -41,14 +42,14 @@ VARIANTS = dict(variants())
 every_variant = pytest.mark.parametrize("algorithm", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def play(algorithm, x, gradients, rounds=3, lr=0.01):
-    """Run rounds of two steps for one client; returns every record that was made."""
+def play(algorithm, x, gradients, rounds=3, lr=0.01, steps=2.0):
+    """Run rounds of two steps for one client; return the server's last state and every record on the way."""
     server, client, records = algorithm.init(x, LAYERS), algorithm.client_init(x, LAYERS), []
     for r in range(1, rounds + 1):
         needs = algorithm.needs(r)
         full = gradients(r, 0) if needs.full_gradient or needs.control_variate else None
-        server_info = ServerInfo(r, lr, LAYERS, participation=0.5, mean_steps=2.0, mean_gradient=full)
-        info = ClientInfo(r, lr, LAYERS, steps=2.0, full_gradient=full)
+        server_info = ServerInfo(r, lr, LAYERS, participation=0.5, mean_steps=steps, mean_gradient=full)
+        info = ClientInfo(r, lr, LAYERS, steps=steps, full_gradient=full)
         down = algorithm.broadcast(server, server_info)
         local = algorithm.begin(down, client, info)
         records += [server, client, down, local]
@@ -71,7 +72,7 @@ def gradients_for(shape, seed=0, dtype=torch.float64):
 
 @every_variant
 def test_records_are_named_tuples_of_vectors_and_numbers_per_layer_or_client(algorithm):
-    x = torch.randn(P, dtype=torch.float64)
+    x = gradients_for((P,))(0, 0)
     server, records = play(algorithm, x, gradients_for((P,)))
     for record in records:
         assert hasattr(record, "_fields")
@@ -93,7 +94,7 @@ def test_dtype_is_kept(algorithm, dtype):
 @every_variant
 def test_functions_are_pure(algorithm):
     """Nothing that was handed out is ever changed, and the same input gives the same output."""
-    x = torch.randn(P, dtype=torch.float64)
+    x = gradients_for((P,))(0, 0)
     keep = x.clone()
     first, records = play(algorithm, x, gradients_for((P,)))
     copies = [[None if v is None else v.clone() for v in record] for record in records]
@@ -104,35 +105,64 @@ def test_functions_are_pure(algorithm):
         assert all(a is None or torch.equal(a, b) for a, b in zip(record, copy, strict=True))
 
 
+def assert_row(together, alone, row, rows=3):
+    """Assert that one row of stacked records is what one client or experiment alone has."""
+    for stacked, single in zip(together, alone, strict=True):
+        for name, a, b in zip(single._fields, stacked, single, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                a = a.expand(rows, a.shape[-1])  # a state that no option or gradient has reached yet
+                rounding = 1e-12 * float(b.abs().max())
+                assert torch.allclose(a[row], b, rtol=1e-12, atol=rounding), f"{type(single).__name__}.{name}"
+
+
 @every_variant
-def test_leading_axes_do_not_mix(algorithm):
-    """A [3, p] cohort is three clients of [p]: the same numbers, whatever the neighbours hold."""
-    x = torch.randn(3, P, dtype=torch.float64)
-    together, _ = play(algorithm, x, gradients_for((3, P)))
+@pytest.mark.parametrize("per_row", [False, True])
+def test_leading_axes_do_not_mix(algorithm, per_row):
+    """A [3, p] cohort is three clients of [p], whatever the neighbours hold, also if the rate and K_i differ."""
+    x = gradients_for((3, P))(0, 0)
+    rates, steps = [0.1, 0.03, 0.2] if per_row else [0.1] * 3, [3.0, 4.0, 5.0] if per_row else [2.0] * 3
+    column = (
+        (lambda values: torch.tensor(values, dtype=torch.float64)[:, None]) if per_row else (lambda values: values[0])
+    )
+    _, together = play(algorithm, x, gradients_for((3, P)), lr=column(rates), steps=column(steps))
     for i in range(3):
-        alone, _ = play(algorithm, x[i], lambda r, k, i=i: gradients_for((3, P))(r, k)[i])
-        for name, a, b in zip(alone._fields, together, alone, strict=True):
-            assert a is None or torch.allclose(a[i], b, rtol=1e-12, atol=1e-300), name
+        gradients = lambda r, k, i=i: gradients_for((3, P))(r, k)[i]  # noqa: E731
+        _, alone = play(algorithm, x[i], gradients, lr=rates[i], steps=steps[i])
+        assert_row(together, alone, i)
+
+
+GRID = {  # three values of every numeric option
+    "alpha": (0.1, 0.5, 1.0),
+    "beta1": (0.9, 0.5, 0.0),
+    "beta2": (0.99, 0.7, 0.999),
+    "v_init": (1e-6, 1e-4, 1e-2),
+    "m_init": (0.0, 0.01, -0.1),
+    "eps": (0.0, 1e-3, 1e-8),
+    "tau": (1e-3, 0.0, 0.1),
+    "root_eps": (0.0, 1e-4, 1e-8),
+    "server_lr": (1.0, 0.5, 0.1),
+    "decay": (0.0, 0.1, 0.3),
+    "mu": (0.0, 0.1, 1.0),
+    "scale": (0.0, 0.5, 1.5),
+    "clip_mix": (0.5, 2.0, float("inf")),
+    "phi_min": (0.0, 0.01, 1.0),
+    "phi_max": (2.0, 1.5, float("inf")),
+}
 
 
 @every_variant
 def test_numeric_options_may_be_one_per_leading_index(algorithm):
-    """Options as [3, 1] tensors are three experiments side by side."""
-    cls = type(algorithm)
-    numeric = {
-        name: getattr(algorithm, name)
-        for name, hint in get_type_hints(cls).items()
-        if name in options(cls) and hint not in (bool, int) and get_origin(hint) is not Literal
-    }
-    scales = (0.9, 0.5, 0.99)
-    x = torch.randn(P, dtype=torch.float64)
-    stacked = {n: torch.tensor([[v * s] for s in scales], dtype=torch.float64) for n, v in numeric.items()}
-    together, _ = play(dataclasses.replace(algorithm, **stacked), x.expand(3, P), gradients_for((P,)))
-    for i, s in enumerate(scales):
-        alone, _ = play(
-            dataclasses.replace(algorithm, **{n: v * s for n, v in numeric.items()}), x, gradients_for((P,))
-        )
-        assert torch.allclose(together.x[i], alone.x, rtol=1e-12), s
+    """Options as [3, 1] tensors, all of them or every second one, are three experiments side by side."""
+    hints = get_type_hints(type(algorithm))
+    numeric = [name for name in options(type(algorithm)) if hints[name] == contract.Number]
+    x = gradients_for((P,))(0, 0)
+    for chosen in (numeric, numeric[::2], numeric[1::2]):
+        grid = {name: torch.tensor(GRID[name], dtype=torch.float64)[:, None] for name in chosen}
+        _, together = play(dataclasses.replace(algorithm, **grid), x.expand(3, P), gradients_for((P,)), rounds=2)
+        for i in range(3):
+            single = dataclasses.replace(algorithm, **{name: GRID[name][i] for name in chosen})
+            assert_row(together, play(single, x, gradients_for((P,)), rounds=2)[1], i)
 
 
 @every_variant
@@ -213,8 +243,22 @@ def test_bad_names_and_options_are_refused_in_one_line(call, text):
     assert "\n" not in str(caught.value)
 
 
-def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept(monkeypatch):
-    monkeypatch.setattr(contract, "_REGISTRY", dict(registry()))
+@every_variant
+def test_every_variant_passes_the_rehearsal(algorithm):
+    rehearse(algorithm)
+
+
+@pytest.fixture
+def clean_registry():
+    """Remove the algorithms of a test from the registry."""
+    before = dict(registry())
+    yield
+    registry().clear()
+    registry().update(before)
+
+
+@pytest.mark.usefixtures("clean_registry")
+def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept():
     fedavg = registry()["fedavg"]
 
     def make(name):
@@ -238,119 +282,27 @@ def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept(monkeypatch):
         own(label=3)
 
 
+@pytest.mark.usefixtures("clean_registry")
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("1 / 0", "cannot load the algorithm 'broken_algorithm:Own': ZeroDivisionError: division by zero"),
+        (
+            "from lamina import *\n@algorithm('half', title='', reference='', lr=1.0)\nclass Own(Algorithm): ...",
+            "the algorithm 'broken_algorithm:Own' is not complete: it lacks step, update",
+        ),
+    ],
+)
+def test_a_module_of_the_user_that_is_broken_is_refused_in_one_line(source, text, tmp_path, monkeypatch):
+    (tmp_path / "broken_algorithm.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_algorithm", raising=False)
+    with pytest.raises(BadInput, match=text):
+        algorithms.create("broken_algorithm:Own")
+
+
 def test_an_algorithm_of_ones_own_is_found_by_import_path():
     assert algorithms.find("lamina.algorithms.fedlada:FedLada").card.name == "fedlada"
-
-
-# --- the rehearsal -----------------------------------------------------------------------------------------------
-
-
-@every_variant
-def test_ours_pass_the_rehearsal(algorithm):
-    rehearse(algorithm)
-
-
-class Change(NamedTuple):
-    change: torch.Tensor
-
-
-class Sent(NamedTuple):
-    delta: torch.Tensor
-    count: int
-
-
-class Moments(NamedTuple):
-    y: torch.Tensor
-    m: torch.Tensor
-
-
-def writes_up(self, server, up, info):
-    up.delta.mul_(2.0)
-    return Model(server.x + up.delta)
-
-
-BROKEN = {  # a function of FedAvg, replaced
-    "init returns a tensor": (
-        "init",
-        lambda self, x, layers: x,
-        "init must return a NamedTuple of tensors, found Tensor",
-    ),
-    "init without x": (
-        "init",
-        lambda self, x, layers: LocalModel(x),
-        "init must return .* the field 'x', found LocalModel",
-    ),
-    "a field of another shape": (
-        "init",
-        lambda self, x, layers: Model(x[:2]),
-        r"init field 'x' must be .* found one of shape",
-    ),
-    "broadcast without x": ("broadcast", lambda self, server, info: Change(server.x), "broadcast must .* field 'x'"),
-    "begin without y": ("begin", lambda self, down, client, info: down, "begin must return .* field 'y', found Model"),
-    "step in place": (
-        "step",
-        lambda self, local, down, grad, lr, layers: LocalModel(local.y.sub_(lr * grad)),
-        "step writes into its arguments",
-    ),
-    "step returns nothing": ("step", lambda *_: None, "step must return a NamedTuple of tensors, found NoneType"),
-    "step returns another state": (
-        "step",
-        lambda self, local, down, grad, lr, layers: Moments(local.y, local.y),
-        r"step must return the state it was given, LocalModel\(y\), found Moments",
-    ),
-    "trust ratios of another shape": ("trust_ratios", lambda self, local: local.y, r"trust_ratios must .* \[21\]"),
-    "finish returns one thing": (
-        "finish",
-        lambda self, local, down, client, info: Displacement(local.y - down.x),
-        "finish must return two things",
-    ),
-    "finish without delta": (
-        "finish",
-        lambda self, local, down, client, info: (Change(local.y - down.x), client),
-        r"finish must return a state with the field 'delta', found Change\(change\)",
-    ),
-    "finish with a number": (
-        "finish",
-        lambda self, local, down, client, info: (Sent(local.y - down.x, 3), client),
-        "finish field 'count' must be a tensor .* or None, found 3",
-    ),
-    "finish changes the client's state": (
-        "finish",
-        lambda self, local, down, client, info: (Displacement(local.y - down.x), local),
-        r"finish must return the state it was given, Nothing\(\), found",
-    ),
-    "update writes what came up": ("update", writes_up, "update writes into its arguments"),
-    "update returns another state": ("update", lambda self, server, up, info: up, "update must return .* field 'x'"),
-}
-
-
-def test_a_nan_that_is_passed_on_is_no_write():
-    class Divides(registry()["fedavg"]):
-        def step(self, local, down, grad, lr, layers):
-            return LocalModel(local.y * torch.nan)  # the real round says where it diverged
-
-    rehearse(Divides())
-
-
-@pytest.mark.parametrize(("function", "body", "text"), BROKEN.values(), ids=BROKEN.keys())
-def test_an_algorithm_that_breaks_the_contract_is_refused_in_one_line(function, body, text, monkeypatch):
-    monkeypatch.setattr(contract, "_REGISTRY", dict(registry()))
-    own = contract.algorithm("own", title="Own", reference="-", lr=0.1)(
-        type("Own", (registry()["fedavg"],), {function: body})
-    )
-    data = torch.randn(20, 4), torch.arange(20) % 2
-    with pytest.raises(BadInput, match=f"the algorithm 'own' breaks the contract: {text}") as caught:
-        lamina.Simulation(torch.nn.Linear(4, 2), data, own(), clients=2)
-    assert "\n" not in str(caught.value)
-
-
-def test_an_own_error_of_an_algorithm_is_passed_on_as_it_is():
-    class Refusing(type(lamina.create("fedavg"))):
-        def begin(self, down, client, info):
-            raise BadInput("this algorithm needs labels")
-
-    with pytest.raises(BadInput, match=r"^this algorithm needs labels$"):
-        rehearse(Refusing())
 
 
 def test_numbers_that_torch_cannot_hold_are_refused():

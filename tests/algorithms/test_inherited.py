@@ -90,6 +90,9 @@ def test_scaffolds_change_of_c_follows_from_delta_unless_it_is_scaled():
     torch.testing.assert_close(up.delta_c, algorithm.implied_fields(up, down, info)["delta_c"])
     scaled = lamina.create("scaffold", scale=0.5)
     assert scaled.implied_fields(up, down, info) == {}
+    fedavg = lamina.FedAvg()
+    assert fedavg.implied_fields(up, down, info) == fedavg.inherited_moments(down, info) == {}
+    assert fedavg.inherited_step(down, info) is None
 
 
 def test_fedladas_mean_step_follows_from_delta():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.engines.stacked.engine import Stacked
+from small_simulations import take_gpu_path
 
 X = np.random.default_rng(0).normal(size=(30, 4))
 Y = np.arange(30) % 3
@@ -62,15 +62,14 @@ def last_ratios(name, batches):
     return np.array(ratios), np.mean(losses)
 
 
-@pytest.mark.parametrize("engine", ["loop", "stacked", "vmap", "graphed"])
+@pytest.mark.parametrize("engine", ["loop", "stacked", "vmap", "gpu path"])
 @pytest.mark.parametrize("weighting", ["clients", "examples"])
 @pytest.mark.parametrize("name", ["fedlamb", "mimelamb", "fedlada_lamb"])
 def test_recorded_ratios_are_those_of_the_last_local_steps(name, weighting, engine):
-    forced = "stacked" if engine == "graphed" else engine
+    forced = "stacked" if engine == "gpu path" else engine
     run = simulate(lamina.create(name, decay=DECAY), weighting=weighting, engine=forced)
-    if engine == "graphed":
-        assert isinstance(run.engine, Stacked)
-        run.engine.always_graphed = True
+    if engine == "gpu path":
+        take_gpu_path(run)
     plan = run.plan.round(1)
     alone = [last_ratios(name, [plan.batch(c, k) for k in range(plan.steps[c])]) for c in range(3)]
     weights = np.array([5, 12, 13]) / 30 if weighting == "examples" else np.full(3, 1 / 3)

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lamina
 from lamina.dropout import set_streams, with_streams
-from lamina.engines.loop import Loop
-from small_simulations import PARTS, assert_same
+from small_simulations import PARTS, assert_same, form, set_chunk, take_gpu_path
 
 
 class Encoder(nn.Module):
@@ -113,18 +112,15 @@ def simulation(kind="dropout", engine="auto", algorithm="fedavg", **more):
 @pytest.mark.parametrize("kind", MODELS)
 def test_every_engine_draws_the_masks_of_the_loop(kind):
     loop = simulation(kind, "loop")
-    loop.run(3)
+    loop.run(2)
     auto = simulation(kind)
-    assert auto.engine.forward.name == ("vmap" if kind in ("raw", "encoder, time first") else "stacked")
-    auto.run(3)
-    assert_same(auto.state, loop.state, 1e-9)
-    chunked, graphed = simulation(kind), simulation(kind)
-    chunked.engine.rows_per_chunk = 2
-    chunked.run(3)
-    assert_same(chunked.state, loop.state, 1e-9)
-    graphed.engine.always_graphed, graphed.engine.compiled = True, False
-    graphed.run(3)
-    assert_same(graphed.state, loop.state, 1e-9)
+    assert form(auto) == ("vmap" if kind in ("raw", "encoder, time first") else "stacked")
+    chunked, on_gpu_path = simulation(kind, auto), simulation(kind, auto)
+    set_chunk(chunked, 2)
+    take_gpu_path(on_gpu_path)
+    for run in (auto, chunked, on_gpu_path):
+        run.run(2)
+        assert_same(run.state, loop.state, 1e-9)
 
 
 @pytest.mark.parametrize("kind", ["dropout", "dropout2d"])
@@ -139,10 +135,11 @@ def test_vmap_draws_them_too(kind):
 def test_a_member_of_a_population_draws_the_masks_it_would_draw_alone(kind):
     alone = {seed: simulation(kind, "loop", seed=seed) for seed in (3, 4, 5)}
     for run in alone.values():
-        run.run(3)
+        run.run(2)
+    lender = simulation(kind)
     for seeds in ((3,), (4, 3), (5, 3, 4)):
-        members = [simulation(kind, seed=seed) for seed in seeds]
-        lamina.Population(members).run(3)
+        members = [simulation(kind, lender, seed=seed) for seed in seeds]
+        lamina.Population(members).run(2)
         for seed, member in zip(seeds, members, strict=True):
             assert_same(member.state, alone[seed].state, 1e-9)
     assert not torch.equal(alone[3].state.server.x, alone[4].state.server.x)
@@ -152,7 +149,7 @@ def test_the_two_gradients_of_mime_see_one_mask():
     """g(y) - g(x) at the first step, where y = x, is zero only under one mask."""
     mime = lamina.create("mime", "mime")
     loop, auto = simulation(engine="loop", algorithm=mime), simulation(algorithm=mime)
-    assert not isinstance(auto.engine, Loop)
+    assert form(auto) == "stacked"
     loop.run(3)
     auto.run(3)
     assert_same(auto.state, loop.state, 1e-9)
@@ -178,7 +175,7 @@ def test_a_module_that_draws_itself_runs_in_the_loop(draw, caplog):
     settings = {"clients": PARTS, "batch_size": 4, "device": "cpu", "seed": 1}
     with caplog.at_level(logging.INFO, logger="lamina"):
         run = lamina.Simulation(Own(draw), data, "fedavg", **settings)
-    assert isinstance(run.engine, Loop)
+    assert form(run) == "loop"
     assert "running client by client: the module's forward draws random numbers itself" in caplog.text
     for engine in ("stacked", "vmap"):
         with pytest.raises(lamina.BadInput, match="draws random numbers itself"):
@@ -212,18 +209,18 @@ def test_a_module_that_draws_itself_is_reproducible(draw, always, engine):
 
 def test_masks_have_the_right_rate_and_scale_and_differ_between_layers_calls_clients_and_streams():
     net, layers = with_streams(nn.ModuleList([nn.Dropout(0.3), nn.Dropout(0.3)]).train())
-    ones = torch.ones(2, 100_000)
+    ones = torch.ones(2, 50_000)
     set_streams(layers, torch.tensor([5, 6]))
     first, again, other = net[0](ones), net[0](ones), net[1](ones)
     for mask in (first, again, other):
-        assert (mask == 0).double().mean() == pytest.approx(0.3, abs=0.005)
+        assert (mask == 0).double().mean() == pytest.approx(0.3, abs=0.007)
         assert mask[mask != 0].unique().tolist() == pytest.approx([1 / 0.7])
     set_streams(layers, torch.tensor([7, 6]))
     later = net[0](ones)
     assert torch.equal(later[1], first[1])
     pairs = [(first, again), (first, other), (again, other), (first[0], first[1]), (first[0], later[0])]
     for one, two in pairs:  # independent: both dropped as often as chance has it
-        assert ((one == 0) & (two == 0)).double().mean() == pytest.approx(0.09, abs=0.005)
+        assert ((one == 0) & (two == 0)).double().mean() == pytest.approx(0.09, abs=0.007)
 
 
 @pytest.mark.parametrize("p", [0.0, 1.0])

@@ -52,8 +52,8 @@ def problem(case, dtype):
     return x.detach().requires_grad_(), flat, w, g, expected.detach(), dx, dw
 
 
-def error(made, expected):
-    return float((made.double() - expected).norm() / expected.norm())
+def error(actual, expected):
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,19 +62,21 @@ def test_a_convolution_and_its_gradients(case, dtype, tolerance):
     x, flat, w, g, expected, dx, dw = problem(case, dtype)
     for _ in range(5):  # a race would show as an error that moves
         y = ops.convolve(x, w, case[7], case[8])
-        made_x, made_flat = torch.autograd.grad(y, (x, flat), g, retain_graph=True)
-        made_w = made_flat[:, 16:-16].reshape(w.permute(0, 1, 3, 4, 2).shape).permute(0, 1, 4, 2, 3)
+        grad_x, grad_flat = torch.autograd.grad(y, (x, flat), g, retain_graph=True)
+        grad_w = grad_flat[:, 16:-16].reshape(w.permute(0, 1, 3, 4, 2).shape).permute(0, 1, 4, 2, 3)
         assert error(y, expected) < tolerance
-        assert error(made_x, dx) < tolerance
-        assert error(made_w, dw) < 1e-5  # summed in float32 and never rounded to bfloat16
-        assert float(made_flat[:, :16].abs().sum() + made_flat[:, -16:].abs().sum()) == 0
+        assert error(grad_x, dx) < tolerance
+        assert error(grad_w, dw) < 1e-5  # summed in float32 and never rounded to bfloat16
+        assert float(grad_flat[:, :16].abs().sum() + grad_flat[:, -16:].abs().sum()) == 0
 
 
 def test_the_gradient_cut_into_parts_is_the_same():
     x, _, _, g, _, _, dw = problem(CASES[3], torch.float32)
     for parts in (1, 2, 5):
-        made, bias = kernels.weight_gradient(g, x.detach(), 4, (5, 5), (1, 1), (0, 0), "ieee", parts=parts, biased=True)
-        assert error(made, dw) < 1e-6
+        actual, bias = kernels.weight_gradient(
+            g, x.detach(), 4, (5, 5), (1, 1), (0, 0), "ieee", parts=parts, biased=True
+        )
+        assert error(actual, dw) < 1e-6
         assert error(bias, g.double().reshape(4, -1, *g.shape[1:]).sum((1, 3, 4))) < 1e-6
 
 
@@ -86,9 +88,9 @@ def test_a_convolution_with_a_bias(case, dtype, tolerance):
     y = ops.convolve(x, w.detach().requires_grad_(), case[7], case[8], bias=bias[:, 1:-1])
     shift = bias[:, 1:-1].detach().double().repeat_interleave(case[1], 0)[:, :, None, None]
     assert error(y.detach(), expected + shift) < tolerance
-    (made,) = torch.autograd.grad(y, bias, g)
-    assert error(made[:, 1:-1], g.double().reshape(case[0], case[1], *g.shape[1:]).sum((1, 3, 4))) < 1e-5
-    assert float(made[:, 0].abs().sum() + made[:, -1].abs().sum()) == 0
+    (actual,) = torch.autograd.grad(y, bias, g)
+    assert error(actual[:, 1:-1], g.double().reshape(case[0], case[1], *g.shape[1:]).sum((1, 3, 4))) < 1e-5
+    assert float(actual[:, 0].abs().sum() + actual[:, -1].abs().sum()) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,7 +102,7 @@ def test_max_pooling_is_torchs(shape, window, dtype):
     x = torch.randint(0, 4, shape, device="cuda").to(dtype)  # many ties: the first of equals takes the gradient
     x[0, 0, 0, 1] = float("nan")
     x.requires_grad_()
-    made, expected = ops.max_pool(x, window), F.max_pool2d(x, window)
-    assert torch.equal(made.nan_to_num(-1), expected.nan_to_num(-1))
+    actual, expected = ops.max_pool(x, window), F.max_pool2d(x, window)
+    assert torch.equal(actual.nan_to_num(-1), expected.nan_to_num(-1))
     seed = torch.randn_like(expected)
-    assert torch.equal(torch.autograd.grad(made, x, seed)[0], torch.autograd.grad(expected, x, seed)[0])
+    assert torch.equal(torch.autograd.grad(actual, x, seed)[0], torch.autograd.grad(expected, x, seed)[0])

@@ -8,13 +8,11 @@ from torch import nn
 
 import lamina
 from flower_setup import Setup, assert_like_the_simulation
-from lamina.algorithms import contract
 from lamina.algorithms.contract import per_client, per_layer
 from lamina.algorithms.rehearsal import rehearse
-from lamina.engines.stacked.steps import works_by_layer
 from lamina.flower import wire
 from lamina.ledger import wire_cost
-from small_simulations import assert_same, simulation
+from small_simulations import assert_same, reference, simulation, take_gpu_path
 
 TENSORS = 4  # of an MLP
 
@@ -73,29 +71,27 @@ class PerModule(PerLayer):
     grouping = "module"
 
 
-with pytest.MonkeyPatch.context() as patch:  # so that no other test finds them in the registry
-    patch.setattr(contract, "_REGISTRY", {})
-    PerLayer = lamina.algorithm("per_layer", title="Per layer", reference="-", lr=0.1)(PerLayer)
-    PerModule = lamina.algorithm("per_module", title="Per module", reference="-", lr=0.1)(PerModule)
+PerLayer = lamina.algorithm("per_layer", title="Per layer", reference="-", lr=0.1)(PerLayer)
+PerModule = lamina.algorithm("per_module", title="Per module", reference="-", lr=0.1)(PerModule)
+for kind in (PerLayer, PerModule):  # so that no other test finds them
+    del lamina.registry()[kind.card.name]
 
 
-@pytest.mark.parametrize(("kind", "layers"), [(PerLayer, True), (PerModule, False)])
-def test_a_step_by_layer_is_found_where_a_layer_is_a_tensor(kind, layers):
+@pytest.mark.parametrize("kind", [PerLayer, PerModule])
+def test_the_contract_allows_numbers_per_layer(kind):
     rehearse(kind())
-    assert works_by_layer(kind()) is layers
     assert tuple(wire_cost(kind())) == (1, 1, 0)  # in models
 
 
-@pytest.mark.parametrize("engine", ["stacked", "vmap", "graphed"])
+@pytest.mark.parametrize("engine", ["stacked", "vmap", "gpu path"])
 @pytest.mark.parametrize("kind", [PerLayer, PerModule])
 @pytest.mark.parametrize("aggregation", ["mean", "median"])
 def test_engines_agree(kind, engine, aggregation):
-    loop = simulation("cnn", kind(), "loop", aggregation=aggregation)
-    other = simulation("cnn", kind(), "stacked" if engine == "graphed" else engine, aggregation=aggregation)
-    if engine == "graphed":
-        other.engine.always_graphed, other.engine.compiled = True, False
-        other.engine.forward.layout = other.objective.layers.channels_last()  # as on a GPU
-    loop.run(3), other.run(3)
+    loop = reference("cnn", kind(), 2, aggregation=aggregation)
+    other = simulation("cnn", kind(), "stacked" if engine == "gpu path" else engine, aggregation=aggregation)
+    if engine == "gpu path":
+        take_gpu_path(other, channels_last=True)
+    other.run(2)
     assert_same(other.state, loop.state, 1e-9)
     count = len(loop.objective.layers.group_sizes(kind().grouping))
     assert loop.state.server.scale.shape == other.state.server.scale.shape == (count,)

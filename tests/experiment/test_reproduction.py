@@ -33,6 +33,8 @@ sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
 import collect  # noqa: E402
 import figures  # noqa: E402
 import page  # noqa: E402
+import section  # noqa: E402
+import words  # noqa: E402
 from record import labelled  # noqa: E402
 
 PAPERS = reproduction.papers()
@@ -222,7 +224,7 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
 def test_the_record_of_a_claim_has_the_pairs_that_are_not_so_in_every_seed():
     claim = load(next(iter(PAPERS.values()))).claim[0]
     finding = claims.Finding(claim, {"a": 1.0, "b": 0.5}, {("a", "b"): True, ("b", "a"): False}, [("a", "b")])
-    told = collect.told(finding, small=False)
+    told = collect.claim_facts(finding, small=False)
     assert (told["wrong"], told["weak"]) == ([["b", "a"]], [["a", "b"]])
 
 
@@ -232,14 +234,14 @@ def test_pairs_that_are_not_so_in_every_seed_are_said():
         "verdict": "holds", "pairs": 3, "wrong": [], "weak": [],
     }  # fmt: skip
     assert page.of_pairs(claim) == " (3 of 3)"
-    assert "(3 of 3 pairs)" in page.claim_table(claim)
+    assert "(3 of 3 pairs)" in section.claim_table(claim)
     some = claim | {"weak": [["fedavg", "mime"]], "wrong": [["mime", "fedavg"]]}
     assert page.of_pairs(some) == " (2 of 3, 1 in every seed)"
     told = "(2 of 3 pairs; not Mime / FedAvg (Fed-SGD); not in every seed FedAvg (Fed-SGD) / Mime)"
-    assert told in page.claim_table(some)
+    assert told in section.claim_table(some)
     assert page.of_pairs(some | {"pairs": 1, "wrong": []}) == " (not in every seed)"
     assert page.of_pairs(some | {"verdict": "not run"}) == ""
-    assert "never" not in page.claim_table(claim)
+    assert "never" not in section.claim_table(claim)
 
 
 def test_costs_are_in_multiples_of_fedavgs():
@@ -258,18 +260,18 @@ def test_costs_are_in_multiples_of_fedavgs():
     }
     result = page.Result("mine", {}, histories)
     claim = {"target": 0.7, "paper": {"fedavg": 94, "fedlada": 44.6}, "here": {"fedavg": 3.0, "fedlada": 2.0}}
-    text = page.cost_to_target(result, claim)
+    text = section.cost_to_target(result, claim)
     assert "The cost to reach 70 %" in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "3", "1.00 ×", "1.00 ×"]
     assert cells(text, "FedLADA") == ["44.6", "0.95 ×", "2", "1.33 ×", "1.67 ×"]  # 2*44.6/94, 2*2/3, 5*2/(2*3)
 
     never = {"target": 0.8, "paper": {"fedavg": 536.9, "fedlada": 186.4}, "here": {"fedavg": "inf", "fedlada": 2.0}}
-    text = page.cost_to_target(result, never)
+    text = section.cost_to_target(result, never)
     assert "FedAvg (Fed-SGD) does not reach it in 4 rounds." in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "never", "–", "–"]
     assert cells(text, "FedLADA") == ["186.4", "0.69 ×", "2", "< 1.00 ×", "< 1.25 ×"]  # less than of 4 rounds
-    assert page.cost_to_target(result, {**claim, "target": None}) == ""
-    assert page.cost_to_target(result, {**claim, "paper": {}}) == ""
+    assert section.cost_to_target(result, {**claim, "target": None}) == ""
+    assert section.cost_to_target(result, {**claim, "paper": {}}) == ""
 
 
 def test_costs_of_what_is_not_finished_are_left_out():
@@ -277,21 +279,23 @@ def test_costs_of_what_is_not_finished_are_left_out():
     begun = {("as-given", "fedavg"): [History([row])], ("as-given", "fedcm"): [History([])]}
     claim = {"target": 0.7, "paper": {"fedavg": 94, "fedcm": 71.5, "fedlada": 44.6}}
     some = {**claim, "here": {"fedavg": 1.0, "fedcm": "nan", "fedlada": "nan"}}
-    text = page.cost_to_target(page.Result("mine", {}, begun), some)
+    text = section.cost_to_target(page.Result("mine", {}, begun), some)
     assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "1", "1.00 ×", "1.00 ×"]
     assert "FedCM" not in text
     assert "FedLADA |" not in text
     none = {**claim, "here": {"fedavg": "nan", "fedcm": "nan", "fedlada": "nan"}}
-    assert page.cost_to_target(page.Result("mine", {}, begun), none) == ""
-    assert page.cost_to_target(page.Result("mine", {}, {}), none) == ""
+    assert section.cost_to_target(page.Result("mine", {}, begun), none) == ""
+    assert section.cost_to_target(page.Result("mine", {}, {}), none) == ""
 
 
 def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_kept():
     rows = [{"round": r, "accuracy": r / 100} for r in range(1, 21)]
-    assert page.last_rounds(History(rows)) == pytest.approx(15.5)
-    assert page.last_rounds(History([row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows])) == 16
-    assert page.last_rounds(History(rows[:2])) == pytest.approx(1.5)
-    assert math.isnan(page.last_rounds(History([])))
+    assert section.last_rounds(History(rows)) == pytest.approx(15.5)
+    assert (
+        section.last_rounds(History([row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows])) == 16
+    )
+    assert section.last_rounds(History(rows[:2])) == pytest.approx(1.5)
+    assert math.isnan(section.last_rounds(History([])))
 
 
 def test_comparisons_of_the_same_methods_are_one_table():
@@ -518,7 +522,7 @@ def test_what_no_paper_claims_is_not_called_reproduced():
 
 @pytest.mark.parametrize("value", [math.inf, 0.123456, 7, 598.0, "nan", None])
 def test_numbers_as_text(value):
-    assert page.number(value) == {0.123456: "0.1235", 7: "7", 598.0: "598", math.inf: "never"}.get(value, "–")
+    assert words.number(value) == {0.123456: "0.1235", 7: "7", 598.0: "598", math.inf: "never"}.get(value, "–")
 
 
 # --- what is committed -------------------------------------------------------------------------------------------

@@ -263,36 +263,31 @@ def options(cls: type[Algorithm]) -> dict[str, dataclasses.Field[Any]]:
 
 def allowed(cls: type[Algorithm], option: str) -> str:
     """Return in words what an option accepts: ``'l2' or 'decoupled'``, ``a number > 0``."""
-    hint = get_type_hints(cls)[option]
+    hint, limits = get_type_hints(cls)[option], options(cls)[option].metadata
     if get_origin(hint) is Literal:
         return " or ".join(repr(v) for v in get_args(hint))
-    if hint is bool:
-        return "true or false"
-    if hint is str:
-        return "a text"
-    meta = {"low": None, "high": None, "open_low": False, **options(cls)[option].metadata}
-    words = "a whole number" if hint is int else "a number"
-    if meta["low"] is not None:
-        words += f" {'>' if meta['open_low'] else '>='} {meta['low']:g}"
-    if meta["high"] is not None:
-        words += f"{' and' if meta['low'] is not None else ''} <= {meta['high']:g}"
-    return words
+    if hint in (bool, str):
+        return "true or false" if hint is bool else "a text"
+    low, high = limits.get("low"), limits.get("high")
+    bounds = [] if low is None else [f"{'>' if limits['open_low'] else '>='} {low:g}"]
+    bounds += [] if high is None else [f"<= {high:g}"]
+    return " ".join(["a whole number" if hint is int else "a number", " and ".join(bounds)]).strip()
 
 
-def _fits(value: Any, hint: Any, meta: Mapping[str, Any]) -> bool:
+def _fits(value: Any, hint: Any, limits: Mapping[str, Any]) -> bool:
     if isinstance(value, Tensor):  # one value per experiment of a population
         return True
     if get_origin(hint) is Literal:
         return value in get_args(hint)
-    if hint is bool or hint is str:
+    if hint in (bool, str):
         return isinstance(value, hint)
     if not isinstance(value, int if hint is int else (int, float)) or not is_number(value) or math.isnan(value):
         return False
     if isinstance(value, int) and abs(value) >= 2**63:  # torch's integers have 64 bits
         return False
-    low, high = meta.get("low"), meta.get("high")
-    too_low = low is not None and (value <= low if meta.get("open_low") else value < low)
-    return not too_low and not (high is not None and value > high)
+    low, high = limits.get("low"), limits.get("high")
+    too_low = low is not None and (value <= low if limits["open_low"] else value < low)
+    return not too_low and (high is None or value <= high)
 
 
 def _check_options(self: Algorithm) -> None:

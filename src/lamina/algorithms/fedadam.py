@@ -27,9 +27,8 @@ from lamina.algorithms.primitives import (
     descend,
     ema,
     precondition,
-    refuse_still_momentum,
+    refuse_dead_moments,
     refuse_uncorrectable,
-    refuse_zero_moment,
 )
 from lamina.layers import Layers
 
@@ -41,6 +40,7 @@ class Server(NamedTuple):
     m: Tensor
     v: Tensor
     v_hat: Tensor | None
+    momentum: Tensor | None = None  # FedAdam(*): the mean local step of the previous round
 
 
 @algorithm(
@@ -74,26 +74,24 @@ class FedAdam(Algorithm):
 
     def check(self) -> None:
         """Refuse decay rates with which nothing is learned."""
-        refuse_still_momentum(self.beta1)
-        if self.bias_correction:
-            refuse_uncorrectable(self.beta2)
-        refuse_zero_moment(self.beta2, self.v_init, self.tau, self.root_eps)
+        refuse_uncorrectable(self)
+        refuse_dead_moments(self, self.tau, self.root_eps)
 
-    def init(self, x: Tensor, layers: Layers) -> Any:
+    def init(self, x: Tensor, layers: Layers) -> Server:
         v = zeros(x) + self.v_init
         return Server(x, m=zeros(x), v=v, v_hat=v if self.amsgrad else None)
 
-    def broadcast(self, server: Any, info: ServerInfo) -> Any:
+    def broadcast(self, server: Server, info: ServerInfo) -> Any:
         return Model(server.x)
 
     def step(self, local: LocalModel, down: Any, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
         g = add_decay(grad, local.y, self.decay)
         return LocalModel(descend(local.y, g, lr))
 
-    def update(self, server: Any, up: Displacement, info: ServerInfo) -> Any:
+    def update(self, server: Server, up: Displacement, info: ServerInfo) -> Server:
         m = ema(server.m, up.delta, self.beta1)
         v = ema(server.v, up.delta**2, self.beta2)
-        v_hat = torch.maximum(server.v_hat, v) if self.amsgrad else None
+        v_hat = None if server.v_hat is None else torch.maximum(server.v_hat, v)
         m_used, v_used = m, v if v_hat is None else v_hat
         if self.bias_correction:
             m_used, v_used = m / (1 - self.beta1**info.round), v_used / (1 - self.beta2**info.round)

@@ -9,29 +9,10 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import (
-    ClientInfo,
-    Displacement,
-    LocalModel,
-    Number,
-    ServerInfo,
-    algorithm,
-    hyper,
-    zeros,
-)
-from lamina.algorithms.fedadam import FedAdam
+from lamina.algorithms.contract import ClientInfo, Displacement, LocalModel, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.fedadam import FedAdam, Server
 from lamina.algorithms.primitives import add_decoupled, add_l2, descend
 from lamina.layers import Layers
-
-
-class Server(NamedTuple):
-    """The model, Adam's state and the mean local step of the previous round."""
-
-    x: Tensor
-    m: Tensor
-    v: Tensor
-    v_hat: Tensor | None
-    momentum: Tensor
 
 
 class Down(NamedTuple):
@@ -58,10 +39,10 @@ class FedAdamStar(FedAdam):
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "inside g, or outside the mix")
 
     def init(self, x: Tensor, layers: Layers) -> Server:
-        adam = super().init(x, layers)
-        return Server(adam.x, adam.m, adam.v, adam.v_hat, momentum=zeros(x))
+        return super().init(x, layers)._replace(momentum=zeros(x))
 
     def broadcast(self, server: Server, info: ServerInfo) -> Down:
+        assert server.momentum is not None
         return Down(server.x, server.momentum)
 
     def step(self, local: LocalModel, down: Down, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
@@ -70,7 +51,7 @@ class FedAdamStar(FedAdam):
         return LocalModel(descend(local.y, add_decoupled(mix, local.y, self), lr))
 
     def update(self, server: Server, up: Displacement, info: ServerInfo) -> Server:
-        after: Server = super().update(server, up, info)
+        after = super().update(server, up, info)
         return after._replace(momentum=-up.delta / (info.lr * info.mean_steps))  # B14
 
     def inherited_step(self, down: Down, info: ClientInfo) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", as used in the Fed-LAMB paper:
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1 ("l." below), without
-the layer-wise step. Readings of the text (docs/algorithms.md): A1 to A6, A16. Mime shares `LocalMomentum`.
+the layer-wise step. Readings of the text (docs/reference/algorithms.md): A1 to A6, A16. Mime shares `LocalMomentum`.
 
 Bias correction (A6) divides a copy of a moment by its *share*: the fraction of the moment that comes from gradients, as
 opposed to its initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. A moment that
@@ -19,25 +19,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import (
-    Algorithm,
-    ClientInfo,
-    Number,
-    ServerInfo,
-    algorithm,
-    hyper,
-    per_client,
-    zeros,
-)
+from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, algorithm, hyper, per_client, zeros
 from lamina.algorithms.primitives import (
     add_decoupled,
     add_l2,
     descend,
     ema,
     precondition,
-    refuse_still_momentum,
+    refuse_dead_moments,
     refuse_uncorrectable,
-    refuse_zero_moment,
 )
 from lamina.errors import BadInput
 from lamina.layers import Layers
@@ -103,8 +93,7 @@ class LocalMomentum(Algorithm):
 
     def check(self) -> None:
         """Refuse moments that never change."""
-        refuse_still_momentum(self.beta1)
-        refuse_zero_moment(self.beta2, self.v_init, self.eps)
+        refuse_dead_moments(self, self.eps)
 
     def refuse_zero_divisor(self, when: str = "in round 1") -> None:
         """Refuse v_init = 0 if some round divides by it: nothing would move."""
@@ -192,8 +181,7 @@ class FedAms(LocalMomentum):
                 self.refuse_zero_divisor()
             elif self.sync_every > 1:
                 self.refuse_zero_divisor(f"from round 2 until v_hat is synchronised after round {self.sync_every}")
-        if self.bias_correction:
-            refuse_uncorrectable(self.beta2)
+        refuse_uncorrectable(self)
 
     @property
     def accumulates(self) -> bool:

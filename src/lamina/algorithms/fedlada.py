@@ -11,16 +11,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
-from lamina.algorithms.primitives import (
-    add_decoupled,
-    add_l2,
-    amsgrad,
-    descend,
-    precondition,
-    refuse_still_momentum,
-    refuse_zero_moment,
-)
+from lamina.algorithms.contract import ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.localadam import Local, LocalAms
+from lamina.algorithms.primitives import add_decoupled, add_l2, amsgrad, descend, precondition
 from lamina.layers import Layers
 
 
@@ -30,16 +23,6 @@ class Server(NamedTuple):
     x: Tensor
     v: Tensor
     g_a: Tensor
-
-
-class Local(NamedTuple):
-    """The local model and AMSGrad's moments."""
-
-    y: Tensor
-    m: Tensor
-    v: Tensor
-    v_hat: Tensor
-    ratio: Tensor | None = None  # FedLADA-LAMB: the trust ratio of every layer in the last step
 
 
 class Up(NamedTuple):
@@ -58,36 +41,21 @@ class Up(NamedTuple):
     paper_cost=2,
     presets={"cifar10": {"alpha": 0.1}, "cifar100": {"alpha": 0.05}, "tinyimagenet": {"alpha": 0.05}},
 )
-class FedLada(Algorithm):
+class FedLada(LocalAms):
     """Local AMSGrad mixed with the global direction."""
-
-    non_negative = ("v_hat",)
 
     alpha: Number = hyper(
         0.1, "alpha, weight of the local adaptive step; 1 is LocalAdam", low=0.0, high=1.0, open_low=True
     )
-    beta1: Number = hyper(0.9, "beta_1, decay rate of the momentum", low=0.0, high=1.0)
-    beta2: Number = hyper(0.99, "beta_2, decay rate of the second moment", low=0.0, high=1.0)
-    v_init: Number = hyper(1e-16, "v^0 = epsilon_v^2, the second moment before round 1 (B4)", low=0.0)
-    v_seed: Literal["server", "zero"] = hyper("server", "v_{i,0}: the server's v, or 0 (B3)")
     amendment: Literal["mean_steps", "per_client"] = hyper(
         "mean_steps", "unequal K_i: divide by mean K, or by own K_i (B9)"
     )
-    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
-    decay: Number = hyper(1e-2, "lambda, weight decay", low=0.0)
-    decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts (B10)")
-
-    def check(self) -> None:
-        """Refuse moments that never change."""
-        refuse_still_momentum(self.beta1)
-        refuse_zero_moment(self.beta2, self.v_init)
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, v=zeros(x) + self.v_init, g_a=zeros(x))
 
     def begin(self, down: Server, client: Nothing, info: ClientInfo) -> Local:
-        v = down.v if self.v_seed == "server" else zeros(down.v)  # B3
-        return Local(down.x, m=zeros(down.x), v=v, v_hat=down.v)  # l.5
+        return self.first_moments(down.x, down.v)  # l.5
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         g = add_l2(grad, local.y, self)

@@ -1,7 +1,7 @@
 """Fed-LAMB: Fed-AMS whose step is rescaled layer by layer.
 
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, blue boxes.
-Readings of the text (docs/algorithms.md): A1 to A6, A10 to A12, A16.
+Readings of the text (docs/reference/algorithms.md): A1 to A6, A10 to A12, A16.
 
 Fed-AMS steps along psi = m / sqrt(v_hat). Fed-LAMB steps along u = psi + lambda * y and multiplies every layer of u by
 its trust ratio phi(||y||) / ||u||. So the step of a layer is as long as the layer itself, times the learning rate.

@@ -1,26 +1,19 @@
 """LocalAdam: local AMSGrad with an averaged second moment; FedLADA without its amendment.
 
 Sun et al. 2023, Algorithm 2 and Tables 3, 5, 11, read as in B1 and B13: the second moment is synchronised
-(``sync=False`` gives Algorithm 2 as printed, which sends only the model).
+(``sync=False`` gives Algorithm 2 as printed, which sends only the model). FedLADA shares `LocalAms`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
-from lamina.algorithms.primitives import (
-    add_decoupled,
-    add_l2,
-    amsgrad,
-    descend,
-    precondition,
-    refuse_still_momentum,
-    refuse_zero_moment,
-)
+from lamina.algorithms.primitives import add_decoupled, add_l2, amsgrad, descend, precondition, refuse_dead_moments
 from lamina.layers import Layers
 
 
@@ -38,6 +31,7 @@ class Local(NamedTuple):
     m: Tensor
     v: Tensor
     v_hat: Tensor
+    ratio: Tensor | None = None  # layer-wise methods: the trust ratio of every layer in the last step
 
 
 class Up(NamedTuple):
@@ -47,9 +41,9 @@ class Up(NamedTuple):
     v_hat: Tensor | None
 
 
-@algorithm("localadam", title="LocalAdam", reference="Sun et al. 2023, Alg. 2", lr=1e-3, paper_cost=2)
-class LocalAdam(Algorithm):
-    """Local AMSGrad and averaging."""
+@dataclass(frozen=True, eq=False)
+class LocalAms(Algorithm):
+    """The part that LocalAdam and FedLADA share: AMSGrad from a zero momentum, and an averaged second moment."""
 
     non_negative = ("v_hat",)
 
@@ -57,24 +51,32 @@ class LocalAdam(Algorithm):
     beta2: Number = hyper(0.99, "beta_2, decay rate of the second moment", low=0.0, high=1.0)
     v_init: Number = hyper(1e-16, "v^0 = epsilon_v^2, the second moment before round 1 (B4)", low=0.0)
     v_seed: Literal["server", "zero"] = hyper("server", "v_{i,0}: the server's v, or 0 (B3)")
-    sync: bool = hyper(True, "average the second moment over the clients (B13)")
-    amsgrad: bool = hyper(True, "divide by the running maximum of v")
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     decay: Number = hyper(1e-2, "lambda, weight decay", low=0.0)
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts (B10)")
 
     def check(self) -> None:
         """Refuse moments that never change."""
-        refuse_still_momentum(self.beta1)
-        refuse_zero_moment(self.beta2, self.v_init)
+        refuse_dead_moments(self)
+
+    def first_moments(self, x: Tensor, v_server: Tensor) -> Local:
+        """Return the local state before the first step."""
+        v = v_server if self.v_seed == "server" else zeros(x)  # B3
+        return Local(x, m=zeros(x), v=v, v_hat=v_server)
+
+
+@algorithm("localadam", title="LocalAdam", reference="Sun et al. 2023, Alg. 2", lr=1e-3, paper_cost=2)
+class LocalAdam(LocalAms):
+    """Local AMSGrad and averaging."""
+
+    sync: bool = hyper(True, "average the second moment over the clients (B13)")
+    amsgrad: bool = hyper(True, "divide by the running maximum of v")
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, v=zeros(x) + self.v_init if self.sync else None)
 
     def begin(self, down: Server, client: Nothing, info: ClientInfo) -> Local:
-        v_start = zeros(down.x) + self.v_init if down.v is None else down.v
-        v = v_start if self.v_seed == "server" else zeros(down.x)
-        return Local(down.x, m=zeros(down.x), v=v, v_hat=v_start)
+        return self.first_moments(down.x, zeros(down.x) + self.v_init if down.v is None else down.v)
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         g = add_l2(grad, local.y, self)

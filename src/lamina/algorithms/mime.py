@@ -108,10 +108,8 @@ class Mime(LocalMomentum):
 
     def step(self, local: Local, down: Down, grad: Tensor, lr: Number, layers: Layers) -> Local:
         grad = grad if down.mean_gradient is None else grad + down.mean_gradient  # A14: the engine's is g(y) - g(x)
-        m, m_share = (
-            ema(local.m, add_l2(grad, local.y, self), self.beta1),
-            next_share(local.m_share, self.beta1),
-        )  # l.10
+        m = ema(local.m, add_l2(grad, local.y, self), self.beta1)  # l.10
+        m_share = next_share(local.m_share, self.beta1)
         psi = precondition(corrected(m, m_share), down.v_hat, self.eps)  # l.12
         direction, ratio = self.rescale(psi, local.y, layers)  # Mime-LAMB: eq. 3
         y = descend(local.y, add_decoupled(direction, local.y, self), lr)  # l.13

@@ -1,7 +1,7 @@
 """Mime-LAMB: Mime whose step is rescaled layer by layer.
 
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, red boxes.
-Readings of the text (docs/algorithms.md): A5, A6, A10 to A14, A16.
+Readings of the text (docs/reference/algorithms.md): A5, A6, A10 to A14, A16.
 """
 
 from __future__ import annotations

@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Number
 from lamina.errors import BadInput
-
-
-class HasDecay(Protocol):
-    """An algorithm with weight decay in one of several forms."""
-
-    @property
-    def decay(self) -> Number: ...
-    @property
-    def decay_form(self) -> Any: ...
 
 
 def ema(old: Tensor, new: Tensor, beta: Number) -> Tensor:
@@ -52,14 +43,14 @@ def add_decay(u: Tensor, y: Tensor, decay: Number) -> Tensor:
     return u + decay * y if is_on(decay) else u
 
 
-def add_l2(grad: Tensor, y: Tensor, h: HasDecay) -> Tensor:
-    """Add the decay to the gradient, before the moments, if its form is "l2"."""
-    return add_decay(grad, y, h.decay) if h.decay_form == "l2" else grad
+def add_l2(grad: Tensor, y: Tensor, options: Any) -> Tensor:
+    """Add the decay to the gradient, before the moments, if the algorithm's `decay_form` is "l2"."""
+    return add_decay(grad, y, options.decay) if options.decay_form == "l2" else grad
 
 
-def add_decoupled(direction: Tensor, y: Tensor, h: HasDecay) -> Tensor:
-    """Add the decay to the final direction of a step, if its form is "decoupled"."""
-    return add_decay(direction, y, h.decay) if h.decay_form == "decoupled" else direction
+def add_decoupled(direction: Tensor, y: Tensor, options: Any) -> Tensor:
+    """Add the decay to the final direction of a step, if the algorithm's `decay_form` is "decoupled"."""
+    return add_decay(direction, y, options.decay) if options.decay_form == "decoupled" else direction
 
 
 def descend(y: Tensor, direction: Tensor, lr: Number) -> Tensor:
@@ -93,23 +84,20 @@ def clip_by_norm(u: Tensor, limit: Number) -> Tensor:
     return torch.where(norm > limit, u * (limit / norm), u)
 
 
-def refuse_still_momentum(beta1: Number) -> None:
-    """Refuse beta1 = 1: the momentum would keep its first value, and nothing would be learned."""
+def refuse_dead_moments(options: Any, *added: Number) -> None:
+    """Refuse decay rates with which nothing is learned. `added` are the terms beside v in the divisor."""
+    beta1, beta2, v_init = options.beta1, options.beta2, options.v_init
     if not isinstance(beta1, Tensor) and beta1 == 1:
         raise BadInput("beta1 = 1 never lets a gradient into the momentum, so nothing is learned: choose beta1 < 1")
-
-
-def refuse_uncorrectable(beta2: Number) -> None:
-    """Refuse beta2 = 1 with bias correction, which would divide by 1 - beta2^t = 0."""
-    if not isinstance(beta2, Tensor) and beta2 == 1:
-        raise BadInput("bias_correction divides by 1 - beta2^t, which is 0 for beta2 = 1: choose beta2 < 1")
-
-
-def refuse_zero_moment(beta2: Number, v_init: Number, *added: Number) -> None:
-    """Refuse a second moment that is 0 for good, if nothing is added to its root: no step would be taken."""
-    if any(isinstance(value, Tensor) for value in (beta2, v_init, *added)):
+    if isinstance(beta2, Tensor) or beta2 != 1:
         return
-    if beta2 == 1 and v_init == 0 and not any(added):
+    if not any(isinstance(value, Tensor) or value != 0 for value in (v_init, *added)):
         raise BadInput(
             "beta2 = 1 keeps the second moment at v_init = 0, so nothing is learned: choose beta2 < 1 or v_init > 0"
         )
+
+
+def refuse_uncorrectable(options: Any) -> None:
+    """Refuse beta2 = 1 with bias correction, which would divide by 1 - beta2^t = 0."""
+    if options.bias_correction and not isinstance(options.beta2, Tensor) and options.beta2 == 1:
+        raise BadInput("bias_correction divides by 1 - beta2^t, which is 0 for beta2 = 1: choose beta2 < 1")

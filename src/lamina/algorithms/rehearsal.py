@@ -7,7 +7,6 @@ numbers in one engine only.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +30,10 @@ def rehearse(algorithm: Algorithm) -> None:
     def broken(name: str, what: str) -> BadInput:
         return BadInput(f"the algorithm '{algorithm.card.name}' breaks the contract: {name} {what}")
 
-    def call(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(name: str, *arguments: Any) -> Any:
         before = [value.clone() for value in _tensors(arguments)]
         try:
-            result = function(*arguments)
+            result = getattr(algorithm, name)(*arguments)
         except LaminaError:
             raise
         except Exception as error:
@@ -46,10 +45,7 @@ def rehearse(algorithm: Algorithm) -> None:
             raise broken(name, "writes into its arguments: return new tensors, y - lr * grad and not y.sub_(lr * grad)")
         return result
 
-    def state(name: str, function: Callable[..., Any], *arguments: Any, field: str = "", like: Any = None) -> Any:
-        return checked(name, call(name, function, *arguments), field, like)
-
-    def checked(name: str, record: Any, field: str, like: Any = None) -> Any:
+    def checked(name: str, record: Any, field: str = "", like: Any = None) -> Any:
         if not isinstance(record, tuple) or not hasattr(record, "_fields"):
             raise broken(name, f"must return a NamedTuple of tensors, found {type(record).__name__}")
         if field and getattr(record, field, None) is None:
@@ -58,9 +54,8 @@ def rehearse(algorithm: Algorithm) -> None:
             raise broken(name, f"must return the state it was given, {_signature(like)}, found {_signature(record)}")
         for key, value in zip(record._fields, record, strict=True):
             if value is not None and not (isinstance(value, Tensor) and value.dim() and value.shape[-1] in sizes):
-                found = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else _describe(value)
                 shapes = "[..., p], [..., layers] or [..., 1]"
-                raise broken(name, f"field '{key}' must be a tensor {shapes}, or None, found {found}")
+                raise broken(name, f"field '{key}' must be a tensor {shapes}, or None, found {_describe(value)}")
         return record
 
     needs = algorithm.needs(1)
@@ -69,16 +64,15 @@ def rehearse(algorithm: Algorithm) -> None:
     server_info = ServerInfo(1, 0.1, TINY, mean_gradient=gradient if needs.control_variate else None)
     info = ClientInfo(1, 0.1, TINY, full_gradient=gradient if needs.full_gradient else None)
 
-    server = state("init", algorithm.init, x, TINY, field="x")
-    client = state("client_init", algorithm.client_init, x, TINY)
-    down = state("broadcast", algorithm.broadcast, server, server_info, field="x")
-    local = state("begin", algorithm.begin, down, client, info, field="y")
-    local = state("step", algorithm.step, local, down, gradient, 0.1, TINY, field="y", like=local)
-    ratios = call("trust_ratios", algorithm.trust_ratios, local)
+    server = checked("init", call("init", x, TINY), "x")
+    client = checked("client_init", call("client_init", x, TINY))
+    down = checked("broadcast", call("broadcast", server, server_info), "x")
+    local = checked("begin", call("begin", down, client, info), "y")
+    local = checked("step", call("step", local, down, gradient, 0.1, TINY), "y", like=local)
+    ratios = call("trust_ratios", local)
     if ratios is not None and not (isinstance(ratios, Tensor) and ratios.shape[-1:] == sizes[1:2]):
-        found = f"one of shape {list(ratios.shape)}" if isinstance(ratios, Tensor) else _describe(ratios)
-        raise broken("trust_ratios", f"must return a tensor, one ratio per layer, or None, found {found}")
-    pair = call("finish", algorithm.finish, local, down, client, info)
+        raise broken("trust_ratios", f"must return a tensor, one ratio per layer, or None, found {_describe(ratios)}")
+    pair = call("finish", local, down, client, info)
     if not isinstance(pair, tuple) or hasattr(pair, "_fields") or len(pair) != 2:
         raise broken("finish", "must return two things: what is sent up, and the client's new state")
     up = checked("finish", pair[0], "delta")
@@ -86,8 +80,8 @@ def rehearse(algorithm: Algorithm) -> None:
         for field in getattr(algorithm, attribute):
             if field not in up._fields:
                 raise broken(attribute, f"names '{field}', which is not a field of {_signature(up)}")
-    checked("finish", pair[1], "", like=client)
-    state("update", algorithm.update, server, up, server_info, field="x", like=server)
+    checked("finish", pair[1], like=client)
+    checked("update", call("update", server, up, server_info), "x", like=server)
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -103,7 +97,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value that is not a tensor in one line."""
+    """Describe a wrong value in one line."""
+    if isinstance(value, Tensor):
+        return f"one of shape {list(value.shape)}"
     if isinstance(value, np.ndarray | np.generic):
         return "a numpy array: compute with torch, or return torch.from_numpy(...)"
     return " ".join(repr(value).split())

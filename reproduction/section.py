@@ -1,0 +1,187 @@
+"""The section of one preset: what was run, what came out, and what that says about the paper's claims."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from figures import drawn, metrics_of, window_of
+from record import Result, labelled
+from words import JUDGED, NEVER, amount, either, escaped, markdown, named, number, shortened, spent, unreached, verdict
+
+from lamina import algorithms
+from lamina.experiment import reproduction
+from lamina.experiment.settings import shown
+from lamina.experiment.toml import complete_text
+from lamina.history import History
+from lamina.report.figures import METRICS
+from lamina.report.tables import NONE, mean_and_spread, significant, values
+
+FIGURES = Path("figures")  # below the folder of the pages
+LAST = 10  # the mean of so many last rounds is shown, because the accuracy of some methods swings
+
+
+def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -> str:
+    """Return the section of a preset: description, command, cost, table, figure, claims and notes."""
+    facts = result.facts
+    parts = [f"## {result.name}"]
+    if result.name in presets:
+        parts.append(about(presets[result.name]))
+    parts.append(f"```sh\n{command(result)}\n```")
+    if facts["sets"]:
+        parts.append(
+            "The experiment was run with the settings in the command; a variant's own settings override them. The "
+            "description above is the preset's."
+        )
+    if facts["scale"] == "small":
+        parts.append("This is the small version, a smoke test; it says nothing about the paper.")
+    if not facts["complete"]:
+        parts.append("**Not finished.** Missing: " + escaped("; ".join(shortened(facts["missing"]))) + ".")
+    parts.append(cost(facts))
+    parts.append(results_table(result))
+    if drawn(result):
+        parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds]({FIGURES}/{result.name}.png)")
+        window = window_of(result)
+        parts[-1] += f"\n\nEach point of the figure is the mean of {window} rounds." if window > 1 else ""
+    parts += [claim_table(claim) for claim in facts["claims"]]
+    parts += filter(None, (cost_to_target(result, claim) for claim in facts["claims"]))
+    if notes:
+        parts.append("\n".join(f"- {note.strip()}" for note in notes))
+    return "\n\n".join(parts)
+
+
+def about(preset: Path) -> str:
+    """Return the comment at the head of a preset: the paper's claim, the protocol, and our deviations."""
+    lines = complete_text(preset).splitlines()
+    first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return escaped(" ".join(line.lstrip("# ") for line in lines[:first] if line != "#"))
+
+
+def command(result: Result) -> str:
+    """Return the command that reproduces a result."""
+    words = ["lamina reproduce", result.name]
+    words += ["--scale small"] if result.facts["scale"] == "small" else []
+    for key, value in result.facts["sets"].items():
+        word = f"{key}={json.dumps(value)}"
+        words.append(f"--set '{word}'" if re.search(r"[^\w=.,:-]", word) else f"--set {word}")
+    return " ".join(words)
+
+
+def cost(facts: Mapping[str, Any]) -> str:
+    """Return the number of runs, their rounds and seconds, and what went wrong."""
+    tuning = facts["tuning_runs"]
+    chosen = {"test": "the test data, as the paper does", "validation": "held-out training data"}[facts["select"]]
+    line = f"{amount(facts['runs'] - tuning, 'final run')} of {either(facts['rounds'])} rounds; "
+    line += (
+        f"{amount(tuning, 'tuning run')} of {either(facts['tuning_rounds'])} rounds, on {chosen}"
+        if tuning
+        else "no tuning runs"
+    )
+    line += f"; {facts['seconds']:,.0f} {spent(facts)}"
+    for what, key in (("diverged", "diverged_runs"), ("not finished", "unfinished_runs")):
+        line += f"; {facts[key]} {what}" if facts[key] else ""
+    line += f"; {', '.join(facts['device']) or 'machine unknown'}, {', '.join(facts['precision'])}"
+    every = max(variant["every"] for variant in facts["variants"].values())
+    return line + "." + (f" The record keeps one round in {every}, and the best." if every > 1 else "")
+
+
+def results_table(result: Result) -> str:
+    """Return a table of each method's best and last accuracy, and of the other metrics in the claims."""
+    others = [name for name in metrics_of(result) if name != "accuracy"]
+    per_cent = {metric.column for metric in METRICS if metric.percent}
+    head = ["method", "settings", "seeds", "best accuracy, %", f"last {LAST} rounds, %", "last accuracy, %"]
+    head += [f"last {escaped(name)}{', %' if name in per_cent else ''}" for name in others]
+    rows = []
+    for (variant, name), histories in result.histories.items():
+        method = result.facts["variants"][variant]["methods"][name]
+        settings = [
+            f"{key} {shown(value)}" + (f" ({method['edge'][key]} tried)" if key in method["edge"] else "")
+            for key, value in method["settings"].items()
+        ]
+        diverged = f", {len(method['diverged'])} diverged" if method["diverged"] else ""
+        row = [escaped(labelled(name, variant)), ", ".join(settings), f"{len(histories)}{diverged}"]
+        row.append(mean_and_spread(values(histories, lambda history: 100 * history.best(optional=True))))
+        row.append(mean_and_spread(values(histories, last_rounds)))
+        row.append(mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True))))
+        for other in others:
+            scale = 100 if other in per_cent else 1
+            last = values(
+                histories,
+                lambda history, of=other, by=scale: by * history.last(of, optional=True),  # type: ignore[misc]
+            )
+            row.append(mean_and_spread(last, significant))
+        rows.append(row)
+    return markdown(head, rows) + "\n\nMean ± standard deviation over seeds." if rows else "No final run has finished."
+
+
+def last_rounds(history: History) -> float:
+    """Return the mean accuracy of the last rounds that were kept, in per cent."""
+    kept = [row["accuracy"] for row in history[-LAST:] if not math.isnan(row.get("accuracy", math.nan))]
+    return 100 * statistics.fmean(kept) if kept else math.nan
+
+
+def claim_table(claim: Mapping[str, Any]) -> str:
+    """Return a claim with its verdict, and a table of the paper's numbers beside ours."""
+    labels = dict.fromkeys([*claim["here"], *claim["paper"]])
+    rounds = claim["target"] is not None
+    here = {label: number(value, rounds=rounds) for label, value in claim["here"].items()}
+    rows = [[named(label), number(claim["paper"].get(label)), here.get(label, NONE)] for label in labels]
+    judgement = f"**{verdict(claim)}**"
+    if claim["verdict"] in JUDGED:
+        judgement += f" ({claim['pairs'] - len(claim['wrong'])} of {amount(claim['pairs'], 'pair')}"
+        for what, pairs in (("not", claim["wrong"]), ("not in every seed", claim["weak"])):
+            listed = ", ".join(f"{named(better)} / {named(worse)}" for better, worse in pairs)
+            judgement += f"; {what} {listed}" if pairs else ""
+        judgement += ")"
+    text = f"Claim: {escaped(claim['text'])}. Expected: {escaped(claim['expected'])}. Verdict: {judgement}\n\n"
+    text += markdown([claim["unit"], "paper", "ours"], rows)
+    return text + (f"\n\n{NEVER}" if unreached(claim) else "")
+
+
+def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fedavg") -> str:
+    """Return the cost to reach a claim's target in multiples of the baseline's, as in FedLADA's Table 12."""
+    as_given = reproduction.FOLDER_AS_GIVEN
+    runs = {name: histories for (variant, name), histories in result.histories.items() if variant == as_given}
+    here = {name: float(claim["here"].get(name, math.nan)) for name in claim["paper"] if any(runs.get(name, []))}
+    here = {name: rounds for name, rounds in here.items() if not math.isnan(rounds)}
+    if claim["target"] is None or baseline not in here:
+        return ""
+    # The cost of a baseline that never reaches the target is unknown, but more than that of its whole run.
+    never = math.isinf(here[baseline])
+    rounds = float(max(map(len, runs[baseline]))) if never else here[baseline]
+    rows = []
+    for name, needed in here.items():
+        models = algorithms.find(name).card.paper_cost or math.nan
+        printed = models * float(claim["paper"][name]) / float(claim["paper"][baseline])
+        measured = bytes_of_a_round(runs[name]) / bytes_of_a_round(runs[baseline])
+        costs = [("< " if never else "") + times(needed / rounds * by) for by in (models, measured)]
+        costs = [NONE, NONE] if math.isinf(needed) else costs
+        rows.append([named(name), number(claim["paper"][name]), times(printed), number(needed), *costs])
+    head = ["method", "paper: rounds", "paper: cost", "ours: rounds", "ours: cost as the paper counts", "ours: bytes"]
+    lines = (
+        f"The cost to reach {100 * claim['target']:g} %, in multiples of {named(baseline)}'s. The paper counts one or "
+        "two models per round (Table 11; its rounds times these give its Table 12). Bytes are those sent in both "
+        "directions."
+    )
+    lines += f" {named(baseline)} does not reach it in {rounds:g} rounds." if never else ""
+    return lines + "\n\n" + markdown(head, rows)
+
+
+def bytes_of_a_round(histories: Sequence[History]) -> float:
+    """Return the mean bytes that a round sends in both directions."""
+    kept = [row for history in histories for row in history if "bytes_up" in row]
+    return statistics.fmean(row["bytes_down"] + row["bytes_up"] for row in kept)
+
+
+def times(ratio: float) -> str:
+    """Return a multiple as text.
+
+    >>> times(0.688), times(math.inf), times(math.nan)
+    ('0.69 ×', '–', '–')
+    """
+    return f"{ratio:.2f} ×" if math.isfinite(ratio) else NONE

@@ -1,0 +1,136 @@
+"""The columns of a run's history, the bytes on the wire, and the model's buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import lamina
+import transcriptions as T  # noqa: N812
+from lamina import ledger
+from paper_problem import BYTES, CLIENTS, INPUTS, START, TRAIN, close, make, simulate, transcribe
+
+
+@pytest.mark.parametrize("name", ["fedavg", "scaffold", "fedadam", "fedlada", "fedlamb"])
+def test_consistency_and_update_norm(name: str) -> None:
+    """consistency = mean_i ||y_K - x+||^2 and update_norm = ||x+ - x||, from the transcription's displacements."""
+    simulation = simulate(make(name, {"server_lr": 0.7}))
+    x = START
+    for record in transcribe(simulation, 3):
+        row = simulation.run(1)[-1]
+        after = record.server["x"]
+        spread = np.mean([((x + d - after) ** 2).sum() for d in record.deltas])
+        assert row["consistency"] == pytest.approx(spread, rel=1e-9)
+        assert row["update_norm"] == pytest.approx(np.sqrt(((after - x) ** 2).sum()), rel=1e-9)
+        x = after
+
+
+UNITS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [  # down, up, client state, in models
+    ("fedavg", {}, (1, 1, 0)),
+    ("fedprox", {}, (1, 1, 0)),
+    ("fedadam", {}, (1, 1, 0)),
+    ("fedadam", {"amsgrad": True}, (1, 1, 0)),
+    ("fedcm", {}, (2, 1, 0)),
+    ("fedadam_star", {}, (2, 1, 0)),
+    ("scaffold", {}, (2, 2, 1)),
+    ("scaffold", {"scale": 0.5, "control": "literal"}, (2, 2, 1)),
+    ("localadam", {}, (2, 2, 0)),
+    ("localadam", {"sync": False}, (1, 1, 0)),
+    ("fedams", {}, (2, 2, 1)),
+    ("fedlamb", {}, (2, 2, 1)),
+    ("fedlamb", {"momentum": "restart"}, (2, 2, 0)),
+    ("fedlamb", {"momentum": "average"}, (3, 3, 0)),
+    ("fedlamb", {"v_seed": "client"}, (2, 2, 2)),
+    ("mime", {}, (2, 2, 1)),
+    ("mimelamb", {}, (2, 2, 1)),
+    ("mime", {"momentum": "restart"}, (2, 2, 0)),
+    ("mime", {"momentum": "average"}, (3, 3, 0)),
+    ("mime", {"momentum": "server"}, (3, 2, 0)),
+    ("mime", {"preset": "mime"}, (4, 2, 0)),
+    ("fedlada", {}, (3, 2, 0)),
+    ("fedlada", {"amendment": "per_client"}, (3, 3, 0)),
+    ("fedlada_lamb", {}, (3, 2, 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "units"), UNITS, ids=str)
+def test_cost_table(name: str, given: Any, units: Any) -> None:
+    """Models per active client and round; a run of float64 sends units * p * 8 bytes to and from each of 3 clients."""
+    algorithm = make(name, given)
+    assert tuple(ledger.wire_cost(algorithm)) == units
+    for row in simulate(algorithm).run(2):
+        assert row["bytes_down"] == 3 * units[0] * BYTES
+        assert row["bytes_up"] == 3 * units[1] * BYTES
+
+
+def test_paper_convention() -> None:
+    """FedLADA's Table 11: FedAvg, FedProx, FedAdam 1x, all others 2x, FedLADA included although it sends 3 and 2."""
+    table = dict.fromkeys(("fedavg", "fedprox", "fedadam"), 1)
+    table |= dict.fromkeys(("fedcm", "fedadam_star", "scaffold", "localadam", "fedams", "fedlamb", "fedlada"), 2)
+    for name, models in table.items():
+        simulation = simulate(make(name))
+        assert simulation.run(1)[0]["paper_bytes"] == models * BYTES * 3
+
+
+@pytest.mark.parametrize("name", ["fedams", "fedlamb", "mime", "mimelamb"])
+@pytest.mark.parametrize("every", [2, 3])
+def test_lazy_synchronisation_bytes(name: str, every: int) -> None:
+    """Up: x always, v (or G) in rounds divisible by Z. Down: x always, v_hat to those who hold another version (A16).
+
+    Before round r the server has updated v_hat floor((r - 1) / Z) times; that count is the version.
+    """
+    simulation = simulate(make(name, {"sync_every": every}))
+    history, held, late = simulation.run(10), {}, 0
+    for r, row in enumerate(history, 1):
+        cohort = simulation.plan.cohort(r).tolist()
+        version = (r - 1) // every
+        stale = [i for i in cohort if held.get(i) != version]
+        late += sum(i in held for i in stale) if (r - 1) % every else 0
+        held |= dict.fromkeys(cohort, version)
+        assert row["bytes_down"] == (len(cohort) + len(stale)) * BYTES
+        assert row["bytes_up"] == (len(cohort) + len(cohort) * (r % every == 0)) * BYTES
+    assert late > 0, "no client was late to a synchronisation: the case tests nothing"
+
+
+@pytest.mark.parametrize("name", ["fedams", "fedlamb", "mime", "mimelamb"])
+@pytest.mark.parametrize("every", [2, 3, 5])
+def test_lazy_synchronisation_cost_at_best(name: str, every: int) -> None:
+    """A client always active receives v_hat once and sends v once in Z rounds: 1 + 1/Z each way."""
+    cost = ledger.wire_cost(make(name, {"sync_every": every}))
+    assert (cost.down, cost.up) == pytest.approx((1 + 1 / every, 1 + 1 / every), rel=1e-12)
+
+
+class Counting(T.Network):
+    """The network with a float buffer (a running mean of the inputs) and an integer one (calls in training)."""
+
+    def __init__(self) -> None:
+        super().__init__(START)
+        self.register_buffer("running", torch.ones(T.INPUTS, dtype=torch.float64))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.running.mul_(0.8).add_(0.2 * x.mean(0))
+            self.calls.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("weighting", ["clients", "examples"])
+def test_float_buffers_are_averaged_and_integer_buffers_kept(weighting: str) -> None:
+    """running <- .8 running + .2 mean(batch) at each of K_i steps, then the mean over clients; calls stays 0."""
+    settings = {"clients": CLIENTS, "participation": 0.6, "batch_size": 4, "device": "cpu"}
+    simulation = lamina.Simulation(Counting(), TRAIN, lamina.FedAvg(), weighting=weighting, **settings)
+    running = np.ones(T.INPUTS)
+    for r in range(1, 4):
+        simulation.run(1)
+        rnd, local = simulation.plan.round(r), []
+        for c in range(len(rnd.cohort)):
+            local.append(running)
+            for batch in T.batches(rnd, c):
+                local[c] = 0.8 * local[c] + 0.2 * INPUTS[batch].mean(0)
+        running = T.averager(rnd, weighting == "examples")(local)
+        close(simulation.state.buffers["running"], running)
+        assert int(simulation.state.buffers["calls"]) == 0

@@ -1,0 +1,67 @@
+"""Presets and defaults are those of the papers and of public code."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import lamina
+import transcriptions as T  # noqa: N812
+from lamina.algorithms.contract import options
+from paper_problem import LAYERS, close, infos, local_run, make, vectors
+
+FEDADAM_PRESETS = {  # v_init, tau, beta1, beta2, eta_g (None: tuned)
+    "reddi": (1e-3**2, 1e-3, 0.9, 0.99, None),
+    "fedlamb_paper": (1e-6, 0.0, 0.9, 0.999, None),
+    "fedlada_paper": (1e-2, 0.0, 0.9, 0.99, 0.1),
+    "fl_simulator": (0.0, 1e-2, 0.9, 0.99, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", ["fedadam", "fedadam_star"])
+@pytest.mark.parametrize("preset", FEDADAM_PRESETS)
+def test_fedadam_presets(name: str, preset: str) -> None:
+    """The table of presets, and the first server step they imply: D = .5 moves x by eta_g m / (sqrt(v) + tau).
+
+    m = (1 - beta1) .5, v = beta2 v_init + (1 - beta2) .25; no bias correction.
+    """
+    v_init, tau, beta1, beta2, server_lr = FEDADAM_PRESETS[preset]
+    algorithm = make(name, {"preset": preset})
+    assert (algorithm.v_init, algorithm.tau) == pytest.approx((v_init, tau), rel=1e-15)
+    assert (algorithm.beta1, algorithm.beta2) == (beta1, beta2)
+    assert server_lr is None or algorithm.server_lr == server_lr
+    x = vectors(seed=1)
+    server = algorithm.init(x, LAYERS)
+    up = local_run(algorithm, server, algorithm.client_init(x, LAYERS), vectors(1), infos(1, 0.1))[0]
+    after = algorithm.update(server, up._replace(delta=torch.full_like(x, 0.5)), infos(1, 0.1)[0])
+    step = algorithm.server_lr * (1 - beta1) * 0.5 / (np.sqrt(beta2 * v_init + (1 - beta2) * 0.25) + tau)
+    close(after.x - x, np.full(T.SIZE, step), rtol=1e-9)
+
+
+def test_reddi_is_the_default_preset() -> None:
+    """FedAdam's defaults are Reddi et al.'s, with v_0 = tau^2."""
+    default, reddi = make("fedadam"), make("fedadam", {"preset": "reddi"})
+    assert [getattr(default, n) for n in options(type(default))] == [getattr(reddi, n) for n in options(type(reddi))]
+    assert default.v_init == pytest.approx(default.tau**2, rel=1e-12)
+
+
+def test_defaults_of_the_cards() -> None:
+    """Defaults as the cards give them."""
+    assert lamina.FedProx().mu == 0.1
+    assert lamina.FedCM().alpha == 0.1
+    assert lamina.FedAvg().server_lr == 1.0
+    assert make("fedavg", {"preset": "fedlada_paper"}).decay == 1e-3
+    lada = lamina.FedLada()
+    assert (lada.alpha, lada.beta1, lada.beta2, lada.server_lr) == (0.1, 0.9, 0.99, 1.0)
+    assert (lada.v_init, lada.decay, lada.decay_form) == (pytest.approx(1e-16), 1e-2, "l2")
+    assert (lada.card.lr, lamina.FedAvg().card.lr) == (1e-3, 0.1)
+    assert [make("fedlada", {"preset": p}).alpha for p in ("cifar10", "cifar100", "tinyimagenet")] == [0.1, 0.05, 0.05]
+    for fed in (lamina.FedAms(), lamina.FedLamb(), lamina.Mime(), lamina.MimeLamb()):
+        assert (fed.beta1, fed.beta2, fed.v_init, fed.decay) == (0.9, 0.999, 1e-6, 0.0)
+        assert (fed.momentum, fed.eps, fed.sync_every, fed.bias_correction) == ("carry", 0.0, 1, False)
+    assert (lamina.FedLamb().phi_min, lamina.FedLamb().layers, lamina.FedLamb().decay_form) == (1e-2, "tensor", "ratio")
+    for name in ("fedams", "fedlamb"):
+        authors = make(name, {"preset": "authors"})
+        assert (authors.m_init, authors.v_init, authors.eps) == (1e-8, 1e-8, 1e-8)
+        assert (authors.first_round, authors.v_seed, authors.second_moment) == ("running", "client", "frozen")

@@ -1,0 +1,120 @@
+"""Reductions: with one option set, an algorithm is another one. Both trajectories come from the library."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paper_problem import DECAYS, LADA, LR, close, differ, make, simulate, trajectory
+
+
+@pytest.mark.parametrize(
+    ("name", "reduced", "other"),
+    [
+        ("fedprox", {"mu": 0.0}, {"mu": 0.1}),
+        ("fedcm", {"alpha": 1.0}, {"alpha": 0.5}),
+        ("scaffold", {"scale": 0.0}, {"scale": 0.5}),
+        ("scaffold", {"scale": 0.0, "control": "literal"}, {"scale": 0.5, "control": "literal"}),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"clip": 0.15, "weighting": "examples"}], ids=str)
+def test_reduction_to_fedavg(name: str, reduced: Any, other: Any, settings: Any) -> None:
+    """FedProx adds mu (y - x), FedCM mixes in (1 - alpha) Delta, SCAFFOLD adds s (c - c_i): each term vanishes."""
+    shared = {"server_lr": 0.8, "decay": 0.2 if settings else 0.0}
+    fedavg = trajectory("fedavg", shared, **settings)
+    close(trajectory(name, shared | reduced, **settings), fedavg)
+    assert differ(trajectory(name, shared | other, **settings), fedavg)
+
+
+ADAM: list[dict[str, Any]] = [{}, {"preset": "authors"}, {"bias_correction": True, "amsgrad": True, "decay": 0.2}]
+
+
+@pytest.mark.parametrize("given", ADAM, ids=str)
+def test_fedadam_star_without_amendment_is_fedadam(given: Any) -> None:
+    """alpha = 1: the clients' mix alpha g + (1 - alpha) Delta is g, the servers are the same."""
+    fedadam = trajectory("fedadam", given)
+    close(trajectory("fedadam_star", given | {"alpha": 1.0}), fedadam)
+    assert differ(trajectory("fedadam_star", given | {"alpha": 0.5}), fedadam)
+
+
+@pytest.mark.parametrize("given", [*LADA, *DECAYS], ids=str)
+def test_fedlada_without_amendment_is_localadam(given: Any) -> None:
+    """alpha = 1: the step alpha m / sqrt(v_hat) + (1 - alpha) g_a has no g_a."""
+    localadam = trajectory("localadam", given)
+    close(trajectory("fedlada", given | {"alpha": 1.0}), localadam)
+    assert differ(trajectory("fedlada", given | {"alpha": 0.5}), localadam)
+
+
+@pytest.mark.parametrize("decay", [{"decay": 0.0}, *DECAYS], ids=str)
+def test_fedlada_with_identity_preconditioner_is_fedcm(decay: Any) -> None:
+    """v_init = 1 and beta2 = 1 keep v = v_hat = 1; beta1 = 0 gives m_k = g_k; so the step is alpha g + (1 - alpha) g_a.
+
+    g_a+ = (x - x+) / (eta_g eta_l K) = -mean Delta / (eta_l K), FedCM's Delta+.
+    """
+    shared = {"alpha": 0.3, "server_lr": 0.7} | decay
+    fedcm = trajectory("fedcm", shared, lr=0.1)
+    identity = {"beta1": 0.0, "beta2": 1.0, "v_init": 1.0}
+    close(trajectory("fedlada", shared | identity, lr=0.1), fedcm)
+    assert differ(trajectory("fedlada", shared | identity | {"v_init": 0.9}, lr=0.1), fedcm)
+
+
+FED: list[dict[str, Any]] = [
+    {"preset": "authors"},
+    {"sync_every": 2, "lazy": "accumulate", "beta2": 0.9, "momentum": "average"},
+    {"second_moment": "running", "v_seed": "client", "bias_correction": True},
+]
+MIME: list[dict[str, Any]] = [{"preset": "mime"}, {"sync_every": 2, "momentum": "restart", "bias_correction": True}]
+
+
+@pytest.mark.parametrize(
+    ("layerwise", "plain", "given"),
+    [("fedlamb", "fedams", g) for g in ({}, *FED, *DECAYS)]
+    + [("mimelamb", "mime", g) for g in ({}, *MIME, *DECAYS)]
+    + [("fedlada_lamb", "fedlada", {"decay": 0.0} | g) for g in (*LADA, *DECAYS)],
+    ids=str,
+)
+def test_trust_ratio_off(layerwise: str, plain: str, given: Any) -> None:
+    """Without phi(||y||) / ||u|| the step is eta_l u, and u = m / sqrt(v_hat) at lambda = 0 (or lambda outside u)."""
+    expected = trajectory(plain, given, lr=LR[plain])
+    off = {"trust_ratio": False, "decay_form": "l2"} | given
+    close(trajectory(layerwise, off, lr=LR[plain]), expected)
+    assert differ(trajectory(layerwise, off | {"trust_ratio": True}, 1, lr=LR[plain])[0], expected[0])
+
+
+@pytest.mark.parametrize("name", ["fedams", "fedlamb"])
+def test_synchronising_every_round_leaves_nothing_to_accumulate(name: str) -> None:
+    """Z = 1: v_hat is new in every round, so v_0 = v_hat under both rules, and both are the every-round algorithm."""
+    every = trajectory(name, {"beta2": 0.9}, 5)
+    close(trajectory(name, {"beta2": 0.9, "sync_every": 1, "lazy": "accumulate"}, 5), every, rtol=1e-14)
+    assert differ(trajectory(name, {"beta2": 0.9, "sync_every": 2, "lazy": "accumulate"}, 5), every)
+
+
+@pytest.mark.parametrize("name", ["fedams", "fedlamb", "mime", "mimelamb"])
+def test_lazy_second_moment_changes_only_at_synchronisation(name: str) -> None:
+    """Z = 3: after rounds 1 and 2, v_hat = v_init; after round 3 it is the mean or max of that round; then it rests."""
+    simulation = simulate(make(name, {"sync_every": 3}))
+    seen = []
+    for _ in range(7):
+        simulation.run(1)
+        seen.append(simulation.state.server.v_hat.numpy().copy())
+    assert (seen[0] == 1e-6).all()
+    assert (seen[1] == 1e-6).all()
+    assert (seen[2] > 1e-6).any()
+    assert (seen[3] == seen[2]).all()
+    assert (seen[4] == seen[2]).all()
+    assert (seen[5] > seen[4]).any()
+    assert (seen[6] == seen[5]).all()
+
+
+def test_fedlada_round_one_is_localadam_at_a_smaller_rate() -> None:
+    """g_a = 0 in round 1, so its step is (alpha eta_l) m / sqrt(v_hat): with alpha = .1, eta_l = .05 a rate of .005."""
+    close(trajectory("fedlada", {"alpha": 0.1}, 1, lr=0.05), trajectory("localadam", {}, 1, lr=0.005))
+    assert differ(trajectory("fedlada", {"alpha": 0.1}, 2, lr=0.05), trajectory("localadam", {}, 2, lr=0.005))
+
+
+@pytest.mark.parametrize(("name", "frozen"), [("fedlamb", True), ("mimelamb", True), ("fedams", False)])
+def test_layerwise_methods_are_scale_free_in_round_one(name: str, frozen: bool) -> None:
+    """v_hat = epsilon in round 1: u / ||u|| does not depend on epsilon; Fed-AMS's step is proportional to its -1/2."""
+    paths = [trajectory(name, {"v_init": v}, 1) for v in (1e-8, 1e-2)]
+    assert differ(paths[0], paths[1]) is not frozen

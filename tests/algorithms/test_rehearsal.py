@@ -1,0 +1,145 @@
+"""The rehearsal names the function of an algorithm that breaks the contract, before a run starts."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import lamina
+from lamina import BadInput, FedAvg
+from lamina.algorithms.contract import Displacement, LocalModel, Model
+from lamina.algorithms.rehearsal import rehearse
+
+
+class Change(NamedTuple):
+    change: torch.Tensor
+
+
+class Sent(NamedTuple):
+    delta: torch.Tensor
+    count: int
+
+
+class Moments(NamedTuple):
+    y: torch.Tensor
+    m: torch.Tensor
+
+
+def writes_up(self, server, up, info):
+    up.delta.mul_(2.0)
+    return Model(server.x + up.delta)
+
+
+BROKEN = {  # a function of FedAvg, replaced
+    "init returns a tensor": (
+        "init",
+        lambda self, x, layers: x,
+        "init must return a NamedTuple of tensors, found Tensor",
+    ),
+    "init without x": (
+        "init",
+        lambda self, x, layers: LocalModel(x),
+        "init must return .* the field 'x', found LocalModel",
+    ),
+    "a field of another shape": (
+        "init",
+        lambda self, x, layers: Model(x[:2]),
+        r"init field 'x' must be .* found one of shape",
+    ),
+    "broadcast without x": ("broadcast", lambda self, server, info: Change(server.x), "broadcast must .* field 'x'"),
+    "begin without y": ("begin", lambda self, down, client, info: down, "begin must return .* field 'y', found Model"),
+    "step in place": (
+        "step",
+        lambda self, local, down, grad, lr, layers: LocalModel(local.y.sub_(lr * grad)),
+        "step writes into its arguments",
+    ),
+    "step returns nothing": ("step", lambda *_: None, "step must return a NamedTuple of tensors, found NoneType"),
+    "step returns another state": (
+        "step",
+        lambda self, local, down, grad, lr, layers: Moments(local.y, local.y),
+        r"step must return the state it was given, LocalModel\(y\), found Moments",
+    ),
+    "trust ratios of another shape": ("trust_ratios", lambda self, local: local.y, r"trust_ratios must .* \[21\]"),
+    "finish returns one thing": (
+        "finish",
+        lambda self, local, down, client, info: Displacement(local.y - down.x),
+        "finish must return two things",
+    ),
+    "finish without delta": (
+        "finish",
+        lambda self, local, down, client, info: (Change(local.y - down.x), client),
+        r"finish must return a state with the field 'delta', found Change\(change\)",
+    ),
+    "finish with a number": (
+        "finish",
+        lambda self, local, down, client, info: (Sent(local.y - down.x, 3), client),
+        "finish field 'count' must be a tensor .* or None, found 3",
+    ),
+    "finish changes the client's state": (
+        "finish",
+        lambda self, local, down, client, info: (Displacement(local.y - down.x), local),
+        r"finish must return the state it was given, Nothing\(\), found",
+    ),
+    "update writes what came up": ("update", writes_up, "update writes into its arguments"),
+    "update returns another state": ("update", lambda self, server, up, info: up, "update must return .* field 'x'"),
+    "init with numpy": (
+        "init",
+        lambda self, x, layers: Model(x.numpy()),
+        "init field 'x' must be a tensor .* found a numpy array: compute with",
+    ),
+    "step with numpy": (
+        "step",
+        lambda self, local, down, grad, lr, layers: local._replace(y=np.asarray(local.y) - lr * np.asarray(grad)),
+        "step field 'y' must be a tensor .* found a numpy array: compute with torch",
+    ),
+    "update with numpy": (
+        "update",
+        lambda self, server, up, info: np.asarray(server.x),
+        "update must return a NamedTuple of tensors, found ndarray",
+    ),
+    "trust ratios with numpy": (
+        "trust_ratios",
+        lambda self, local: np.ones(3),
+        "trust_ratios must return a tensor, .* a numpy arr",
+    ),
+    "needs returns nothing": ("needs", lambda self, round: None, "needs must return a Needs, found None"),
+    "begin raises": (
+        "begin",
+        lambda self, down, client, info: np.zeros(3) - down.x,
+        r"begin fails on a small model: TypeError: unsupported operand .*\(test_rehearsal.py:\d+\)",
+    ),
+    "an unknown field is declared": ("non_negative", ("v",), r"non_negative names 'v', which is not a field of Disp"),
+}
+
+
+def test_a_nan_that_is_passed_on_is_no_write():
+    class Divides(FedAvg):
+        def step(self, local, down, grad, lr, layers):
+            return LocalModel(local.y * torch.nan)  # the real round says where it diverged
+
+    rehearse(Divides())
+
+
+def own(**functions):
+    """Return FedAvg with some functions replaced."""
+    cls = type("Own", (FedAvg,), {"card": FedAvg.card._replace(name="own"), **functions})
+    return dataclasses.dataclass(frozen=True, eq=False)(cls)()
+
+
+@pytest.mark.parametrize(("function", "body", "text"), BROKEN.values(), ids=BROKEN.keys())
+def test_an_algorithm_that_breaks_the_contract_is_refused_in_one_line(function, body, text):
+    data = torch.randn(20, 4), torch.arange(20) % 2
+    with pytest.raises(BadInput, match=f"the algorithm 'own' breaks the contract: {text}") as caught:
+        lamina.Simulation(torch.nn.Linear(4, 2), data, own(**{function: body}), clients=2)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_own_error_of_an_algorithm_is_passed_on_as_it_is():
+    class Refusing(FedAvg):
+        def begin(self, down, client, info):
+            raise BadInput("this algorithm needs labels")
+
+    with pytest.raises(BadInput, match=r"^this algorithm needs labels$"):
+        rehearse(Refusing())

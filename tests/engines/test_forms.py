@@ -1,0 +1,139 @@
+"""Which form is taken: stacked layers, vmap or the loop; and why."""
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from small_simulations import PARTS, form, simulation
+
+
+class Direct(nn.Module):
+    """Parameters used outside any layer: no stacked form, but vmap can."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 3) / 3)
+
+    def forward(self, x):
+        return torch.tanh(x) @ self.w
+
+
+class Sneaky(nn.Module):
+    """A layer's weight used directly: stacks without complaint, but wrongly; the probe must notice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.fc(x) * (1 + (x @ self.fc.weight.transpose(-1, -2)).mean())
+
+
+class Recurrent(nn.Module):
+    """An LSTM: neither stacked nor vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.rnn(x.reshape(len(x), 2, 4))[0][:, -1])
+
+
+@pytest.mark.parametrize(("model", "expected"), [(Direct, "vmap"), (Recurrent, "loop")])
+def test_fallbacks_give_the_same_result_and_say_why(model, expected, caplog):
+    torch.manual_seed(0)
+    net, x = model().double(), torch.randn(48, 8, dtype=torch.float64)
+    data = (x, torch.arange(48) % 3)
+    with caplog.at_level("INFO", logger="lamina"):
+        auto = lamina.Simulation(net, data, "fedlamb", clients=PARTS, batch_size=4, device="cpu")
+    assert len([r for r in caplog.records if r.name.startswith("lamina")]) == 1
+    assert form(auto) == expected
+    loop = lamina.Simulation(net, data, "fedlamb", clients=PARTS, batch_size=4, device="cpu", engine="loop")
+    auto.run(2)
+    loop.run(2)
+    assert torch.allclose(auto.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-12)
+    with pytest.raises(lamina.BadInput, match="engine='stacked' is not possible"):
+        lamina.Simulation(net, data, "fedlamb", clients=PARTS, device="cpu", engine="stacked")
+
+
+def test_a_module_that_mixes_samples_or_clients_is_not_stacked():
+    torch.manual_seed(0)
+    data = torch.randn(48, 8, dtype=torch.float64), torch.arange(48) % 3
+    assert form(lamina.Simulation(Sneaky().double(), data, "fedavg", clients=PARTS, device="cpu")) != "stacked"
+
+
+class OwnStatistics(nn.Module):
+    """Keeps a running mean of its own, over the samples of a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 3)
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.mul_(0.8).add_(0.2 * x.detach().mean(0))
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_module_that_keeps_statistics_of_its_own_runs_in_the_loop(dropout):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(OwnStatistics(), nn.Dropout(dropout)).double(), torch.randn(48, 8, dtype=torch.float64)
+    auto = lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, batch_size=4, device="cpu")
+    assert form(auto) == "loop"
+    for engine in ("stacked", "vmap"):
+        with pytest.raises(
+            lamina.BadInput, match=r"computes one value over all samples of a batch|training changes the buffer"
+        ):
+            lamina.Simulation(net, (x, torch.arange(48) % 3), "fedavg", clients=PARTS, device="cpu", engine=engine)
+
+
+def test_a_cpu_without_bf16_instructions_computes_in_fp32_and_says_so(caplog, monkeypatch):
+    net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
+    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: False)
+    run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", precision="bf16")
+    assert run.precision == "fp32"
+    assert "this CPU has no bf16 instructions, so the run uses fp32" in caplog.text
+
+
+def test_bf16_is_never_dropped_in_silence(caplog, monkeypatch):
+    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
+    net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
+    with pytest.raises(lamina.BadInput, match="bf16"):
+        lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", engine="loop", precision="bf16")
+    lamina.Simulation(Recurrent(), data, "fedavg", clients=PARTS, device="cpu", precision="bf16")
+    assert "precision='bf16' needs stacked layers" in caplog.text
+    with pytest.raises(lamina.BadInput, match="did you mean 'bf16'"):
+        lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", precision="bf61")
+
+
+class Branching(lamina.algorithms.FedAvg):
+    """Stops where the gradient is small: for every client alone that is fine."""
+
+    def step(self, local, down, grad, lr, layers):
+        return super().step(local, down, grad if grad.norm() > 1 else 0 * grad, lr, layers)
+
+
+class BranchingOnRows(lamina.algorithms.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        return super().step(local, down, grad if grad.norm(dim=-1) > 1 else 0 * grad, lr, layers)
+
+
+@pytest.mark.parametrize("kind", [Branching, BranchingOnRows])
+def test_an_algorithm_that_branches_on_values_runs_in_the_loop(kind, caplog):
+    with caplog.at_level("INFO"):
+        run = simulation("mlp", kind(), "auto")
+    assert form(run) == "loop"
+    assert "running client by client: several clients' step is not each one's own step" in caplog.text
+    with pytest.raises(lamina.BadInput, match="engine='stacked' is not possible here: several clients' step"):
+        simulation("mlp", kind(), "stacked")
+
+
+@pytest.mark.parametrize("name", lamina.registry())
+def test_every_algorithm_of_ours_can_be_stacked(name):
+    """`engine="stacked"` refuses an algorithm whose step mixes clients."""
+    for preset in (None, *lamina.algorithms.find(name).card.presets):
+        assert form(simulation("mlp", lamina.create(name, preset), "stacked")) == "stacked"

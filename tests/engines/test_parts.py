@@ -1,0 +1,71 @@
+"""Parts of the stacked engine: convolutions, pooling, the samples of the probe, steps by layer."""
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from engines.test_per_layer import PerLayer, PerModule
+from lamina.engines.stacked import convolution
+from lamina.engines.stacked.modules import PlainMaxPool2d, stack
+from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_samples
+from lamina.engines.stacked.steps import works_by_layer
+
+
+@pytest.mark.parametrize(("padding", "kernel"), [((0, 0), (3, 3)), ((1, 1), (3, 3)), ((2, 1), (5, 2))])
+def test_a_grouped_convolution_is_one_per_client(padding, kernel):
+    torch.manual_seed(0)
+    x = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, 5, 4, *kernel, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(3, 5, dtype=torch.float64)
+    out = convolution.grouped(x, w, b, (1, 1), padding, (1, 1), 1)
+    expected = convolution.one_by_one(x, w, b, (1, 1), padding, (1, 1), 1)
+    assert torch.allclose(out, expected, rtol=1e-12)
+    seed = torch.randn_like(expected)
+    for a, b in zip(torch.autograd.grad(out, (x, w), seed), torch.autograd.grad(expected, (x, w), seed), strict=True):
+        assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_grouped_with_stride_and_groups():
+    torch.manual_seed(0)
+    x, w = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64), torch.randn(3, 6, 2, 3, 3, dtype=torch.float64)
+    settings = (None, (2, 1), (1, 1), (1, 2), 2)
+    assert torch.allclose(convolution.grouped(x, w, *settings), convolution.one_by_one(x, w, *settings), rtol=1e-12)
+
+
+def test_only_plain_max_pooling_has_a_kernel_of_ours():
+    stacked = stack(nn.Sequential(nn.MaxPool2d(2), nn.MaxPool2d(3, 2), nn.MaxPool2d(2, padding=1)))
+    assert [type(layer) is PlainMaxPool2d for layer in stacked] == [True, False, False]
+    x = torch.randn(2, 3, 7, 9)
+    assert torch.equal(stacked[0](x), nn.functional.max_pool2d(x, 2))
+
+
+def test_every_algorithm_of_ours_works_layer_by_layer():
+    assert all(works_by_layer(lamina.create(name)) for name in lamina.registry())
+    assert not works_by_layer(lamina.create("fedlamb", layers="module"))
+
+
+@pytest.mark.parametrize(("kind", "by_layer"), [(PerLayer, True), (PerModule, False)])
+def test_a_step_by_layer_is_found_where_a_layer_is_a_tensor(kind, by_layer):
+    assert works_by_layer(kind()) is by_layer
+
+
+def test_the_samples_of_the_probe_are_the_extreme_ones():
+    x = torch.randn(1000, 3, generator=torch.Generator().manual_seed(0))
+    x[700, 1], x[800, 1], x[900] = 100.0, -100.0, float("nan")
+    batches = probe_samples(x).reshape(PROBE_CLIENTS, PROBE_BATCH)
+    means = x[batches].mean((1, 2)).tolist()
+    assert means[0] == max(means)
+    assert means[-1] == min(means)
+    assert {700, 800} <= set(batches[1].tolist())
+    assert not {700, 800} & set(batches[2].tolist())
+    assert 900 not in batches
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(), (2,), (1, 2, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.uint16, torch.int64, torch.bool])
+def test_a_small_data_set_can_be_probed(samples, shape, dtype):
+    chosen = probe_samples(torch.ones(samples, *shape).to(dtype))
+    assert len(chosen) == PROBE_CLIENTS * PROBE_BATCH
+    assert set(chosen.tolist()) <= set(range(samples))
