@@ -8,7 +8,6 @@ between those and zero), so a second moment stays non-negative.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
+from lamina.errors import BadInput, is_number, is_whole
+from lamina.named import create_named
 
 HALF_TOLERANCE = 1e-9  # the rounding error allowed in a sum of weights that is one half
 
@@ -136,14 +136,8 @@ def make(name: str, **options: Any) -> Aggregation:
     >>> make("trimmed_mean", share=0.1)
     TrimmedMean(share=0.1)
     """
-    if name not in AGGREGATIONS:
-        raise unknown("aggregation", name, AGGREGATIONS)
-    known = [field.name for field in dataclasses.fields(AGGREGATIONS[name])]
-    for option in options:
-        if option not in known:
-            raise BadInput(f"aggregation '{name}' has no option '{option}'{nearest(option, known)}")
-    made: Aggregation = AGGREGATIONS[name](**options)
-    return made
+    aggregation: Aggregation = create_named("aggregation", AGGREGATIONS, name, options)
+    return aggregation
 
 
 def as_aggregation(given: Any) -> Aggregation:

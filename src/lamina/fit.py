@@ -82,7 +82,7 @@ def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: st
 
 def training_rows(plan: Plan) -> int:
     """Return how many samples' activations one local step keeps, at least: the activation and its gradient."""
-    largest = max(map(len, plan.clients.parts), default=1)
+    largest = int(plan.clients.parts.sizes.max(initial=1))
     return 2 * min(plan.protocol.batch_size or largest, largest)
 
 
@@ -98,7 +98,8 @@ def check_clients(algorithm: Algorithm, objective: Objective, data: Dataset, pla
         log.warning("clients keep state between rounds, but 'reallocate' gives them other data in every round")
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in objective.module.modules())
     batch = plan.protocol.batch_size
-    if batch_norm and any((len(part) if batch is None else len(part) % batch) == 1 for part in plan.clients.parts):
+    sizes = plan.clients.parts.sizes
+    if batch_norm and bool(((sizes if batch is None else sizes % batch) == 1).any()):
         one = prepare(data.x[:1], data.mean, data.std, objective.dtype)
         buffers = {n: b.clone() for n, b in objective.buffers.items()}
         with torch.no_grad():

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamina import rng
-from lamina.clients import Clients, Indices
+from lamina.clients import Clients
+from lamina.data.partitions import Indices
 from lamina.errors import BadInput
 from lamina.limits import check_memory
 from lamina.protocol import Protocol
@@ -75,19 +76,18 @@ class Plan:
     protocol: Protocol
 
     def cohort(self, round: int) -> Indices:
-        """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability."""
-        n = self.clients.count
+        """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability.
+
+        The time it takes depends on the size of the cohort, not on the number of clients.
+        """
+        n, fraction, seed = self.clients.count, self.protocol.participation, self.protocol.seed
         if self.protocol.sampling == "exact":
-            size = max(1, builtins.round(self.protocol.participation * n))
-            order = rng.permutation(rng.key(self.protocol.seed, "cohort", round), n)
-            return np.sort(order[:size])
-        for attempt in range(MOST_REDRAWS):  # an empty draw is thrown again
-            active = rng.uniform(rng.key(self.protocol.seed, "cohort", round, attempt), n) < self.protocol.participation
-            if active.any():
-                return np.flatnonzero(active).astype(np.int64)
-        raise BadInput(
-            f"participation = {self.protocol.participation:g} of {plural(n, 'client')} draws nobody: raise it"
-        )
+            return rng.sample(rng.key(seed, "cohort", round), n, max(1, builtins.round(fraction * n)))
+        for attempt in range(MOST_REDRAWS):  # an empty cohort is drawn again
+            cohort = rng.coins(rng.key(seed, "cohort", round, attempt), n, fraction)
+            if len(cohort):
+                return cohort
+        raise BadInput(f"participation = {fraction:g} of {plural(n, 'client')} draws no client: raise it")
 
     def same_rounds(self, other: Plan) -> bool:
         """Return whether all rounds of two plans are the same, except for their learning rates."""

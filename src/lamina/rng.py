@@ -9,6 +9,7 @@ operations that numpy and torch share, so the host and a GPU draw the same numbe
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Iterator
@@ -99,6 +100,40 @@ def permutation(stream: int, n: int) -> NDArray[np.int64]:
     [0, 1, 2, 3, 4]
     """
     return order(np.asarray(bits(stream, np.arange(n, dtype=np.int64))))
+
+
+def sample(stream: int, n: int, size: int) -> NDArray[np.int64]:
+    """Return `size` different numbers of ``range(n)``, ascending, in O(size) time; every subset is equally likely.
+
+    >>> sample(key(0, "doc"), 3, 3)
+    array([0, 1, 2])
+    """
+    if 2 * size > n:  # leave out the others, which are fewer
+        chosen = np.ones(n, dtype=bool)
+        chosen[sample(stream, n, n - size)] = False
+        return np.flatnonzero(chosen)
+    draws = 2 * size  # contain `size` different numbers nearly always
+    while True:
+        numbers, first_draws = np.unique(bits(stream, np.arange(draws, dtype=np.int64)) % n, return_index=True)
+        if len(numbers) >= size:
+            return np.sort(numbers[np.argsort(first_draws)[:size]])
+        draws *= 2
+
+
+def coins(stream: int, n: int, p: float) -> NDArray[np.int64]:
+    """Return the numbers of ``range(n)`` whose coin shows heads, each with probability `p`, in O(n p) time.
+
+    It draws the gaps between heads, which have a geometric distribution, instead of n coins.
+    """
+    if p >= 1:
+        return np.arange(n, dtype=np.int64)
+    draws = 16 + int(1.5 * n * p)
+    while True:
+        tails = np.floor(np.log(1 - uniform(stream, draws)) / math.log1p(-p))  # before the next head
+        heads = np.cumsum(np.minimum(tails, n) + 1) - 1
+        if heads[-1] >= n:
+            return heads[heads < n].astype(np.int64)
+        draws *= 2
 
 
 def order(keys: NDArray[np.int64]) -> NDArray[np.int64]:

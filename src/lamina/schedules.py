@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lamina.errors import BadInput, is_number, is_whole, nearest, short_repr, unknown
+from lamina.errors import BadInput, is_number, is_whole, short_repr
+from lamina.named import create_named
 
 
 class Schedule(Protocol):
@@ -102,13 +102,5 @@ def make_schedule(name: str, **options: Any) -> Schedule:
     >>> [round(make_schedule("milestones", at=(2,)).factor(r), 3) for r in (1, 2, 3)]
     [1.0, 0.1, 0.1]
     """
-    if name not in SCHEDULES:
-        raise unknown("schedule", name, SCHEDULES)
-    known = [field.name for field in dataclasses.fields(SCHEDULES[name])]
-    for option in options:
-        if option not in known:
-            raise BadInput(f"schedule '{name}' has no option '{option}'{nearest(option, known)}")
-    if name == "cosine" and "rounds" not in options:
-        raise BadInput("schedule 'cosine' needs rounds >= 1, the round at which it ends")
-    made: Schedule = SCHEDULES[name](**options)
-    return made
+    schedule: Schedule = create_named("schedule", SCHEDULES, name, options)
+    return schedule

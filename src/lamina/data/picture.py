@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from lamina.data.partitions import Labels, Parts, label_counts
+from lamina.data.partitions import Indices, Labels, label_counts
 from lamina.errors import BadInput
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ _BUBBLES_UP_TO = (60, 25)  # clients, classes: beyond, bubbles would be specks a
 
 
 def partition_picture(
-    parts: Parts, labels: Labels | None, path: str | os.PathLike[str] | None = None, title: str | None = None
+    parts: Sequence[Indices],
+    labels: Labels | None,
+    path: str | os.PathLike[str] | None = None,
+    title: str | None = None,
 ) -> Figure:
     """Draw the classes every client holds, and above them how many samples it has.
 
@@ -80,7 +84,7 @@ def save_picture(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> Non
         raise BadInput(f"cannot save the picture as '{path}': {reason}") from error
 
 
-def _draw_sizes(axes: Axes, parts: Parts) -> None:
+def _draw_sizes(axes: Axes, parts: Sequence[Indices]) -> None:
     sizes = [len(part) for part in parts]
     axes.bar(range(len(parts)), sizes, width=0.8 if len(parts) <= 100 else 1.0, color=_BLUE)
     axes.set_ylabel("samples")
