@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina import rng
+from lamina.contents import alike, attributes_digest, module_difference, same_tensor
 from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
 from lamina.errors import BadInput, unknown
-from lamina.fingerprint import attributes_digest
 from lamina.layers import Layers
-from lamina.likeness import alike, module_difference, same_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Buffers = dict[str, Tensor]

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from lamina.algorithms.contract import Algorithm, options
+from lamina.contents import alike, same_tensor
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Member, Stacked
@@ -17,7 +18,6 @@ from lamina.engines.stacked.steps import works_by_layer
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged
 from lamina.history import History, Row
-from lamina.likeness import alike, same_tensor
 from lamina.limits import check_count
 from lamina.plan import Round
 from lamina.simulation import Simulation, evaluate_together

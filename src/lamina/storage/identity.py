@@ -22,10 +22,10 @@ from torch import Tensor
 from lamina import rng
 from lamina.algorithms.contract import Algorithm, options
 from lamina.clients import Clients
+from lamina.contents import function_digest
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.errors import BadInput
-from lamina.fingerprint import function_digest
 from lamina.objective import LOSSES, Objective
 from lamina.plan import Plan
 from lamina.schedules import Schedule
