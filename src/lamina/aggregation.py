@@ -8,7 +8,6 @@ between those and zero), so a second moment stays non-negative.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lamina.errors import BadInput, is_number, is_whole
+from lamina.errors import BadInput
+from lamina.limits import check_count, check_number
 from lamina.named import create_named
 
 HALF_TOLERANCE = 1e-9  # the rounding error allowed in a sum of weights that is one half
@@ -60,8 +60,7 @@ class TrimmedMean:
     share: float = 0.2
 
     def __post_init__(self) -> None:
-        if not is_number(self.share) or not 0 <= self.share < 0.5:
-            raise BadInput(f"aggregation 'trimmed_mean': share = {self.share!r} is not a number in [0, 0.5)")
+        check_number("aggregation 'trimmed_mean': share", self.share, least=0, below=0.5)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the mean of what is left of every coordinate."""
@@ -83,7 +82,8 @@ class NormClipping:
     norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check_positive("norm_clipping", "norm", self.norm)
+        if self.norm is not None:
+            check_number("aggregation 'norm_clipping': norm", self.norm, above=0)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted mean of the clipped rows."""
@@ -106,11 +106,9 @@ class CentredClipping:
     iterations: int = 3
 
     def __post_init__(self) -> None:
-        _check_positive("centred_clipping", "radius", self.radius)
-        if not is_whole(self.iterations) or self.iterations < 1:
-            raise BadInput(
-                f"aggregation 'centred_clipping': iterations = {self.iterations!r} is not a whole number >= 1"
-            )
+        if self.radius is not None:
+            check_number("aggregation 'centred_clipping': radius", self.radius, above=0)
+        check_count("aggregation 'centred_clipping': iterations", self.iterations)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the centre after its last move."""
@@ -151,8 +149,8 @@ def as_aggregation(given: Any) -> Aggregation:
 
 def name_of(aggregation: Aggregation) -> str:
     """Return the name of an aggregation, as `make` takes it; the class name of one that is not lamina's."""
-    kind = type(aggregation)
-    return next((name for name, known in AGGREGATIONS.items() if known is kind), kind.__qualname__)
+    names = {cls: name for name, cls in AGGREGATIONS.items()}
+    return names.get(type(aggregation), type(aggregation).__qualname__)
 
 
 def combine_vectors(aggregation: Aggregation, vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -210,8 +208,3 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     for row, weight in zip(rows, weights.tolist(), strict=True):
         total = total + weight * row
     return total
-
-
-def _check_positive(name: str, option: str, value: Any) -> None:
-    if value is not None and not (is_number(value) and math.isfinite(value) and value > 0):
-        raise BadInput(f"aggregation '{name}': {option} = {value!r} is not a number > 0")

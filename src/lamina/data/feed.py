@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from lamina.errors import BadInput
+from lamina.limits import check_count
+
+MOST_PADDING = 1024  # pixels
 
 
 def prepare(
@@ -90,8 +93,7 @@ class Augment:
     """Mirror half of the images horizontally."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.pad, bool) or not isinstance(self.pad, int) or not 0 <= self.pad <= 1024:
-            raise BadInput(f"augmentation: pad must be a whole number of pixels from 0 to 1024, found {self.pad!r}")
+        check_count("augmentation: pad", self.pad, MOST_PADDING, least=0)
         if not isinstance(self.flip, bool):
             raise BadInput(f"augmentation: flip must be true or false, found {self.flip!r}")
 

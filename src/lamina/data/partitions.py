@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lamina import rng
 from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest
-from lamina.limits import MOST_CLIENTS, check_count
+from lamina.limits import MOST_CLIENTS, check_count, check_number
 from lamina.named import create_named
 from lamina.text import plural
 
@@ -185,9 +185,8 @@ class Dirichlet(_Dealt):
     sizes: Literal["equal", "natural"] = "equal"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
-        if not number or not 1e-4 <= self.alpha <= 1e6:  # beyond these, Dirichlet draws lose their precision
-            raise BadInput(f"dirichlet: alpha must be a positive number from 1e-4 to 1e6, found {self.alpha!r}")
+        # beyond these bounds, Dirichlet draws lose their precision
+        check_number("dirichlet: alpha", self.alpha, least=1e-4, most=1e6)
         if self.sizes not in ("equal", "natural"):
             raise BadInput(f"dirichlet: sizes must be 'equal' or 'natural', found {self.sizes!r}")
 
