@@ -6,10 +6,10 @@ import io
 import pickle
 import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,12 +22,7 @@ from lamina.errors import BadInput
 _PIXELS = 3 * 32 * 32
 
 
-class Records(NamedTuple):
-    """The content of one batch file; CIFAR-10 has no coarse labels."""
-
-    images: NDArray[np.uint8]
-    labels: NDArray[np.int64]
-    coarse: NDArray[np.int64] | None
+Records = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images, and labels [n, 1] or, coarse and fine, [n, 2]
 
 
 @dataclass(frozen=True)
@@ -63,23 +58,18 @@ class CifarSet:
 
     def locate(self, root: Path) -> Place | None:
         """Return the folder or archive of the first release found; None when there is none."""
-        found = self._find(root)
-        return found and found[1]
+        release = self._find(root)
+        return release and release[1]
 
     def read(self, root: Path) -> Splits | None:
         """Read the first release found; None when there is none."""
-        found = self._find(root)
-        if found is None:
+        release_and_place = self._find(root)
+        if release_and_place is None:
             return None
-        release, place = found
+        release, place = release_and_place
         contents = _read_archive(release, place.path) if place.path.is_file() else _read_folder(release, place)
 
-        def decoded(batch: Batch) -> Records:
-            where = str(place.path / batch.name)
-            return release.decode(contents.pop(batch.name), batch.samples, self.classes, where)
-
-        train, test = (self._dataset([decoded(batch) for batch in part]) for part in (release.train, release.test))
-        return Splits(train, test)
+        return Splits(*(self._dataset(release, part, contents, place.path) for part in (release.train, release.test)))
 
     def _find(self, root: Path) -> tuple[Release, Place] | None:
         own = root / self.name
@@ -93,12 +83,11 @@ class CifarSet:
                     return release, Place(archive, [])
         return None
 
-    def _dataset(self, parts: list[Records]) -> Dataset:
-        images = torch.from_numpy(np.concatenate([part.images for part in parts]))
-        labels = torch.from_numpy(np.concatenate([part.labels for part in parts]))
-        coarse = [part.coarse for part in parts if part.coarse is not None]
-        columns = {"coarse_label": np.concatenate(coarse)} if coarse else {}
-        return Dataset(images, labels, self.classes, self.mean, self.std, self.name, columns)
+    def _dataset(self, release: Release, part: Sequence[Batch], contents: dict[str, bytes], path: Path) -> Dataset:
+        records = [release.decode(contents.pop(b.name), b.samples, self.classes, str(path / b.name)) for b in part]
+        images, labels = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*records, strict=True))
+        columns = {"coarse_label": labels[:, 0].numpy()} if labels.shape[1] == 2 else {}
+        return Dataset(images, labels[:, -1], self.classes, self.mean, self.std, self.name, columns)
 
 
 def _read_folder(release: Release, place: Place) -> dict[str, bytes]:
@@ -138,9 +127,8 @@ def decode_binary(content: bytes, samples: int, classes: int, where: str) -> Rec
     if len(content) != size:
         raise BadInput(f"{where} has {len(content)} bytes, expected {size}; download it again")
     rows = np.frombuffer(content, np.uint8).reshape(samples, label_bytes + _PIXELS)
-    labels = rows[:, :label_bytes].astype(np.int64)
     images = rows[:, label_bytes:].reshape(samples, 3, 32, 32)
-    return _checked(Records(images, labels[:, -1], labels[:, 0] if label_bytes == 2 else None), classes, where)
+    return images, _checked(rows[:, :label_bytes].astype(np.int64), classes, where)
 
 
 def decode_pickle(content: bytes, samples: int, classes: int, where: str) -> Records:
@@ -152,21 +140,21 @@ def decode_pickle(content: bytes, samples: int, classes: int, where: str) -> Rec
         if dtype.args[0] not in ("u1", b"u1") or tuple(shape) != (samples, _PIXELS):
             raise BadInput(f"{where}: expected {samples} x {_PIXELS} unsigned bytes; download it again")
         images = np.frombuffer(pixels, np.uint8).reshape(samples, 3, 32, 32)
-        labels = np.array(batch["fine_labels" if classes == 100 else "labels"], np.int64).reshape(samples)
-        coarse = np.array(batch["coarse_labels"], np.int64).reshape(samples) if classes == 100 else None
+        names = ("coarse_labels", "fine_labels") if classes == 100 else ("labels",)
+        labels = np.stack([np.array(batch[name], np.int64).reshape(samples) for name in names], axis=1)
     except BadInput:
         raise
     except Exception as error:  # a damaged pickle can raise nearly anything
         raise BadInput(f"{where} is not a CIFAR batch ({type(error).__name__}); download it again") from error
-    return _checked(Records(images, labels, coarse), classes, where)
+    return images, _checked(labels, classes, where)
 
 
-def _checked(records: Records, classes: int, where: str) -> Records:
-    outside = np.flatnonzero((records.labels < 0) | (records.labels >= classes))
+def _checked(labels: NDArray[np.int64], classes: int, where: str) -> NDArray[np.int64]:
+    outside = np.flatnonzero((labels[:, -1] < 0) | (labels[:, -1] >= classes))
     if len(outside):
         first = int(outside[0])
-        raise BadInput(f"{where}: label {records.labels[first]} of record {first} is not in 0..{classes - 1}")
-    return records
+        raise BadInput(f"{where}: label {labels[first, -1]} of record {first} is not in 0..{classes - 1}")
+    return labels
 
 
 class _Recorded:

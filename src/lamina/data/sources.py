@@ -31,10 +31,6 @@ class HubCopy:
     std: tuple[float, ...]
 
 
-def _nowhere(_root: Path) -> Place | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Source:
     """A named data set: what it is, where its files are, and how they are read."""
@@ -47,7 +43,7 @@ class Source:
     published: str = ""
     """The address they can be downloaded from."""
     hub: HubCopy | None = None
-    locate: Callable[[Path], Place | None] = _nowhere
+    locate: Callable[[Path], Place | None] = lambda _root: None
     """Returns where the files are under the data directory, and which are missing; None when there are none."""
 
     @property
@@ -72,17 +68,15 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = 
         raise unknown("data set", name, SOURCES)
     source = SOURCES[name]
     root = data_directory(data_dir, source.expected) if source.files else Path()
-    found = source.read(root)
-    if found is not None:
-        return found
+    splits = source.read(root)
     reason = "" if hub else " (the hub is switched off)"
-    if hub and source.hub is not None:
+    if splits is None and hub and source.hub is not None:
         try:
-            found = _from_hub(name, source.hub)
+            splits = _from_hub(name, source.hub)
         except BadInput as error:
             reason = f"; {error}"
-        if found is not None:
-            return found
+    if splits is not None:
+        return splits
     raise BadInput(
         f"no files of {name} in '{root.absolute()}'{reason}: expected there {source.expected}; put them there, or set "
         f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install -e '.[hub]' and "

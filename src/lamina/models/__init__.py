@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from lamina.errors import BadInput, LaminaError, is_whole, nearest, short_repr, unknown
-from lamina.models.activations import SMU
 from lamina.models.allocation import BoundedMemory
-from lamina.models.plain import cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
+from lamina.models.plain import SMU, cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
 from lamina.models.registry import GIVEN, Card, Factory, registry
 from lamina.models.resnet import BasicBlock, resnet9, resnet18
 

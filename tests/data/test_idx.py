@@ -1,0 +1,131 @@
+"""MNIST and Fashion-MNIST files; a damaged or hostile file does no harm."""
+
+import dataclasses
+import gzip
+import struct
+
+import numpy as np
+import pytest
+
+from data_setup import one_line, published_data
+from lamina.data import idx, load
+from lamina.data.files import verify_md5
+from lamina.errors import BadInput
+
+
+def idx_bytes(array):
+    return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
+
+
+def tiny_idx_set(train=6, test=4):
+    def part(stem, n):
+        return (
+            idx.IdxFile(f"{stem}-images-idx3-ubyte", (n, 5, 5), None, None),
+            idx.IdxFile(f"{stem}-labels-idx1-ubyte", (n,), None, None),
+        )
+
+    return dataclasses.replace(idx.MNIST, train=part("train", train), test=part("t10k", test))
+
+
+def write_idx_set(files, folder, compress):
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(0)
+    written = {}
+    for file in (*files.train, *files.test):
+        array = noise.integers(0, 10, file.shape, dtype=np.uint8)
+        content = idx_bytes(array)
+        (folder / (file.name + ".gz" * compress)).write_bytes(gzip.compress(content) if compress else content)
+        written[file.name] = array
+    return written
+
+
+@pytest.mark.parametrize("compress", [True, False])
+@pytest.mark.parametrize("folder", ["mnist", "MNIST/raw"])
+def test_idx_sets_are_read_from_either_folder(tmp_path, folder, compress):
+    files = tiny_idx_set()
+    written = write_idx_set(files, tmp_path / folder, compress)
+    train, test = files.read(tmp_path)
+    assert np.array_equal(train.x[:, 0].numpy(), written["train-images-idx3-ubyte"])
+    assert np.array_equal(test.labels, written["t10k-labels-idx1-ubyte"])
+    assert (train.mean, train.classes) == ((0.1307,), 10)
+
+
+def test_a_missing_idx_file_is_named(tmp_path):
+    files = tiny_idx_set()
+    write_idx_set(files, tmp_path / "mnist", compress=True)
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
+    with pytest.raises(BadInput, match=r"lacks t10k-labels-idx1-ubyte\.gz"):
+        files.read(tmp_path)
+
+
+GOOD_IDX = idx_bytes(np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "ends after 0 bytes"),
+        (GOOD_IDX[:9], "inside its header"),
+        (GOOD_IDX[:-1], "cut short"),
+        (GOOD_IDX + b"x", "longer"),
+        (b"\x00\x00\x0d" + GOOD_IDX[3:], "not an IDX file"),
+        (b"<html>" + GOOD_IDX, "not an IDX file"),
+        (GOOD_IDX[:4] + struct.pack(">I", 2**32 - 1) + GOOD_IDX[8:], "claims to hold"),
+    ],
+)
+@pytest.mark.parametrize("compress", [True, False])
+def test_damaged_idx_files_are_refused(tmp_path, content, message, compress):
+    path = tmp_path / ("file.gz" if compress else "file")
+    path.write_bytes(gzip.compress(content) if compress else content)
+    with pytest.raises(BadInput, match=message) as refused:
+        idx.read_idx(path, (3, 2, 2))
+    assert str(path) in one_line(refused)
+
+
+@pytest.mark.parametrize("damage", [lambda c: c[: len(c) // 2], lambda c: b"plain", lambda c: c[:-8] + b"\0" * 8])
+def test_damaged_gzip_is_refused(tmp_path, damage):
+    path = tmp_path / "file.gz"
+    path.write_bytes(damage(gzip.compress(GOOD_IDX)))
+    with pytest.raises(BadInput, match="not a complete gzip file"):
+        idx.read_idx(path, (3, 2, 2))
+
+
+def test_a_gzip_bomb_is_not_inflated(tmp_path):
+    path = tmp_path / "file.gz"
+    with gzip.open(path, "wb") as file:
+        for _ in range(64):
+            file.write(bytes(1 << 20))
+    with pytest.raises(BadInput, match="not an IDX file"):
+        idx.read_idx(path, (3, 2, 2))
+
+
+def test_a_wrong_checksum_names_file_and_both_sums(tmp_path):
+    path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    write_idx_set(tiny_idx_set(), tmp_path / "mnist", compress=True)
+    with pytest.raises(BadInput) as refused:
+        load("mnist", tmp_path)
+    text = one_line(refused)
+    assert str(path) in text
+    assert "f68b3c2dcbeaaa9fbdd348bbdeb94873" in text
+    assert "put the good file at that path" in text
+
+
+def test_md5_of_known_content(tmp_path):
+    path = tmp_path / "abc"
+    path.write_bytes(b"abc")
+    verify_md5(path, "900150983cd24fb0d6963f7d28e17f72")  # RFC 1321's own example
+    with pytest.raises(BadInput, match="900150983cd24fb0d6963f7d28e17f73, found 900150983cd24fb0d6963f7d28e17f72"):
+        verify_md5(path, "900150983cd24fb0d6963f7d28e17f73")
+
+
+@pytest.mark.parametrize(("name", "firsts"), [("mnist", [5, 0, 4, 1, 9]), ("fashion-mnist", [9, 0, 0, 3, 0])])
+def test_the_published_idx_sets(name, firsts):
+    root = published_data()
+    if not (root / name).is_dir():
+        pytest.skip(f"no {name} in {root}")
+    train, test = load(name, root, hub=False)
+    assert (train.x.shape, test.x.shape) == ((60000, 1, 28, 28), (10000, 1, 28, 28))
+    assert train.y[:5].tolist() == firsts
+    scaled = train.x.double() / 255
+    assert abs(float(scaled.mean()) - train.mean[0]) < 1e-4
+    assert abs(float(scaled.std()) - train.std[0]) < 1e-4
