@@ -10,7 +10,7 @@ import pytest
 
 def published_data() -> Path:
     """Where the real files are on this machine, if they are."""
-    return Path(os.environ.get("LAMINA_DATA") or Path(__file__).parents[3] / "shared" / "data")
+    return Path(os.environ.get("LAMINA_DATA") or Path(__file__).parents[2] / "shared" / "data")
 
 
 def one_line(refused: pytest.ExceptionInfo[BaseException]) -> str:

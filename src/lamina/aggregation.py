@@ -178,8 +178,8 @@ def combine_uploads(
         return None if vectors[0] is None else combine_vectors(aggregation, vectors, chosen)
 
     up = type(ups[0])(*map(combine, ups[0]._fields))
-    buffers = {name: combine_vectors(aggregation, [own[name] for _, own in uploads], weights) for name in uploads[0][1]}
-    return up, buffers
+    buffers = [buffers for _, buffers in uploads]
+    return up, {n: combine_vectors(aggregation, [each[n] for each in buffers], weights) for n in buffers[0]}
 
 
 def median(rows: Tensor, weights: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ class Clients:
         self.moving = (partition, labels, seed, samples)
         return self
 
-    def samples(self, round: int, cohort: Indices) -> list[Indices]:
+    def samples(self, round: int, cohort: Indices) -> Sequence[Indices]:
         """Return the sample indices of every active client in a round."""
         if self.moving is None:
             return [self.parts[i] for i in cohort]

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -70,6 +70,11 @@ def same_tensor(one: Tensor, other: Tensor) -> bool:
     return one is other or (
         one.dtype == other.dtype and one.device == other.device and one.shape == other.shape and torch.equal(one, other)
     )
+
+
+def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two sets of named tensors are the same."""
+    return one.keys() == other.keys() and all(same_tensor(one[name], other[name]) for name in one)
 
 
 class _Digest:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +39,11 @@ class FromStreams:
         clients, elements = self.streams.numel(), math.prod(shape)
         if (shape[0] if shape else 1) % clients:
             raise ValueError("the first axis of a dropout layer's input does not hold the samples of the batch")
-        own = rng.fork(self.streams.reshape(-1, 1), (self.number << CALL_BITS) + self.calls)
+        streams = rng.fork(self.streams.reshape(-1, 1), (self.number << CALL_BITS) + self.calls)
         self.calls += 1
         elements //= clients
         counters = torch.arange((elements + 1) // 2, device=self.streams.device)
-        words = rng.words(own, counters)  # two numbers from one word
+        words = rng.words(streams, counters)  # two numbers from one word
         under_vmap = self.streams.dim() == 0  # where a tensor cannot be viewed as another type
         halves = (_halves(words) if under_vmap else words.view(torch.int32))[:, :elements]
         limit = min(round(p * 2**32), 2**32 - 1) - 2**31
@@ -103,34 +104,6 @@ class _AlphaMask(_Mask):
         return input * (noise * scale) + ((1 - noise) * (SELU_FLOOR * scale) - SELU_FLOOR * scale * p)
 
 
-class StreamDropout(_Mask, nn.Dropout):
-    """`nn.Dropout` from streams."""
-
-
-class StreamDropout1d(_ChannelMask, nn.Dropout1d):
-    """`nn.Dropout1d` from streams."""
-
-    unbatched_axes = 2
-
-
-class StreamDropout2d(_ChannelMask, nn.Dropout2d):
-    """`nn.Dropout2d` from streams."""
-
-
-class StreamDropout3d(_ChannelMask, nn.Dropout3d):
-    """`nn.Dropout3d` from streams."""
-
-    unbatched_axes = 4
-
-
-class StreamAlphaDropout(_AlphaMask, nn.AlphaDropout):
-    """`nn.AlphaDropout` from streams."""
-
-
-class StreamFeatureAlphaDropout(_ChannelMask, _AlphaMask, nn.FeatureAlphaDropout):
-    """`nn.FeatureAlphaDropout` from streams."""
-
-
 class StreamAttention(FromStreams, nn.MultiheadAttention):
     """`nn.MultiheadAttention` written out, with its dropout from streams."""
 
@@ -145,7 +118,7 @@ class StreamAttention(FromStreams, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend in training mode; evaluation, and a query without a batch axis, are torch's own matter."""
+        """Attend in training mode; evaluation, and a query without a batch axis, are left to torch."""
         if self.training and query.dim() == 3:
             return self.attend(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
         return super().forward(
@@ -209,13 +182,18 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
 
 
+def _from_streams(layer: type[nn.Module], *masks: type[_Mask], **attributes: Any) -> type[FromStreams]:
+    """Return the class of a torch layer whose masks come from streams."""
+    return type(f"Stream{layer.__name__}", (*masks, layer), attributes)
+
+
 LAYERS: dict[type[nn.Module], type[FromStreams]] = {
-    nn.Dropout: StreamDropout,
-    nn.Dropout1d: StreamDropout1d,
-    nn.Dropout2d: StreamDropout2d,
-    nn.Dropout3d: StreamDropout3d,
-    nn.AlphaDropout: StreamAlphaDropout,
-    nn.FeatureAlphaDropout: StreamFeatureAlphaDropout,
+    nn.Dropout: _from_streams(nn.Dropout, _Mask),
+    nn.Dropout1d: _from_streams(nn.Dropout1d, _ChannelMask, unbatched_axes=2),
+    nn.Dropout2d: _from_streams(nn.Dropout2d, _ChannelMask),
+    nn.Dropout3d: _from_streams(nn.Dropout3d, _ChannelMask, unbatched_axes=4),
+    nn.AlphaDropout: _from_streams(nn.AlphaDropout, _AlphaMask),
+    nn.FeatureAlphaDropout: _from_streams(nn.FeatureAlphaDropout, _ChannelMask, _AlphaMask),
     nn.MultiheadAttention: StreamAttention,
 }
 

@@ -22,7 +22,7 @@ from lamina.plan import Round
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
 EVALUATION_NUMBERS_GPU = 8 << 20
-MOST_EVALUATED = 16_384  # but not more samples than this: tokens are small, what is made of them is not
+MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
 
 def evaluate(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> dict[str, float]:
@@ -89,7 +89,7 @@ def round_row(
         "bytes_up": report.bytes_up,
         "seconds": seconds,
     }
-    if models is not None:  # the papers' own counting, beside what really travels
+    if models is not None:  # the bytes as the papers count them, beside those sent
         row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
     return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lamina.errors import BadInput, nearest, unknown
@@ -20,12 +20,17 @@ def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options
         raise unknown(what, name, classes)
     fields = dataclasses.fields(classes[name])
     names = [field.name for field in fields]
-    for option in options:
-        if option not in names:
-            choices = f"its options: {', '.join(names)}" if names else "it has none"
-            raise BadInput(f"{what} '{name}' has no option '{option}'{nearest(option, names)} ({choices})")
+    refuse_unknown_options(f"{what} '{name}'", options, names)
     for field in fields:
         has_default = not (field.default is field.default_factory is dataclasses.MISSING)
         if field.name not in options and not has_default:
             raise BadInput(f"{what} '{name}' needs the option '{field.name}'")
     return classes[name](**options)
+
+
+def refuse_unknown_options(what: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse an option that is not among the known ones; the message names the nearest and lists all."""
+    for option in options:
+        if option not in known:
+            choices = f"its options: {', '.join(known)}" if known else "it has none"
+            raise BadInput(f"{what} has no option '{option}'{nearest(option, known)} ({choices})")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina import rng
-from lamina.contents import alike, attributes_digest, module_difference, same_tensor
+from lamina.contents import alike, attributes_digest, module_difference, same_tensors
 from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
 from lamina.errors import BadInput, unknown
 from lamina.layers import Layers
@@ -116,13 +115,9 @@ class Objective:
             return "their models differ in the layers that stay in evaluation mode"
         if not alike(self.loss, other.loss):
             return "they have different losses"
-        for what, own, theirs in (
-            ("frozen parameters", self.frozen, other.frozen),
-            ("buffers", self.buffers, other.buffers),
-        ):
-            if own.keys() != theirs.keys() or not all(same_tensor(own[name], theirs[name]) for name in own):
-                return f"their models have different {what}"
-        return ""
+        if not same_tensors(self.frozen, other.frozen):
+            return "their models have different frozen parameters"
+        return "" if same_tensors(self.buffers, other.buffers) else "their models have different buffers"
 
     def double(self) -> Objective:
         """Return the same objective in float64."""
@@ -138,9 +133,9 @@ class Objective:
         train: bool,
         streams: Tensor | None = None,
     ) -> Tensor:
-        """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do.
+        """Return the module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do.
 
-        `streams`: the random stream [1] that dropout draws its masks from; stream 0 unless given.
+        `streams` is the random stream [1] that dropout draws its masks from; stream 0 unless given.
         """
         outputs: Tensor = self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
         return outputs
@@ -156,17 +151,11 @@ class Objective:
         module: nn.Module | None = None,
         then: Callable[[Tensor], Any] | None = None,
     ) -> Any:
-        """The same, with the parameters by name.
+        """Return what `outputs` returns, with the parameters given by name.
 
-        Args:
-            parameters: by name.
-            buffers: by name.
-            inputs: of a batch.
-            train: whether to run in training mode.
-            streams: see `outputs`.
-            module: a copy of `seeded` to run instead of it.
-            then: a function of the outputs, whose result is returned instead of them. It runs while the module still
-                holds the parameters: a backward pass may run parts of the module again (activation checkpointing).
+        `module` is a copy of `seeded` to run instead of it. `then` is a function of the outputs, whose result is
+        returned instead of them. It runs while the module still holds the parameters: a backward pass may run parts of
+        the module again (activation checkpointing).
         """
         dropouts = self.dropouts if module is None else stream_layers(module)
         module = self.seeded if module is None else module
@@ -177,8 +166,7 @@ class Objective:
             if then is None:
                 return functional_call(module, state, (inputs,), tie_weights=False)
             state = {f"module.{name}": value for name, value in state.items()}
-            finish = functools.partial(_without_streams, dropouts, then)
-            return functional_call(_Followed(module), state, (inputs, finish), tie_weights=False)
+            return functional_call(_Followed(module, dropouts, then), state, (inputs,), tie_weights=False)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise BadInput(ONE_SAMPLE) from error
@@ -187,7 +175,7 @@ class Objective:
             set_streams(dropouts, None)
 
     def streams_or_zeros(self, streams: Tensor | None, clients: int) -> Tensor | None:
-        """Stream 0 for every client where none are given; None if nothing draws from them."""
+        """Return the streams, or stream 0 for every client if none are given; None if no layer draws from them."""
         if streams is None and self.dropouts:
             return torch.zeros(clients, dtype=torch.int64, device=self.device)
         return streams
@@ -246,12 +234,8 @@ class Objective:
         """Return whether each prediction is right (0 or 1), or None where accuracy has no meaning.
 
         The prediction is the largest of at least `classes` outputs a sample; of a single output and labels 0 and 1 it
-        is the output's sign (one logit). The squared error is regression, even on integers: no accuracy.
-
-        Args:
-            outputs: the module's outputs [n, ...].
-            labels: the targets [n, ...].
-            classes: the number of classes of the data set; None: its targets are no labels.
+        is the output's sign (one logit). The squared error is regression, even on integers: no accuracy. `classes` is
+        None if the targets are not labels.
         """
         if classes is None or self.loss is mean_squared_error or isinstance(self.loss, REGRESSION_LOSSES):
             return None
@@ -266,7 +250,7 @@ class Objective:
             parameters = {n: p.clone() for n, p in self.layers.unflatten(self.start).items()}
             buffers = {n: b.clone() for n, b in self.buffers.items()}
             with rng.forked(inputs.device), torch.no_grad(), contextlib.suppress(Exception):
-                self.outputs_at(parameters, buffers, inputs, train=train)  # whoever trains reports what it raises
+                self.outputs_at(parameters, buffers, inputs, train=train)  # an error is raised again in training
             for name, parameter in parameters.items():
                 if parameter._version > 0:
                     return name
@@ -290,18 +274,14 @@ class Objective:
 class _Followed(nn.Module):
     """A module and a function of its outputs that runs as part of the forward pass."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, dropouts: Sequence[FromStreams], then: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.dropouts, self.then = module, dropouts, then
 
-    def forward(self, inputs: Tensor, then: Callable[[Tensor], Any]) -> Any:
-        return then(self.module(inputs))
-
-
-def _without_streams(dropouts: Sequence[FromStreams], then: Callable[[Tensor], Any], outputs: Tensor) -> Any:
-    """Call the function after the streams are taken away: a dropout layer that runs again would draw other masks."""
-    set_streams(dropouts, None)
-    return then(outputs)
+    def forward(self, inputs: Tensor) -> Any:
+        outputs = self.module(inputs)
+        set_streams(self.dropouts, None)  # a dropout layer that runs again would draw other masks
+        return self.then(outputs)
 
 
 class _WithDenseGradient(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +33,7 @@ class Round:
     lr: float
     participation: float  # |S| / N
     cohort: Indices  # [C] client ids, ascending
-    samples: list[Indices]  # every active client's data
+    samples: Sequence[Indices]  # every active client's data
     index: Indices  # [C, K, B] sample indices; positions at or past `filled` repeat a valid index
     filled: Indices  # [C, K] how many of the B are real; 0: the client has no such step
     streams: Indices  # [C] random streams of the clients in this round, for augmentation and dropout
@@ -64,8 +65,8 @@ def sample_counters(steps: int, width: int) -> Indices:
 
 def dropout_streams(streams: Indices, steps: int) -> Indices:
     """Return the random stream of every local step's dropout masks [rows, steps] from the clients' streams [rows]."""
-    own = rng.fork(streams, -1)  # no sample's counter is negative, so augmentation draws other numbers
-    return np.asarray(rng.fork(own[:, None], np.arange(steps, dtype=np.int64)), dtype=np.int64)
+    dropout = rng.fork(streams, -1)  # no sample's counter is negative, so augmentation draws other numbers
+    return np.asarray(rng.fork(dropout[:, None], np.arange(steps, dtype=np.int64)), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Plan:
         cohort = self.cohort(number)
         return self.round_of(number, cohort, self.clients.samples(number, cohort))
 
-    def round_of(self, number: int, cohort: Indices, samples: list[Indices]) -> Round:
+    def round_of(self, number: int, cohort: Indices, samples: Sequence[Indices]) -> Round:
         """Return the plan of a round for these clients and their samples.
 
         What a client does depends on its own number and samples alone: a client that knows only itself gets the same

@@ -99,10 +99,10 @@ class Protocol:
     @classmethod
     def of(cls, algorithm: Algorithm, settings: Mapping[str, Any]) -> Protocol:
         """Return the protocol with these settings; the default learning rate is the algorithm's."""
-        known = [each.name for each in fields(cls)]
+        names = [each.name for each in fields(cls)]
         for name in settings:
-            if name not in known:
-                raise BadInput(f"there is no setting '{name}'{nearest(name, known)}")
+            if name not in names:
+                raise BadInput(f"there is no setting '{name}'{nearest(name, names)}")
         given = dict(settings)
         if given.get("lr") is None:
             given["lr"] = algorithm.card.lr
@@ -174,7 +174,7 @@ class Protocol:
 
 
 def schedule_name(schedule: Schedule) -> str:
-    """Return a schedule's name; a user-defined one that is no dataclass is told by its first rates, too."""
+    """Return a schedule's name; a user-defined one that is no dataclass is identified by its first rates, too."""
     name = type(schedule).__name__.lower()
     if dataclasses.is_dataclass(schedule):
         return name

@@ -138,17 +138,17 @@ def coins(stream: int, n: int, p: float) -> NDArray[np.int64]:
 
 def order(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the order that sorts keys along the last axis. Ties, which practically never occur, keep their order."""
-    made = np.argsort(keys, axis=-1)  # many times as fast as a stable sort, and the same if no two keys are equal
-    ranked = np.take_along_axis(keys, made, axis=-1)
+    quick = np.argsort(keys, axis=-1)  # many times as fast as a stable sort, and the same if no two keys are equal
+    ranked = np.take_along_axis(keys, quick, axis=-1)
     if bool((ranked[..., 1:] == ranked[..., :-1]).any()):
         return np.argsort(keys, axis=-1, kind="stable")
-    return made
+    return quick
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     """Return a numpy generator for the few draws with no simple closed form (Dirichlet proportions).
 
-    It is made afresh for one (seed, purpose, counters) and thrown away, so it carries no position.
+    Create one for each (seed, purpose, counters) and discard it, so that it carries no position.
     """
     return np.random.Generator(np.random.Philox(key=key(seed, purpose, *counters) % _WORD))
 

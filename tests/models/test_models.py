@@ -330,7 +330,11 @@ def test_a_model_of_your_own(own: types.ModuleType) -> None:
         (":net", {}, "a model of your own is named 'package.module:factory', not ':net'"),
         ("users_models:", {}, "a model of your own is named"),
         ("users_models:number", {}, "is of type int, not a function or class"),
-        ("users_models:text", {}, "the model 'users_models:text' made an object of type str, not a torch.nn.Module"),
+        (
+            "users_models:text",
+            {},
+            "the model 'users_models:text' returned an object of type str, not a torch.nn.Module",
+        ),
         ("users_models:Own", {"unit": 4}, "has no option 'unit'; did you mean 'units'? (its options: units)"),
         ("users_models:plain", {}, "cannot call the model 'users_models:plain': missing a required argument: 'units'"),
     ],

@@ -72,13 +72,13 @@ class CifarSet:
         return Splits(*(self._dataset(release, part, contents, place.path) for part in (release.train, release.test)))
 
     def _find(self, root: Path) -> tuple[Release, Place] | None:
-        own = root / self.name
+        home = root / self.name
         for release in self.releases:
             names = [batch.name for batch in (*release.train, *release.test)]
-            folder = find_folder((own / release.folder, own, root / release.folder), names)
+            folder = find_folder((home / release.folder, home, root / release.folder), names)
             if folder is not None:
                 return release, folder
-            for archive in (own / release.archive, root / release.archive):
+            for archive in (home / release.archive, root / release.archive):
                 if archive.is_file():
                     return release, Place(archive, [])
         return None

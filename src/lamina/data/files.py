@@ -53,9 +53,9 @@ def verify_md5(path: Path, expected: str | None) -> None:
     if expected is None:
         return
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if found != expected:
+        actual = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if actual != expected:
         raise BadInput(
-            f"{path} is damaged or another version: md5 expected {expected}, found {found}; "
+            f"{path} is damaged or another version: md5 expected {expected}, found {actual}; "
             f"download it again and put the good file at that path"
         )

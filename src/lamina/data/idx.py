@@ -87,9 +87,9 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     zero, kind, axes = struct.unpack(">HBB", content[:4])
     if (zero, kind, axes) != (0, _UNSIGNED_BYTES, len(shape)):
         raise BadInput(f"{path} is not an IDX file of unsigned bytes with {len(shape)} axes; download it again")
-    found = struct.unpack(f">{axes}I", content[4:header_size])
-    if found != shape:
-        raise BadInput(f"{path} claims to hold {list(found)} values, expected {list(shape)}; download it again")
+    claimed = struct.unpack(f">{axes}I", content[4:header_size])
+    if claimed != shape:
+        raise BadInput(f"{path} claims to hold {list(claimed)} values, expected {list(shape)}; download it again")
     if len(content) != size:
         problem = "is cut short" if len(content) < size else "is longer than its header says"
         raise BadInput(f"{path} {problem} (expected {size} bytes); download it again")

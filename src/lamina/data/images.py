@@ -23,7 +23,7 @@ def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool 
         colour: Return RGB even if all of them are grey.
     """
     mode, channels = ("RGB", 3) if colour else ("L", 1)
-    stacked = np.empty(0, np.uint8)
+    stacked = np.empty((0, channels, 0, 0), np.uint8)
     for index, picture in enumerate(pictures):
         if not colour and picture.mode not in _GREY_MODES:
             return stack_pictures(pictures, count, what, colour=True)

@@ -78,9 +78,9 @@ class Parts(Sequence[Indices]):
         return (self[client] for client in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Parts) and all(
-            np.array_equal(own, theirs) for own, theirs in ((self.samples, other.samples), (self.bounds, other.bounds))
-        )
+        if not isinstance(other, Parts):
+            return NotImplemented
+        return np.array_equal(self.samples, other.samples) and np.array_equal(self.bounds, other.bounds)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -343,8 +343,8 @@ class ByColumn:
         """See `Partition.split`; the seed plays no part."""
         columns = columns or {}
         if self.column not in columns:
-            known = ", ".join(columns) or "none"
-            raise BadInput(f"by-column: no column '{self.column}'{nearest(self.column, columns)} (columns: {known})")
+            names = ", ".join(columns) or "none"
+            raise BadInput(f"by-column: no column '{self.column}'{nearest(self.column, columns)} (columns: {names})")
         try:
             values, owner = np.unique(columns[self.column], return_inverse=True)
         except TypeError as error:

@@ -85,8 +85,8 @@ def wholes(option: str, value: Any, length: int | None = None) -> tuple[int, ...
     return tuple(whole(option, n) for n in value)
 
 
-def choice(option: str, value: Any, known: Sequence[str]) -> str:
-    """Return `value` if it is one of the known words."""
-    if value not in known:
-        raise unknown(option, str(value), known)
+def choice(option: str, value: Any, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of the choices."""
+    if value not in choices:
+        raise unknown(option, str(value), choices)
     return str(value)
