@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from lamina import rng
+from lamina.contents import alike
 from lamina.data.dataset import Dataset
 from lamina.data.partitions import ByColumn, Indices, Partition, Parts, Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
@@ -19,13 +20,22 @@ DEFAULT_CLIENTS = 10
 NO_PARTS = Parts.of([])
 
 
+class Reallocation(NamedTuple):
+    """How every round splits the data set among its active clients."""
+
+    partition: Partition
+    labels: Indices | None
+    seed: int
+    samples: int
+
+
 class Clients:
     """The samples of every client: fixed parts, or a new split among the active clients in every round."""
 
     def __init__(self, parts: Sequence[Any], samples: int) -> None:
         self.parts = _checked_parts(parts, samples)
         self.count = len(self.parts)
-        self.moving: tuple[Partition, Indices | None, int, int] | None = None
+        self.moving: Reallocation | None = None
 
     @classmethod
     def elsewhere(cls, count: int) -> Clients:
@@ -38,7 +48,7 @@ class Clients:
     def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
         """Return clients without fixed samples: each round splits the whole data set among the active ones."""
         self = cls.elsewhere(count)
-        self.moving = (partition, labels, seed, samples)
+        self.moving = Reallocation(partition, labels, seed, samples)
         return self
 
     def samples(self, round: int, cohort: Indices) -> Sequence[Indices]:
@@ -55,12 +65,7 @@ class Clients:
 
     def same_as(self, other: Clients) -> bool:
         """Return whether both give every client the same samples in every round."""
-        if (self.moving is None) != (other.moving is None) or self.count != other.count:
-            return False
-        if self.moving is None or other.moving is None:
-            return self.parts == other.parts
-        (partition, labels, *rest), (others, their_labels, *their_rest) = self.moving, other.moving
-        return partition == others and rest == their_rest and np.array_equal(labels, their_labels)  # type: ignore[arg-type]
+        return self.count == other.count and self.parts == other.parts and alike(self.moving, other.moving)
 
 
 def _checked_parts(parts: Sequence[Any], samples: int) -> Parts:
@@ -109,11 +114,11 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
         if partition is not None:
             raise BadInput("partition deals samples to a number of clients, and clients are lists: give one of them")
         return Clients(cast(Sequence[Any], clients), samples=len(data))
-    partition = "iid" if partition is None else partition
-    chosen = make_partition(partition) if isinstance(partition, str) else partition
-    if clients is None and not isinstance(chosen, ByColumn):
-        clients = DEFAULT_CLIENTS
-    clients = None if clients is None else check_count("clients", clients, MOST_CLIENTS)
-    if isinstance(chosen, Reallocate):
-        return Clients.reallocated(chosen, data.labels, cast(int, clients), seed, samples=len(data))
-    return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))
+    if partition is None or isinstance(partition, str):
+        partition = make_partition(partition or "iid")
+    if clients is None and isinstance(partition, ByColumn):
+        return Clients(split_dataset(partition, data, None, seed), samples=len(data))
+    count = check_count("clients", DEFAULT_CLIENTS if clients is None else clients, MOST_CLIENTS)
+    if isinstance(partition, Reallocate):
+        return Clients.reallocated(partition, data.labels, count, seed, samples=len(data))
+    return Clients(split_dataset(partition, data, count, seed), samples=len(data))

@@ -21,8 +21,8 @@ from lamina.limits import check_memory
 from lamina.protocol import Protocol
 from lamina.text import plural
 
-MOST_REDRAWS = 10_000  # of an empty Bernoulli cohort
-PLAN_COPIES = 2.5  # of a round's orders and batches, in memory at once while it is planned: measured
+MOST_REDRAWS = 10_000  # draws of a Bernoulli cohort, which may be empty
+PLAN_COPIES = 2.5  # copies of a round's orders and batches in memory while it is planned, as measured
 
 
 @dataclass(frozen=True)
@@ -106,44 +106,41 @@ class Plan:
         batches as in a plan of the whole cohort.
         """
         sizes = np.array([len(s) for s in samples], dtype=np.int64)
-        lr = self.protocol.rate(number)
-        # a huge batch size means the whole client, not huge arrays
-        width = (
-            int(sizes.max()) if self.protocol.batch_size is None else min(self.protocol.batch_size, int(sizes.max()))
-        )
-        per_epoch, steps = self.protocol.steps_per_epoch(sizes), self.protocol.steps(sizes)
-        passes = int((-(-steps // per_epoch)).max())
-        numbers = len(cohort) * (passes * int(sizes.max()) + int(steps.max()) * width)
+        largest = int(sizes.max())
+        width = min(self.protocol.batch_size or largest, largest)  # B; None and huge batch sizes mean the whole client
+        per_epoch, steps = self.protocol.steps_per_epoch(sizes), self.protocol.steps(sizes)  # [C] each
+        most_steps = int(steps.max())  # K
+        passes = int((-(-steps // per_epoch)).max())  # over a client's samples, the last of them perhaps not complete
+        numbers = len(cohort) * (passes * largest + most_steps * width)
         check_memory(
-            f"round {number} of {plural(len(cohort), 'client')}, up to {plural(int(steps.max()), 'local step')} of "
+            f"round {number} of {plural(len(cohort), 'client')}, up to {plural(most_steps, 'local step')} of "
             f"{plural(width, 'sample')},",
             int(PLAN_COPIES * numbers * np.dtype(np.int64).itemsize),
             "lower local_steps, epochs or participation",
         )
 
-        # [C, passes, n]: every client's samples in a fresh order for every pass
-        order_streams = rng.fork(rng.key(self.protocol.seed, "batches", number), cohort)[:, None, None]
-        order_streams = rng.fork(order_streams, np.arange(passes, dtype=np.int64)[None, :, None])
-        positions = np.arange(sizes.max(), dtype=np.int64)
-        keys = rng.bits(order_streams, positions)
-        beyond = positions >= sizes[:, None, None]  # the last in any order: larger than any of 53 bits
-        order = rng.order(np.where(beyond, (1 << 53) + positions, keys))
+        # A fresh order of every client's samples for every pass [C, passes, largest]: random keys are sorted. Positions
+        # that a smaller client does not have come last, because their keys exceed the 53 bits of the random ones.
+        streams = rng.fork(rng.key(self.protocol.seed, "batches", number), cohort)[:, None, None]
+        streams = rng.fork(streams, np.arange(passes, dtype=np.int64)[None, :, None])
+        positions = np.arange(largest, dtype=np.int64)
+        keys = rng.bits(streams, positions)
+        order = rng.order(np.where(positions < sizes[:, None, None], keys, (1 << 53) + positions))
 
-        # step k of client c takes positions [start, start + B) of pass k // per_epoch
-        k = np.arange(steps.max(), dtype=np.int64)[None, :]
-        start = (k % per_epoch[:, None]) * width  # no client has more samples than `width` unless that is batch_size
+        # Step k of client c takes the positions [start, start + B) in the order of pass k // per_epoch.
+        c, k = np.arange(len(cohort))[:, None, None], np.arange(most_steps, dtype=np.int64)[None, :]
+        start = (k % per_epoch[:, None]) * width
         filled = np.where(k < steps[:, None], np.clip(sizes[:, None] - start, 0, width), 0)
+        which_pass = np.minimum(k // per_epoch[:, None], passes - 1)[..., None]
         at = np.minimum(start[..., None] + np.arange(width), sizes[:, None, None] - 1)
-        c = np.arange(len(cohort))[:, None, None]
-        padded = np.zeros((len(cohort), int(sizes.max())), dtype=np.int64)
+        padded = np.zeros((len(cohort), largest), dtype=np.int64)
         for row, ids in zip(padded, samples, strict=True):
             row[: len(ids)] = ids
-        which_pass = np.minimum(k // per_epoch[:, None], passes - 1)[..., None]
         index = padded[c, order[c, which_pass, at]]
 
         return Round(
             number=number,
-            lr=lr,
+            lr=self.protocol.rate(number),
             participation=len(cohort) / self.clients.count,
             cohort=cohort,
             samples=samples,

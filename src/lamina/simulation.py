@@ -109,6 +109,8 @@ class Simulation:
         if precision not in get_args(Precision):
             raise unknown("precision", precision, get_args(Precision))
         check_count("evaluate_every", evaluate_every)
+
+        # what trains, by which settings, where
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
         rehearse(self.algorithm)
         self.protocol = Protocol.of(self.algorithm, settings)
@@ -116,17 +118,21 @@ class Simulation:
         check_model_fits(model, self.device)
         self.objective = Objective(copy.deepcopy(model).to(self.device), self.protocol.loss)
         self.objective.refuse_rate(self.protocol.lr)
+
+        # the data, and which client trains on which of them in a round
         self.train_data = as_dataset(train).to(self.device)
         self.test_data = None if test is None else as_dataset(test).to(self.device)
         if self.protocol.loss == "cross_entropy" and self.train_data.classes is None:
             raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
         self.plan = Plan(deal(self.train_data, clients, partition, self.protocol.seed), self.protocol)
+
+        # the engine; another simulation lends the engine it has chosen, compiled and measured
         self.precision, self.deterministic = usable_precision(precision, self.device), deterministic
         if deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         lender = engine if isinstance(engine, Simulation) else None
         self.engine_name: str = engine.engine_name if isinstance(engine, Simulation) else engine
-        self.metric = "loss"  # what tells how good the model is: "accuracy" where the model and data have one
+        self.metric = "loss"  # or "accuracy", where the model and data have one
         with rng.forked(self.device, seed=0):  # the module runs, and may draw random numbers itself
             self._check_fit(client_metrics)
             if lender is None or not lender.plan.same_rounds(self.plan):
@@ -141,8 +147,8 @@ class Simulation:
                 protocol=self.protocol,
                 record_trust_ratios=trust_ratios,
             )
-        self.evaluate_every = evaluate_every
-        self.client_metrics = client_metrics
+
+        self.evaluate_every, self.client_metrics = evaluate_every, client_metrics
         self.state, _ = self.start()
         self.history = History()
         self._checkpoints: Checkpoints | None = None
@@ -180,7 +186,7 @@ class Simulation:
         return planned
 
     def plan_ahead(self) -> None:
-        """Plan the round after the current one, while a GPU works on that."""
+        """Plan the round after the current one while a GPU works on the current one."""
         if self._planned is None:
             with contextlib.suppress(BadInput):  # raised again if that round is reached
                 self._planned = self.plan.round(self.state.round + 2)
@@ -204,7 +210,8 @@ class Simulation:
         from lamina.storage.checkpoint import Checkpoints, load_newest
 
         checkpoints = Checkpoints(Path(folder), self._identity())
-        home = torch.device("cpu") if isinstance(self.engine, Stacked) else None  # it takes the records it needs
+        # the stacked engine moves the client states that it needs to its device
+        home = torch.device("cpu") if isinstance(self.engine, Stacked) else None
         loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds(), home=home)
         if loaded is None:
             raise BadInput(f"no checkpoint of this simulation in '{folder}'")
