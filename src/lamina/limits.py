@@ -67,13 +67,9 @@ def check_seed(seed: Any) -> None:
 
 
 def check_memory(what: str, needed: int, advice: str, device: torch.device | None = None) -> None:
-    """Refuse an allocation that needs more memory than is available.
+    """Refuse an allocation of at least `needed` bytes if less is available on the device (None: the host).
 
-    Args:
-        what: what needs the memory, for the message.
-        needed: bytes, at least.
-        advice: what to do about it.
-        device: where it is allocated; None for the host.
+    `what` names it in the message, `advice` says what to do.
     """
     if needed <= SURELY_FITS:
         return

@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from data_setup import Attack, one_line, published_data
 from lamina.data import cifar, load
+from lamina.data.files import Content, PublishedFile
 from lamina.errors import BadInput
 
 
@@ -19,7 +21,7 @@ def small(files, samples=3):
     """The same releases with few samples and no checksums."""
 
     def shrink(batches):
-        return tuple(dataclasses.replace(batch, samples=samples, md5=None) for batch in batches)
+        return tuple(dataclasses.replace(batch, shape=(samples, 3, 32, 32), md5=None) for batch in batches)
 
     releases = tuple(
         dataclasses.replace(r, archive_md5=None, train=shrink(r.train), test=shrink(r.test)) for r in files.releases
@@ -52,14 +54,19 @@ def python2_pickle(batch):
     return b"\x80\x02}(" + b"".join(string(k) + encode(v) for k, v in batch.items()) + b"u."
 
 
+def batch_file(content, samples):
+    return [Content(PublishedFile("batch", (samples, 3, 32, 32)), content, Path("batch"))]
+
+
 def write_release(files, release, folder):
     """Random batches; returns images and labels per file name."""
     folder.mkdir(parents=True)
     noise = np.random.default_rng(0)
     written = {}
     for batch in (*release.train, *release.test):
-        images = noise.integers(0, 256, (batch.samples, 3072), dtype=np.uint8)
-        labels = noise.integers(0, files.classes, batch.samples, dtype=np.uint8)
+        samples = batch.shape[0]
+        images = noise.integers(0, 256, (samples, 3072), dtype=np.uint8)
+        labels = noise.integers(0, files.classes, samples, dtype=np.uint8)
         coarse = labels // 5
         if release.decode is cifar.decode_binary:
             columns = [coarse, labels] if files.classes == 100 else [labels]
@@ -98,7 +105,7 @@ def test_cifar_releases_are_read_from_every_place(tmp_path, files, which, place)
 def test_cifar_pickles_of_python_3_are_read():
     images = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
     content = pickle.dumps({"data": images, "labels": [3, 4]}, protocol=3)
-    decoded, labels = cifar.decode_pickle(content, 2, 10, "batch")
+    decoded, labels = cifar.decode_pickle(batch_file(content, 2), 10)
     assert np.array_equal(decoded.reshape(2, 3072), images)
     assert labels.tolist() == [[3], [4]]
 
@@ -133,7 +140,7 @@ def test_cifar_files_and_archives_that_are_not_whole(tmp_path):
 
 def test_cifar_labels_out_of_range_are_named():
     with pytest.raises(BadInput, match="label 10 of record 1"):
-        cifar.decode_binary(bytes(3073) + b"\x0a" + bytes(3072), 2, 10, "batch")
+        cifar.decode_binary(batch_file(bytes(3073) + b"\x0a" + bytes(3072), 2), 10)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -148,7 +155,7 @@ def test_a_malicious_pickle_runs_nothing(tmp_path, protocol):
     for attack in attacks:
         batch = {"data": np.zeros((1, 3072), np.uint8), "labels": [0], "batch_label": attack}
         with pytest.raises(BadInput, match="asks for") as refused:
-            cifar.decode_pickle(pickle.dumps(batch, protocol=protocol), 1, 10, "batch")
+            cifar.decode_pickle(batch_file(pickle.dumps(batch, protocol=protocol), 1), 10)
         one_line(refused)
         assert not marker.exists()
 
@@ -158,7 +165,7 @@ def test_permitted_names_are_never_numpy_itself():
     content = b"\x80\x02}(X\x04\x00\x00\x00datacnumpy\nndarray\n(K\x03tRu."
     assert pickle.loads(content)["data"].shape == (3,)
     with pytest.raises(BadInput, match=r"is not a CIFAR batch \(ValueError\)"):  # numpy's: AttributeError
-        cifar.decode_pickle(content, 1, 10, "batch")
+        cifar.decode_pickle(batch_file(content, 1), 10)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,7 @@ def test_permitted_names_are_never_numpy_itself():
 )
 def test_damaged_pickles_are_refused(content):
     with pytest.raises(BadInput, match="batch") as refused:
-        cifar.decode_pickle(content, 1, 10, "batch")
+        cifar.decode_pickle(batch_file(content, 1), 10)
     one_line(refused)
 
 

@@ -16,11 +16,8 @@ _GREY_MODES = ("1", "L", "LA", "I", "I;16")
 def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool = False) -> NDArray[np.uint8]:
     """Return PIL images of one size as [count, channels, height, width]: grey if all of them are, else RGB.
 
-    Args:
-        pictures: Without `colour`, a collection: it is read again if a colour picture follows grey ones.
-        count: The number of pictures.
-        what: Their name in a message.
-        colour: Return RGB even if all of them are grey.
+    `colour` asks for RGB in any case; without it, `pictures` must be a collection, because it is read again if a colour
+    picture follows grey ones. `what` names the pictures in a message.
     """
     mode, channels = ("RGB", 3) if colour else ("L", 1)
     stacked = np.empty((0, channels, 0, 0), np.uint8)

@@ -31,11 +31,8 @@ def partition_picture(
 ) -> Figure:
     """Draw the classes every client holds, and above them how many samples it has.
 
-    Args:
-        parts: Sample indices per client, as a partition's `split` returns them.
-        labels: One class per sample; None (regression) draws the sizes only.
-        path: Where to save it; the ending chooses the format.
-        title: Above the picture.
+    `parts` are the sample indices of every client, as a partition's `split` returns them. Without labels (regression),
+    only the sizes are drawn. With a path, the picture is saved there; its ending chooses the format.
     """
     # Figure without pyplot: no window, no global list of open figures, any thread.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
