@@ -107,7 +107,12 @@ class _AlphaMask(_Mask):
 class StreamAttention(FromStreams, nn.MultiheadAttention):
     """`nn.MultiheadAttention` written out, with its dropout from streams."""
 
-    def forward(
+    def forward(self, query: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Attend in training mode; evaluation, and a query without a batch axis, are left to torch."""
+        attend = self.attend if self.training and query.dim() == 3 else super().forward
+        return attend(query, *inputs, **options)
+
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -118,24 +123,7 @@ class StreamAttention(FromStreams, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend in training mode; evaluation, and a query without a batch axis, are left to torch."""
-        if self.training and query.dim() == 3:
-            return self.attend(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
-        return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs and, if needed, the attention weights."""
+        """Return the outputs and, if needed, the attention weights; a causal attention gives its mask, too."""
         if not self.batch_first:  # [T, N, E]: bring the samples to the front
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         weights_in, bias_in = self.in_proj_weight.chunk(3, dim=-2), self.in_proj_bias

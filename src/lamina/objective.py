@@ -31,19 +31,19 @@ REENTRANT = (
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per-sample cross entropy [n]; any further axes (tokens) are averaged."""
+    """Return the cross entropy of every sample [n]; any further axes (tokens) are averaged."""
     return _per_sample(nn.functional.cross_entropy(outputs, targets, reduction="none"))
 
 
 def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per-sample squared error [n], averaged over any further axes; outputs must have the targets' shape.
+    """Return the squared error of every sample [n], averaged over any further axes.
 
-    Last axes of length one do not count: outputs [n, 1] fit targets [n].
+    Outputs must have the shape of the targets, but last axes of length one do not count: [n, 1] fits [n].
     """
     if _shape(outputs) != _shape(targets):
         raise BadInput(
-            f"the squared error needs outputs of the targets' shape, and outputs of shape {list(outputs.shape[1:])} "
-            f"a sample meet targets of shape {list(targets.shape[1:])}"
+            f"the squared error needs outputs of the targets' shape, but a sample has outputs of shape "
+            f"{list(outputs.shape[1:])} and targets of shape {list(targets.shape[1:])}"
         )
     return _per_sample((outputs.reshape(targets.shape) - targets) ** 2)
 
@@ -60,7 +60,8 @@ def _per_sample(losses: Tensor) -> Tensor:
     return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
 
-REGRESSION_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)  # no sign is a class
+# with these, the sign of an output says nothing about a class
+REGRESSION_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mean_squared_error}
 
 
@@ -77,9 +78,12 @@ class Objective:
                 raise unknown("loss", loss, LOSSES)
             loss = LOSSES[loss]
         _refuse_unusable_layers(module)
-        self.module = module
-        self.seeded, self.dropouts = with_streams(module)  # what is trained: the module with masks from streams
         self.loss = loss
+        self.module = module
+        # the module that is trained: dropout draws its masks from the clients' random streams
+        self.seeded, self.dropouts = with_streams(module)
+
+        # the flat vector of trainable parameters, where training starts
         self.layers = Layers.of(module)
         trainable = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
         dtypes = {p.dtype for p in trainable.values()}
@@ -89,18 +93,19 @@ class Objective:
         bad = self.layers.first_nonfinite(self.start)
         if bad is not None:
             raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
-        self.dtype = self.start.dtype
+        self.dtype, self.device = self.start.dtype, self.start.device
+
+        # everything else that decides what the module computes
+        self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+        self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+        self.attributes = attributes_digest(module)  # taken now, because a forward pass may change them
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
         self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
-        self.attributes = attributes_digest(module)  # now: a forward pass may change them
-        self.device = self.start.device
-        self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+        norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        # without running statistics, a sample's output depends on the samples it is evaluated with
+        self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
         self._other_names = _other_names(module)
         self._gives_sparse_gradients = any(getattr(m, "sparse", False) is True for m in module.modules())
-        self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-        norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        # a sample's output depends on those it is evaluated with
-        self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
 
     def difference(self, other: Objective) -> str:
         """Return how two objectives differ in more than their weights, or an empty string."""
