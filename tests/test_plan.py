@@ -1,6 +1,8 @@
 """The round plan is a pure function of (seed, round), and deals every sample once per epoch."""
 
 import itertools
+import math
+import time
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina import rng
-from lamina.clients import Clients
+from lamina.clients import Clients, deal
+from lamina.data.dataset import Dataset
 from lamina.errors import BadInput
 from lamina.plan import Plan
 from lamina.protocol import Protocol
@@ -124,12 +127,71 @@ def test_bernoulli_cohorts_vary_and_are_never_empty():
     assert np.mean(sizes) == pytest.approx(1.5 / (1 - 0.85**10), rel=0.05)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_cohort_of_a_size_is_equally_likely(size):
+    """The possible cohorts of 5 clients: chi-square with k - 1 degrees of freedom, mean k - 1, variance 2 (k - 1)."""
+    plan = Plan(Clients.elsewhere(5), Protocol(0.1, participation=size / 5, seed=11))
+    _, counts = np.unique([plan.cohort(r) for r in range(1, 5001)], axis=0, return_counts=True)
+    k = math.comb(5, size)
+    assert len(counts) == k
+    assert ((counts - 5000 / k) ** 2 / (5000 / k)).sum() < (k - 1) + 5 * math.sqrt(2 * (k - 1))
+
+
+@pytest.mark.parametrize("p", [0.02, 0.5, 0.9])
+def test_bernoulli_coins_are_fair_and_independent(p):
+    """Over 4000 draws of 6 coins, each shows heads with probability p, and each pair with probability p^2."""
+    heads = np.zeros((4000, 6))
+    for i, row in enumerate(heads):
+        row[rng.coins(rng.key(3, "test", i), 6, p)] = 1
+    together = heads.T @ heads / len(heads)
+    expected = np.where(np.eye(6), p, p * p)
+    assert (np.abs(together - expected) < 5 * np.sqrt(expected * (1 - expected) / len(heads))).all()
+
+
+@pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
+def test_cohorts_at_the_edges(sampling):
+    def cohort(clients, participation):
+        plan = Plan(Clients.elsewhere(clients), Protocol(0.1, participation=participation, sampling=sampling))
+        return plan.cohort(1)
+
+    assert cohort(1, 1.0).tolist() == [0]
+    assert cohort(1, 0.3).tolist() == [0]
+    assert cohort(1000, 1.0).tolist() == list(range(1000))
+    large = cohort(1000, 0.9)
+    assert len(np.unique(large)) == len(large)
+    assert 850 < len(large) < 950
+
+
+@pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
+def test_a_cohort_of_a_million_clients_reaches_them_all_and_costs_its_size(sampling):
+    plan = Plan(Clients.elsewhere(1_000_000), Protocol(0.1, participation=1e-4, sampling=sampling))
+    started = time.process_time()
+    cohorts = [plan.cohort(r) for r in range(1, 201)]
+    assert time.process_time() - started < 2  # sorting a million clients 200 times takes 30 seconds
+    for cohort in cohorts:
+        assert len(np.unique(cohort)) == len(cohort)
+    everyone = np.concatenate(cohorts)
+    assert 0 <= everyone.min() < 1000
+    assert 999_000 < everyone.max() < 1_000_000
+    counts, _ = np.histogram(everyone, bins=10, range=(0, 1_000_000))
+    assert (np.abs(counts - len(everyone) / 10) < 5 * math.sqrt(len(everyone) / 10)).all()
+
+
+def test_a_million_clients_are_built_in_seconds():
+    started = time.process_time()
+    data = Dataset(torch.zeros(1_000_000, 1), torch.zeros(1_000_000))
+    clients = deal(data, 1_000_000, None, seed=0)
+    assert time.process_time() - started < 3
+    assert clients.count == 1_000_000
+    assert len(np.unique(clients.parts.samples)) == 1_000_000
+
+
 def test_permutations_are_uniform():
     """All 24 orders of 4 things appear equally often: chi-square with 23 degrees of freedom, 99.99 % point 57."""
-    orders = [tuple(rng.permutation(rng.key(0, "test", i), 4)) for i in range(24_000)]
+    orders = [tuple(rng.permutation(rng.key(0, "test", i), 4)) for i in range(6_000)]
     _, counts = np.unique(orders, axis=0, return_counts=True)
     assert len(counts) == 24
-    assert ((counts - 1000) ** 2 / 1000).sum() < 57
+    assert ((counts - 250) ** 2 / 250).sum() < 57
 
 
 def test_numpy_and_torch_draw_the_same_bits():

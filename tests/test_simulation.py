@@ -374,7 +374,7 @@ NAN[17, 2] = float("nan")
         (lambda: simulate().run(-1), "run"),
         (lambda: simulate(loss="mse"), "the loss cannot compare"),
         (lambda: simulate(model=nn.Sequential(net(), nn.Flatten(0))), "outputs have shape"),
-        (lambda: simulate(sampling="bernoulli", participation=1e-9).run(1), "draws nobody"),
+        (lambda: simulate(sampling="bernoulli", participation=1e-9).run(1), "draws no client"),
         (
             lambda: simulate(partition=Reallocate(Classes(1)), clients=20, participation=0.1),
             "round 1 has 2 active clients",

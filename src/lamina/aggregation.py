@@ -8,8 +8,6 @@ between those and zero), so a second moment stays non-negative.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -17,7 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
+from lamina.errors import BadInput
+from lamina.limits import check_count, check_number
+from lamina.named import create_named
 
 HALF_TOLERANCE = 1e-9  # the rounding error allowed in a sum of weights that is one half
 
@@ -60,8 +60,7 @@ class TrimmedMean:
     share: float = 0.2
 
     def __post_init__(self) -> None:
-        if not is_number(self.share) or not 0 <= self.share < 0.5:
-            raise BadInput(f"aggregation 'trimmed_mean': share = {self.share!r} is not a number in [0, 0.5)")
+        check_number("aggregation 'trimmed_mean': share", self.share, least=0, below=0.5)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the mean of what is left of every coordinate."""
@@ -83,7 +82,8 @@ class NormClipping:
     norm: float | None = None
 
     def __post_init__(self) -> None:
-        _check_positive("norm_clipping", "norm", self.norm)
+        if self.norm is not None:
+            check_number("aggregation 'norm_clipping': norm", self.norm, above=0)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the weighted mean of the clipped rows."""
@@ -106,11 +106,9 @@ class CentredClipping:
     iterations: int = 3
 
     def __post_init__(self) -> None:
-        _check_positive("centred_clipping", "radius", self.radius)
-        if not is_whole(self.iterations) or self.iterations < 1:
-            raise BadInput(
-                f"aggregation 'centred_clipping': iterations = {self.iterations!r} is not a whole number >= 1"
-            )
+        if self.radius is not None:
+            check_number("aggregation 'centred_clipping': radius", self.radius, above=0)
+        check_count("aggregation 'centred_clipping': iterations", self.iterations)
 
     def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
         """Return the centre after its last move."""
@@ -136,14 +134,8 @@ def make(name: str, **options: Any) -> Aggregation:
     >>> make("trimmed_mean", share=0.1)
     TrimmedMean(share=0.1)
     """
-    if name not in AGGREGATIONS:
-        raise unknown("aggregation", name, AGGREGATIONS)
-    known = [field.name for field in dataclasses.fields(AGGREGATIONS[name])]
-    for option in options:
-        if option not in known:
-            raise BadInput(f"aggregation '{name}' has no option '{option}'{nearest(option, known)}")
-    made: Aggregation = AGGREGATIONS[name](**options)
-    return made
+    aggregation: Aggregation = create_named("aggregation", AGGREGATIONS, name, options)
+    return aggregation
 
 
 def as_aggregation(given: Any) -> Aggregation:
@@ -157,8 +149,8 @@ def as_aggregation(given: Any) -> Aggregation:
 
 def name_of(aggregation: Aggregation) -> str:
     """Return the name of an aggregation, as `make` takes it; the class name of one that is not lamina's."""
-    kind = type(aggregation)
-    return next((name for name, known in AGGREGATIONS.items() if known is kind), kind.__qualname__)
+    names = {cls: name for name, cls in AGGREGATIONS.items()}
+    return names.get(type(aggregation), type(aggregation).__qualname__)
 
 
 def combine_vectors(aggregation: Aggregation, vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -186,8 +178,8 @@ def combine_uploads(
         return None if vectors[0] is None else combine_vectors(aggregation, vectors, chosen)
 
     up = type(ups[0])(*map(combine, ups[0]._fields))
-    buffers = {name: combine_vectors(aggregation, [own[name] for _, own in uploads], weights) for name in uploads[0][1]}
-    return up, buffers
+    buffers = [buffers for _, buffers in uploads]
+    return up, {n: combine_vectors(aggregation, [each[n] for each in buffers], weights) for n in buffers[0]}
 
 
 def median(rows: Tensor, weights: Tensor) -> Tensor:
@@ -216,8 +208,3 @@ def _weighted_sum(rows: Tensor, weights: Tensor) -> Tensor:
     for row, weight in zip(rows, weights.tolist(), strict=True):
         total = total + weight * row
     return total
-
-
-def _check_positive(name: str, option: str, value: Any) -> None:
-    if value is not None and not (is_number(value) and math.isfinite(value) and value > 0):
-        raise BadInput(f"aggregation '{name}': {option} = {value!r} is not a number > 0")

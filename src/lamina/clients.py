@@ -3,52 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lamina import rng
+from lamina.contents import alike
 from lamina.data.dataset import Dataset
-from lamina.data.partitions import ByColumn, Partition, Reallocate, split_dataset
+from lamina.data.partitions import ByColumn, Indices, Partition, Parts, Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
 from lamina.errors import BadInput, is_whole
 from lamina.limits import MOST_CLIENTS, check_count
 from lamina.text import plural
 
-Indices = NDArray[np.int64]
 DEFAULT_CLIENTS = 10
+NO_PARTS = Parts.of([])
+
+
+class Reallocation(NamedTuple):
+    """How every round splits the data set among its active clients."""
+
+    partition: Partition
+    labels: Indices | None
+    seed: int
+    samples: int
 
 
 class Clients:
-    """The samples of every client: fixed lists, or a new split among the active clients in every round."""
+    """The samples of every client: fixed parts, or a new split among the active clients in every round."""
 
     def __init__(self, parts: Sequence[Any], samples: int) -> None:
-        self.parts = [_as_indices(i, part, samples) for i, part in enumerate(parts)]
+        self.parts = _checked_parts(parts, samples)
         self.count = len(self.parts)
-        self.moving: tuple[Partition, Indices | None, int, int] | None = None
-        if not self.parts:
-            raise BadInput("a federation needs at least one client")
-        _refuse_shared_samples(self.parts, samples)
-
-    @classmethod
-    def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
-        """Return clients without samples of their own: each round splits the whole data set among the active ones."""
-        if count < 1:
-            raise BadInput("a federation needs at least one client")
-        self = cls.__new__(cls)
-        self.parts, self.count = [], check_count("clients", count, MOST_CLIENTS)
-        self.moving = (partition, labels, seed, samples)
-        return self
+        self.moving: Reallocation | None = None
 
     @classmethod
     def elsewhere(cls, count: int) -> Clients:
         """Return clients whose samples are on other machines, so that only their number is known."""
         self = cls.__new__(cls)
-        self.parts, self.count, self.moving = [], check_count("clients", count, MOST_CLIENTS), None
+        self.parts, self.count, self.moving = NO_PARTS, check_count("clients", count, MOST_CLIENTS), None
         return self
 
-    def samples(self, round: int, cohort: Indices) -> list[Indices]:
+    @classmethod
+    def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
+        """Return clients without fixed samples: each round splits the whole data set among the active ones."""
+        self = cls.elsewhere(count)
+        self.moving = Reallocation(partition, labels, seed, samples)
+        return self
+
+    def samples(self, round: int, cohort: Indices) -> Sequence[Indices]:
         """Return the sample indices of every active client in a round."""
         if self.moving is None:
             return [self.parts[i] for i in cohort]
@@ -62,12 +65,31 @@ class Clients:
 
     def same_as(self, other: Clients) -> bool:
         """Return whether both give every client the same samples in every round."""
-        if (self.moving is None) != (other.moving is None) or self.count != other.count:
-            return False
-        if self.moving is None or other.moving is None:
-            return len(self.parts) == len(other.parts) and all(map(np.array_equal, self.parts, other.parts))
-        (partition, labels, *rest), (others, their_labels, *their_rest) = self.moving, other.moving
-        return partition == others and rest == their_rest and np.array_equal(labels, their_labels)  # type: ignore[arg-type]
+        return self.count == other.count and self.parts == other.parts and alike(self.moving, other.moving)
+
+
+def _checked_parts(parts: Sequence[Any], samples: int) -> Parts:
+    """Return the parts after checking that they are not empty and share no sample."""
+    if not isinstance(parts, Parts):
+        parts = Parts.of([_as_indices(client, part, samples) for client, part in enumerate(parts)])
+    if not len(parts):
+        raise BadInput("a federation needs at least one client")
+    if not parts.sizes.all():
+        client = int(np.argmin(parts.sizes))
+        raise BadInput(f"client {client} has no samples: give every client at least one, or use fewer clients")
+    outside = np.flatnonzero((parts.samples < 0) | (parts.samples >= samples))
+    if len(outside):
+        client, sample = parts.owners(outside)[0], parts.samples[outside[0]]
+        raise BadInput(f"client {client} is given sample {sample}, but the data have {plural(samples, 'sample')}")
+    counts = np.bincount(parts.samples)
+    if counts.max() > 1:  # usually a mistake in the lists, and the sample would count twice
+        sample = int(np.argmax(counts > 1))
+        one, other = parts.owners(np.flatnonzero(parts.samples == sample))[:2]
+        whom = f"client {one} twice" if one == other else f"clients {one} and {other}"
+        raise BadInput(
+            f"sample {sample} is given to {whom}: give every sample to one client, or repeat it in the data on purpose"
+        )
+    return parts
 
 
 def _as_indices(client: int, part: Any, samples: int) -> Indices:
@@ -77,30 +99,11 @@ def _as_indices(client: int, part: Any, samples: int) -> Indices:
         if array.shape != (samples,):
             raise BadInput(f"client {client}'s mask has shape {array.shape}, not ({samples},): one entry per sample")
         array = np.flatnonzero(array)
-    if array.size == 0:
-        raise BadInput(f"client {client} has no samples: give every client at least one, or use fewer clients")
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+    if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
         raise BadInput(
             f"client {client} needs a list of whole sample numbers, not {array.dtype} of shape {array.shape}"
         )
-    bad = array[(array < 0) | (array >= samples)]
-    if len(bad):
-        raise BadInput(f"client {client} is given sample {bad[0]}, but the data have {plural(samples, 'sample')}")
-    return array.astype(np.int64)
-
-
-def _refuse_shared_samples(parts: Sequence[Indices], samples: int) -> None:
-    """Refuse a sample that appears twice: usually a mistake in the lists, and it would count twice."""
-    taken = np.concatenate(parts)
-    counts = np.bincount(taken, minlength=samples)
-    if counts.max() <= 1:
-        return
-    sample = int(np.argmax(counts > 1))
-    owners = [client for client, part in enumerate(parts) for _ in range(int((part == sample).sum()))]
-    whom = f"client {owners[0]} twice" if owners[0] == owners[1] else f"clients {owners[0]} and {owners[1]}"
-    raise BadInput(
-        f"sample {sample} is given to {whom}: give every sample to one client, or repeat it in the data on purpose"
-    )
+    return array.astype(np.int64).ravel()
 
 
 def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, seed: int) -> Clients:
@@ -111,11 +114,11 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
         if partition is not None:
             raise BadInput("partition deals samples to a number of clients, and clients are lists: give one of them")
         return Clients(cast(Sequence[Any], clients), samples=len(data))
-    partition = "iid" if partition is None else partition
-    chosen = make_partition(partition) if isinstance(partition, str) else partition
-    if clients is None and not isinstance(chosen, ByColumn):
-        clients = DEFAULT_CLIENTS
-    clients = None if clients is None else check_count("clients", clients, MOST_CLIENTS)
-    if isinstance(chosen, Reallocate):
-        return Clients.reallocated(chosen, data.labels, clients or 0, seed, samples=len(data))
-    return Clients(split_dataset(chosen, data, clients, seed), samples=len(data))
+    if partition is None or isinstance(partition, str):
+        partition = make_partition(partition or "iid")
+    if clients is None and isinstance(partition, ByColumn):
+        return Clients(split_dataset(partition, data, None, seed), samples=len(data))
+    count = check_count("clients", DEFAULT_CLIENTS if clients is None else clients, MOST_CLIENTS)
+    if isinstance(partition, Reallocate):
+        return Clients.reallocated(partition, data.labels, count, seed, samples=len(data))
+    return Clients(split_dataset(partition, data, count, seed), samples=len(data))

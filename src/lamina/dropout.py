@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,34 +124,15 @@ class StreamDropout(_Mask, nn.Dropout):
         return self.kernel(input, self.next_streams(input.shape), lowest_kept(self.p), 1 / (1 - self.p))
 
 
-class StreamDropout1d(_ChannelMask, nn.Dropout1d):
-    """`nn.Dropout1d` from streams."""
-
-    unbatched_axes = 2
-
-
-class StreamDropout2d(_ChannelMask, nn.Dropout2d):
-    """`nn.Dropout2d` from streams."""
-
-
-class StreamDropout3d(_ChannelMask, nn.Dropout3d):
-    """`nn.Dropout3d` from streams."""
-
-    unbatched_axes = 4
-
-
-class StreamAlphaDropout(_AlphaMask, nn.AlphaDropout):
-    """`nn.AlphaDropout` from streams."""
-
-
-class StreamFeatureAlphaDropout(_ChannelMask, _AlphaMask, nn.FeatureAlphaDropout):
-    """`nn.FeatureAlphaDropout` from streams."""
-
-
 class StreamAttention(FromStreams, nn.MultiheadAttention):
     """`nn.MultiheadAttention` written out, with its dropout from streams."""
 
-    def forward(
+    def forward(self, query: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        """Attend in training mode; evaluation, and a query without a batch axis, are left to torch."""
+        attend = self.attend if self.training and query.dim() == 3 else super().forward
+        return attend(query, *inputs, **options)
+
+    def attend(
         self,
         query: Tensor,
         key: Tensor,
@@ -161,24 +143,7 @@ class StreamAttention(FromStreams, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend in training mode; evaluation, and a query without a batch axis, are torch's own matter."""
-        if self.training and query.dim() == 3:
-            return self.attend(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
-        return super().forward(
-            query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-        )
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        need_weights: bool,
-        attn_mask: Tensor | None,
-        average_attn_weights: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs and, if needed, the attention weights."""
+        """Return the outputs and, if needed, the attention weights; a causal attention gives its mask, too."""
         if not self.batch_first:  # [T, N, E]: bring the samples to the front
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         weights_in, bias_in = self.in_proj_weight.chunk(3, dim=-2), self.in_proj_bias
@@ -225,13 +190,18 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
 
 
+def _from_streams(layer: type[nn.Module], *masks: type[_Mask], **attributes: Any) -> type[FromStreams]:
+    """Return the class of a torch layer whose masks come from streams."""
+    return type(f"Stream{layer.__name__}", (*masks, layer), attributes)
+
+
 LAYERS: dict[type[nn.Module], type[FromStreams]] = {
     nn.Dropout: StreamDropout,
-    nn.Dropout1d: StreamDropout1d,
-    nn.Dropout2d: StreamDropout2d,
-    nn.Dropout3d: StreamDropout3d,
-    nn.AlphaDropout: StreamAlphaDropout,
-    nn.FeatureAlphaDropout: StreamFeatureAlphaDropout,
+    nn.Dropout1d: _from_streams(nn.Dropout1d, _ChannelMask, unbatched_axes=2),
+    nn.Dropout2d: _from_streams(nn.Dropout2d, _ChannelMask),
+    nn.Dropout3d: _from_streams(nn.Dropout3d, _ChannelMask, unbatched_axes=4),
+    nn.AlphaDropout: _from_streams(nn.AlphaDropout, _AlphaMask),
+    nn.FeatureAlphaDropout: _from_streams(nn.FeatureAlphaDropout, _ChannelMask, _AlphaMask),
     nn.MultiheadAttention: StreamAttention,
 }
 

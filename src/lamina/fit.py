@@ -23,16 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool:
-    """Run two samples through the model and the loss, and refuse in one line what does not fit.
+    """Refuse data that do not fit the model and the loss, after a run of two samples; return if there is an accuracy.
 
-    Args:
-        objective: the model and the loss.
-        data: the samples, on the objective's device.
-        name: what messages call the data: "train" or "test".
-        rows: samples whose activations are in memory at once, for the estimate of memory.
-
-    Returns:
-        Whether there is an accuracy for this data.
+    `name` is what messages call the data, "train" or "test". `rows` is the number of samples whose activations are in
+    memory at once, for the estimate of memory.
     """
     check_vocabulary(objective, data, name)
     inputs = prepare(data.x[:2], data.mean, data.std, objective.dtype)
@@ -82,7 +76,7 @@ def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: st
 
 def training_rows(plan: Plan) -> int:
     """Return how many samples' activations one local step keeps, at least: the activation and its gradient."""
-    largest = max(map(len, plan.clients.parts), default=1)
+    largest = int(plan.clients.parts.sizes.max(initial=1))
     return 2 * min(plan.protocol.batch_size or largest, largest)
 
 
@@ -92,13 +86,14 @@ def evaluation_rows(data: Dataset) -> int:
 
 
 def check_clients(algorithm: Algorithm, objective: Objective, data: Dataset, plan: Plan) -> None:
-    """Find what would only fail, or surprise, in some later round."""
+    """Refuse or report what would only show in a later round."""
     first = algorithm.client_init(objective.start, objective.layers)
     if plan.clients.moving is not None and any(value is not None for value in first):
         log.warning("clients keep state between rounds, but 'reallocate' gives them other data in every round")
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in objective.module.modules())
     batch = plan.protocol.batch_size
-    if batch_norm and any((len(part) if batch is None else len(part) % batch) == 1 for part in plan.clients.parts):
+    sizes = plan.clients.parts.sizes
+    if batch_norm and bool(((sizes if batch is None else sizes % batch) == 1).any()):
         one = prepare(data.x[:1], data.mean, data.std, objective.dtype)
         buffers = {n: b.clone() for n, b in objective.buffers.items()}
         with torch.no_grad():

@@ -47,15 +47,15 @@ class Layers:
 
     @classmethod
     def of(cls, module: nn.Module) -> Layers:
-        """The layout of a module's trainable parameters (a tied weight counts once)."""
+        """Return the layout of a module's trainable parameters (a tied weight counts once)."""
         return cls({n: tuple(p.shape) for n, p in module.named_parameters() if p.requires_grad})
 
     def group_names(self, by: Grouping = "tensor") -> tuple[str, ...]:
-        """The names of the layers under a grouping."""
+        """Return the names of the layers under a grouping."""
         return self._names[by]
 
     def group_sizes(self, by: Grouping = "tensor") -> list[int]:
-        """The sizes of the layers under a grouping."""
+        """Return the sizes of the layers under a grouping."""
         return self._sizes[by]
 
     def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
@@ -69,11 +69,11 @@ class Layers:
         return [tensor.reshape(*tensor.shape[: tensor.dim() - axes], -1) for tensor, axes in pairs]
 
     def parts(self) -> list[Layers]:
-        """Every tensor as a layout of its own: what a method does layer by layer can be done part by part."""
+        """Return one layout per tensor: what a method does layer by layer can be done part by part."""
         return [type(self)({name: shape}) for name, shape in self.shapes.items()]
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of [..., p] under the parameters' names and shapes; no copy."""
+        """Return views of [..., p] under the parameters' names and shapes; no copy."""
         lead = flat.shape[:-1]
         pieces = torch.split(flat, self.sizes, dim=-1)
         return {
@@ -82,11 +82,11 @@ class Layers:
         }
 
     def channels_last(self, device: torch.device | str = "cpu") -> ChannelsLast | None:
-        """The layout with the input channels of every convolution kernel innermost, or None if there is none."""
+        """Return the layout with the input channels of every convolution kernel innermost; None without kernels."""
         return ChannelsLast(self.shapes, device) if any(len(shape) == 4 for shape in self.shapes.values()) else None
 
     def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
-        """The Euclidean norm of every layer: [..., p] -> [..., number of layers]."""
+        """Return the Euclidean norm of every layer: [..., p] -> [..., number of layers]."""
         pieces = torch.split(u, self._sizes[by], dim=-1)
         return torch.stack([torch.linalg.vector_norm(piece, dim=-1) for piece in pieces], dim=-1)
 
@@ -100,12 +100,12 @@ class Layers:
         return per_layer.repeat_interleave(self._repeats[key], dim=-1, output_size=self.size)
 
     def matrix_mask(self, like: Tensor) -> Tensor:
-        """[p]: 1 on tensors with two or more axes (weights), 0 on vectors (biases, norm scales)."""
+        """Return [p]: 1 on tensors with two or more axes (weights), 0 on vectors (biases, norm scales)."""
         flags = torch.tensor([float(len(s) >= 2) for s in self.shapes.values()], dtype=like.dtype, device=like.device)
         return self.spread(flags)
 
     def first_nonfinite(self, u: Tensor) -> str | None:
-        """The name of the first tensor that holds a NaN or an infinity, or None."""
+        """Return the name of the first tensor that holds a NaN or an infinity, or None."""
         for name, piece in self.unflatten(u).items():
             if not bool(torch.isfinite(piece).all()):
                 return name
@@ -141,14 +141,14 @@ class ChannelsLast(Layers):
         return super().pieces(moved)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views under the parameters' usual shapes; kernels have their channels innermost in memory."""
+        """Return views under the parameters' usual shapes; kernels have their channels innermost in memory."""
         lead, n = flat.shape[:-1], flat.dim() - 1
-        made = {}
+        tensors = {}
         for (name, shape), piece in zip(self.shapes.items(), torch.split(flat, self.sizes, dim=-1), strict=True):
             if len(shape) == 4:
                 out, inp, kh, kw = shape
                 moved = piece.reshape(*lead, out, kh, kw, inp)
-                made[name] = moved.permute(*range(n), n, n + 3, n + 1, n + 2)
+                tensors[name] = moved.permute(*range(n), n, n + 3, n + 1, n + 2)
             else:
-                made[name] = piece.reshape((*lead, *shape))
-        return made
+                tensors[name] = piece.reshape((*lead, *shape))
+        return tensors

@@ -6,12 +6,13 @@ The bounds are far beyond any real experiment. Estimates of memory are lower bou
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamina.errors import BadInput, is_whole, short_repr
+from lamina.errors import BadInput, is_number, is_whole, short_repr
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,27 @@ def check_count(name: str, value: Any, most: int = MOST, least: int = 1) -> int:
     return int(value)
 
 
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
+) -> float:
+    """Return `value` as a float; refuse all but finite numbers within the bounds.
+
+    >>> check_number("dropout", 0.5, least=0, below=1)
+    0.5
+    """
+    if is_number(value) and math.isfinite(value) and least <= value <= most and above < value < below:
+        return float(value)
+    signs = {">": above, ">=": least, "<": below, "<=": most}
+    bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in signs.items() if math.isfinite(bound))
+    raise BadInput(f"{name} = {short_repr(value)} is not a number {bounds}")
+
+
 def check_seed(seed: Any) -> None:
     """Refuse a seed that is not a whole number, or too long for the name of a folder."""
     if not is_whole(seed) or not LEAST_SEED <= seed <= MOST_SEED:
@@ -45,13 +67,9 @@ def check_seed(seed: Any) -> None:
 
 
 def check_memory(what: str, needed: int, advice: str, device: torch.device | None = None) -> None:
-    """Refuse an allocation that needs more memory than is available.
+    """Refuse an allocation of at least `needed` bytes if less is available on the device (None: the host).
 
-    Args:
-        what: what needs the memory, for the message.
-        needed: bytes, at least.
-        advice: what to do about it.
-        device: where it is allocated; None for the host.
+    `what` names it in the message, `advice` says what to do.
     """
     if needed <= SURELY_FITS:
         return
@@ -81,9 +99,8 @@ def available_bytes(device: torch.device | None = None) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if device is not None and device.type != "cpu":
         return None
-    found = _free_on_host(), _free_in_group(), _free_in_process()
-    known = [bytes_left for bytes_left in found if bytes_left is not None]
-    return min(known) if known else None
+    limits = (_free_on_host(), _free_in_group(), _free_in_process())
+    return min((free for free in limits if free is not None), default=None)
 
 
 def _free_on_host() -> int | None:
@@ -98,7 +115,7 @@ def _free_on_host() -> int | None:
 
 def _free_in_group() -> int | None:
     """Return the memory that a container's limit (Linux control groups, version 2 or 1) leaves; None without one."""
-    found: list[int] = []
+    free: list[int] = []
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
             _, controllers, name = line.split(":", 2)
@@ -111,8 +128,8 @@ def _free_in_group() -> int | None:
             for place in [group, *(outer for outer in group.parents if outer.is_relative_to(root))]:
                 with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
                     limit, used = (int((place / f"memory.{file}").read_text(encoding="ascii")) for file in files)
-                    found.append(max(0, limit - used + _reclaimable(place)))
-    return min(found, default=None)
+                    free.append(max(0, limit - used + _reclaimable(place)))
+    return min(free, default=None)
 
 
 def _free_in_process() -> int | None:

@@ -22,7 +22,7 @@ from lamina.plan import Round
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
 EVALUATION_NUMBERS_GPU = 8 << 20
-MOST_EVALUATED = 16_384  # but not more samples than this: tokens are small, what is made of them is not
+MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
 
 def evaluate(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> dict[str, float]:
@@ -62,8 +62,8 @@ def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) ->
 
 def client_metrics(correct: Tensor, clients: Clients) -> dict[str, float]:
     """Return the accuracy on every client's own training data: how evenly the model serves them."""
-    hits = correct.cpu().numpy()
-    accuracies = np.sort([hits[part].mean() for part in clients.parts])
+    hits, parts = correct.cpu().numpy(), clients.parts
+    accuracies = np.sort(np.add.reduceat(hits[parts.samples], parts.bounds[:-1]) / parts.sizes.astype(hits.dtype))
     worst = max(1, round(0.1 * len(accuracies)))
     return {
         "client_accuracy": float(accuracies.mean()),
@@ -89,7 +89,7 @@ def round_row(
         "bytes_up": report.bytes_up,
         "seconds": seconds,
     }
-    if models is not None:  # the papers' own counting, beside what really travels
+    if models is not None:  # the bytes as the papers count them, beside those sent
         row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
     return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
 

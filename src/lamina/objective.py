@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina import rng
+from lamina.contents import alike, attributes_digest, module_difference, same_tensors
 from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
 from lamina.errors import BadInput, unknown
-from lamina.fingerprint import attributes_digest
 from lamina.layers import Layers
-from lamina.likeness import alike, module_difference, same_tensor
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Buffers = dict[str, Tensor]
@@ -33,19 +31,19 @@ REENTRANT = (
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per-sample cross entropy [n]; any further axes (tokens) are averaged."""
+    """Return the cross entropy of every sample [n]; any further axes (tokens) are averaged."""
     return _per_sample(nn.functional.cross_entropy(outputs, targets, reduction="none"))
 
 
 def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Per-sample squared error [n], averaged over any further axes; outputs must have the targets' shape.
+    """Return the squared error of every sample [n], averaged over any further axes.
 
-    Last axes of length one do not count: outputs [n, 1] fit targets [n].
+    Outputs must have the shape of the targets, but last axes of length one do not count: [n, 1] fits [n].
     """
     if _shape(outputs) != _shape(targets):
         raise BadInput(
-            f"the squared error needs outputs of the targets' shape, and outputs of shape {list(outputs.shape[1:])} "
-            f"a sample meet targets of shape {list(targets.shape[1:])}"
+            f"the squared error needs outputs of the targets' shape, but a sample has outputs of shape "
+            f"{list(outputs.shape[1:])} and targets of shape {list(targets.shape[1:])}"
         )
     return _per_sample((outputs.reshape(targets.shape) - targets) ** 2)
 
@@ -62,7 +60,8 @@ def _per_sample(losses: Tensor) -> Tensor:
     return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
 
-REGRESSION_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)  # no sign is a class
+# with these, the sign of an output says nothing about a class
+REGRESSION_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mean_squared_error}
 
 
@@ -79,9 +78,12 @@ class Objective:
                 raise unknown("loss", loss, LOSSES)
             loss = LOSSES[loss]
         _refuse_unusable_layers(module)
-        self.module = module
-        self.seeded, self.dropouts = with_streams(module)  # what is trained: the module with masks from streams
         self.loss = loss
+        self.module = module
+        # the module that is trained: dropout draws its masks from the clients' random streams
+        self.seeded, self.dropouts = with_streams(module)
+
+        # the flat vector of trainable parameters, where training starts
         self.layers = Layers.of(module)
         trainable = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
         dtypes = {p.dtype for p in trainable.values()}
@@ -91,18 +93,19 @@ class Objective:
         bad = self.layers.first_nonfinite(self.start)
         if bad is not None:
             raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
-        self.dtype = self.start.dtype
+        self.dtype, self.device = self.start.dtype, self.start.device
+
+        # everything else that decides what the module computes
+        self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+        self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
+        self.attributes = attributes_digest(module)  # taken now, because a forward pass may change them
         # a layer the user froze with .eval() in a module that trains (BatchNorm, usually) stays as it is
         self.always_evaluated = {n for n, m in module.named_modules() if not m.training} if module.training else set()
-        self.attributes = attributes_digest(module)  # now: a forward pass may change them
-        self.device = self.start.device
-        self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
+        norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        # without running statistics, a sample's output depends on the samples it is evaluated with
+        self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
         self._other_names = _other_names(module)
         self._gives_sparse_gradients = any(getattr(m, "sparse", False) is True for m in module.modules())
-        self.buffers: Buffers = {n: b.detach().clone() for n, b in module.named_buffers()}
-        norms = (m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        # a sample's output depends on those it is evaluated with
-        self.evaluates_by_batch = any(norm.running_mean is None for norm in norms)
 
     def difference(self, other: Objective) -> str:
         """Return how two objectives differ in more than their weights, or an empty string."""
@@ -117,13 +120,9 @@ class Objective:
             return "their models differ in the layers that stay in evaluation mode"
         if not alike(self.loss, other.loss):
             return "they have different losses"
-        for what, own, theirs in (
-            ("frozen parameters", self.frozen, other.frozen),
-            ("buffers", self.buffers, other.buffers),
-        ):
-            if own.keys() != theirs.keys() or not all(same_tensor(own[name], theirs[name]) for name in own):
-                return f"their models have different {what}"
-        return ""
+        if not same_tensors(self.frozen, other.frozen):
+            return "their models have different frozen parameters"
+        return "" if same_tensors(self.buffers, other.buffers) else "their models have different buffers"
 
     def double(self) -> Objective:
         """Return the same objective in float64."""
@@ -139,9 +138,9 @@ class Objective:
         train: bool,
         streams: Tensor | None = None,
     ) -> Tensor:
-        """The module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do.
+        """Return the module's outputs at parameters x; in training mode `buffers` is updated in place, as modules do.
 
-        `streams`: the random stream [1] that dropout draws its masks from; stream 0 unless given.
+        `streams` is the random stream [1] that dropout draws its masks from; stream 0 unless given.
         """
         outputs: Tensor = self.outputs_at(self.layers.unflatten(x), buffers, inputs, train=train, streams=streams)
         return outputs
@@ -157,17 +156,11 @@ class Objective:
         module: nn.Module | None = None,
         then: Callable[[Tensor], Any] | None = None,
     ) -> Any:
-        """The same, with the parameters by name.
+        """Return what `outputs` returns, with the parameters given by name.
 
-        Args:
-            parameters: by name.
-            buffers: by name.
-            inputs: of a batch.
-            train: whether to run in training mode.
-            streams: see `outputs`.
-            module: a copy of `seeded` to run instead of it.
-            then: a function of the outputs, whose result is returned instead of them. It runs while the module still
-                holds the parameters: a backward pass may run parts of the module again (activation checkpointing).
+        `module` is a copy of `seeded` to run instead of it. `then` is a function of the outputs, whose result is
+        returned instead of them. It runs while the module still holds the parameters: a backward pass may run parts of
+        the module again (activation checkpointing).
         """
         dropouts = self.dropouts if module is None else stream_layers(module)
         module = self.seeded if module is None else module
@@ -178,8 +171,7 @@ class Objective:
             if then is None:
                 return functional_call(module, state, (inputs,), tie_weights=False)
             state = {f"module.{name}": value for name, value in state.items()}
-            finish = functools.partial(_without_streams, dropouts, then)
-            return functional_call(_Followed(module), state, (inputs, finish), tie_weights=False)
+            return functional_call(_Followed(module, dropouts, then), state, (inputs,), tie_weights=False)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise BadInput(ONE_SAMPLE) from error
@@ -188,7 +180,7 @@ class Objective:
             set_streams(dropouts, None)
 
     def streams_or_zeros(self, streams: Tensor | None, clients: int) -> Tensor | None:
-        """Stream 0 for every client where none are given; None if nothing draws from them."""
+        """Return the streams, or stream 0 for every client if none are given; None if no layer draws from them."""
         if streams is None and self.dropouts:
             return torch.zeros(clients, dtype=torch.int64, device=self.device)
         return streams
@@ -247,12 +239,8 @@ class Objective:
         """Return whether each prediction is right (0 or 1), or None where accuracy has no meaning.
 
         The prediction is the largest of at least `classes` outputs a sample; of a single output and labels 0 and 1 it
-        is the output's sign (one logit). The squared error is regression, even on integers: no accuracy.
-
-        Args:
-            outputs: the module's outputs [n, ...].
-            labels: the targets [n, ...].
-            classes: the number of classes of the data set; None: its targets are no labels.
+        is the output's sign (one logit). The squared error is regression, even on integers: no accuracy. `classes` is
+        None if the targets are not labels.
         """
         if classes is None or self.loss is mean_squared_error or isinstance(self.loss, REGRESSION_LOSSES):
             return None
@@ -267,7 +255,7 @@ class Objective:
             parameters = {n: p.clone() for n, p in self.layers.unflatten(self.start).items()}
             buffers = {n: b.clone() for n, b in self.buffers.items()}
             with rng.forked(inputs.device), torch.no_grad(), contextlib.suppress(Exception):
-                self.outputs_at(parameters, buffers, inputs, train=train)  # whoever trains reports what it raises
+                self.outputs_at(parameters, buffers, inputs, train=train)  # an error is raised again in training
             for name, parameter in parameters.items():
                 if parameter._version > 0:
                     return name
@@ -291,18 +279,14 @@ class Objective:
 class _Followed(nn.Module):
     """A module and a function of its outputs that runs as part of the forward pass."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, dropouts: Sequence[FromStreams], then: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.dropouts, self.then = module, dropouts, then
 
-    def forward(self, inputs: Tensor, then: Callable[[Tensor], Any]) -> Any:
-        return then(self.module(inputs))
-
-
-def _without_streams(dropouts: Sequence[FromStreams], then: Callable[[Tensor], Any], outputs: Tensor) -> Any:
-    """Call the function after the streams are taken away: a dropout layer that runs again would draw other masks."""
-    set_streams(dropouts, None)
-    return then(outputs)
+    def forward(self, inputs: Tensor) -> Any:
+        outputs = self.module(inputs)
+        set_streams(self.dropouts, None)  # a dropout layer that runs again would draw other masks
+        return self.then(outputs)
 
 
 class _WithDenseGradient(torch.autograd.Function):

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import builtins
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from lamina import rng
-from lamina.clients import Clients, Indices
+from lamina.clients import Clients
+from lamina.data.partitions import Indices
 from lamina.errors import BadInput
 from lamina.limits import check_memory
 from lamina.protocol import Protocol
 from lamina.text import plural
 
-MOST_REDRAWS = 10_000  # of an empty Bernoulli cohort
-PLAN_COPIES = 2.5  # of a round's orders and batches, in memory at once while it is planned: measured
+MOST_REDRAWS = 10_000  # draws of a Bernoulli cohort, which may be empty
+PLAN_COPIES = 2.5  # copies of a round's orders and batches in memory while it is planned, as measured
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Round:
     lr: float
     participation: float  # |S| / N
     cohort: Indices  # [C] client ids, ascending
-    samples: list[Indices]  # every active client's data
+    samples: Sequence[Indices]  # every active client's data
     index: Indices  # [C, K, B] sample indices; positions at or past `filled` repeat a valid index
     filled: Indices  # [C, K] how many of the B are real; 0: the client has no such step
     streams: Indices  # [C] random streams of the clients in this round, for augmentation and dropout
@@ -63,8 +65,8 @@ def sample_counters(steps: int, width: int) -> Indices:
 
 def dropout_streams(streams: Indices, steps: int) -> Indices:
     """Return the random stream of every local step's dropout masks [rows, steps] from the clients' streams [rows]."""
-    own = rng.fork(streams, -1)  # no sample's counter is negative, so augmentation draws other numbers
-    return np.asarray(rng.fork(own[:, None], np.arange(steps, dtype=np.int64)), dtype=np.int64)
+    dropout = rng.fork(streams, -1)  # no sample's counter is negative, so augmentation draws other numbers
+    return np.asarray(rng.fork(dropout[:, None], np.arange(steps, dtype=np.int64)), dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -75,19 +77,18 @@ class Plan:
     protocol: Protocol
 
     def cohort(self, round: int) -> Indices:
-        """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability."""
-        n = self.clients.count
+        """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability.
+
+        The time it takes depends on the size of the cohort, not on the number of clients.
+        """
+        n, fraction, seed = self.clients.count, self.protocol.participation, self.protocol.seed
         if self.protocol.sampling == "exact":
-            size = max(1, builtins.round(self.protocol.participation * n))
-            order = rng.permutation(rng.key(self.protocol.seed, "cohort", round), n)
-            return np.sort(order[:size])
-        for attempt in range(MOST_REDRAWS):  # an empty draw is thrown again
-            active = rng.uniform(rng.key(self.protocol.seed, "cohort", round, attempt), n) < self.protocol.participation
-            if active.any():
-                return np.flatnonzero(active).astype(np.int64)
-        raise BadInput(
-            f"participation = {self.protocol.participation:g} of {plural(n, 'client')} draws nobody: raise it"
-        )
+            return rng.sample(rng.key(seed, "cohort", round), n, max(1, builtins.round(fraction * n)))
+        for attempt in range(MOST_REDRAWS):  # an empty cohort is drawn again
+            cohort = rng.coins(rng.key(seed, "cohort", round, attempt), n, fraction)
+            if len(cohort):
+                return cohort
+        raise BadInput(f"participation = {fraction:g} of {plural(n, 'client')} draws no client: raise it")
 
     def same_rounds(self, other: Plan) -> bool:
         """Return whether all rounds of two plans are the same, except for their learning rates."""
@@ -98,51 +99,48 @@ class Plan:
         cohort = self.cohort(number)
         return self.round_of(number, cohort, self.clients.samples(number, cohort))
 
-    def round_of(self, number: int, cohort: Indices, samples: list[Indices]) -> Round:
+    def round_of(self, number: int, cohort: Indices, samples: Sequence[Indices]) -> Round:
         """Return the plan of a round for these clients and their samples.
 
         What a client does depends on its own number and samples alone: a client that knows only itself gets the same
         batches as in a plan of the whole cohort.
         """
         sizes = np.array([len(s) for s in samples], dtype=np.int64)
-        lr = self.protocol.rate(number)
-        # a huge batch size means the whole client, not huge arrays
-        width = (
-            int(sizes.max()) if self.protocol.batch_size is None else min(self.protocol.batch_size, int(sizes.max()))
-        )
-        per_epoch, steps = self.protocol.steps_per_epoch(sizes), self.protocol.steps(sizes)
-        passes = int((-(-steps // per_epoch)).max())
-        numbers = len(cohort) * (passes * int(sizes.max()) + int(steps.max()) * width)
+        largest = int(sizes.max())
+        width = min(self.protocol.batch_size or largest, largest)  # B; None and huge batch sizes mean the whole client
+        per_epoch, steps = self.protocol.steps_per_epoch(sizes), self.protocol.steps(sizes)  # [C] each
+        most_steps = int(steps.max())  # K
+        passes = int((-(-steps // per_epoch)).max())  # over a client's samples, the last of them perhaps not complete
+        numbers = len(cohort) * (passes * largest + most_steps * width)
         check_memory(
-            f"round {number} of {plural(len(cohort), 'client')}, up to {plural(int(steps.max()), 'local step')} of "
+            f"round {number} of {plural(len(cohort), 'client')}, up to {plural(most_steps, 'local step')} of "
             f"{plural(width, 'sample')},",
             int(PLAN_COPIES * numbers * np.dtype(np.int64).itemsize),
             "lower local_steps, epochs or participation",
         )
 
-        # [C, passes, n]: every client's samples in a fresh order for every pass
-        order_streams = rng.fork(rng.key(self.protocol.seed, "batches", number), cohort)[:, None, None]
-        order_streams = rng.fork(order_streams, np.arange(passes, dtype=np.int64)[None, :, None])
-        positions = np.arange(sizes.max(), dtype=np.int64)
-        keys = rng.bits(order_streams, positions)
-        beyond = positions >= sizes[:, None, None]  # the last in any order: larger than any of 53 bits
-        order = rng.order(np.where(beyond, (1 << 53) + positions, keys))
+        # A fresh order of every client's samples for every pass [C, passes, largest]: random keys are sorted. Positions
+        # that a smaller client does not have come last, because their keys exceed the 53 bits of the random ones.
+        streams = rng.fork(rng.key(self.protocol.seed, "batches", number), cohort)[:, None, None]
+        streams = rng.fork(streams, np.arange(passes, dtype=np.int64)[None, :, None])
+        positions = np.arange(largest, dtype=np.int64)
+        keys = rng.bits(streams, positions)
+        order = rng.order(np.where(positions < sizes[:, None, None], keys, (1 << 53) + positions))
 
-        # step k of client c takes positions [start, start + B) of pass k // per_epoch
-        k = np.arange(steps.max(), dtype=np.int64)[None, :]
-        start = (k % per_epoch[:, None]) * width  # no client has more samples than `width` unless that is batch_size
+        # Step k of client c takes the positions [start, start + B) in the order of pass k // per_epoch.
+        c, k = np.arange(len(cohort))[:, None, None], np.arange(most_steps, dtype=np.int64)[None, :]
+        start = (k % per_epoch[:, None]) * width
         filled = np.where(k < steps[:, None], np.clip(sizes[:, None] - start, 0, width), 0)
+        which_pass = np.minimum(k // per_epoch[:, None], passes - 1)[..., None]
         at = np.minimum(start[..., None] + np.arange(width), sizes[:, None, None] - 1)
-        c = np.arange(len(cohort))[:, None, None]
-        padded = np.zeros((len(cohort), int(sizes.max())), dtype=np.int64)
+        padded = np.zeros((len(cohort), largest), dtype=np.int64)
         for row, ids in zip(padded, samples, strict=True):
             row[: len(ids)] = ids
-        which_pass = np.minimum(k // per_epoch[:, None], passes - 1)[..., None]
         index = padded[c, order[c, which_pass, at]]
 
         return Round(
             number=number,
-            lr=lr,
+            lr=self.protocol.rate(number),
             participation=len(cohort) / self.clients.count,
             cohort=cohort,
             samples=samples,

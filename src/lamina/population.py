@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from lamina.algorithms.contract import Algorithm, options
+from lamina.contents import alike, same_tensor
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Member, Stacked
@@ -17,8 +18,8 @@ from lamina.engines.stacked.steps import works_by_layer
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged
 from lamina.history import History, Row
-from lamina.likeness import alike, same_tensor
 from lamina.limits import check_count
+from lamina.metrics import refuse_nonfinite
 from lamina.plan import Round
 from lamina.simulation import Simulation, evaluate_together
 
@@ -30,7 +31,7 @@ class Population:
 
     They may also differ in `clip`, `weighting`, the test data and all that the round plan decides but `batch_size`.
     What they must share (the training data, the model, the algorithm, ...) is compared; a difference is refused by
-    name. A member that diverges is frozen and reported in `diverged`, the others go on. Seconds of a round are
+    name. A member that diverges is frozen and reported in `diverged`, the others continue. Seconds of a round are
     shared equally among its members.
 
     >>> import torch, lamina
@@ -52,7 +53,7 @@ class Population:
             problem = mismatch(self.simulations[0], simulation)
             if problem:
                 raise BadInput(f"simulations 0 and {i} cannot be stacked: {problem}")
-        # members that differ in no more than rates and options share one plan: making it is the host's longest task
+        # members that differ only in rates and options share one plan: computing it is the host's longest task
         plans = [simulation.plan for simulation in self.simulations]
         self._same_rounds = [next(j for j, other in enumerate(plans) if other.same_rounds(plan)) for plan in plans]
 
@@ -69,16 +70,16 @@ class Population:
         engine = self.simulations[0].engine
         assert isinstance(engine, Stacked)
         rows: dict[int, Row] = {}
-        going = [i for i in range(len(self.simulations)) if i not in self.diverged]
-        if not going:
+        active = [i for i in range(len(self.simulations)) if i not in self.diverged]
+        if not active:
             return rows
         started = time.perf_counter()
-        chosen = [self.simulations[i] for i in going]
-        leaders = {self._same_rounds[i]: self.simulations[i] for i in reversed(going)}
+        chosen = [self.simulations[i] for i in active]
+        leaders = {self._same_rounds[i]: self.simulations[i] for i in reversed(active)}
         plans = {leader: simulation.next_plan() for leader, simulation in leaders.items()}
         members = [
             Member(s.algorithm, s.state, replace(plan, lr=s.protocol.rate(plan.number)), s.protocol)
-            for i, s in zip(going, chosen, strict=True)
+            for i, s in zip(active, chosen, strict=True)
             for plan in [plans[self._same_rounds[i]]]
         ]
 
@@ -90,9 +91,9 @@ class Population:
         first = self.simulations[0]
         with arithmetic(first.precision, first.deterministic):
             outcomes = engine.run_members(members)
-        seconds = (time.perf_counter() - started) / len(going)
+        seconds = (time.perf_counter() - started) / len(active)
         finished: list[tuple[int, Round, RoundReport]] = []
-        for i, member, outcome in zip(going, members, outcomes, strict=True):
+        for i, member, outcome in zip(active, members, outcomes, strict=True):
             if isinstance(outcome, Diverged):
                 self.diverged[i] = outcome
             else:
@@ -102,7 +103,7 @@ class Population:
         for (i, plan, report), metrics in zip(finished, evaluated, strict=True):
             rows[i] = self.simulations[i].record(plan, report, seconds, metrics)
             try:
-                self.simulations[i].refuse_nonfinite(rows[i])
+                refuse_nonfinite(rows[i])
             except Diverged as error:
                 self.diverged[i] = error
         return rows

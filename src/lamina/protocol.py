@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,10 +18,13 @@ from numpy.typing import NDArray
 from lamina.aggregation import MEAN, Aggregation, as_aggregation, name_of
 from lamina.algorithms.contract import Algorithm
 from lamina.data.feed import Augment
-from lamina.errors import BadInput, is_number, nearest, short_repr, unknown
-from lamina.limits import MOST, MOST_BATCH, check_count, check_seed
+from lamina.errors import BadInput, nearest, short_repr, unknown
+from lamina.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
 from lamina.objective import LOSSES, Loss
 from lamina.schedules import CONSTANT, Schedule, make_schedule
+
+Sampling = Literal["exact", "bernoulli"]
+Weighting = Literal["clients", "examples"]
 
 # settings that a client does not need: the server acts on them, or the loss is the node's own function
 SERVER_SETTINGS = ("schedule", "participation", "sampling", "weighting", "aggregation", "loss")
@@ -34,41 +37,34 @@ class Settings(TypedDict, total=False):
     lr: float | None
     schedule: Schedule | str
     participation: float
-    sampling: Literal["exact", "bernoulli"]
+    sampling: Sampling
     batch_size: int | None
     epochs: int | None
     local_steps: int | None
     clip: float | None
-    weighting: Literal["clients", "examples"]
+    weighting: Weighting
     aggregation: Aggregation | str
     loss: str | Loss
     augmentation: Augment | None
     seed: int
 
 
-def _number(default: Any = dataclasses.MISSING, *, most: float | None = None) -> Any:
-    """A number above zero, at most `most`."""
-    return field(default=default, metadata={"gt": 0, "le": most})
-
-
-def _count(default: int | None, most: int = MOST) -> Any:
-    """A whole number from 1 to `most`."""
-    return field(default=default, metadata={"ge": 1, "le": most})
-
-
 @dataclass(frozen=True)
 class Protocol:
-    """The settings of training. See `lamina.Simulation` for what each of them means."""
+    """The settings of training. See `lamina.Simulation` for what each of them means.
 
-    lr: float = _number()
+    The metadata are bounds in pydantic's words, for the settings that the `[train]` section takes over as they are.
+    """
+
+    lr: float
     schedule: Schedule = CONSTANT
-    participation: float = _number(1.0, most=1)
-    sampling: Literal["exact", "bernoulli"] = "exact"
-    batch_size: int | None = _count(32, most=MOST_BATCH)  # None: all of a client's samples
-    epochs: int | None = _count(None)  # None: 1, unless local_steps is given
-    local_steps: int | None = _count(None)
-    clip: float | None = _number(None)
-    weighting: Literal["clients", "examples"] = "clients"
+    participation: float = 1.0
+    sampling: Sampling = "exact"
+    batch_size: int | None = 32  # None: all of a client's samples
+    epochs: int | None = None  # None: 1, unless local_steps is given
+    local_steps: int | None = field(default=None, metadata={"ge": 1, "le": MOST})
+    clip: float | None = field(default=None, metadata={"gt": 0})
+    weighting: Weighting = "clients"
     aggregation: Aggregation = MEAN
     loss: str | Loss = "cross_entropy"
     augmentation: Augment | None = None
@@ -76,8 +72,16 @@ class Protocol:
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
-        for each in fields(self):
-            _check(each, getattr(self, each.name))
+        check_number("lr", self.lr, above=0)
+        check_number("participation", self.participation, above=0, most=1)
+        if self.clip is not None:
+            check_number("clip", self.clip, above=0)
+        for name, most in (("batch_size", MOST_BATCH), ("epochs", MOST), ("local_steps", MOST)):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name), most)
+        for name, choices in (("sampling", get_args(Sampling)), ("weighting", get_args(Weighting))):
+            if getattr(self, name) not in choices:
+                raise unknown(name, str(getattr(self, name)), choices)
         if not callable(getattr(self.schedule, "factor", None)):
             raise BadInput(
                 f"schedule = {self.schedule!r} is neither a name nor a schedule such as lamina.schedules.Cosine(100)"
@@ -95,10 +99,10 @@ class Protocol:
     @classmethod
     def of(cls, algorithm: Algorithm, settings: Mapping[str, Any]) -> Protocol:
         """Return the protocol with these settings; the default learning rate is the algorithm's."""
-        known = [each.name for each in fields(cls)]
+        names = [each.name for each in fields(cls)]
         for name in settings:
-            if name not in known:
-                raise BadInput(f"there is no setting '{name}'{nearest(name, known)}")
+            if name not in names:
+                raise BadInput(f"there is no setting '{name}'{nearest(name, names)}")
         given = dict(settings)
         if given.get("lr") is None:
             given["lr"] = algorithm.card.lr
@@ -169,26 +173,8 @@ class Protocol:
         }
 
 
-def _check(each: dataclasses.Field[Any], value: Any) -> None:
-    """Refuse a value that is not one of the choices, or out of bounds."""
-    hint = get_type_hints(Protocol)[each.name]
-    if value is None and type(None) in get_args(hint):
-        return
-    if "gt" in each.metadata:
-        most = each.metadata["le"]
-        if not is_number(value):
-            raise BadInput(f"{each.name} = {short_repr(value)} is not a number")
-        if not (math.isfinite(value) and 0 < value <= (math.inf if most is None else most)):
-            kind = "a positive number" if most is None else f"a fraction in (0, {most}]"
-            raise BadInput(f"{each.name} = {value} is not {kind}")
-    elif "ge" in each.metadata:
-        check_count(each.name, value, each.metadata["le"])
-    elif each.name in ("sampling", "weighting") and value not in get_args(hint):
-        raise unknown(each.name, value, get_args(hint))
-
-
 def schedule_name(schedule: Schedule) -> str:
-    """Return a schedule's name; a user-defined one that is no dataclass is told by its first rates, too."""
+    """Return a schedule's name; a user-defined one that is no dataclass is identified by its first rates, too."""
     name = type(schedule).__name__.lower()
     if dataclasses.is_dataclass(schedule):
         return name

@@ -9,6 +9,7 @@ operations that numpy and torch share, so the host and a GPU draw the same numbe
 
 from __future__ import annotations
 
+import math
 import random
 import zlib
 from collections.abc import Iterator
@@ -101,19 +102,53 @@ def permutation(stream: int, n: int) -> NDArray[np.int64]:
     return order(np.asarray(bits(stream, np.arange(n, dtype=np.int64))))
 
 
+def sample(stream: int, n: int, size: int) -> NDArray[np.int64]:
+    """Return `size` different numbers of ``range(n)``, ascending, in O(size) time; every subset is equally likely.
+
+    >>> sample(key(0, "doc"), 3, 3)
+    array([0, 1, 2])
+    """
+    if 2 * size > n:  # leave out the others, which are fewer
+        chosen = np.ones(n, dtype=bool)
+        chosen[sample(stream, n, n - size)] = False
+        return np.flatnonzero(chosen)
+    draws = 2 * size  # contain `size` different numbers nearly always
+    while True:
+        numbers, first_draws = np.unique(bits(stream, np.arange(draws, dtype=np.int64)) % n, return_index=True)
+        if len(numbers) >= size:
+            return np.sort(numbers[np.argsort(first_draws)[:size]])
+        draws *= 2
+
+
+def coins(stream: int, n: int, p: float) -> NDArray[np.int64]:
+    """Return the numbers of ``range(n)`` whose coin shows heads, each with probability `p`, in O(n p) time.
+
+    It draws the gaps between heads, which have a geometric distribution, instead of n coins.
+    """
+    if p >= 1:
+        return np.arange(n, dtype=np.int64)
+    draws = 16 + int(1.5 * n * p)
+    while True:
+        tails = np.floor(np.log(1 - uniform(stream, draws)) / math.log1p(-p))  # before the next head
+        heads = np.cumsum(np.minimum(tails, n) + 1) - 1
+        if heads[-1] >= n:
+            return heads[heads < n].astype(np.int64)
+        draws *= 2
+
+
 def order(keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the order that sorts keys along the last axis. Ties, which practically never occur, keep their order."""
-    made = np.argsort(keys, axis=-1)  # many times as fast as a stable sort, and the same if no two keys are equal
-    ranked = np.take_along_axis(keys, made, axis=-1)
+    quick = np.argsort(keys, axis=-1)  # many times as fast as a stable sort, and the same if no two keys are equal
+    ranked = np.take_along_axis(keys, quick, axis=-1)
     if bool((ranked[..., 1:] == ranked[..., :-1]).any()):
         return np.argsort(keys, axis=-1, kind="stable")
-    return made
+    return quick
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
     """Return a numpy generator for the few draws with no simple closed form (Dirichlet proportions).
 
-    It is made afresh for one (seed, purpose, counters) and thrown away, so it carries no position.
+    Create one for each (seed, purpose, counters) and discard it, so that it carries no position.
     """
     return np.random.Generator(np.random.Philox(key=key(seed, purpose, *counters) % _WORD))
 

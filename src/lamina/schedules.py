@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lamina.errors import BadInput, is_number, is_whole, nearest, short_repr, unknown
+from lamina.errors import BadInput, is_whole, short_repr
+from lamina.limits import check_number
+from lamina.named import create_named
 
 
 class Schedule(Protocol):
@@ -15,7 +16,6 @@ class Schedule(Protocol):
 
     def factor(self, round: int) -> float:
         """Return what the base rate is multiplied by in this round (rounds count from 1)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Exponential:
     gamma: float = 0.998
 
     def __post_init__(self) -> None:
-        _check_numbers(self, gamma=self.gamma)
+        check_number("schedule 'exponential': gamma", self.gamma, above=0)
 
     def factor(self, round: int) -> float:
         """Return gamma^(round - 1)."""
@@ -52,7 +52,7 @@ class Milestones:
     gamma: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_numbers(self, gamma=self.gamma)
+        check_number("schedule 'milestones': gamma", self.gamma, above=0)
         if not isinstance(self.at, tuple | list) or not all(is_whole(m) for m in self.at):
             raise BadInput(f"schedule 'milestones': at = {short_repr(self.at)} is not a list of whole rounds")
 
@@ -69,23 +69,13 @@ class Cosine:
     floor: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self, rounds=self.rounds)
-        if not is_number(self.floor) or not 0 <= self.floor <= 1:
-            raise BadInput(f"schedule 'cosine': floor = {self.floor!r} is not a fraction in [0, 1]")
+        check_number("schedule 'cosine': rounds", self.rounds, above=0)
+        check_number("schedule 'cosine': floor", self.floor, least=0, most=1)
 
     def factor(self, round: int) -> float:
         """Return floor + (1 - floor) (1 + cos(pi (round - 1) / rounds)) / 2."""
         done = min(1.0, (round - 1) / self.rounds)
         return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _check_numbers(schedule: Schedule, **values: Any) -> None:
-    """Refuse anything but positive finite numbers."""
-    for name, value in values.items():
-        if not is_number(value) or not math.isfinite(value) or value <= 0:
-            raise BadInput(
-                f"schedule '{type(schedule).__name__.lower()}': {name} = {short_repr(value)} is not a number > 0"
-            )
 
 
 SCHEDULES: dict[str, type[Any]] = {
@@ -102,13 +92,5 @@ def make_schedule(name: str, **options: Any) -> Schedule:
     >>> [round(make_schedule("milestones", at=(2,)).factor(r), 3) for r in (1, 2, 3)]
     [1.0, 0.1, 0.1]
     """
-    if name not in SCHEDULES:
-        raise unknown("schedule", name, SCHEDULES)
-    known = [field.name for field in dataclasses.fields(SCHEDULES[name])]
-    for option in options:
-        if option not in known:
-            raise BadInput(f"schedule '{name}' has no option '{option}'{nearest(option, known)}")
-    if name == "cosine" and "rounds" not in options:
-        raise BadInput("schedule 'cosine' needs rounds >= 1, the round at which it ends")
-    made: Schedule = SCHEDULES[name](**options)
-    return made
+    schedule: Schedule = create_named("schedule", SCHEDULES, name, options)
+    return schedule

@@ -109,6 +109,8 @@ class Simulation:
         if precision not in get_args(Precision):
             raise unknown("precision", precision, get_args(Precision))
         check_count("evaluate_every", evaluate_every)
+
+        # what trains, by which settings, where
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
         rehearse(self.algorithm)
         self.protocol = Protocol.of(self.algorithm, settings)
@@ -116,21 +118,25 @@ class Simulation:
         check_model_fits(model, self.device)
         self.objective = Objective(copy.deepcopy(model).to(self.device), self.protocol.loss)
         self.objective.refuse_rate(self.protocol.lr)
+
+        # the data, and which client trains on which of them in a round
         self.train_data = as_dataset(train).to(self.device)
         self.test_data = None if test is None else as_dataset(test).to(self.device)
         if self.protocol.loss == "cross_entropy" and self.train_data.classes is None:
             raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
         self.plan = Plan(deal(self.train_data, clients, partition, self.protocol.seed), self.protocol)
+
+        # the engine; another simulation lends the engine it has chosen, compiled and measured
         self.precision, self.deterministic = usable_precision(precision, self.device), deterministic
         if deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         lender = engine if isinstance(engine, Simulation) else None
         self.engine_name: str = engine.engine_name if isinstance(engine, Simulation) else engine
-        self.metric = "loss"  # what tells how good the model is: "accuracy" where the model and data have one
+        self.metric = "loss"  # or "accuracy", where the model and data have one
         with rng.forked(self.device, seed=0):  # the module runs, and may draw random numbers itself
             self._check_fit(client_metrics)
             if lender is None or not lender.plan.same_rounds(self.plan):
-                self.plan.round(1)  # a plan that cannot be made is refused here, not in round 1
+                self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 self.engine_name,
                 self.precision,
@@ -141,12 +147,12 @@ class Simulation:
                 protocol=self.protocol,
                 record_trust_ratios=trust_ratios,
             )
-        self.evaluate_every = evaluate_every
-        self.client_metrics = client_metrics
+
+        self.evaluate_every, self.client_metrics = evaluate_every, client_metrics
         self.state, _ = self.start()
         self.history = History()
         self._checkpoints: Checkpoints | None = None
-        self._planned: Round | None = None  # the next round's plan, if it was made ahead
+        self._planned: Round | None = None  # the next round's plan, if it was computed ahead
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds; `on_round` is called with every finished round's metrics."""
@@ -155,7 +161,7 @@ class Simulation:
             row = self.run_round(evaluate=self.state.round + 1 == last)
             if on_round is not None:
                 on_round(row)
-            self.refuse_nonfinite(row)
+            refuse_nonfinite(row)
         return self.history
 
     def run_round(self, *, evaluate: bool = False) -> Row:
@@ -180,9 +186,9 @@ class Simulation:
         return planned
 
     def plan_ahead(self) -> None:
-        """Plan the round after the current one, while a GPU works on that."""
+        """Plan the round after the current one while a GPU works on the current one."""
         if self._planned is None:
-            with contextlib.suppress(BadInput):  # if there is no such round, it is not the time to say so
+            with contextlib.suppress(BadInput):  # raised again if that round is reached
                 self._planned = self.plan.round(self.state.round + 2)
 
     def save(self, folder: str | Path) -> None:
@@ -197,14 +203,15 @@ class Simulation:
         self._checkpoints.save(self.state, self.history)
 
     def restore(self, folder: str | Path) -> None:
-        """Restore the newest checkpoint, with its history, of a simulation made with the same arguments.
+        """Restore the newest checkpoint, with its history, of a simulation with the same arguments.
 
         A checkpoint of other settings is refused. Device, engine, precision, test data and evaluation may differ.
         """
         from lamina.storage.checkpoint import Checkpoints, load_newest
 
         checkpoints = Checkpoints(Path(folder), self._identity())
-        home = torch.device("cpu") if isinstance(self.engine, Stacked) else None  # it takes the records it needs
+        # the stacked engine moves the client states that it needs to its device
+        home = torch.device("cpu") if isinstance(self.engine, Stacked) else None
         loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds(), home=home)
         if loaded is None:
             raise BadInput(f"no checkpoint of this simulation in '{folder}'")
@@ -226,10 +233,6 @@ class Simulation:
         self.history.append(row)
         return row
 
-    def refuse_nonfinite(self, row: Row) -> None:
-        """Raise `Diverged` if the test loss is not finite although the weights are; the row is kept."""
-        refuse_nonfinite(row)
-
     @property
     def model(self) -> nn.Module:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
@@ -249,17 +252,15 @@ class Simulation:
     def metrics(self, measured: Tensor | None) -> dict[str, float]:
         """Return the measured values by name, with the client metrics if enabled."""
         metrics = {} if measured is None else named(measured)
-        return metrics | self._client_metrics() if self.client_metrics else metrics
-
-    def _client_metrics(self) -> dict[str, float]:
-        """Return how evenly the model serves the clients: its accuracy on each client's own training data."""
-        with arithmetic(self.precision, self.deterministic):
-            _, correct = predict(self.objective, self.state.server.x, self.state.buffers, self.train_data)
-        assert correct is not None  # checked when the simulation was made
-        return client_metrics(correct, self.plan.clients)
+        if self.client_metrics:
+            with arithmetic(self.precision, self.deterministic):
+                _, correct = predict(self.objective, self.state.server.x, self.state.buffers, self.train_data)
+            assert correct is not None  # checked when the simulation was created
+            metrics |= client_metrics(correct, self.plan.clients)
+        return metrics
 
     def _check_fit(self, client_metrics: bool) -> None:
-        """Refuse a model that does not fit the data when the simulation is made, not in round 1."""
+        """Refuse a model that does not fit the data when the simulation is created, not in round 1."""
         if check_fit(self.objective, self.train_data, "train", training_rows(self.plan)):
             self.metric = "accuracy"
         if self.test_data is not None:
@@ -275,11 +276,11 @@ class Simulation:
 def evaluate_together(simulations: Sequence[Simulation], *, always: bool = False) -> list[dict[str, float]]:
     """Evaluate the simulations that are due, or all of them; start every one before waiting for a GPU."""
     started = time.perf_counter()
-    due = [always or simulation.state.round % simulation.evaluate_every == 0 for simulation in simulations]
-    measured = [one.measure() if turn else None for one, turn in zip(simulations, due, strict=True)]
-    metrics = [one.metrics(m) if turn else {} for one, m, turn in zip(simulations, measured, due, strict=True)]
-    share = {"evaluation_seconds": (time.perf_counter() - started) / max(1, sum(due))}
-    return [found | share if turn else {} for found, turn in zip(metrics, due, strict=True)]
+    due = [one for one in simulations if always or one.state.round % one.evaluate_every == 0]
+    measured = {one: one.measure() for one in due}
+    metrics = {one: one.metrics(values) for one, values in measured.items()}
+    seconds = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}
+    return [metrics[one] | seconds if one in metrics else {} for one in simulations]
 
 
 def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:

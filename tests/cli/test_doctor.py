@@ -107,7 +107,7 @@ def test_a_data_directory_that_does_not_exist(monkeypatch, capsys):
 
 
 def test_an_incomplete_set_is_named(capsys):
-    names = [file.name for file in (*idx.MNIST.train, *idx.MNIST.test)]
+    names = [file.name for file in idx.MNIST.releases[0].files]
     touch(f"data/MNIST/raw/{names[0]}.gz", f"data/MNIST/raw/{names[1]}")
     found = examined(capsys)
     assert found["data"]["mnist"] == {"at": "data/MNIST/raw", "missing": names[2:]}

@@ -21,7 +21,7 @@ from lamina.data import (
     partition_picture,
     split_dataset,
 )
-from lamina.data.partitions import Shards, describe
+from lamina.data.partitions import Parts, Shards, describe
 from lamina.errors import BadInput
 
 quick = settings(deadline=None, max_examples=60)
@@ -194,6 +194,19 @@ def test_a_shard_is_a_stretch_of_the_sorted_labels():
     assert sum(len(part) for part in parts) == 28
 
 
+def test_parts_behave_like_a_list_of_arrays():
+    parts = IID().split(None, 4, 0, samples=10)
+    assert len(parts) == 4
+    assert [part.tolist() for part in parts] == [parts[i].tolist() for i in range(4)]
+    assert parts[-1].tolist() == parts[3].tolist()
+    assert [part.tolist() for part in parts[1:3]] == [parts[1].tolist(), parts[2].tolist()]
+    assert parts.sizes.tolist() == [3, 3, 2, 2]
+    with pytest.raises(IndexError):
+        parts[4]
+    assert parts == Parts.of([np.array(part) for part in parts])
+    assert parts != IID().split(None, 4, 1, samples=10)
+
+
 def test_by_column_makes_one_client_per_value():
     columns = {"writer": np.array(["b", "a", "b", "c", "a"])}
     parts = ByColumn("writer").split(None, None, 0, columns)
@@ -264,7 +277,7 @@ LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2])
         (lambda: make("iid", alpha=1), "it has none"),
         (lambda: make("by-column"), "needs the option 'column'"),
         (lambda: make("reallocate", base="clases"), "did you mean 'classes'"),
-        (lambda: make("reallocate", k=2), "iid has no option 'k'"),
+        (lambda: make("reallocate", k=2), "'iid' has no option 'k'"),
     ],
 )
 def test_impossible_requests_are_refused_in_one_line(attempt, message):

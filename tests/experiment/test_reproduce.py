@@ -1,5 +1,6 @@
 """Papers' claims: every file that comes with lamina can run, and a claim gets the verdict it deserves."""
 
+import dataclasses
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import helpers
 from lamina import BadInput, History, Simulation
 from lamina.cli import reproduce
 from lamina.data import idx, sources
+from lamina.data.files import PublishedFile
 from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_algorithm, build_partition, build_schedule
 from lamina.experiment.compare import Entry, points_of, with_algorithm
@@ -425,7 +427,7 @@ def write_mnist(folder, samples):
         for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
             head = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
             (folder / f"{stem}-{kind}-ubyte").write_bytes(head + array.tobytes())
-            files.append(idx.IdxFile(f"{stem}-{kind}-ubyte", array.shape, None, None))
+            files.append(PublishedFile(f"{stem}-{kind}-ubyte", array.shape))
         parts.append(tuple(files))
     return parts
 
@@ -433,7 +435,8 @@ def write_mnist(folder, samples):
 @pytest.mark.parametrize("name", ["lamb-mnist-cnn-noniid-e1-code", "lamb-mnist-cnn-noniid-e1"])
 def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch, capsys, name):
     train, test = write_mnist(here / "data" / "mnist", (2500, 600))
-    files = idx.IdxSet("mnist", ("mnist",), 0.1307, 0.3081, train, test)
+    release = dataclasses.replace(idx.MNIST.releases[0], train=train, test=test)
+    files = dataclasses.replace(idx.MNIST, releases=(release,))
     whole = sources.SOURCES["mnist"]
     sources.SOURCES["mnist"] = type(whole)(whole.description, files.read, whole.files)
     monkeypatch.setenv("LAMINA_DATA", str(here / "data"))

@@ -1,4 +1,4 @@
-"""`Dataset`: tensors indexed by sample, made from arrays, tensors or a Hugging Face data set."""
+"""`Dataset`: tensors indexed by sample, from arrays, tensors or a Hugging Face data set."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class Dataset:
         classes = int(labels.max()) + 1 if self.classes is None else int(self.classes)
         bad = torch.nonzero((labels < 0) | (labels >= classes)).flatten()
         if len(bad):
-            known = f"0..{classes - 1}" if self.classes is not None else "0, 1, 2, ..."
-            raise BadInput(f"{self.name}: the label of sample {int(bad[0])} is not one of {known}")
+            valid = f"0..{classes - 1}" if self.classes is not None else "0, 1, 2, ..."
+            raise BadInput(f"{self.name}: the label of sample {int(bad[0])} is not one of {valid}")
         object.__setattr__(self, "y", labels)
         object.__setattr__(self, "classes", classes)
 

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from lamina.errors import BadInput
+from lamina.limits import check_count
+
+MOST_PADDING = 1024  # pixels
 
 
 def prepare(
@@ -41,14 +44,9 @@ def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
 def augment(x: Tensor, keys: Tensor, pad: int, flip: bool) -> Tensor:
     """Random crop after zero padding, then horizontal flip with probability 1/2, of raw images.
 
-    Zeros are black pixels, as when torchvision pads an image before it is normalised.
-
-    Args:
-        x: [..., n, channels, height, width], any dtype.
-        keys: [..., n] random int64 words from `lamina.rng.bits`; an image's crop and flip depend on
-            its word alone.
-        pad: Pixels added on every side before a window of the original size is cut.
-        flip: Whether to mirror half of the images.
+    Zeros are black pixels, as when torchvision pads an image before it is normalised. The crop and flip of an image of
+    `x` [..., n, channels, height, width] depend on its random word in `keys` [..., n] alone (see `lamina.rng.bits`).
+    `pad` pixels are added on every side before a window of the original size is cut.
     """
     if x.dim() != keys.dim() + 3:
         raise BadInput(
@@ -90,8 +88,7 @@ class Augment:
     """Mirror half of the images horizontally."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.pad, bool) or not isinstance(self.pad, int) or not 0 <= self.pad <= 1024:
-            raise BadInput(f"augmentation: pad must be a whole number of pixels from 0 to 1024, found {self.pad!r}")
+        check_count("augmentation: pad", self.pad, MOST_PADDING, least=0)
         if not isinstance(self.flip, bool):
             raise BadInput(f"augmentation: flip must be true or false, found {self.flip!r}")
 

@@ -1,17 +1,28 @@
-"""Find the files of a data set, and check that they are those its publisher released."""
+"""Find the files of published data sets, check that they are those of the publisher, and read them."""
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import math
 import os
-from collections.abc import Iterable, Sequence
+import tarfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina.data.dataset import Dataset, Splits
 from lamina.errors import BadInput
 from lamina.paths import checked_path
 
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
+Arrays = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images [n, channels, height, width], labels [n, 1] or [n, 2]
 
 
 class Place(NamedTuple):
@@ -21,13 +32,130 @@ class Place(NamedTuple):
     missing: list[str]  # names of the files that it lacks
 
 
-def find_folder(folders: Iterable[Path], names: Sequence[str], endings: Sequence[str] = ("",)) -> Place | None:
-    """Return the first folder that holds any of the named files, each with one of the endings."""
-    for folder in folders:
-        missing = [name for name in names if not any((folder / f"{name}{ending}").is_file() for ending in endings)]
-        if len(missing) < len(names):
-            return Place(folder, missing)
-    return None
+@dataclass(frozen=True)
+class PublishedFile:
+    """One published file."""
+
+    name: str
+    shape: tuple[int, ...]  # of the images or labels in it
+    md5: str | None = None
+    md5_gz: str | None = None  # of the same file compressed with gzip, under the name with .gz
+
+    @property
+    def most_bytes(self) -> int:
+        """More bytes than a good file has; reading stops here, so that no damaged or hostile file fills the memory."""
+        return 2 * math.prod(self.shape) + 1024
+
+
+class Content(NamedTuple):
+    """The bytes of a published file, and where they come from."""
+
+    file: PublishedFile
+    data: bytes
+    path: Path
+
+
+@dataclass(frozen=True)
+class Release:
+    """One published form of a data set: files in a folder, and perhaps the archive of that folder."""
+
+    folder: str
+    train: tuple[PublishedFile, ...]
+    test: tuple[PublishedFile, ...]
+    decode: Callable[[Sequence[Content], int], Arrays]  # of the files of one part, and the number of classes
+    archive: str = ""
+    archive_md5: str | None = None
+    other_folders: tuple[str, ...] = ()
+    compressed: bool = False  # whether the files themselves may be compressed with gzip
+
+    def find(self, root: Path, name: str) -> Place | None:
+        """Return the first folder that holds any of the files, or the archive, below `root` or its folder `name`."""
+        home = root / name
+        for folder in (home / self.folder, home, *(root / other for other in (self.folder, *self.other_folders))):
+            missing = [file.name for file in self.files if not self.path(folder, file).is_file()]
+            if len(missing) < len(self.files):
+                return Place(folder, missing)
+        for archive in (home / self.archive, root / self.archive):
+            if self.archive and archive.is_file():
+                return Place(archive, [])
+        return None
+
+    @property
+    def files(self) -> tuple[PublishedFile, ...]:
+        """All files of the release."""
+        return (*self.train, *self.test)
+
+    def path(self, folder: Path, file: PublishedFile) -> Path:
+        """Return the path of a file in a folder; the compressed file comes first."""
+        compressed = folder / f"{file.name}.gz"
+        return compressed if self.compressed and compressed.is_file() else folder / file.name
+
+    def read(self, place: Place) -> dict[str, Content]:
+        """Return the contents of all files, by name."""
+        if place.path.is_file():
+            return self._read_archive(place.path)
+        if place.missing:
+            raise BadInput(f"{place.path} lacks {place.missing[0]}; put all files of {self.archive or 'the set'} there")
+        contents = {}
+        for file in self.files:
+            path = self.path(place.path, file)
+            is_compressed = path.suffix == ".gz"
+            verify_md5(path, file.md5_gz if is_compressed else file.md5)
+            try:
+                with gzip.open(path) if is_compressed else path.open("rb") as opened:
+                    contents[file.name] = Content(file, opened.read(file.most_bytes), path)
+            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                raise BadInput(f"{path} is not a complete gzip file ({error}); download it again") from error
+        return contents
+
+    def _read_archive(self, archive: Path) -> dict[str, Content]:
+        """Read the files out of the archive in one pass; nothing is written to disk."""
+        verify_md5(archive, self.archive_md5)
+        wanted = {f"{self.folder}/{file.name}": file for file in self.files}
+        contents = {}
+        try:
+            with tarfile.open(archive, "r:gz") as tar:
+                for member in tar:
+                    file = wanted.get(member.name.removeprefix("./"))
+                    opened = tar.extractfile(member) if file is not None and member.isfile() else None
+                    if file is not None and opened is not None:
+                        contents[file.name] = Content(file, opened.read(file.most_bytes), archive / file.name)
+        except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
+            raise BadInput(f"{archive} is not a complete tar.gz file ({error}); download it again") from error
+        for path, file in wanted.items():
+            if file.name not in contents:
+                raise BadInput(f"{archive} lacks {path}; download it again")
+        return contents
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """A data set, its releases in order of preference, and its statistics."""
+
+    name: str
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    releases: tuple[Release, ...]
+
+    def locate(self, root: Path) -> Place | None:
+        """Return the folder or archive of the first release found; None when there is none."""
+        return next((place for release in self.releases if (place := release.find(root, self.name))), None)
+
+    def read(self, root: Path) -> Splits | None:
+        """Read the first release found; None when there is none."""
+        for release in self.releases:
+            place = release.find(root, self.name)
+            if place is not None:
+                contents = release.read(place)
+                return Splits(*(self._dataset(release, part, contents) for part in (release.train, release.test)))
+        return None
+
+    def _dataset(self, release: Release, part: Sequence[PublishedFile], contents: dict[str, Content]) -> Dataset:
+        images, labels = release.decode([contents.pop(file.name) for file in part], self.classes)
+        columns = {"coarse_label": labels[:, 0]} if labels.shape[1] == 2 else {}
+        x, y = torch.from_numpy(images), torch.from_numpy(labels[:, -1].copy())
+        return Dataset(x, y, self.classes, self.mean, self.std, self.name, columns)
 
 
 def data_directory(given: str | os.PathLike[str] | None = None, expected: str = "") -> Path:
@@ -53,9 +181,9 @@ def verify_md5(path: Path, expected: str | None) -> None:
     if expected is None:
         return
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if found != expected:
+        actual = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+    if actual != expected:
         raise BadInput(
-            f"{path} is damaged or another version: md5 expected {expected}, found {found}; "
+            f"{path} is damaged or another version: md5 expected {expected}, found {actual}; "
             f"download it again and put the good file at that path"
         )

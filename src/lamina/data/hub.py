@@ -67,7 +67,7 @@ def _column(what: str, option: str, given: str | None, usual: Sequence[str], nam
         if given not in names:
             raise BadInput(f"no column '{given}'{nearest(given, names)} (columns: {', '.join(names)})")
         return given
-    found = next((name for name in usual if name in names), None)
-    if found is None:
-        raise BadInput(f"cannot tell the {what} column among {', '.join(names)}; name it with {option}=...")
-    return found
+    for name in usual:
+        if name in names:
+            return name
+    raise BadInput(f"cannot tell the {what} column among {', '.join(names)}; name it with {option}=...")

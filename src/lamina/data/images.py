@@ -16,28 +16,16 @@ _GREY_MODES = ("1", "L", "LA", "I", "I;16")
 def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool = False) -> NDArray[np.uint8]:
     """Return PIL images of one size as [count, channels, height, width]: grey if all of them are, else RGB.
 
-    Args:
-        pictures: A collection, not an iterator: it is read again if a colour picture follows grey ones.
-        count: The number of pictures.
-        what: Their name in a message.
-        colour: Return RGB even if all of them are grey.
+    `colour` asks for RGB in any case; without it, `pictures` must be a collection, because it is read again if a colour
+    picture follows grey ones. `what` names the pictures in a message.
     """
-    stacked = None if colour else _stack(pictures, count, what, mode="L")
-    if stacked is None:
-        stacked = _stack(pictures, count, what, mode="RGB")
-    assert stacked is not None
-    return stacked
-
-
-def _stack(pictures: Iterable[Any], count: int, what: str, mode: str) -> NDArray[np.uint8] | None:
-    """Return the stack in that mode, or None if a picture has colour that "L" cannot hold."""
-    channels = 1 if mode == "L" else 3
-    stacked: NDArray[np.uint8] | None = None
+    mode, channels = ("RGB", 3) if colour else ("L", 1)
+    stacked = np.empty((0, channels, 0, 0), np.uint8)
     for index, picture in enumerate(pictures):
-        if mode == "L" and picture.mode not in _GREY_MODES:
-            return None
+        if not colour and picture.mode not in _GREY_MODES:
+            return stack_pictures(pictures, count, what, colour=True)
         pixels = np.asarray(picture.convert(mode), dtype=np.uint8)
-        if stacked is None:
+        if index == 0:
             # Allocated once: a list of 100,000 arrays and its stack would need the memory twice.
             stacked = np.empty((count, channels, *pixels.shape[:2]), np.uint8)
         if pixels.shape[:2] != stacked.shape[2:]:

@@ -7,8 +7,7 @@ out) and every client gets at least one.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -17,13 +16,73 @@ from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.data.dataset import Dataset
-from lamina.errors import BadInput, nearest, unknown
-from lamina.limits import MOST_CLIENTS, check_count
+from lamina.errors import BadInput, nearest
+from lamina.limits import MOST_CLIENTS, check_count, check_number
+from lamina.named import create_named
 from lamina.text import plural
 
-Labels = NDArray[np.int64]
-Parts = list[NDArray[np.int64]]
+Indices = NDArray[np.int64]
+Labels = Indices
 Columns = Mapping[str, NDArray[Any]]
+
+
+class Parts(Sequence[Indices]):
+    """The sample indices of every client, which behave like a list of arrays.
+
+    They are stored as one array and the bounds of every client's part in it, because a million arrays take seconds to
+    create and most of a gigabyte.
+
+    >>> parts = Parts.of([np.array([0, 2]), np.array([1])])
+    >>> len(parts), parts[0], parts.sizes
+    (2, array([0, 2]), array([2, 1]))
+    """
+
+    def __init__(self, samples: Indices, bounds: Indices) -> None:
+        self.samples = samples  # [n], client after client
+        self.bounds = bounds  # [clients + 1]: client i holds samples[bounds[i] : bounds[i + 1]]
+
+    @classmethod
+    def of(cls, arrays: Sequence[Indices]) -> Parts:
+        """Return the same parts in one array."""
+        sizes = np.fromiter(map(len, arrays), np.int64, len(arrays))
+        samples = np.concatenate([np.zeros(0, np.int64), *arrays])
+        return cls(samples, np.concatenate([[0], np.cumsum(sizes)]))
+
+    @classmethod
+    def by_owner(cls, owners: Labels, clients: int) -> Parts:
+        """Return the samples of every client, ascending, from the client of every sample."""
+        sizes = np.bincount(owners, minlength=clients)
+        return cls(_sorting(owners), np.concatenate([[0], np.cumsum(sizes)]))
+
+    @property
+    def sizes(self) -> Indices:
+        """The number of samples of every client [clients]."""
+        return np.diff(self.bounds)
+
+    def owners(self, positions: Indices) -> Indices:
+        """Return the clients that hold the samples at these positions of `samples`."""
+        return np.searchsorted(self.bounds, positions, side="right") - 1
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return [self[i] for i in range(*client.indices(len(self)))]
+        if not -len(self) <= client < len(self):
+            raise IndexError(f"client {client} of {len(self)}")
+        client %= len(self)
+        return self.samples[self.bounds[client] : self.bounds[client + 1]]
+
+    def __iter__(self) -> Iterator[Indices]:
+        return (self[client] for client in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Parts):
+            return NotImplemented
+        return np.array_equal(self.samples, other.samples) and np.array_equal(self.bounds, other.bounds)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @runtime_checkable
@@ -102,7 +161,9 @@ class IID(_Dealt):
 
     def _deal(self, labels: Labels, clients: int, seed: int) -> Parts:
         order = rng.permutation(rng.key(seed, "partition-iid"), len(labels))
-        return [np.sort(part) for part in np.array_split(order, clients)]
+        owners = np.empty_like(order)
+        owners[order] = np.repeat(np.arange(clients), _equal_shares(len(labels), clients))
+        return Parts.by_owner(owners, clients)
 
 
 @dataclass(frozen=True)
@@ -124,9 +185,8 @@ class Dirichlet(_Dealt):
     sizes: Literal["equal", "natural"] = "equal"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
-        if not number or not 1e-4 <= self.alpha <= 1e6:  # beyond these, Dirichlet draws lose their precision
-            raise BadInput(f"dirichlet: alpha must be a positive number from 1e-4 to 1e6, found {self.alpha!r}")
+        # beyond these bounds, Dirichlet draws lose their precision
+        check_number("dirichlet: alpha", self.alpha, least=1e-4, most=1e6)
         if self.sizes not in ("equal", "natural"):
             raise BadInput(f"dirichlet: sizes must be 'equal' or 'natural', found {self.sizes!r}")
 
@@ -139,13 +199,11 @@ class Dirichlet(_Dealt):
     def _equal(self, draw: np.random.Generator, pools: Labels, clients: int) -> Labels:
         """[clients, classes] counts whose rows have equal sums (to one) and whose columns empty the pools."""
         n = int(pools.sum())
-        shares = np.full(clients, n // clients)
-        shares[: n % clients] += 1
         concentrations = self.alpha * len(pools) * pools / n
         proportions = draw.dirichlet(concentrations, size=clients)
         left = pools.copy()
         counts = np.zeros((clients, len(pools)), np.int64)
-        for client, share in enumerate(shares):
+        for client, share in enumerate(_equal_shares(n, clients)):
             while share > 0:
                 # Drawing all at once and redrawing what a pool could not give has the law of
                 # drawing sample after sample from the proportions over the non-empty pools.
@@ -258,9 +316,9 @@ class Shards(_Dealt):
             )
         # What does not divide evenly is dropped before the sort: at the end, it would all be of the last class.
         order = rng.permutation(rng.key(seed, "partition-shards"), n)[: n - n % self.shards]
-        pieces = order[_by_kind(labels[order])].reshape(self.shards, -1)
+        pieces = order[_sorting(labels[order])].reshape(self.shards, -1)
         dealt = rng.permutation(rng.key(seed, "partition-shards-clients"), self.shards)[: clients * self.per_client]
-        return [np.sort(pieces[mine].ravel()) for mine in dealt.reshape(clients, self.per_client)]
+        return Parts.of([np.sort(pieces[shards].ravel()) for shards in dealt.reshape(clients, self.per_client)])
 
 
 @dataclass(frozen=True)
@@ -285,8 +343,8 @@ class ByColumn:
         """See `Partition.split`; the seed plays no part."""
         columns = columns or {}
         if self.column not in columns:
-            known = ", ".join(columns) or "none"
-            raise BadInput(f"by-column: no column '{self.column}'{nearest(self.column, columns)} (columns: {known})")
+            names = ", ".join(columns) or "none"
+            raise BadInput(f"by-column: no column '{self.column}'{nearest(self.column, columns)} (columns: {names})")
         try:
             values, owner = np.unique(columns[self.column], return_inverse=True)
         except TypeError as error:
@@ -300,7 +358,7 @@ class ByColumn:
                 f"by-column: column '{self.column}' makes {plural(len(values), 'client')}, not {clients}; "
                 "leave the number of clients out"
             )
-        return _group(owner, len(values))
+        return Parts.by_owner(owner, len(values))
 
 
 @dataclass(frozen=True)
@@ -321,21 +379,13 @@ class Reallocate:
                 "natural clients own their data, and shards leave some out"
             )
 
-    def split(
-        self,
-        labels: Labels | None,
-        clients: int | None,
-        seed: int,
-        columns: Columns | None = None,
-        samples: int | None = None,
-    ) -> Parts:
-        """See `Partition.split`; `clients` is the size of the round's cohort."""
-        return self.base.split(labels, clients, seed, columns, samples)
+    def split(self, *args: Any, **options: Any) -> Parts:
+        """Split as the base does; `clients` is the size of the round's cohort."""
+        return self.base.split(*args, **options)
 
 
-_KINDS = IID | Dirichlet | Classes | Shards | ByColumn | Reallocate
-PARTITIONS: dict[str, type[_KINDS]] = {
-    kind.name: kind for kind in (IID, Dirichlet, Classes, Shards, ByColumn, Reallocate)
+PARTITIONS: dict[str, type[Any]] = {
+    partition.name: partition for partition in (IID, Dirichlet, Classes, Shards, ByColumn, Reallocate)
 }
 
 
@@ -354,23 +404,14 @@ def make(name: str, **options: Any) -> Partition:
     >>> make("reallocate", base="classes", k=1)
     Reallocate(base=Classes(k=1))
     """
-    if name not in PARTITIONS:
-        raise unknown("partition", name, PARTITIONS)
-    cls = PARTITIONS[name]
-    if cls is Reallocate:
+    if name == "reallocate":
         base = options.pop("base", "iid")
         return Reallocate(make(base, **options) if isinstance(base, str) else base)  # type: ignore[arg-type]
-    known = [option.name for option in dataclasses.fields(cls)]
-    for option in options:
-        if option not in known:
-            has = f"its options: {', '.join(known)}" if known else "it has none"
-            raise BadInput(f"partition {name} has no option '{option}'{nearest(option, known)} ({has})")
-    if cls is ByColumn and "column" not in options:
-        raise BadInput("partition by-column needs the option 'column': which column names the client of a sample")
-    return cls(**options)
+    partition: Partition = create_named("partition", PARTITIONS, name, options)
+    return partition
 
 
-def label_counts(parts: Parts, labels: Labels, classes: int | None = None) -> Labels:
+def label_counts(parts: Sequence[Indices], labels: Labels, classes: int | None = None) -> Labels:
     """Return [clients, classes]: how many samples of each class every client holds."""
     classes = int(labels.max()) + 1 if classes is None else classes
     return np.stack([np.bincount(labels[part], minlength=classes) for part in parts])
@@ -381,19 +422,18 @@ def _deal_by_class(kinds: Labels, counts: Labels, seed: int) -> Parts:
     owner = np.empty(len(kinds), np.int64)
     # A random order of all samples, then by class: random inside every class.
     order = rng.permutation(rng.key(seed, "partition-deal"), len(kinds))
-    order = order[_by_kind(kinds[order])]
+    order = order[_sorting(kinds[order])]
     clients = np.broadcast_to(np.arange(len(counts))[:, None], counts.shape)
     owner[order] = np.repeat(clients.T.ravel(), counts.T.ravel())
-    return _group(owner, len(counts))
+    return Parts.by_owner(owner, len(counts))
 
 
-def _group(owner: Labels, clients: int) -> Parts:
-    """Return the samples of every owner, ascending (the sort is stable)."""
-    ends = np.cumsum(np.bincount(owner, minlength=clients))
-    return np.split(_by_kind(owner), ends[:-1])
+def _equal_shares(n: int, clients: int) -> Indices:
+    """Return the sizes [clients] of n samples in shares that differ by at most one."""
+    return n // clients + (np.arange(clients) < n % clients)
 
 
-def _by_kind(kinds: Labels) -> Labels:
+def _sorting(kinds: Labels) -> Labels:
     """Return the stable order that sorts small whole numbers; with few bits numpy needs one pass over each byte."""
     if not len(kinds):
         return np.zeros(0, np.int64)

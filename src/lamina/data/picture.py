@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from lamina.data.partitions import Labels, Parts, label_counts
+from lamina.data.partitions import Indices, Labels, label_counts
 from lamina.errors import BadInput
 
 if TYPE_CHECKING:
@@ -23,15 +24,15 @@ _BUBBLES_UP_TO = (60, 25)  # clients, classes: beyond, bubbles would be specks a
 
 
 def partition_picture(
-    parts: Parts, labels: Labels | None, path: str | os.PathLike[str] | None = None, title: str | None = None
+    parts: Sequence[Indices],
+    labels: Labels | None,
+    path: str | os.PathLike[str] | None = None,
+    title: str | None = None,
 ) -> Figure:
     """Draw the classes every client holds, and above them how many samples it has.
 
-    Args:
-        parts: Sample indices per client, as a partition's `split` returns them.
-        labels: One class per sample; None (regression) draws the sizes only.
-        path: Where to save it; the ending chooses the format.
-        title: Above the picture.
+    `parts` are the sample indices of every client, as a partition's `split` returns them. Without labels (regression),
+    only the sizes are drawn. With a path, the picture is saved there; its ending chooses the format.
     """
     # Figure without pyplot: no window, no global list of open figures, any thread.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -80,7 +81,7 @@ def save_picture(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> Non
         raise BadInput(f"cannot save the picture as '{path}': {reason}") from error
 
 
-def _draw_sizes(axes: Axes, parts: Parts) -> None:
+def _draw_sizes(axes: Axes, parts: Sequence[Indices]) -> None:
     sizes = [len(part) for part in parts]
     axes.bar(range(len(parts)), sizes, width=0.8 if len(parts) <= 100 else 1.0, color=_BLUE)
     axes.set_ylabel("samples")

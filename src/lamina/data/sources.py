@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lamina import rng
 from lamina.data import cifar, hub, idx, tinyimagenet
 from lamina.data.dataset import Dataset, Splits, as_dataset
-from lamina.data.files import ENVIRONMENT_VARIABLE, Place, data_directory
+from lamina.data.files import ENVIRONMENT_VARIABLE, Place, PublishedSet, data_directory
 from lamina.errors import BadInput, unknown
 
 
@@ -31,10 +31,6 @@ class HubCopy:
     std: tuple[float, ...]
 
 
-def _nowhere(_root: Path) -> Place | None:
-    return None
-
-
 @dataclass(frozen=True)
 class Source:
     """A named data set: what it is, where its files are, and how they are read."""
@@ -47,7 +43,7 @@ class Source:
     published: str = ""
     """The address they can be downloaded from."""
     hub: HubCopy | None = None
-    locate: Callable[[Path], Place | None] = _nowhere
+    locate: Callable[[Path], Place | None] = lambda _root: None
     """Returns where the files are under the data directory, and which are missing; None when there are none."""
 
     @property
@@ -57,12 +53,9 @@ class Source:
 
 
 def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = True) -> Splits:
-    """Load a data set by name.
+    """Load a data set of `SOURCES` by name, from `data_dir`, else from the directory LAMINA_DATA, else from ./data.
 
-    Args:
-        name: One of `SOURCES`.
-        data_dir: Where its files lie; else the environment variable LAMINA_DATA, else ./data.
-        hub: Whether to ask the Hugging Face hub when there are no files.
+    If there are no files and `hub` is true, it is fetched from the Hugging Face hub.
 
     >>> train, test = load("digits")
     >>> train
@@ -72,17 +65,15 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = 
         raise unknown("data set", name, SOURCES)
     source = SOURCES[name]
     root = data_directory(data_dir, source.expected) if source.files else Path()
-    found = source.read(root)
-    if found is not None:
-        return found
+    splits = source.read(root)
     reason = "" if hub else " (the hub is switched off)"
-    if hub and source.hub is not None:
+    if splits is None and hub and source.hub is not None:
         try:
-            found = _from_hub(name, source.hub)
+            splits = _from_hub(name, source.hub)
         except BadInput as error:
             reason = f"; {error}"
-        if found is not None:
-            return found
+    if splits is not None:
+        return splits
     raise BadInput(
         f"no files of {name} in '{root.absolute()}'{reason}: expected there {source.expected}; put them there, or set "
         f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install -e '.[hub]' and "
@@ -126,14 +117,15 @@ def _digits_table() -> NDArray[np.float64]:
     return np.column_stack([images, labels])
 
 
-def _idx_source(files: idx.IdxSet, description: str, torchvision: str, published: str, repository: str) -> Source:
-    names = ", ".join(f"{file.name}.gz" for file in (*files.train, *files.test))
-    words = f"{names}, or the same without .gz, in {files.name}/ or {torchvision}/"
-    copy = HubCopy(repository, "test", "image", "label", (files.mean,), (files.std,))
+def _idx_source(files: PublishedSet, description: str, published: str, repository: str) -> Source:
+    (release,) = files.releases
+    names = ", ".join(f"{file.name}.gz" for file in release.files)
+    words = f"{names}, or the same without .gz, in {files.name}/ or {release.folder}/"
+    copy = HubCopy(repository, "test", "image", "label", files.mean, files.std)
     return Source(description, files.read, words, published, copy, files.locate)
 
 
-def _cifar_source(files: cifar.CifarSet, description: str, words: str, label: str) -> Source:
+def _cifar_source(files: PublishedSet, description: str, words: str, label: str) -> Source:
     words = f"{words}, in {files.name}/ or directly"
     copy = HubCopy(f"uoft-cs/{files.name}", "test", "img", label, files.mean, files.std)
     return Source(description, files.read, words, "https://www.cs.toronto.edu/~kriz/cifar.html", copy, files.locate)
@@ -144,14 +136,12 @@ SOURCES: dict[str, Source] = {
     "mnist": _idx_source(
         idx.MNIST,
         "70,000 handwritten digits, 28x28 grey, 10 classes",
-        "MNIST/raw",
         "https://ossci-datasets.s3.amazonaws.com/mnist/",
         "ylecun/mnist",
     ),
     "fashion-mnist": _idx_source(
         idx.FASHION_MNIST,
         "70,000 pieces of clothing, 28x28 grey, 10 classes",
-        "FashionMNIST/raw",
         "https://github.com/zalandoresearch/fashion-mnist",
         "zalando-datasets/fashion_mnist",
     ),

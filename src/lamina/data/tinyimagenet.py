@@ -42,20 +42,22 @@ def locate(root: Path) -> Place | None:
 
 
 def read_set(root: Path, size: Size | None = None) -> Splits | None:
-    """Read the unpacked folder; None when there is none."""
-    place = locate(root)
-    return None if place is None else read_folder(place.path, size or Size())
+    """Read the unpacked folder; None when there is none.
 
-
-def read_folder(folder: Path, size: Size) -> Splits:
-    """Read ``train/<wnid>/images/*.JPEG`` and the validation images, which serve as the test set.
-
-    Classes are numbered in the order of their sorted WordNet ids.
+    The validation images serve as the test set. Classes are numbered in the order of their sorted WordNet ids.
     """
+    place, size = locate(root), size or Size()
+    if place is None:
+        return None
+    folder = place.path
     wnids = sorted(path.name for path in (folder / "train").glob("*") if path.is_dir())
     if len(wnids) != size.classes:
         raise BadInput(f"{folder}/train holds {len(wnids)} class folders, not {size.classes}; unzip {FOLDER}.zip again")
-    train = [(path, label) for label, wnid in enumerate(wnids) for path in _pictures(folder / "train" / wnid)]
+    train = [
+        (path, label)
+        for label, wnid in enumerate(wnids)
+        for path in sorted((folder / "train" / wnid / "images").glob("*.JPEG"))
+    ]
     test = _annotated(folder / "val", wnids)
     for part, samples, expected in (("train", train, size.train), ("val", test, size.test)):
         if len(samples) != expected:
@@ -63,12 +65,8 @@ def read_folder(folder: Path, size: Size) -> Splits:
     return Splits(_dataset(folder, "train", train, size), _dataset(folder, "val", test, size))
 
 
-def _pictures(folder: Path) -> list[Path]:
-    return sorted((folder / "images").glob("*.JPEG"))
-
-
 def _annotated(folder: Path, wnids: Sequence[str]) -> list[tuple[Path, int]]:
-    """The validation images with the labels of ``val_annotations.txt`` (name, wnid, box; tab-separated)."""
+    """Return the validation images with the labels of ``val_annotations.txt`` (name, wnid, box; tab-separated)."""
     annotations = folder / "val_annotations.txt"
     if not annotations.is_file():
         raise BadInput(f"{annotations} is missing; unzip {FOLDER}.zip again")
@@ -91,7 +89,7 @@ def _dataset(folder: Path, part: str, samples: Sequence[tuple[Path, int]], size:
     cache = folder.parent / f"{folder.name}.{part}.{listing:08x}.npy"
     images = _from_cache(cache, len(samples))
     if images is None:
-        images = stack_pictures(_Decoded(paths), len(paths), str(folder), colour=True)
+        images = stack_pictures(_decoded(paths), len(paths), str(folder), colour=True)
         with contextlib.suppress(OSError):  # without a cache, the next start decodes again
             _write_atomically(cache, images)
     labels = torch.tensor([label for _, label in samples])
@@ -104,8 +102,8 @@ def _from_cache(cache: Path, count: int) -> NDArray[np.uint8] | None:
         images = np.load(cache, allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    good = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.ndim == 4
-    return images if good and images.shape[:2] == (count, 3) else None
+    is_complete = isinstance(images, np.ndarray) and images.dtype == np.uint8 and images.shape[:2] == (count, 3)
+    return images if is_complete and images.ndim == 4 else None
 
 
 def _write_atomically(path: Path, array: NDArray[np.uint8]) -> None:
@@ -118,22 +116,17 @@ def _write_atomically(path: Path, array: NDArray[np.uint8]) -> None:
         temporary.unlink(missing_ok=True)
 
 
-class _Decoded:
-    """The pictures of some files, opened one at a time during iteration."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = paths
-
-    def __iter__(self) -> Iterator[Any]:
+def _decoded(paths: Sequence[Path]) -> Iterator[Any]:
+    """Open the pictures one at a time."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise missing_extra("pillow", "images", "reading TinyImageNet") from error
+    for path in paths:
+        refuse_special(path)
         try:
-            from PIL import Image
-        except ImportError as error:
-            raise missing_extra("pillow", "images", "reading TinyImageNet") from error
-        for path in self.paths:
-            refuse_special(path)
-            try:
-                with Image.open(path) as picture:
-                    decoded = picture.convert("RGB")
-            except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-                raise BadInput(f"{path} is not a readable JPEG ({error}); unzip {FOLDER}.zip again") from error
-            yield decoded
+            with Image.open(path) as picture:
+                decoded = picture.convert("RGB")
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise BadInput(f"{path} is not a readable JPEG ({error}); unzip {FOLDER}.zip again") from error
+        yield decoded

@@ -18,6 +18,7 @@ from lamina.experiment.folder import RunFolder
 from lamina.experiment.ranks import RankFolder, everywhere
 from lamina.experiment.trackers import Trackers
 from lamina.history import Row
+from lamina.metrics import refuse_nonfinite
 from lamina.population import Population
 from lamina.simulation import Simulation
 from lamina.storage.checkpoint import load_newest
@@ -76,7 +77,7 @@ def train(
     for i, simulation in enumerate(simulations):  # killed after the checkpoint of a round with an infinite test loss
         if len(simulation.history):
             try:
-                simulation.refuse_nonfinite(simulation.history[-1])
+                refuse_nonfinite(simulation.history[-1])
             except Diverged as error:
                 ended.diverged[i] = error
                 folders[i].diverge(error)
@@ -129,7 +130,7 @@ def _run_round(
     rows = {}
     try:
         rows[0] = simulations[0].run_round(evaluate=evaluate)
-        simulations[0].refuse_nonfinite(rows[0])
+        refuse_nonfinite(rows[0])
     except Diverged as error:
         return rows, {0: error}
     return rows, {}

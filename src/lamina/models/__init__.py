@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import operator
-from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from lamina.errors import BadInput, LaminaError, is_whole, nearest, short_repr, unknown
-from lamina.models.activations import SMU
+from lamina.errors import BadInput, LaminaError, is_whole, short_repr, unknown
 from lamina.models.allocation import BoundedMemory
-from lamina.models.plain import cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
+from lamina.models.plain import SMU, cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
 from lamina.models.registry import GIVEN, Card, Factory, registry
 from lamina.models.resnet import BasicBlock, resnet9, resnet18
+from lamina.named import refuse_unknown_options
 
 __all__ = [
     "SMU",
@@ -55,23 +55,23 @@ def create(
     given = ", ".join(f"{option} = {short_repr(value)}" for option, value in options.items())
     bounded = BoundedMemory(f"the model '{name}'" + (f" ({given})" if given else ""))
     try:
-        if seed is None:
-            with bounded:
-                made = factory(**arguments)
-        else:
-            # torch.device as a context imports torch's compiler, which takes seconds: only where it changes something
-            elsewhere = torch.get_default_device().type != "cpu"
-            with torch.device("cpu") if elsewhere else nullcontext(), torch.random.fork_rng(devices=[]), bounded:
+        with contextlib.ExitStack() as contexts:
+            if seed is not None:
+                # torch.device as a context imports torch's compiler, which takes seconds: only where it has an effect
+                if torch.get_default_device().type != "cpu":
+                    contexts.enter_context(torch.device("cpu"))
+                contexts.enter_context(torch.random.fork_rng(devices=[]))
                 torch.default_generator.manual_seed(_seed(seed))  # torch.manual_seed would reseed the GPUs as well
-                made = factory(**arguments)
+            contexts.enter_context(bounded)
+            module = factory(**arguments)
     except LaminaError:
         raise
     except Exception as error:  # whatever a factory does with the options it is given
         reason = (str(error).splitlines() or [""])[0]
         raise BadInput(f"cannot make the model '{name}': {type(error).__name__}: {reason}") from error
-    if not isinstance(made, nn.Module):
-        raise BadInput(f"the model '{name}' made an object of type {type(made).__name__}, not a torch.nn.Module")
-    return made
+    if not isinstance(module, nn.Module):
+        raise BadInput(f"the model '{name}' returned an object of type {type(module).__name__}, not a torch.nn.Module")
+    return module
 
 
 def find(name: str) -> Factory:
@@ -88,21 +88,20 @@ def find(name: str) -> Factory:
     if not module or not attribute or module.startswith("."):
         raise BadInput(f"a model of your own is named 'package.module:factory', not '{name}'")
     try:
-        found = operator.attrgetter(attribute)(importlib.import_module(module))
+        target: Any = operator.attrgetter(attribute)(importlib.import_module(module))
     except (ImportError, AttributeError) as error:
         raise BadInput(f"cannot load the model '{name}': {error}") from error
     except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(f"cannot load the model '{name}': {reason}") from error
-    if isinstance(found, nn.Module):
+    if isinstance(target, nn.Module):
         raise BadInput(
-            f"the model '{name}' is an instance of {type(found).__name__}: name its class, or a function that returns "
+            f"the model '{name}' is an instance of {type(target).__name__}: name its class, or a function that returns "
             "a new one, because every run starts from weights of its own"
         )
-    if not callable(found):
-        raise BadInput(f"the model '{name}' is of type {type(found).__name__}, not a function or class")
-    factory: Factory = found
-    return factory
+    if not callable(target):
+        raise BadInput(f"the model '{name}' is of type {type(target).__name__}, not a function or class")
+    return cast(Factory, target)
 
 
 def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -115,12 +114,8 @@ def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict
     by_name = [
         n for n, k in kinds.items() if k in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     ]
-    known = [n for n in by_name if n not in GIVEN]
     if inspect.Parameter.VAR_KEYWORD not in kinds.values():
-        for option in options:
-            if option not in known:
-                has = f"its options: {', '.join(known)}" if known else "it has none"
-                raise BadInput(f"{name} has no option '{option}'{nearest(option, known)} ({has})")
+        refuse_unknown_options(name, options, [n for n in by_name if n not in GIVEN])
     # By name only: a factory with **kwargs mostly hands them on to one that knows no input_shape.
     arguments = {n: value for n, value in given.items() if n in by_name} | options
     try:

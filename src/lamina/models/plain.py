@@ -7,13 +7,46 @@ enough images. A dropout of 0 leaves the layer out; parameter names do not depen
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from lamina.models.activations import activation as make_activation
-from lamina.models.registry import flat, image, model, number, whole, wholes
+from lamina.limits import check_number
+from lamina.models.registry import checked_shape, choice, image, model, whole, wholes
+
+
+class SMU(nn.Module):
+    """The smooth maximum unit: SMU(x) = (x + x erf(mu x)) / 2 (Biswas et al. 2021; Sun et al. 2023, Table 8).
+
+    It tends to ReLU as mu grows, and is the exact GELU at mu = 1/sqrt(2). mu is fixed, not trained: Sun et al.
+    "select a proper mu" without giving it.
+
+    >>> SMU(mu=1e6)(torch.tensor([-2.0, 0.0, 3.0])).tolist()
+    [0.0, 0.0, 3.0]
+    """
+
+    def __init__(self, mu: float = 1.0) -> None:
+        super().__init__()
+        self.mu = check_number("mu", mu, least=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the activation elementwise."""
+        return 0.5 * (x + x * torch.erf(self.mu * x))
+
+    def extra_repr(self) -> str:
+        """Show mu when the module is printed."""
+        return f"mu={self.mu:g}"
+
+
+def _activation(name: str, mu: float) -> nn.Module:
+    """Make ``relu``, ``gelu`` (its tanh form, as in Sun et al.'s Table 8) or ``smu``."""
+    choice("activation", name, ("relu", "gelu", "smu"))
+    if name == "relu":
+        return nn.ReLU()
+    return nn.GELU(approximate="tanh") if name == "gelu" else SMU(mu)
 
 
 def chain(**layers: nn.Module | None) -> nn.Sequential:
@@ -28,8 +61,8 @@ def mlp(input_shape: tuple[int, ...], classes: int, *, hidden: int = 200, dropou
     Linear - dropout - ReLU - Linear; 159,010 parameters on 784 inputs and 10 classes. The final paper has no
     dropout; its drafts do, and the authors' code has .5, before the ReLU.
     """
-    inputs = flat("mlp", input_shape, classes)
-    p = number("dropout", dropout, 0, below=1)
+    inputs = math.prod(checked_shape("mlp", input_shape, classes))
+    p = check_number("dropout", dropout, least=0, below=1)
     return chain(
         flatten=nn.Flatten(),
         hidden=nn.Linear(inputs, whole("hidden", hidden)),
@@ -48,7 +81,7 @@ def cnn(input_shape: tuple[int, ...], classes: int, *, dropout: float = 0.5) -> 
     """
     channels, height, width = image("cnn", input_shape, classes, least=16)
     height, width = (((n - 4) // 2 - 4) // 2 for n in (height, width))  # 28 -> 24 -> 12 -> 8 -> 4
-    p = number("dropout", dropout, 0, below=1)
+    p = check_number("dropout", dropout, least=0, below=1)
     return chain(
         conv1=nn.Conv2d(channels, 10, 5),
         pool1=nn.MaxPool2d(2),
@@ -110,13 +143,13 @@ def lenet(
     layers: dict[str, nn.Module] = {}
     for i in range(1, len(sizes)):
         layers[f"hidden{i}"] = nn.Linear(sizes[i - 1], sizes[i])
-        layers[f"act{i + 2}"] = make_activation(activation, mu)
+        layers[f"act{i + 2}"] = _activation(activation, mu)
     return chain(
         conv1=nn.Conv2d(depth, first, 5),
-        act1=make_activation(activation, mu),
+        act1=_activation(activation, mu),
         pool1=nn.MaxPool2d(2),
         conv2=nn.Conv2d(first, second, 5),
-        act2=make_activation(activation, mu),
+        act2=_activation(activation, mu),
         pool2=nn.MaxPool2d(2),
         flatten=nn.Flatten(),
         **layers,
@@ -133,7 +166,7 @@ def cifar_cnn(input_shape: tuple[int, ...], classes: int, *, dropout: float = 0.
     """
     channels, height, width = image("cifar_cnn", input_shape, classes, least=6)
     height, width = ((n - 4) // 2 for n in (height, width))  # 32 -> 30 -> 28 -> 14
-    p = number("dropout", dropout, 0, below=1)
+    p = check_number("dropout", dropout, least=0, below=1)
     network = chain(
         conv1=nn.Conv2d(channels, 32, 3),
         relu1=nn.ReLU(),

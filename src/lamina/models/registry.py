@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from lamina.errors import BadInput, is_number, short_repr, unknown
+from lamina.errors import BadInput, short_repr, unknown
 from lamina.limits import MOST_UNITS, check_count
 
 Factory = Callable[..., nn.Module]
@@ -39,8 +38,7 @@ def model(paper: str) -> Callable[[_F], _F]:
         parameters = inspect.signature(factory).parameters
         options = {name: p.default for name, p in parameters.items() if name not in GIVEN}
         description = (inspect.getdoc(factory) or "").partition("\n")[0]
-        name = factory.__name__
-        _REGISTRY[name] = Card(name, description, paper, options, factory)
+        _REGISTRY[factory.__name__] = Card(factory.__name__, description, paper, options, factory)
         return factory
 
     return decorate
@@ -53,7 +51,7 @@ def registry() -> Mapping[str, Card]:
 
 def image(model: str, input_shape: Sequence[int], classes: int, least: int) -> tuple[int, int, int]:
     """Return channels, height and width of `input_shape`, or refuse a shape that `model` cannot take."""
-    shape = _shape(model, input_shape, classes)
+    shape = checked_shape(model, input_shape, classes)
     if len(shape) == 3 and min(shape[1:]) >= least:
         return shape[0], shape[1], shape[2]
     others = "mlp takes any shape" if least <= 2 else "small_cnn takes 2x2 and up, mlp any shape"
@@ -62,12 +60,8 @@ def image(model: str, input_shape: Sequence[int], classes: int, least: int) -> t
     )
 
 
-def flat(model: str, input_shape: Sequence[int], classes: int) -> int:
-    """Return the number of inputs of a model that takes any shape."""
-    return math.prod(_shape(model, input_shape, classes))
-
-
-def _shape(model: str, input_shape: Sequence[int], classes: int) -> tuple[int, ...]:
+def checked_shape(model: str, input_shape: Sequence[int], classes: int) -> tuple[int, ...]:
+    """Return `input_shape` as a tuple, or refuse a shape or a number of classes that no model can take."""
     whole("classes", classes)
     try:
         shape = tuple(operator.index(n) for n in input_shape)
@@ -91,17 +85,8 @@ def wholes(option: str, value: Any, length: int | None = None) -> tuple[int, ...
     return tuple(whole(option, n) for n in value)
 
 
-def number(option: str, value: Any, low: float, below: float = float("inf")) -> float:
-    """Return `value` as a float in [low, below)."""
-    if not (is_number(value) and low <= value < below):
-        upper = "" if below == float("inf") else f" and < {below:g}"
-        raise BadInput(f"{option} must be a number >= {low:g}{upper}, not {short_repr(value)}")
-    return float(value)
-
-
-def choice(option: str, value: Any, known: Iterable[str]) -> str:
-    """Return `value` if it is one of the known words."""
-    known = list(known)
-    if value not in known:
-        raise unknown(option, str(value), known)
+def choice(option: str, value: Any, choices: Sequence[str]) -> str:
+    """Return `value` if it is one of the choices."""
+    if value not in choices:
+        raise unknown(option, str(value), choices)
     return str(value)

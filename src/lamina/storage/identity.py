@@ -22,10 +22,10 @@ from torch import Tensor
 from lamina import rng
 from lamina.algorithms.contract import Algorithm, options
 from lamina.clients import Clients
+from lamina.contents import function_digest
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.errors import BadInput
-from lamina.fingerprint import function_digest
 from lamina.objective import LOSSES, Objective
 from lamina.plan import Plan
 from lamina.schedules import Schedule
@@ -182,10 +182,10 @@ def _partition_digest(clients: Clients) -> str:
     if clients.moving is not None:
         partition, _, seed, samples = clients.moving
         return f"{_described(partition)} {_hash([seed, samples])}"
-    total = hashlib.sha256()
-    for part in clients.parts:
-        total.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
-    return total.hexdigest()[:16]
+    parts = clients.parts
+    return hashlib.sha256(b"".join(part.astype("<i8").tobytes() for part in (parts.bounds, parts.samples))).hexdigest()[
+        :16
+    ]
 
 
 def _data_digest(data: Dataset) -> str:

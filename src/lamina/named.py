@@ -1,0 +1,36 @@
+"""Create schedules, aggregations and partitions, which are dataclasses, from their name and options."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lamina.errors import BadInput, nearest, unknown
+
+
+def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options: Mapping[str, Any]) -> Any:
+    """Return an object of the class with this name; refuse an unknown name, an unknown and a missing option.
+
+    >>> from lamina.schedules import SCHEDULES
+    >>> create_named("schedule", SCHEDULES, "exponential", {"gamma": 0.9})
+    Exponential(gamma=0.9)
+    """
+    if name not in classes:
+        raise unknown(what, name, classes)
+    fields = dataclasses.fields(classes[name])
+    names = [field.name for field in fields]
+    refuse_unknown_options(f"{what} '{name}'", options, names)
+    for field in fields:
+        has_default = not (field.default is field.default_factory is dataclasses.MISSING)
+        if field.name not in options and not has_default:
+            raise BadInput(f"{what} '{name}' needs the option '{field.name}'")
+    return classes[name](**options)
+
+
+def refuse_unknown_options(what: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """Refuse an option that is not among the known ones; the message names the nearest and lists all."""
+    for option in options:
+        if option not in known:
+            choices = f"its options: {', '.join(known)}" if known else "it has none"
+            raise BadInput(f"{what} has no option '{option}'{nearest(option, known)} ({choices})")

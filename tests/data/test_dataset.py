@@ -1,0 +1,162 @@
+"""`Dataset` and `as_dataset`: what they accept and what they refuse in one line."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from data_setup import FakeHubSplit, one_line, pictures
+from lamina.data import Dataset, as_dataset
+from lamina.errors import BadInput, MissingExtra
+
+
+def test_dataset_derives_classes_and_keeps_labels_as_int64():
+    data = Dataset(torch.zeros(3, 2), torch.tensor([0, 4, 1], dtype=torch.int32))
+    assert (len(data), data.classes, data.y.dtype) == (3, 5, torch.int64)
+    assert data.labels.tolist() == [0, 4, 1]
+    assert repr(data) == "Dataset('data', 3 samples of [2] torch.float32, 5 classes)"
+
+
+def test_regression_has_no_labels():
+    data = Dataset(torch.zeros(2, 2), torch.tensor([[0.5], [1.0]]))
+    assert data.classes is None
+    assert data.labels is None
+
+
+GREY = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
+TWO = torch.tensor([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dataset(torch.zeros(3, 2), TWO), r"\[3, 2\] and \[2\]"),
+        (lambda: Dataset(torch.tensor(1.0), torch.tensor(1)), "one row per sample"),
+        (lambda: Dataset(torch.zeros(0, 2), torch.zeros(0)), "empty"),
+        (lambda: Dataset(torch.zeros(2, 2), torch.tensor([0, -1])), "the label of sample 1"),
+        (
+            lambda: Dataset(torch.zeros(3, 2), torch.tensor([0, 7, 9]), classes=7),
+            "the label of sample 1 is not one of 0..6",
+        ),
+        (lambda: Dataset(torch.zeros(2, 2), torch.zeros(2, 3, dtype=torch.int64)), r"shape \[n\]"),
+        (lambda: Dataset(torch.zeros(2, 2), torch.zeros(2), classes=2), "must be integers"),
+        (lambda: Dataset(torch.tensor([[0.0], [float("nan")]]), TWO), "sample 1 of x"),
+        (lambda: Dataset(torch.tensor([[float("-inf")], [0.0]]), TWO), "sample 0 of x"),
+        (lambda: Dataset(torch.zeros(2, 1), torch.tensor([0.0, float("nan")])), "sample 1 of y"),
+        (lambda: Dataset(torch.zeros(2, 1, dtype=torch.complex64), TWO), "complex"),
+        (lambda: Dataset(torch.zeros(2, 32, 32, 3, dtype=torch.uint8), TWO), "channels-last"),
+        (lambda: Dataset(GREY, TWO, mean=(0.5,)), "both mean and std"),
+        (lambda: Dataset(GREY, TWO, mean=(0.5, 0.5), std=(1.0, 1.0)), "need 1 values"),
+        (lambda: Dataset(GREY, TWO, mean=(0.5,), std=(0.0,)), "std positive"),
+        (lambda: Dataset(GREY.float(), TWO, mean=(0.5,), std=(1.0,)), "normalise it before"),
+        (lambda: Dataset(GREY, TWO, columns={"user": np.zeros(3)}), "column 'user' has 3 values for 2"),
+        (lambda: Dataset(GREY, TWO).subset([2]), "index 2 is not in 0..1"),
+        (lambda: Dataset(GREY, TWO).subset([]), "non-empty"),
+        (lambda: Dataset(GREY, TWO).subset([0.5]), "integer"),
+        (lambda: Dataset(GREY, TWO).holdout(0.0, 0), "one side empty"),
+        (lambda: Dataset(GREY, TWO).holdout(0.1, 0), "one side empty"),
+        (lambda: Dataset(GREY, TWO).holdout(float("nan"), 0), "one side empty"),
+        (lambda: as_dataset(torch.zeros(3)), "pair"),
+        (lambda: as_dataset((["a", "b"], [0, 1])), "x holds text"),
+        (lambda: as_dataset(([[1], [2, 3]], [0, 1])), "not an array of numbers"),
+    ],
+)
+def test_bad_data_are_refused_in_one_line(make, message):
+    with pytest.raises(BadInput, match=message) as refused:
+        make()
+    one_line(refused)
+
+
+def test_subset_keeps_order_classes_and_columns():
+    data = Dataset(torch.arange(5.0)[:, None], torch.arange(5), columns={"user": np.array(list("abcde"))})
+    part = data.subset(np.array([3, 1]))
+    assert part.x.flatten().tolist() == [3, 1]
+    assert part.classes == 5
+    assert part.columns["user"].tolist() == ["d", "b"]
+    assert data.subset(torch.tensor([4])).y.tolist() == [4]
+
+
+def test_holdout_is_a_seeded_split_into_two():
+    data = Dataset(torch.arange(50.0)[:, None], torch.arange(50) % 2)
+    rest, held = data.holdout(0.3, seed=1)
+    assert (len(rest), len(held)) == (35, 15)
+    assert sorted(rest.x.flatten().tolist() + held.x.flatten().tolist()) == list(range(50))
+    assert torch.equal(held.x, data.holdout(0.3, seed=1)[1].x)
+    assert not torch.equal(held.x, data.holdout(0.3, seed=2)[1].x)
+
+
+def test_to_moves_the_tensors():
+    moved = Dataset(GREY, TWO, mean=(0.5,), std=(0.5,)).to("cpu")
+    assert torch.equal(moved.x, GREY)
+    assert moved.mean == (0.5,)
+
+
+def test_arrays_tensors_and_tensor_datasets_become_datasets():
+    x, y = np.arange(6, dtype=np.float32).reshape(3, 2), np.array([2, 0, 1], np.uint16)
+    from_arrays = as_dataset((x, y), name="mine")
+    from_tensors = as_dataset(torch.utils.data.TensorDataset(torch.from_numpy(x), torch.tensor([2, 0, 1])))
+    assert torch.equal(from_arrays.x, from_tensors.x)
+    assert torch.equal(from_arrays.y, from_tensors.y)
+    assert from_arrays.name == "mine"
+    assert as_dataset(from_arrays) is from_arrays
+
+
+def test_read_only_arrays_are_copied():
+    x = np.zeros((2, 3), np.float32)
+    x.flags.writeable = False
+    data = as_dataset((x, [0, 1]))
+    data.x[0, 0] = 1.0
+    assert x[0, 0] == 0
+
+
+def test_hub_images_labels_and_other_columns():
+    shown = pictures("RGB", "RGB")
+    split = FakeHubSplit({"img": shown, "label": [1, 0], "writer": ["a", "b"], "box": [[1], [2]]}, classes=4)
+    data = as_dataset(split)
+    assert data.x.shape == (2, 3, 3, 4)
+    assert np.array_equal(data.x[1].permute(1, 2, 0).numpy(), np.asarray(shown[1]))
+    assert data.classes == 4
+    assert {name: column.tolist() for name, column in data.columns.items()} == {"writer": ["a", "b"]}
+
+
+def test_hub_grey_images_stay_grey_unless_one_has_colour():
+    assert as_dataset(FakeHubSplit({"image": pictures("L", "L"), "label": [0, 1]})).x.shape == (2, 1, 3, 4)
+    mixed = pictures("L", "RGB")
+    data = as_dataset(FakeHubSplit({"image": mixed, "label": [0, 1]}))
+    assert np.array_equal(data.x[0, 2].numpy(), np.asarray(mixed[0]))
+
+
+def test_hub_columns_can_be_named_and_mistakes_are_explained():
+    split = FakeHubSplit({"a": [[1.0], [2.0]], "b": [0, 1], "sentence": ["x", "y"]})
+    assert as_dataset(split, x="a", y="b").x.flatten().tolist() == [1, 2]
+    for options, message in [
+        ({}, "cannot tell the input column"),
+        ({"x": "a"}, "cannot tell the label column"),
+        ({"x": "sentense", "y": "b"}, "did you mean 'sentence'"),
+        ({"x": "sentence", "y": "b"}, "tokenise"),
+        ({"x": "a", "y": "sentence"}, "class_encode_column"),
+    ]:
+        with pytest.raises(BadInput, match=message) as refused:
+            as_dataset(split, **options)
+        one_line(refused)
+    with pytest.raises(BadInput, match="resize the images"):
+        as_dataset(FakeHubSplit({"image": pictures("L") + pictures("L", size=(5, 5)), "label": [0, 1]}))
+    with pytest.raises(BadInput, match="empty"):
+        as_dataset(FakeHubSplit({"image": [], "label": []}))
+
+    class FakeHubDict(dict):
+        column_names: ClassVar = {}
+        with_format = None
+
+    with pytest.raises(BadInput, match=r"for example data\['train'\]"):
+        as_dataset(FakeHubDict(train=split))
+
+
+def test_hub_images_without_pillow_name_the_extra():
+    class NeedsPillow(FakeHubSplit):
+        def __getitem__(self, key):
+            raise ImportError("To support decoding images, please install 'Pillow'.")
+
+    with pytest.raises(MissingExtra, match=r"pip install -e '\.\[images\]'"):
+        as_dataset(NeedsPillow({"image": [b""], "label": [0]}))
