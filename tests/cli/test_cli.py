@@ -15,11 +15,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from helpers import call
+from helpers import call, trial
 from lamina import BadInput, History, Simulation, __version__, algorithms
 from lamina.algorithms import contract
 from lamina.experiment import build as building
-from lamina.experiment import compare as comparing
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
 from lamina.report import comparison
@@ -392,7 +391,7 @@ def entry(*accuracies):
                  for i, a in enumerate(curve, 1)])
         for seed, curve in enumerate(accuracies)
     ]  # fmt: skip
-    return comparing.Entry("x", "X", {"lr": 0.1}, [], list(range(len(rows))), rows)
+    return trial("x", rows, "X")
 
 
 def test_a_diverged_seed_does_not_shorten_the_picture(tmp_path):

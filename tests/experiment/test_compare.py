@@ -15,11 +15,11 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from helpers import assert_same, call, finish, kill, rows, sets, start
+from helpers import assert_same, call, finish, kill, populations, rows, sets, start
 from lamina import BadInput, Simulation
 from lamina.cli import compare as compare_command
 from lamina.experiment import compare as comparing
-from lamina.experiment import tuner
+from lamina.experiment import trials
 from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.experiment.settings import folder_name
@@ -108,12 +108,11 @@ def test_a_comparison_is_a_folder_of_ordinary_runs(here):
 
 
 def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
-    grouped = []
-    monkeypatch.setattr(tuner, "stackable", lambda runs, old=tuner.stackable: grouped.append(old(runs)) or grouped[-1])
+    grouped = populations(monkeypatch)
     every = "run.evaluate_every=5"  # and the last round
     assert call(*command("stacked", every)) == 0
     assert [[len(group) for group in groups] for groups in grouped] == [[2], [2], [2]]
-    monkeypatch.setattr(tuner, "stackable", lambda runs: [[run] for run in runs])
+    monkeypatch.setattr(trials, "stackable", lambda runs: [[run] for run in runs])
     assert call(*command("separate", every)) == 0
     for name in RUNS:
         for a, b in zip(rows(Path("stacked", name)), rows(Path("separate", name)), strict=True):
@@ -300,8 +299,7 @@ GRID = ("compare.algorithms=['fedlamb']", "compare.seeds=1", "train.rounds=4", "
 
 
 def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsys):
-    grouped = []
-    monkeypatch.setattr(tuner, "stackable", lambda runs, old=tuner.stackable: grouped.append(old(runs)) or grouped[-1])
+    grouped = populations(monkeypatch)
     assert call(*[word for word in command("c", *GRID) if word != "--quiet"]) == 0
     assert [[len(group) for group in groups] for groups in grouped] == [[4], [1]]
     said = capsys.readouterr()
@@ -482,10 +480,11 @@ def test_stages_go_on_after_a_stop_and_can_be_begun_anew(here, monkeypatch):
 
 def test_more_runs_than_may_be_open_at_once(here, monkeypatch):
     assert call(*command("a", *GRID)) == 0
-    monkeypatch.setattr(tuner, "MOST_AT_ONCE", 3)
+    monkeypatch.setattr(trials, "MAX_OPEN_RUNS", 3)
     ended = []
-    monkeypatch.setattr(comparing.Watcher, "run_ended", lambda self, job, record: ended.append(job.folder))
-    assert call(*command("b", *GRID)) == 0
+    comparison = comparing.Comparison(load("small.toml", GRID), here / "b")
+    comparison.on_end = lambda job, record: ended.append(job.folder)
+    assert comparison.run()
     assert len(ended) == len(set(ended)) == 5
     assert Path("a/tuning.csv").read_text() == Path("b/tuning.csv").read_text()
 
@@ -541,7 +540,7 @@ def test_the_speed_and_the_time_left_are_those_of_the_rounds_that_were_run(here,
     def jobs(rounds):
         """Return two tuning runs of a stage."""
         made = [load("small.toml", [f"algorithm={name}", f"train.lr={lr}", f"train.rounds={rounds}"]) for lr in (1, 2)]
-        return [tuner.Job(one, {"lr": one.train.lr}, Path("c"), "", True) for one in made]
+        return [trials.Job(one, Path("c"), "", True) for one in made]
 
     stages = {rounds: jobs(rounds) for rounds in (2, 18)}
     for number, rounds in ((1, 2), (2, 2), (3, 18)):  # the last is of another stage

@@ -17,7 +17,7 @@ from lamina.cli import reproduce
 from lamina.data import idx, sources
 from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_algorithm, build_partition, build_schedule
-from lamina.experiment.compare import Entry, points_of, with_algorithm
+from lamina.experiment.compare import points_of, with_algorithm
 from lamina.experiment.config import load, parse
 from lamina.experiment.toml import complete_text
 from lamina.experiment.tune import GRIDS
@@ -26,7 +26,7 @@ PAPERS = reproduction.papers()
 RESULTS = Path(__file__).parents[2] / "reproduction" / "results"
 
 
-def entry(name, *accuracies, diverged=(), **columns):
+def entry(name, *accuracies, diverged=None, **columns):
     """One seed for every list of accuracies, a round for every number."""
     histories = [
         History(
@@ -34,7 +34,7 @@ def entry(name, *accuracies, diverged=(), **columns):
         )
         for seed in accuracies
     ]
-    return Entry(name, name, {"lr": 0.1}, [], list(range(len(histories))), histories, list(diverged))
+    return helpers.trial(name, histories, name, diverged=diverged)
 
 
 def verdict(entries, **claim):
@@ -85,7 +85,7 @@ def test_what_is_printed_of_weak_pairs_targets_and_runs_that_diverged(capsys):
     assert "verdict: does not hold (0 of 1 pairs; not b / a)" in capsys.readouterr().out
     reproduce.show([verdict(two, kind="rounds_to", expect=["a", "b"], target=0.99)], "full")
     assert capsys.readouterr().out.count("never") == 2
-    lost = {"a": entry("a", [0.5]), "b": entry("b", [0.5], diverged=["seed 0"])}
+    lost = {"a": entry("a", [0.5]), "b": entry("b", [0.5], diverged="in round 2")}
     reproduce.show([verdict(lost, kind="order", expect=["a", "b"], at="last", lower_is_better=True)], "full")
     said = capsys.readouterr().out
     assert "diverged" in said
@@ -106,9 +106,9 @@ def test_a_claim_may_be_about_the_first_rounds_of_runs_that_are_not_equally_long
     assert verdict(entries, kind="order", expect=["a", "b"], within=2).values == {"a": 0.6, "b": 0.7}
     assert verdict(entries, kind="order", expect=["a", "b"], within=2, at="last").values == {"a": 0.6, "b": 0.7}
     assert verdict(entries, kind="rounds_to", expect=["b", "a"], within=2, target=0.65).values["a"] == math.inf
-    later = {**entries, "a": entry("a", [0.5, 0.6, 0.9], diverged=["in round 4"])}
+    later = {**entries, "a": entry("a", [0.5, 0.6, 0.9], diverged="in round 4")}
     assert verdict(later, kind="order", expect=["a", "b"], within=2, at="last").values["a"] == 0.6
-    sooner = {**entries, "b": entry("b", [0.8], diverged=["in round 2"])}
+    sooner = {**entries, "b": entry("b", [0.8], diverged="in round 2")}
     assert verdict(sooner, kind="order", expect=["a", "b"], within=2, at="last").values["b"] == -math.inf
     assert verdict(entries, kind="order", expect=["a", "b"], within=3).verdict == "not run"  # b has two rounds
 
@@ -179,7 +179,7 @@ def test_a_difference_between_variants():
 
 
 def test_who_diverged_loses_and_who_did_not_run_gets_no_verdict():
-    entries = {"a": entry("a", [0.5]), "b": entry("b", [0.9], diverged=["b diverged"]), "c": entry("c", [])}
+    entries = {"a": entry("a", [0.5]), "b": entry("b", [0.9], diverged="in round 2"), "c": entry("c", [])}
     assert verdict(entries, kind="order", expect=["a", "b"], at="last").verdict == "holds"
     assert verdict(entries, kind="order", expect=["a", "b"], at="best").verdict == "does not hold"
     assert verdict(entries, kind="order", expect=["a", "c"]).verdict == "holds"  # not one round

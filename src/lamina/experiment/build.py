@@ -136,6 +136,12 @@ def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
     return aggregation.make(section.name, **_checked_options("train.aggregation", section, aggregation.AGGREGATIONS))
 
 
+def build_parts(experiment: Experiment) -> None:
+    """Refuse a wrong option of the algorithm, the partition, the schedule or the aggregation, before anything runs."""
+    for build_part in (build_algorithm, build_partition, build_schedule, build_aggregation):
+        build_part(experiment)
+
+
 def count_clients(experiment: Experiment) -> int | None:
     """Return the number of clients; None if a column names them."""
     if experiment.data.clients is None and experiment.data.partition.name != "by-column":
