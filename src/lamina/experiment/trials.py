@@ -137,7 +137,6 @@ class _Open(NamedTuple):
     job: Job
     simulation: Simulation
     folder: RunFolder
-    trackers: Trackers
 
 
 class Trials:
@@ -238,16 +237,13 @@ class Trials:
                     lines.about = job.folder  # whatever is logged while it is built
                     alike = (run.simulation for run in left if _protocol(run.job) == _protocol(job))
                     simulation = build(job.experiment, self._splits_of(job.experiment), like=next(alike, None))
-                    folder = RunFolder(job.folder, resolved(job.experiment, simulation), lines=lines)
-                    stack.callback(folder.close)
                     name = f"{self.folder.name}/{job.folder.relative_to(self.folder).as_posix()}"
-                    trackers = stack.enter_context(Trackers(self._trackers, job.folder, name))
-                    if not folder.complete and folder.diverged is None:
-                        left.append(_Open(job, simulation, folder, trackers))
-                        continue
-                    if len(folder.history):
-                        trackers.write(folder.history)  # asked for only now, or killed before the last round
-                    self._end(job)
+                    trackers, config = Trackers(self._trackers, job.folder, name), resolved(job.experiment, simulation)
+                    folder = stack.enter_context(RunFolder(job.folder, config, lines=lines, trackers=trackers))
+                    if folder.ended:
+                        self._end(job)
+                    else:
+                        left.append(_Open(job, simulation, folder))
                 lines.about = None
                 for group in stackable(left):
                     if not self._train(group, stop):
@@ -260,15 +256,14 @@ class Trials:
         """Train runs side by side; return whether they finished."""
         simulations, folders = [run.simulation for run in group], [run.folder for run in group]
         go_on(simulations, folders)
-        ended = train(
+        stopped = train(
             simulations,
             folders,
             group[0].job.experiment,
             stop=lambda: stop() or self._stop(),
             on_round=lambda i, row: self.on_round(group[i].job, row),
-            trackers=[run.trackers for run in group],
         )
-        return not ended.stopped
+        return not stopped
 
     def _end(self, job: Job) -> None:
         self._ended[job.folder] = None

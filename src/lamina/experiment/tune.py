@@ -17,12 +17,12 @@ from typing import Any
 import lamina
 from lamina.errors import BadInput, unknown
 from lamina.experiment.build import build_model, build_parts, resolved
-from lamina.experiment.config import Experiment, parse, set_key
+from lamina.experiment.config import Experiment, parse
 from lamina.experiment.records import FORMAT, differences, flatten, read_json
 from lamina.experiment.run_files import CHOOSE_ANOTHER, delete_runs, is_ours
 from lamina.experiment.settings import Grid, Range, Settings, folder_name, points, written
 from lamina.experiment.study import Study, find_space
-from lamina.experiment.toml import as_toml, replace_length
+from lamina.experiment.toml import as_toml, set_keys
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_all_diverged
 from lamina.history import Row
 from lamina.storage.files import as_json, write_csv, write_file, write_json, writing_to
@@ -85,15 +85,13 @@ def find_grid(experiment: Experiment) -> Grid:
 def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
     """Return the experiment with some keys set, validated as a file would be."""
     tree = experiment.model_dump(exclude_unset=True)
-    replace_length(tree, list(settings))
-    for key in sorted(settings, key=lambda key: not key.endswith(".name")):  # a name drops the old one's options
+    for key in settings:
         for refused in NOT_TUNED:
             if key == refused or key.startswith(f"{refused}."):
                 raise BadInput(f"'{key}' cannot be tuned")
         if "." not in key:
             raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
-        set_key(tree, key.split("."), settings[key])
-    changed = parse(tree, source="tune")
+    changed = parse(set_keys(tree, {tuple(key.split(".")): value for key, value in settings.items()}), source="tune")
     build_parts(changed)  # refuses a wrong option before anything runs
     return changed
 
