@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from rich.live import Live
 
-from helpers import assert_same, call, finish, kill, populations, rows, sets, start
+from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
 from lamina import BadInput, Simulation
 from lamina.cli import compare as compare_command
 from lamina.experiment import compare as comparing
@@ -37,7 +37,7 @@ name = "mlp"
 hidden = 6
 
 [train]
-rounds = 12
+rounds = 8
 participation = 0.4
 batch_size = 64
 
@@ -49,6 +49,7 @@ target = 0.3
 [compare.grid]
 fedavg.lr = [0.05, 0.2]
 """
+ROUNDS = 8
 RUNS = (
     "tuning/fedavg/lr0.05",
     "tuning/fedavg/lr0.2",
@@ -59,10 +60,27 @@ RUNS = (
 )
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished comparison."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "small.toml").write_text(TOML)
+    assert comparing.Comparison(load(folder / "small.toml"), folder / "c").run()
+    return folder / "c"
+
+
 @pytest.fixture
-def here(empty_folder):
+def here(empty_folder, monkeypatch):
     Path("small.toml").write_text(TOML)
+    skip_pictures(monkeypatch)
     return empty_folder
+
+
+@pytest.fixture
+def whole(here, finished):
+    """A copy of a finished comparison."""
+    shutil.copytree(finished, here / "whole")
+    return here / "whole"
 
 
 def command(out, *more):
@@ -83,11 +101,11 @@ def table(path):
         return [{k: v for k, v in row.items() if "seconds" not in k} for row in csv.DictReader(file)]
 
 
-def test_a_comparison_is_a_folder_of_ordinary_runs(here):
-    assert call(*command("c")) == 0
+def test_a_comparison_is_a_folder_of_ordinary_runs(here, whole):
+    whole.rename("c")
     records = {str(record.folder.relative_to(here / "c")): record for record in find_records(["c"])}
     assert set(records) == set(RUNS)
-    assert all(record.complete and len(record.history) == 12 for record in records.values())
+    assert all(record.complete and len(record.history) == ROUNDS for record in records.values())
     assert {name for name, record in records.items() if record.tuning} == set(RUNS[:2])
     assert records["tuning/fedavg/lr0.2"].config["data"]["validation"] == 0.2
     chosen = records["fedavg/seed1"]
@@ -98,7 +116,7 @@ def test_a_comparison_is_a_folder_of_ordinary_runs(here):
     settings = ("algorithm.name=fedavg", "train.seed=1", f"train.lr={chosen.lr}")
     run = ["run", "small.toml", "--out", "c/fedavg/seed1", *sets(*settings)]
     assert call(*run) == 0
-    assert len(rows("c/fedavg/seed1")) == 12
+    assert len(rows("c/fedavg/seed1")) == ROUNDS
     tuning = ["run", "small.toml", "--out", "again", "-q", "--set", "algorithm.name=fedavg", "--set", "train.lr=0.2",
               "--set", "data.validation=0.2"]  # fmt: skip
     assert call(*tuning) == 0
@@ -117,7 +135,7 @@ def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
     for name in RUNS:
         for a, b in zip(rows(Path("stacked", name)), rows(Path("separate", name)), strict=True):
             assert a == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in b.items()}
-    assert ["accuracy" in row for row in rows("stacked/fedavg/seed0")] == [r in (5, 10, 12) for r in range(1, 13)]
+    assert ["accuracy" in row for row in rows("stacked/fedavg/seed0")] == [r in (5, ROUNDS) for r in range(1, ROUNDS + 1)]
 
 
 def test_runs_of_the_loop_engine_are_compared_too(here):
@@ -157,27 +175,27 @@ def test_members_one_round_apart_go_on_from_the_round_they_share(here, behind, c
     assert "going on after round 7" in (here / "c" / "fedavg" / "seed0" / "log.txt").read_text()
 
 
-def test_a_kill_between_two_final_models(here):
-    assert call(*command("whole")) == 0
+def test_a_kill_between_two_final_models(here, whole):
     shutil.copytree("whole", "c")
     (here / "c" / "scaffold" / "seed1" / "model.safetensors").unlink()
     assert call(*command("c")) == 0
     assert_same_comparison("whole", "c")
 
 
-def test_more_seeds_and_methods_are_added_to_what_is_there(here, monkeypatch):
-    assert call(*command("c")) == 0
+def test_more_seeds_and_methods_are_added_to_what_is_there(here, whole, monkeypatch):
+    whole.rename("c")
     before = {name: (here / "c" / name / "metrics.jsonl").read_bytes() for name in RUNS}
     assert call(*command("c", "compare.seeds=3", "compare.algorithms=['fedavg', 'scaffold', 'fedlada']")) == 0
     assert {name: (here / "c" / name / "metrics.jsonl").read_bytes() for name in RUNS} == before
-    assert len(table("c")) == 3 * 3 * 12
+    assert len(table("c")) == 3 * 3 * ROUNDS
     monkeypatch.setattr(Simulation, "record", None)
     assert call(*command("c")) == 0  # complete: nothing is trained
-    assert len(table("c")) == 2 * 2 * 12
+    assert len(table("c")) == 2 * 2 * ROUNDS
 
 
-def test_fewer_methods_and_seeds_leave_one_story_in_the_folder(here, capsys):
+def test_fewer_methods_and_seeds_leave_one_story_in_the_folder(empty_folder, capsys):
     """Tables, picture and report are all of what was asked for, and a note names what else is there."""
+    Path("small.toml").write_text(TOML)
     quick = ("train.rounds=2", "compare.grid={}", "train.lr=0.1")
     assert call(*command("c", *quick)) == 0
     assert call(*[word for word in command("c", *quick) if word != "--quiet"]) == 0
@@ -206,9 +224,9 @@ def test_a_log_is_about_its_own_run(here):
         assert ("diverged" in text) == name.endswith("1e+30")
 
 
-def test_another_comparison_is_refused_until_told_to_overwrite(here, capsys):
-    assert call(*command("c")) == 0
-    kept = ("fedavg/seed0/metrics.jsonl", "rounds.csv", "tuning.csv", "config.json", "comparison.png")
+def test_another_comparison_is_refused_until_told_to_overwrite(here, whole, capsys):
+    whole.rename("c")
+    kept = ("fedavg/seed0/metrics.jsonl", "rounds.csv", "tuning.csv", "config.json")
     before = [(here / "c" / name).read_bytes() for name in kept]
     assert call(*command("c", "train.batch_size=32")) == 2
     said = capsys.readouterr().err
@@ -255,12 +273,12 @@ def test_choosing_on_the_test_data_is_said(here, capsys):
     assert "data.validation is for single runs" in capsys.readouterr().err
 
 
-def test_ctrl_c_shows_the_finished_runs_and_says_how_to_go_on(here, capsys, monkeypatch):
+def test_ctrl_c_shows_the_finished_runs_and_says_how_to_go_on(here, whole, capsys, monkeypatch):
     record, seen = Simulation.record, []
 
     def counted(self, *arguments, **options):
         seen.append(1)
-        if len(seen) == 4 * 12 + 5:  # tuning and the seeds of fedavg, then five rounds
+        if len(seen) == 4 * ROUNDS + 5:  # tuning and the seeds of fedavg, then five rounds
             os.kill(os.getpid(), signal.SIGINT)
         return record(self, *arguments, **options)
 
@@ -271,10 +289,9 @@ def test_ctrl_c_shows_the_finished_runs_and_says_how_to_go_on(here, capsys, monk
     assert "fedavg" in said.out
     assert "scaffold" not in said.out
     assert "table, picture and CSV are of the finished runs; to go on, start the same command again" in said.err
-    assert len(table("c")) == 2 * 12
+    assert len(table("c")) == 2 * ROUNDS
     assert Checkpoints(here / "c" / "scaffold" / "seed1" / "checkpoints").rounds()[-1] == 3
     assert call(*command("c")) == 0
-    assert call(*command("whole")) == 0
     assert_same_comparison("whole", "c")
 
 
@@ -337,8 +354,8 @@ def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsy
         ("compare.tuning_rounds=[3, 0]", "compare.tuning_rounds.1 = 0: input should be greater than"),
         ("compare.tuning_rounds=[3, 3]", "compare.tuning_rounds = [3, 3]: must be a number, or a list of growing"),
         ("compare.tuning_rounds=[]", "compare.tuning_rounds = []: must be a number, or a list of growing numbers"),
-        ("compare.tuning_rounds=[3, 13]", "compare.tuning_rounds = [3, 13]: must be at most train.rounds = 12"),
-        ("compare.tuning_rounds=13", "compare.tuning_rounds = 13: must be at most train.rounds = 12"),
+        ("compare.tuning_rounds=[3, 13]", "compare.tuning_rounds = [3, 13]: must be at most train.rounds = 8"),
+        ("compare.tuning_rounds=13", "compare.tuning_rounds = 13: must be at most train.rounds = 8"),
     ],
 )
 def test_what_cannot_be_tried_is_said_before_anything_runs(here, capsys, setting, said):
@@ -359,9 +376,9 @@ def untimed(folder):
 
 def test_settings_are_chosen_in_fewer_rounds(here, capsys):
     """The slow rate is ahead in the first rounds, the fast one at the end."""
-    rates = "compare.grid.fedavg.lr=[0.02, 0.5]"
-    assert call(*command("whole", SHORT[0], rates)) == 0
-    assert call(*[word for word in command("c", *SHORT, rates) if word != "--quiet"]) == 0
+    rates = ("compare.grid.fedavg.lr=[0.02, 0.5]", "train.rounds=12")
+    assert call(*command("whole", SHORT[0], *rates)) == 0
+    assert call(*[word for word in command("c", *SHORT, *rates) if word != "--quiet"]) == 0
     for name in ("tuning/fedavg/lr0.02", "tuning/fedavg/lr0.5"):
         assert read_record(Path("c", name)).complete
         assert len(rows(Path("c", name))) == 4
@@ -370,7 +387,7 @@ def test_settings_are_chosen_in_fewer_rounds(here, capsys):
     assert [read_record(f"{folder}/fedavg/seed0").lr for folder in ("c", "whole")] == [0.02, 0.5]
     assert "held out, in the first 4 rounds\n" in capsys.readouterr().out
     assert json.loads(Path("c/config.json").read_text())["compare"]["tuning_rounds"] == [4]
-    assert call(*[word for word in command("whole", SHORT[0], rates) if word != "--quiet"]) == 0
+    assert call(*[word for word in command("whole", SHORT[0], *rates) if word != "--quiet"]) == 0
     assert "in the first" not in capsys.readouterr().out
 
 
@@ -381,8 +398,8 @@ def test_tuning_runs_have_the_rates_of_the_final_ones(here, schedule):
     final = read_record("c/fedavg/seed0")
     rates = [row["lr"] for row in rows(f"c/tuning/fedavg/lr{final.lr:g}")]
     assert rates == [row["lr"] for row in rows("c/fedavg/seed0")][:4]
-    if schedule == "cosine":  # half a cosine over the 12 final rounds
-        assert rates == pytest.approx([final.lr * (1 + math.cos(math.pi * done / 12)) / 2 for done in range(4)])
+    if schedule == "cosine":  # half a cosine over the final rounds
+        assert rates == pytest.approx([final.lr * (1 + math.cos(math.pi * done / ROUNDS)) / 2 for done in range(4)])
     assert call(*command("c", *SHORT, f"train.schedule={schedule}")) == 0  # the same runs: nothing is refused
 
 
@@ -471,7 +488,7 @@ def test_stages_go_on_after_a_stop_and_can_be_begun_anew(here, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Simulation, "record", lambda self, *rest: seen.append(1) or record(self, *rest))
         assert call(*command("c", *STAGES), "--overwrite") == 0
-    assert len(seen) == 9 * 2 + 4 * 3 + 2 * 12  # no round twice: nine of two rounds, four go on, two seeds
+    assert len(seen) == 9 * 2 + 4 * 3 + 2 * ROUNDS  # no round twice: nine of two rounds, four go on, two seeds
     assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
     with monkeypatch.context() as patch:
         patch.setattr(Simulation, "record", None)
@@ -489,8 +506,8 @@ def test_more_runs_than_may_be_open_at_once(here, monkeypatch):
     assert Path("a/tuning.csv").read_text() == Path("b/tuning.csv").read_text()
 
 
-def test_a_record_of_a_run_that_is_still_going(here):
-    assert call(*command("c")) == 0
+def test_a_record_of_a_run_that_is_still_going(here, whole):
+    whole.rename("c")
     metrics = here / "c" / "fedavg" / "seed0" / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]) + '{"round": 6, "lo')
     record = read_record(metrics.parent)
@@ -514,18 +531,18 @@ def test_a_live_table_on_a_terminal(here, monkeypatch):
     screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     monkeypatch.setattr(compare_command, "err", screen)
     monkeypatch.setattr(compare_command, "Live", lambda **options: Live(**options | {"refresh_per_second": 1000}))
-    assert call(*[word for word in command("c", "compare.tuning_rounds=9") if word != "--quiet"]) == 0
+    assert call(*[word for word in command("c", "compare.tuning_rounds=6") if word != "--quiet"]) == 0
     plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen.file.getvalue())
     lines = [line.split() for line in plain.splitlines()]
     assert ["algorithm", "lr", "seed", "round", "accuracy", "rounds/s", "left"] in lines
     assert ["scaffold", "waiting"] in lines
     words = [line for line in lines if line[:2] == ["fedavg", "tuning"]][-1]
     assert words[2:4] == ["0.05…0.2", "0"]
-    assert words[4].endswith("/9")
+    assert words[4].endswith("/6")
     assert float(words[6]) > 0
     assert words[7] == "0:00:00"
     running = [line for line in lines if line[:2] == ["scaffold", "running"]]
-    assert any(line[3] == "0…1" and line[4].endswith("/12") for line in running)
+    assert any(line[3] == "0…1" and line[4].endswith("/8") for line in running)
     assert any(line[:2] == ["fedavg", "done"] and line[5] == "best" for line in lines)
 
 

@@ -383,6 +383,7 @@ def call(*arguments):
 @pytest.fixture
 def here(empty_folder, monkeypatch):
     monkeypatch.setattr(sources, "SOURCES", dict(sources.SOURCES))  # the small version enters one
+    helpers.skip_pictures(monkeypatch)
     return empty_folder
 
 
@@ -430,15 +431,16 @@ def write_mnist(folder, samples):
     return parts
 
 
-@pytest.mark.parametrize("name", ["lamb-mnist-cnn-noniid-e1-code", "lamb-mnist-cnn-noniid-e1"])
-def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch, capsys, name):
-    train, test = write_mnist(here / "data" / "mnist", (2500, 600))
+def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch, capsys):
+    name = "lamb-mnist-cnn-noniid-e1"
+    train, test = write_mnist(here / "data" / "mnist", (600, 60))
     files = idx.IdxSet("mnist", ("mnist",), 0.1307, 0.3081, train, test)
     whole = sources.SOURCES["mnist"]
     sources.SOURCES["mnist"] = type(whole)(whole.description, files.read, whole.files)
     monkeypatch.setenv("LAMINA_DATA", str(here / "data"))
-    monkeypatch.setattr(reproduction, "SMALL_ROUNDS", 2)
-    assert call(name, "--scale", "small") == 0
+    for size, value in (("ROUNDS", 2), ("TRAIN", 500), ("TEST", 50)):
+        monkeypatch.setattr(reproduction, f"SMALL_{size}", value)
+    assert call(name, "--scale", "small", "--set", "model.name=mlp") == 0
     said = capsys.readouterr().out
     assert "Adp-Fed is below all other methods" in said
     assert "no verdict about the paper" in said
@@ -451,7 +453,7 @@ def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch,
     assert not (folder / "as-given" / "tuning").exists()
     assert {name: made["lr"] for name, made in config["algorithms"].items()}["fedams"] == 0.005  # one of the grid
     splits = sources.load("mnist-small")
-    assert (len(splits.train), len(splits.test)) == (2000, 500)
+    assert (len(splits.train), len(splits.test)) == (500, 50)
 
 
 def test_tuning_rounds_that_a_variant_does_not_reach_are_refused_before_anything_runs(here, capsys):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, start
+from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, skip_pictures, start
 from lamina import BadInput
 from lamina.cli import tune as tune_command
 from lamina.errors import MissingExtra
@@ -61,10 +61,16 @@ pruner = "median"
 
 
 @pytest.fixture
-def here(empty_folder):
+def drawn(empty_folder):
     Path("grid.toml").write_text(TOML + GRID)
     Path("tpe.toml").write_text(TOML + TPE)
     return empty_folder
+
+
+@pytest.fixture
+def here(drawn, monkeypatch):
+    skip_pictures(monkeypatch)
+    return drawn
 
 
 def tune(file, *more, out):
@@ -151,7 +157,7 @@ def test_protocols_that_differ_are_not_stacked(here):
         assert steps == {3 * config["train"]["local_steps"]}
 
 
-def test_results_and_the_edge(here, capsys):
+def test_results_and_the_edge(drawn, capsys):
     assert call(*[word for word in tune("grid.toml", "train.rounds=6", out="t") if word != "--quiet"]) == 0
     said = capsys.readouterr()
     assert "best validation accuracy, %" in said.out
