@@ -135,7 +135,9 @@ def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
     for name in RUNS:
         for a, b in zip(rows(Path("stacked", name)), rows(Path("separate", name)), strict=True):
             assert a == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in b.items()}
-    assert ["accuracy" in row for row in rows("stacked/fedavg/seed0")] == [r in (5, ROUNDS) for r in range(1, ROUNDS + 1)]
+    assert ["accuracy" in row for row in rows("stacked/fedavg/seed0")] == [
+        r in (5, ROUNDS) for r in range(1, ROUNDS + 1)
+    ]
 
 
 def test_runs_of_the_loop_engine_are_compared_too(here):

@@ -266,6 +266,7 @@ def test_a_study_killed_at_random_moments_loses_no_trial(here):
     assert {len(rows(Path("t", row["trial"], "seed0"))) for row in table("t")} == {6}
 
 
+@pytest.mark.long
 def test_a_study_killed_before_its_first_round(here):
     """While its tables are made, between the study and its first trial, and so on."""
     few = ("train.rounds=1", "tune.trials=2")
@@ -379,7 +380,7 @@ def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
 def test_the_median_pruner_waits_for_a_quarter_of_the_rounds(here):
     """After the first round accuracies are near chance: the response curve would have no truth at low rates."""
     pytest.importorskip("optuna")
-    slow = ("train.rounds=8", "tune.trials=12", 'tune.space={"train.lr" = {low = 1e-4, high = 1.0, log = true}}')
+    slow = ("train.rounds=8", "tune.trials=9", 'tune.space={"train.lr" = {low = 1e-4, high = 1.0, log = true}}')
     assert call(*tune("tpe.toml", *slow, out="t")) == 0
     lengths = [len(rows(Path("t", row["trial"], "seed0"))) for row in table("t") if row["remark"] == "pruned"]
     assert lengths  # else nothing was shown
