@@ -114,3 +114,9 @@ def assert_same(a, b):
     assert rows(a) == rows(b)
     for name in ("model.safetensors", "best.safetensors"):
         assert (Path(a) / name).read_bytes() == (Path(b) / name).read_bytes(), name
+
+
+def cells(text, *starts):
+    """The rest of the first row of a Markdown table that begins with these cells."""
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    return next(row[len(starts) :] for row in rows if tuple(row[: len(starts)]) == starts)
