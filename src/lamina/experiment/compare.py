@@ -23,9 +23,8 @@ from lamina.experiment.run_files import delete_runs, is_ours
 from lamina.experiment.settings import Range, Settings, folder_name, points, written
 from lamina.experiment.trials import Job, Trial, Trials, read_begun
 from lamina.storage.files import write_csv, write_json, writing_to
-from lamina.text import plural
+from lamina.text import listed, plural
 
-MAX_NAMED_RUNS = 5
 CONTINUED_FRACTION, MIN_CONTINUED = 1 / 3, 3  # of the candidates, after each of several tuning_rounds
 
 
@@ -147,10 +146,9 @@ class Comparison(Trials):
         lines = []
         others = self.left_out()
         if others:
-            more = f" and {len(others) - MAX_NAMED_RUNS} more" if len(others) > MAX_NAMED_RUNS else ""
             lines.append(
-                f"the folder holds runs that were not asked for now, and are in no table: "
-                f"{', '.join(others[:MAX_NAMED_RUNS])}{more}; `lamina report {self.folder}` shows all"
+                f"the folder holds runs that were not asked for now, and are in no table: {listed(others)}; "
+                f"`lamina report {self.folder}` shows all"
             )
         spec, given = self.experiment.compare, self.experiment.train.lr
         if any(len(choice) > 1 for choice in self._choices.values()):

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from lamina import algorithms
 from lamina.errors import BadInput, is_number, is_whole
 from lamina.history import History, Row
+from lamina.text import listed
 
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
 NO_PART_OF_IDENTITY = {"lamina", "format", "title", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
-MAX_NAMED_KEYS = 5
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 
 
@@ -169,8 +169,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         # another algorithm has other options: its name says enough
         and (key.endswith(".name") or not key.startswith(tuple(renamed)))
     ]
-    more = f" and {len(differing) - MAX_NAMED_KEYS} more" if len(differing) > MAX_NAMED_KEYS else ""
-    return ", ".join(differing[:MAX_NAMED_KEYS]) + more
+    return listed(differing)
 
 
 def _shown(value: Any) -> str:

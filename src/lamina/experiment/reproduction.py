@@ -13,7 +13,7 @@ from lamina.errors import unknown
 from lamina.experiment import claims, compare
 from lamina.experiment.build import build_parts
 from lamina.experiment.config import Claim, Experiment, Tried, load
-from lamina.storage.files import cannot_write, write_json
+from lamina.storage.files import write_json, writing_to
 
 FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing
 SMALL_TRAIN, SMALL_TEST, SMALL_ROUNDS = 2000, 500, 10
@@ -118,7 +118,5 @@ def save(findings: list[claims.Finding], folder: Path, scale: Scale) -> None:
         }
         for finding in findings
     ]
-    try:
+    with writing_to(folder):
         write_json(folder / "claims.json", {"scale": scale, "claims": rows})
-    except OSError as error:
-        raise cannot_write(folder, error) from error
