@@ -134,7 +134,9 @@ def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
     """Return how the server combines the uploads."""
     section = experiment.train.aggregation
     kind = aggregation.AGGREGATIONS.get(section.name)
-    return aggregation.make(section.name, **_checked_options("train.aggregation", section, _fields(kind) if kind else None))
+    return aggregation.make(
+        section.name, **_checked_options("train.aggregation", section, _fields(kind) if kind else None)
+    )
 
 
 def build_parts(experiment: Experiment) -> None:

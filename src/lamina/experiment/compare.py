@@ -18,8 +18,7 @@ from lamina import algorithms
 from lamina.errors import BadInput, is_whole
 from lamina.experiment.build import build_algorithm, build_schedule, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
-from lamina.experiment.records import FORMAT, read_json, read_record
-from lamina.experiment.run_files import delete_runs, is_ours
+from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.settings import Range, Settings, folder_name, points, written
 from lamina.experiment.trials import Job, Trial, Trials, read_begun
 from lamina.storage.files import write_csv, write_json, writing_to

@@ -32,17 +32,21 @@ from lamina.errors import BadInput, Diverged, is_whole
 from lamina.experiment.environment import environment
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.records import (
+    CHOOSE_ANOTHER,
+    FILES,
     FORMAT,
     Metrics,
     check_config,
     differences,
+    is_ours,
     read_diverged,
     read_environment,
     read_json,
     read_metrics,
     refuse_format,
+    remove_records,
+    unreadable_config,
 )
-from lamina.experiment.run_files import CHOOSE_ANOTHER, FILES, is_ours, remove_records, unreadable_config
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row, score
 from lamina.objective import Buffers, Objective

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from lamina import rng
 from lamina.errors import BadInput, is_number, missing_extra
-from lamina.experiment.run_files import delete_runs
+from lamina.experiment.records import delete_runs
 from lamina.experiment.settings import Range, Settings
 from lamina.storage.locks import Lock, Locked
 

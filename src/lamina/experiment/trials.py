@@ -20,9 +20,8 @@ from lamina.experiment.build import build, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
-from lamina.experiment.records import Record, read_record
+from lamina.experiment.records import Record, check_folder, read_record
 from lamina.experiment.run import go_on, train
-from lamina.experiment.run_files import check_folder
 from lamina.experiment.settings import Settings, written
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row, rank

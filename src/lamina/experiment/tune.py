@@ -18,8 +18,7 @@ import lamina
 from lamina.errors import BadInput, unknown
 from lamina.experiment.build import build_model, build_parts, resolved
 from lamina.experiment.config import Experiment, parse
-from lamina.experiment.records import FORMAT, differences, flatten, read_json
-from lamina.experiment.run_files import CHOOSE_ANOTHER, delete_runs, is_ours
+from lamina.experiment.records import CHOOSE_ANOTHER, FORMAT, delete_runs, differences, flatten, is_ours, read_json
 from lamina.experiment.settings import Grid, Range, Settings, folder_name, points, written
 from lamina.experiment.study import Study, find_space
 from lamina.experiment.toml import as_toml, set_keys
