@@ -21,10 +21,10 @@ from lamina import models
 from lamina.algorithms import find as find_algorithm
 from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_partition, build_schedule
-from lamina.experiment.compare import Entry
 from lamina.experiment.config import Claim, Experiment, load
 from lamina.experiment.records import Record, find_records, flatten, read_json
-from lamina.experiment.settings import at_ends, way_beyond
+from lamina.experiment.settings import Range
+from lamina.experiment.trials import Trial
 from lamina.history import Row
 from lamina.storage.files import as_json, write_file, write_json
 
@@ -44,18 +44,13 @@ class Variant:
     folder: Path
     config: dict[str, Any]  # as the comparison wrote it; empty if it has not started
     runs: list[Record]  # all runs that have started, including tuning runs
-    entries: list[Entry]  # each algorithm with its finished seeds
+    entries: list[Trial]  # each algorithm with its finished seeds
     missing: list[str]  # what has not finished, in words
 
     @property
-    def finals(self) -> list[tuple[Entry, int, Record]]:
+    def finals(self) -> list[tuple[Trial, int, Record]]:
         """Return the final runs that have finished."""
-        by_folder = {run.folder: run for run in self.runs}
-        return [
-            (entry, seed, by_folder[place(self.folder, entry.name, seed)])
-            for entry in self.entries
-            for seed in entry.seeds
-        ]
+        return [(entry, record.seed, record) for entry in self.entries for record in entry.records]
 
 
 def main() -> None:
@@ -124,20 +119,18 @@ def read_variant(folder: Path, algorithms: Sequence[str]) -> Variant:
     train = config["train"]
     entries, missing = [], []
     for name in algorithms:
-        entry = Entry(name, find_algorithm(name).card.title, {}, [])
+        records: list[Record] = []
         for seed in range(train["seed"], train["seed"] + config["compare"]["seeds"]):
             run = by_folder.get(place(folder, name, seed))
             if run is None or not run.ended or run.config["train"]["rounds"] != train["rounds"]:
                 got = f"{len(run.history)} of {train['rounds']} rounds" if run else "not begun"
                 missing.append(f"{folder.name}: {name}, seed {seed}: {got}")
                 continue
-            entry.seeds.append(seed)
-            entry.histories.append(run.history)
-            entry.diverged += [f"seed {seed}: {run.diverged}"] if run.diverged else []
+            records.append(run)
+        if records:
             tried = config["compare"]["grid"].get(name, {})
-            entry.settings = {"lr": run.lr} | {key: run.config["algorithm"][key] for key in tried if key != "lr"}
-        if entry.seeds:
-            entries.append(entry)
+            options = {key: records[-1].config["algorithm"][key] for key in tried if key != "lr"}
+            entries.append(Trial(name, {"lr": records[-1].lr, **options}, records))
     return Variant(folder, config, runs, entries, missing)
 
 
@@ -195,19 +188,19 @@ def described(variant: Variant) -> dict[str, Any]:
             entry.name: {
                 "settings": entry.settings,
                 "edge": edges(entry, grid.get(entry.name, {})),
-                "seeds": entry.seeds,
-                "diverged": entry.diverged,
+                "seeds": [run.seed for run in entry.records],
+                "diverged": [f"seed {run.seed}: {run.diverged}" for run in entry.records if run.diverged],
             }
             for entry in variant.entries
         },
     }
 
 
-def edges(entry: Entry, grid: Mapping[str, Any]) -> dict[str, str]:
+def edges(entry: Trial, grid: Mapping[str, Any]) -> dict[str, str]:
     """Return the chosen settings on the edge of the grid, each with its side: a better value may lie beyond."""
     sides = {}
     for key, value in entry.settings.items():
-        way = way_beyond(value, at_ends(value, grid.get(key) or [value]), entry.name, key)
+        way = Range(choices=tuple(grid.get(key) or [value])).way_beyond(value, entry.name, key)
         if way:
             sides[key] = {"smaller": "smallest", "larger": "largest"}[way]
     return sides
@@ -259,7 +252,7 @@ def judge(wanted: Sequence[Claim], variants: Mapping[str, Variant]) -> list[clai
     entries = {}
     for label, variant in variants.items():
         for entry in variant.entries:
-            if len(entry.seeds) == variant.config["compare"]["seeds"]:
+            if len(entry.records) == variant.config["compare"]["seeds"]:
                 entries[f"{entry.name}@{label}" if label else entry.name] = entry
     return [claims.evaluate(claim, entries) for claim in wanted]
 
@@ -373,7 +366,7 @@ def as_csv(variant: Variant, digits: int, every: int) -> str:
     return text.getvalue()
 
 
-def kept_rounds(entry: Entry, every: int) -> set[int]:
+def kept_rounds(entry: Trial, every: int) -> set[int]:
     """Return the rounds to keep: every n-th, the first, and each seed's last and best."""
     kept = set()
     for history in entry.histories:

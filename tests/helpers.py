@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from lamina import cli
+from lamina.experiment import trials
+from lamina.experiment.records import Record
 
 HELD_UP = 60  # seconds; nothing here takes so long
 
@@ -84,8 +86,37 @@ def without_times(history):
     return [{name: value for name, value in row.items() if "seconds" not in name} for row in history]
 
 
+def trial(name, histories, title="", lr=0.1, diverged=None):
+    """The runs of an algorithm as a comparison has them, one per history; `diverged` says how all of them did."""
+    config = {"algorithm": {"name": name}, "title": title, "train": {"lr": lr}}
+    records = [
+        Record(Path(), {**config, "train": {"lr": lr, "seed": seed, "rounds": len(history)}}, history, {}, diverged)
+        for seed, history in enumerate(histories)
+    ]
+    return trials.Trial(name, {"lr": lr}, records, len(records))
+
+
+def populations(monkeypatch):
+    """A list that grows by the groups of runs that train side by side."""
+    groups, stackable = [], trials.stackable
+    monkeypatch.setattr(trials, "stackable", lambda runs: groups.append(stackable(runs)) or groups[-1])
+    return groups
+
+
+def skip_pictures(monkeypatch):
+    """Let commands write an empty picture and no report: drawing costs more than training a small model."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b""))
+    monkeypatch.setattr("lamina.cli.compare.write_page", lambda comparison: None)
+
+
 def assert_same(a, b):
     """Two runs ended the same, bit for bit."""
     assert rows(a) == rows(b)
     for name in ("model.safetensors", "best.safetensors"):
         assert (Path(a) / name).read_bytes() == (Path(b) / name).read_bytes(), name
+
+
+def cells(text, *starts):
+    """The rest of the first row of a Markdown table that begins with these cells."""
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    return next(row[len(starts) :] for row in rows if tuple(row[: len(starts)]) == starts)

@@ -24,6 +24,16 @@ def plural(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one}" if count == 1 else f"{count} {many or one + 's'}"
 
 
+def listed(items: Sequence[str], most: int = 5) -> str:
+    """Return the first items in a line, and how many more there are.
+
+    >>> listed(["a", "b", "c"], most=2), listed(["a"])
+    ('a, b and 1 more', 'a')
+    """
+    more = f" and {len(items) - most} more" if len(items) > most else ""
+    return ", ".join(items[:most]) + more
+
+
 def printable(text: str, *, lines: bool = False) -> str:
     r"""Return text with its control characters escaped, so that a terminal only shows them.
 

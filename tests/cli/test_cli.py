@@ -1,6 +1,7 @@
 """The command line, run as a user runs it."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -15,11 +16,10 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from helpers import call
+from helpers import call, trial
 from lamina import BadInput, History, Simulation, __version__, algorithms
 from lamina.algorithms import contract
 from lamina.experiment import build as building
-from lamina.experiment import compare as comparing
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
 from lamina.report import comparison
@@ -392,7 +392,7 @@ def entry(*accuracies):
                  for i, a in enumerate(curve, 1)])
         for seed, curve in enumerate(accuracies)
     ]  # fmt: skip
-    return comparing.Entry("x", "X", {"lr": 0.1}, [], list(range(len(rows))), rows)
+    return trial("x", rows, "X")
 
 
 def test_a_diverged_seed_does_not_shorten_the_picture(tmp_path):
@@ -404,9 +404,7 @@ def test_a_diverged_seed_does_not_shorten_the_picture(tmp_path):
 
 
 def test_the_table_fits_eighty_columns():
-    names = [entry([0.1, 0.95], [0.2, 0.99]) for _ in algorithms.registry()]
-    for own, name in zip(names, algorithms.registry(), strict=True):
-        own.name = name
+    names = [dataclasses.replace(entry([0.1, 0.95], [0.2, 0.99]), name=name) for name in algorithms.registry()]
     console = Console(width=80, file=io.StringIO(), color_system=None)
     console.print(comparison.table(names, 0.9))
     text = console.file.getvalue()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import Killed, assert_same, call, rows, sets
+from helpers import Killed, assert_same, call, rows, sets, skip_pictures
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.records import find_records, read_record
 from lamina.storage.checkpoint import Checkpoints
@@ -50,8 +50,9 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture
-def here(empty_folder, finished):
+def here(empty_folder, finished, monkeypatch):
     shutil.copytree(finished, empty_folder, dirs_exist_ok=True)
+    skip_pictures(monkeypatch)
     return empty_folder
 
 

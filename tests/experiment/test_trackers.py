@@ -11,9 +11,10 @@ import pytest
 
 from helpers import call, sets
 from lamina.experiment import build as building
-from lamina.experiment import ranks, trackers
 from lamina.experiment import run as running
+from lamina.experiment import trackers
 from lamina.experiment.config import load
+from lamina.experiment.folder import RunFolder
 from lamina.experiment.records import read_record
 from lamina.experiment.trackers import Trackers
 
@@ -45,16 +46,16 @@ def die_in_round(number, tracker):
     """Train as `lamina run --<tracker>` does, up to a kill after a round's metrics and before its checkpoint."""
     experiment = load("small.toml")
     simulation = building.build(experiment)
-    folder = ranks.open_folder(RUN, building.resolved(experiment, simulation))
+    config, tracked = building.resolved(experiment, simulation), Trackers([tracker], RUN)
 
     def die(_, row):
         if row["round"] == number:
             raise RuntimeError("killed")
 
-    running.go_on([simulation], [folder])
-    with pytest.raises(RuntimeError, match="killed"), Trackers([tracker], RUN) as tracked:
-        running.train([simulation], [folder], experiment, on_round=die, trackers=[tracked])
-    folder.close()
+    with RunFolder(RUN, config, trackers=tracked) as folder:
+        running.go_on([simulation], [folder])
+        with pytest.raises(RuntimeError, match="killed"):
+            running.train([simulation], [folder], experiment, on_round=die)
 
 
 def events(tag, run=RUN):

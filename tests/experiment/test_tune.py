@@ -14,16 +14,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers import HELD_UP, Killed, call, finish, kill, rows, sets, start
+from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, skip_pictures, start
 from lamina import BadInput
 from lamina.cli import tune as tune_command
 from lamina.errors import MissingExtra
-from lamina.experiment import study, tuner
+from lamina.experiment import study
 from lamina.experiment import tune as tuning
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
+from lamina.experiment.settings import Range
 from lamina.experiment.toml import as_toml
-from lamina.experiment.tuner import Trial
+from lamina.experiment.trials import Trial
 from lamina.report import figures
 
 TOML = """
@@ -60,10 +61,16 @@ pruner = "median"
 
 
 @pytest.fixture
-def here(empty_folder):
+def drawn(empty_folder):
     Path("grid.toml").write_text(TOML + GRID)
     Path("tpe.toml").write_text(TOML + TPE)
     return empty_folder
+
+
+@pytest.fixture
+def here(drawn, monkeypatch):
+    skip_pictures(monkeypatch)
+    return drawn
 
 
 def tune(file, *more, out):
@@ -127,8 +134,7 @@ def test_what_cannot_be_tried_is_said_in_a_line(given, said, tmp_path):
 
 
 def test_a_grid_is_a_population_of_ordinary_runs(here, monkeypatch, capsys):
-    grouped = []
-    monkeypatch.setattr(tuner, "stackable", lambda runs, old=tuner.stackable: grouped.append(old(runs)) or grouped[-1])
+    grouped = populations(monkeypatch)
     assert call(*tune("grid.toml", "tune.seeds=2", out="t")) == 0
     assert [len(group) for group in grouped[0]] == [6, 6]  # every seed holds out samples of its own
     assert capsys.readouterr().err == ""  # quiet
@@ -151,7 +157,7 @@ def test_protocols_that_differ_are_not_stacked(here):
         assert steps == {3 * config["train"]["local_steps"]}
 
 
-def test_results_and_the_edge(here, capsys):
+def test_results_and_the_edge(drawn, capsys):
     assert call(*[word for word in tune("grid.toml", "train.rounds=6", out="t") if word != "--quiet"]) == 0
     said = capsys.readouterr()
     assert "best validation accuracy, %" in said.out
@@ -260,6 +266,7 @@ def test_a_study_killed_at_random_moments_loses_no_trial(here):
     assert {len(rows(Path("t", row["trial"], "seed0"))) for row in table("t")} == {6}
 
 
+@pytest.mark.long
 def test_a_study_killed_before_its_first_round(here):
     """While its tables are made, between the study and its first trial, and so on."""
     few = ("train.rounds=1", "tune.trials=2")
@@ -324,13 +331,13 @@ def test_a_study_that_is_locked_or_read_only_is_one_line_and_goes_on_later(here,
     two = ("train.rounds=1", "tune.trials=2")
     assert call(*tune("tpe.toml", "train.rounds=1", "tune.trials=1", out="t")) == 0
     with monkeypatch.context() as patch, contextlib.closing(sqlite3.connect("t/study.db")) as other:
-        patch.setattr(study, "WAIT", 0.05)
+        patch.setattr(study, "WRITE_TIMEOUT_S", 0.05)
         other.execute("BEGIN IMMEDIATE")
         assert call(*tune("tpe.toml", *two, out="t")) == 2
     said = capsys.readouterr().err
     assert "study.db': database is locked; what is finished is kept: the same command goes on" in said
     with monkeypatch.context() as patch:
-        patch.setattr(study.Study, "_url", f"sqlite:///file:{here}/t/study.db?mode=ro&uri=true")
+        patch.setattr(study.Study, "url", f"sqlite:///file:{here}/t/study.db?mode=ro&uri=true")
         assert call(*tune("tpe.toml", *two, out="t")) == 2
     said = capsys.readouterr().err
     assert "study.db': attempt to write a readonly database; what is finished is kept" in said
@@ -373,7 +380,7 @@ def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
 def test_the_median_pruner_waits_for_a_quarter_of_the_rounds(here):
     """After the first round accuracies are near chance: the response curve would have no truth at low rates."""
     pytest.importorskip("optuna")
-    slow = ("train.rounds=8", "tune.trials=12", 'tune.space={"train.lr" = {low = 1e-4, high = 1.0, log = true}}')
+    slow = ("train.rounds=8", "tune.trials=9", 'tune.space={"train.lr" = {low = 1e-4, high = 1.0, log = true}}')
     assert call(*tune("tpe.toml", *slow, out="t")) == 0
     lengths = [len(rows(Path("t", row["trial"], "seed0"))) for row in table("t") if row["remark"] == "pruned"]
     assert lengths  # else nothing was shown
@@ -383,7 +390,7 @@ def test_the_median_pruner_waits_for_a_quarter_of_the_rounds(here):
 def picture_of(trials, keys, monkeypatch, **study):
     """What `save_picture` draws of a study's trials: (rate, accuracy, remark, the other settings)."""
     made = SimpleNamespace(
-        keys=keys, metric="accuracy", title="Fed-LAMB", grid={}, folder=Path(),
+        keys=keys, metric="accuracy", title="Fed-LAMB", folder=Path(),
         spec=SimpleNamespace(select="validation"),
         experiment=SimpleNamespace(algorithm=SimpleNamespace(name="fedlamb")), space=study,
         trials=[
@@ -398,13 +405,13 @@ def picture_of(trials, keys, monkeypatch, **study):
 
 
 def test_the_picture_has_a_line_for_every_choice_and_a_mark_for_the_pruned(here, monkeypatch):
-    layers = study.Range(choices=("tensor", "module"))
+    layers = Range(choices=("tensor", "module"))
     trials = [
         (lr, lr + 0.1 * (kind == "module"), "pruned" if lr == 0.3 else "", {"algorithm.layers": kind})
         for lr in (0.1, 0.2, 0.3)
         for kind in ("tensor", "module")
     ]
-    space = {"train.lr": study.Range(0.1, 1.0), "algorithm.layers": layers}
+    space = {"train.lr": Range(0.1, 1.0), "algorithm.layers": layers}
     found, figure = picture_of(trials, ["train.lr", "algorithm.layers"], monkeypatch, **space)
     assert [(response.label, [one.lr for one in response.tried]) for response in found] == [
         ("layers tensor", [0.1, 0.2, 0.3]), ("layers module", [0.1, 0.2, 0.3])
@@ -418,7 +425,7 @@ def test_the_picture_has_a_line_for_every_choice_and_a_mark_for_the_pruned(here,
 
 
 def test_points_that_differ_in_a_number_are_not_joined(here, monkeypatch):
-    space = {"train.lr": study.Range(0.1, 1.0), "algorithm.decay": study.Range(0.0, 1.0)}
+    space = {"train.lr": Range(0.1, 1.0), "algorithm.decay": Range(0.0, 1.0)}
     trials = [(lr, 0.5, "", {"algorithm.decay": lr / 2}) for lr in (0.1, 0.2, 0.3)]
     _, figure = picture_of(trials, ["train.lr", "algorithm.decay"], monkeypatch, **space)
     (points,) = [line for line in figure.axes[0].lines if line.get_label() == "Fed-LAMB"]
@@ -428,7 +435,7 @@ def test_points_that_differ_in_a_number_are_not_joined(here, monkeypatch):
 
 def test_one_trial_is_still_run(here, capsys):
     made = tuning.Tuning(load("grid.toml"), here / "t")
-    made.trials = [Trial("a", {"train.lr": 0.1, "algorithm.decay": 0.0}, "accuracy", [], 1)]
+    made.trials = [Trial("a", {"train.lr": 0.1, "algorithm.decay": 0.0}, [])]
     tune_command.show(made, finished=True)
     assert "other workers still run 1 trial" in capsys.readouterr().out
 
@@ -460,7 +467,7 @@ def test_a_folder_of_something_else_is_refused(here, capsys):
     Path("t").mkdir()
     Path("t/letter.txt").write_text("dear")
     assert call(*tune("grid.toml", out="t")) == 2
-    assert "other files than a tuning's" in capsys.readouterr().err
+    assert "other files than those of lamina tune" in capsys.readouterr().err
 
 
 def test_toml_is_read_back():

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from helpers import call
+from helpers import call, trial
 from lamina import History
 from lamina.cli import base, watch
-from lamina.experiment.compare import Entry
 from lamina.experiment.records import find_records
 from lamina.report import comparison
 from lamina.report.build import build
@@ -81,7 +80,7 @@ def test_a_title_that_is_damaged_is_no_reason_to_refuse_a_run(here):
 def entries(*names):
     row = {"bytes_down": 1e6, "bytes_up": 1e6}
     histories = [History([{"round": 1, "accuracy": value, **row}]) for value in (0.91, 0.93)]
-    return [Entry(name, title, {"lr": 0.003}, [], [0, 1], histories) for name, title in names]
+    return [trial(name, histories, title, lr=0.003) for name, title in names]
 
 
 def test_the_table_of_a_comparison_has_the_title():

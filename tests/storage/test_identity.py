@@ -88,21 +88,21 @@ one_pixel = X.clone()
 one_pixel[17, 2, 1, 3] ^= 1
 parts = [range(8 * i, 8 * i + 8) for i in range(6)]
 OTHERS = {
-    "lr": ({"lr": 0.1}, "lr = 0.05, this run has lr = 0.1"),
-    "algorithm": ({"algorithm": "scaffold"}, "algorithm = fedlamb, this run has algorithm = scaffold"),
-    "option": ({"algorithm": lamina.FedLamb(decay=0.1)}, "algorithm.decay = 0.0, this run has algorithm.decay = 0.1"),
-    "loss": ({"loss": double}, "loss = cross_entropy, this run has loss = double"),
-    "schedule": ({"schedule": Exponential(0.9)}, "= Constant(), this run has schedule = Exponential(gamma=0.9)"),
-    "own schedule": ({"schedule": Steps(0.5)}, "this run has schedule = Steps"),
-    "participation": ({"participation": 1.0}, "participation = 0.5, this run has participation = 1.0"),
-    "sampling": ({"sampling": "bernoulli"}, "sampling = exact, this run has sampling = bernoulli"),
-    "batch size": ({"batch_size": 8}, "batch_size = 4, this run has batch_size = 8"),
-    "epochs": ({"epochs": 2}, "epochs = 1, this run has epochs = 2"),
+    "lr": ({"lr": 0.1}, "lr = 0.05 (here 0.1"),
+    "algorithm": ({"algorithm": "scaffold"}, "algorithm = fedlamb (here scaffold"),
+    "option": ({"algorithm": lamina.FedLamb(decay=0.1)}, "algorithm.decay = 0.0 (here 0.1"),
+    "loss": ({"loss": double}, "loss = cross_entropy (here double"),
+    "schedule": ({"schedule": Exponential(0.9)}, "= Constant() (here Exponential(gamma=0.9)"),
+    "own schedule": ({"schedule": Steps(0.5)}, "(here Steps"),
+    "participation": ({"participation": 1.0}, "participation = 0.5 (here 1.0"),
+    "sampling": ({"sampling": "bernoulli"}, "sampling = exact (here bernoulli"),
+    "batch size": ({"batch_size": 8}, "batch_size = 4 (here 8"),
+    "epochs": ({"epochs": 2}, "epochs = 1 (here 2"),
     "local steps": ({"local_steps": 2}, r"epochs = 1 (here none), local_steps = none (here 2)"),
-    "aggregation": ({"aggregation": "median"}, "aggregation = Mean(), this run has aggregation = Median()"),
-    "clip": ({"clip": 1.0}, "clip = none, this run has clip = 1.0"),
-    "weighting": ({"weighting": "examples"}, "weighting = clients, this run has weighting = examples"),
-    "augmentation": ({"augmentation": Augment(1, True)}, "= none, this run has augmentation = Augment(pad=1"),
+    "aggregation": ({"aggregation": "median"}, "aggregation = Mean() (here Median()"),
+    "clip": ({"clip": 1.0}, "clip = none (here 1.0"),
+    "weighting": ({"weighting": "examples"}, "weighting = clients (here examples"),
+    "augmentation": ({"augmentation": Augment(1, True)}, "= none (here Augment(pad=1"),
     "seed": ({"seed": 2}, "seed = 1 (here 2)"),  # which deals the samples otherwise, too
     "clients": ({"clients": 5}, "clients = 6 (here 5)"),
     "partition": ({"clients": parts}, "partition ="),
@@ -199,7 +199,7 @@ def test_models_that_differ_in_a_plain_attribute_are_told_apart(name, tmp_path):
     simulation.run(1)
     simulation.save(tmp_path)
     simulate(net=MODELS[name](False)).restore(tmp_path)  # with other weights
-    with pytest.raises(BadInput, match="is of model_attributes = "):
+    with pytest.raises(BadInput, match="is of another run: model_attributes = "):
         simulate(net=MODELS[name](True)).restore(tmp_path)
 
 
@@ -216,7 +216,7 @@ def test_the_checkpoints_of_another_simulation_are_not_replaced(saved, tmp_path)
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     other = simulate(lr=0.1)
-    with pytest.raises(BadInput, match=r"round 2 in .* is of lr = 0.05, this run has lr = 0.1; .* or another folder$"):
+    with pytest.raises(BadInput, match=r"round 2 in .* is of another run: lr = 0.05 \(here 0.1\); .* another folder$"):
         other.save(tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     simulate().save(tmp_path)  # the same simulation from its start
@@ -239,9 +239,9 @@ def test_two_schedules_of_one_name_are_told_apart(tmp_path):
     simulation.run(1)
     simulation.save(tmp_path)
     simulate(schedule=Steps(0.9)).restore(tmp_path)
-    with pytest.raises(BadInput, match="is of schedule = Steps"):
+    with pytest.raises(BadInput, match="is of another run: schedule = Steps"):
         simulate(schedule=Steps(0.8)).restore(tmp_path)
-    with pytest.raises(BadInput, match=r"this run has schedule = Cosine\(rounds=9, floor=0.0\)"):
+    with pytest.raises(BadInput, match=r"here Cosine\(rounds=9, floor=0.0\)"):
         simulate(schedule=Cosine(9)).restore(tmp_path)
 
 
@@ -347,7 +347,7 @@ def test_checkpoints_of_other_settings_in_a_federation_are_refused(tmp_path):
     shutil.rmtree(other.out / "checkpoints")
     shutil.copytree(setup.out / "checkpoints", other.out / "checkpoints")
     (other.out / "model.safetensors").unlink()
-    with pytest.raises(BadInput, match="is of seed = 5, this run has seed = 6"):
+    with pytest.raises(BadInput, match=r"is of another run: seed = 5 \(here 6"):
         other.run()
     (manifest,) = (setup.out / "checkpoints").glob("round-000002.json")
     assert json.loads(manifest.read_text())["content"]["identity"]["seed"] == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import importlib.util
 import statistics
 import time
@@ -40,7 +41,7 @@ from lamina.experiment import compare as comparing
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import shown_name
-from lamina.experiment.tuner import Job
+from lamina.experiment.trials import Job, refuse_all_diverged
 from lamina.history import History, Row
 from lamina.text import plural
 
@@ -74,18 +75,20 @@ def compare(
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
         raise Interrupted(f"stopped after a round{shown}; {TO_GO_ON}{' without --overwrite' * overwrite}")
-    comparing.refuse_all_diverged(comparison.entries)
+    refuse_all_diverged(comparison.entries)
 
 
 def run_comparison(
     experiment: Experiment, path: Path, stop: Stop, overwrite: bool, quiet: bool, trackers: Sequence[str] = ()
 ) -> tuple[comparing.Comparison, bool]:
     """Run a comparison and show it; return it and whether it was finished, not stopped."""
-    watcher = comparing.Watcher() if quiet else LiveTable(experiment) if err.is_terminal else Lines(experiment)
-    comparison = comparing.Comparison(
-        experiment, path, overwrite=overwrite, watcher=watcher, stop=stop, trackers=trackers
-    )
-    with stop, watcher if isinstance(watcher, LiveTable) else contextlib.nullcontext():
+    comparison = comparing.Comparison(experiment, path, overwrite=overwrite, stop=stop, trackers=trackers)
+    with stop, contextlib.ExitStack() as stack:
+        if not quiet and err.is_terminal:
+            table = stack.enter_context(LiveTable(experiment))
+            comparison.on_round, comparison.on_end = table.round_finished, table.run_ended
+        elif not quiet:
+            comparison.on_end = functools.partial(tell_ending, experiment.compare.select)
         finished = comparison.run()
     if comparison.entries:
         show_comparison(comparison, quiet)
@@ -130,22 +133,16 @@ def write_page(comparison: comparing.Comparison) -> Path | None:
     return page
 
 
-class Lines(comparing.Watcher):
-    """Progress of a comparison without a terminal: a line for every finished run."""
-
-    def __init__(self, experiment: Experiment) -> None:
-        self._data = {True: experiment.compare.select, False: "test"}
-
-    def run_ended(self, job: Job, record: Record) -> None:
-        """Print how a run ended."""
-        metric = record.history.metric
-        best = f"best {self._data[job.tuning]} {metric} {record.history.best(metric, optional=True):.4f}"
-        how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
-        which = f"tuning {job}, {plural(job.rounds, 'round')}" if job.tuning else str(job)
-        tell_progress(f"{which}: {how}")
+def tell_ending(select: str, job: Job, record: Record) -> None:
+    """Print how a run ended, as progress without a terminal; tuning runs are evaluated on the data of `select`."""
+    data, metric = select if job.tuning else "test", record.history.metric
+    best = f"best {data} {metric} {record.history.best(metric, optional=True):.4f}"
+    how = f"diverged in round {len(record.history) + 1}" if record.diverged else best
+    which = f"tuning {job}, {plural(job.rounds, 'round')}" if job.tuning else str(job)
+    tell_progress(f"{which}: {how}")
 
 
-class LiveTable(comparing.Watcher):
+class LiveTable:
     """Progress of a comparison on a terminal: a table with a row for every algorithm."""
 
     def __init__(self, experiment: Experiment) -> None:

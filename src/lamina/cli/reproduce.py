@@ -17,11 +17,12 @@ from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, Stop, app, inter
 from lamina.cli.compare import run_comparison
 from lamina.cli.run import TO_GO_ON
 from lamina.errors import BadInput
-from lamina.experiment import claims, compare, reproduction
+from lamina.experiment import claims, reproduction
 from lamina.experiment.claims import Finding
 from lamina.experiment.config import load
 from lamina.experiment.reproduction import FOLDER_AS_GIVEN, SMALL_TRAIN, Scale
 from lamina.experiment.toml import complete_text
+from lamina.experiment.trials import Trial, refuse_all_diverged
 from lamina.storage.files import write_file
 
 
@@ -60,7 +61,7 @@ def reproduce(
         for note in filter(None, (reproduction.too_short(claim, experiments) for claim in wanted)):
             tell(f"note: {note}")
     path = out_folder or Path("runs") / (file.stem + ("-small" if scale == "small" else ""))
-    entries: dict[str, compare.Entry] = {}
+    entries: dict[str, Trial] = {}
     stop = Stop()  # shared by all variants: a stop in the last round of one keeps the next from starting
     for variant, experiment in experiments.items():
         if not quiet and variant:
@@ -78,7 +79,7 @@ def reproduce(
         show(findings, scale)
         if overrides:
             tell(f"note: not as in the file: {', '.join(overrides)}")
-    compare.refuse_all_diverged(entries.values())
+    refuse_all_diverged(entries.values())
 
 
 def write_copy(file: Path, copy: Path) -> None:

@@ -28,7 +28,6 @@ from lamina.experiment import run as running
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
-from lamina.experiment.ranks import RankFolder, join_ranks, open_folder
 from lamina.experiment.trackers import Trackers
 from lamina.history import Row
 from lamina.simulation import Simulation
@@ -51,34 +50,29 @@ def run(
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
     experiment = load(file, overrides or [])
     path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
-    experiment, ranks = join_ranks(experiment)
+    experiment, ranks = running.join_ranks(experiment)
     quiet = quiet or ranks.rank > 0
     trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
     with LogLines() as lines:
         simulation = building.build(experiment)  # before the folder is opened: a wrong name is reported first
         config = building.resolved(experiment, simulation)
-        folder = open_folder(path, config, overwrite=overwrite, lines=lines)
+        folder = running.open_folder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
         try:
-            to_go_on = TO_GO_ON + " without --overwrite" * overwrite
-            with trackers:
-                train(simulation, folder, experiment, path, trackers, quiet, to_go_on)
+            train(simulation, folder, experiment, path, quiet, TO_GO_ON + " without --overwrite" * overwrite)
         finally:
             folder.close()
 
 
 def train(
     simulation: Simulation,
-    folder: RunFolder | RankFolder,
+    folder: RunFolder | running.RankFolder,
     experiment: Experiment,
     path: Path,
-    trackers: Trackers,
     quiet: bool,
     to_go_on: str,
 ) -> None:
     """Train the remaining rounds of a run, and print how it ended."""
-    if isinstance(folder, RunFolder) and (folder.complete or folder.diverged):
-        if len(folder.history):
-            trackers.write(folder.history)  # requested only now, or killed before the last round was written
+    if isinstance(folder, RunFolder) and folder.ended:
         if folder.diverged is not None:
             raise folder.diverged
         if not quiet:
@@ -93,10 +87,10 @@ def train(
         def on_round(_: int, row: Row) -> None:
             advance(experiment.algorithm.name, row)
 
-        ended = running.train([simulation], [folder], experiment, stop=stop, on_round=on_round, trackers=[trackers])
-    if ended.diverged:
-        raise ended.diverged[0]
-    if ended.stopped:
+        stopped = running.train([simulation], [folder], experiment, stop=stop, on_round=on_round)
+    if folder.diverged:
+        raise folder.diverged
+    if stopped:
         raise Interrupted(f"stopped after round {simulation.state.round} of {experiment.train.rounds}; {to_go_on}")
     if not quiet:
         history = simulation.history

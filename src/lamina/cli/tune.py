@@ -33,6 +33,7 @@ from lamina.experiment import tune as tuning
 from lamina.experiment.config import load
 from lamina.experiment.records import Record
 from lamina.experiment.settings import short_names, shown, written
+from lamina.experiment.trials import Job
 from lamina.text import plural
 
 RATE = "train.lr"
@@ -66,8 +67,9 @@ def tune(
     stop = Stop()
     made = tuning.Tuning(experiment, path, overwrite=overwrite, stop=stop)
     with stop, progress_bar(made.count * experiment.tune.seeds * experiment.train.rounds, quiet) as advance:
-        silent = quiet or advance.live
-        made.watch(advance, (lambda run, record: None) if silent else functools.partial(tell_ending, made))
+        made.on_round = lambda job, row: advance(job.label, row)
+        if not (quiet or advance.live):
+            made.on_end = functools.partial(tell_ending, made)
         finished = made.run()
     with made.turn():
         save_picture(made)
@@ -80,14 +82,14 @@ def tune(
     made.refuse_all_diverged()
 
 
-def tell_ending(made: tuning.Tuning, run: str, record: Record) -> None:
+def tell_ending(made: tuning.Tuning, job: Job, record: Record) -> None:
     """Print how a run ended, as progress without a terminal."""
     how = f"{made.score_name} {record.history.best(made.metric, optional=True):.4f}"
     if record.diverged:
         how = f"diverged in round {len(record.history) + 1}"
     elif not record.complete:
         how += f", pruned after round {len(record.history)}"
-    tell_progress(f"{run}: {how}")
+    tell_progress(f"{job}: {how}")
 
 
 def show(made: tuning.Tuning, finished: bool) -> None:
@@ -136,7 +138,7 @@ def save_picture(made: tuning.Tuning) -> None:
     from lamina.report import figures, rates  # imported here: matplotlib takes a second
 
     # Optuna rarely takes a value of a range twice, so that a line through such points would mean nothing.
-    ranges = [] if made.grid else [key for key in others if not made.space[key].choices]
+    ranges = [key for key in others if not made.space[key].choices]
     by_others: dict[str, list[rates.Tried]] = {}
     for trial in made.trials:
         if RATE in trial.settings:

@@ -17,7 +17,7 @@ from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
 from lamina.engines.stacked.steps import works_by_row
 from lamina.errors import BadInput, unknown
-from lamina.likeness import same_tensor
+from lamina.contents import same_tensor
 
 UNCONTROLLED = "the module's forward draws random numbers itself (F.dropout, torch.rand): use layers such as nn.Dropout"
 Engine = Loop | Stacked

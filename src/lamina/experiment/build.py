@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -89,8 +89,9 @@ def check_device(name: str) -> None:
 def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
     """Return the algorithm of an experiment."""
     section = experiment.algorithm
-    _check_keys("algorithm", section, algorithms.options(algorithms.find(section.name)), own=("name", "preset"))
-    return algorithms.create(section.name, section.preset, **section.options())
+    names = algorithms.options(algorithms.find(section.name))
+    options = _checked_options("algorithm", section, names, other_keys=("name", "preset"))
+    return algorithms.create(section.name, section.preset, **options)
 
 
 def build_model(experiment: Experiment, data: Dataset) -> torch.nn.Module:
@@ -99,32 +100,31 @@ def build_model(experiment: Experiment, data: Dataset) -> torch.nn.Module:
     for key, source in (("seed", "train.seed"), ("classes", "the data"), ("input_shape", "the data")):
         if key in section.options():
             raise BadInput(f"model.{key} follows from {source}: take it out of [model]")
-    if section.name in models.registry():
-        _check_keys("model", section, models.registry()[section.name].options)
+    card = models.registry().get(section.name)
+    options = _checked_options("model", section, card and card.options)
     return models.create(
         section.name,
         input_shape=tuple(data.x.shape[1:]),
         classes=data.classes or 1,
         seed=rng.torch_seed(experiment.train.seed, "weights"),
-        **section.options(),
+        **options,
     )
 
 
 def build_partition(experiment: Experiment) -> partitions.Partition:
     """Return how the samples are split among the clients."""
-    section, known = experiment.data.partition, partitions.PARTITIONS
-    if section.name != "reallocate":
-        return partitions.make(section.name, **_checked_options("data.partition", section, known))
-    base = section.options().get("base", "iid")
-    if isinstance(base, str) and base in known:
-        _check_keys("data.partition", section, ["base", *_fields(known[base])])
-    return partitions.make(section.name, **section.options())
+    section, options = experiment.data.partition, experiment.data.partition.options()
+    is_moving = section.name == "reallocate"
+    kind = partitions.PARTITIONS.get(str(options.get("base", "iid")) if is_moving else section.name)
+    names = None if kind is None else ["base"] * is_moving + _fields(kind)
+    return partitions.make(section.name, **_checked_options("data.partition", section, names))
 
 
 def build_schedule(experiment: Experiment) -> Schedule:
     """Return how the learning rate changes over rounds."""
     section = experiment.train.schedule
-    options = _checked_options("train.schedule", section, SCHEDULES)
+    kind = SCHEDULES.get(section.name)
+    options = _checked_options("train.schedule", section, _fields(kind) if kind else None)
     if section.name == "cosine":
         options.setdefault("rounds", experiment.train.rounds)
     return make_schedule(section.name, **options)
@@ -133,7 +133,16 @@ def build_schedule(experiment: Experiment) -> Schedule:
 def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
     """Return how the server combines the uploads."""
     section = experiment.train.aggregation
-    return aggregation.make(section.name, **_checked_options("train.aggregation", section, aggregation.AGGREGATIONS))
+    kind = aggregation.AGGREGATIONS.get(section.name)
+    return aggregation.make(
+        section.name, **_checked_options("train.aggregation", section, _fields(kind) if kind else None)
+    )
+
+
+def build_parts(experiment: Experiment) -> None:
+    """Refuse a wrong option of the algorithm, the partition, the schedule or the aggregation, before anything runs."""
+    for build_part in (build_algorithm, build_partition, build_schedule, build_aggregation):
+        build_part(experiment)
 
 
 def count_clients(experiment: Experiment) -> int | None:
@@ -154,20 +163,17 @@ def _fields(cls: type[Any]) -> list[str]:
     return [field.name for field in dataclasses.fields(cls)]
 
 
-def _checked_options(place: str, section: Named, registry: Mapping[str, type[Any]]) -> dict[str, Any]:
-    """Return the options of a section; refuse those that what it names does not have."""
-    if section.name in registry:
-        _check_keys(place, section, _fields(registry[section.name]))
-    return section.options()
-
-
-def _check_keys(section: str, given: Named, known: Iterable[str], own: tuple[str, ...] = ("name",)) -> None:
-    """Refuse a key that is neither the section's own nor an option of what it names."""
-    known = list(known)
-    for key in given.options():
-        if key not in known:
-            has = f"options of {given.name}: {', '.join(known)}" if known else f"{given.name} has no options"
-            raise BadInput(f"[{section}] has no key '{key}'{nearest(key, [*own, *known])} ({has})")
+def _checked_options(
+    place: str, section: Named, names: Iterable[str] | None, other_keys: Sequence[str] = ("name",)
+) -> dict[str, Any]:
+    """Return the options of a section; refuse one that is not among the names, if they are known."""
+    options = section.options()
+    names = list(options if names is None else names)
+    for key in options:
+        if key not in names:
+            has = f"options of {section.name}: {', '.join(names)}" if names else f"{section.name} has no options"
+            raise BadInput(f"[{place}] has no key '{key}'{nearest(key, [*other_keys, *names])} ({has})")
+    return options
 
 
 def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:

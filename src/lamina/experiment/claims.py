@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lamina.errors import BadInput, unknown
-from lamina.experiment.compare import Entry
 from lamina.experiment.config import Claim, Experiment
-from lamina.history import History
+from lamina.experiment.records import Record
+from lamina.experiment.trials import Trial
 from lamina.text import plural
 
 AS_GIVEN = ""  # the variant that changes nothing
@@ -45,7 +45,7 @@ class Finding:
         return "holds in part" if any(self.pairs.values()) else "does not hold"
 
 
-def evaluate(claim: Claim, entries: Mapping[str, Entry]) -> Finding:
+def evaluate(claim: Claim, entries: Mapping[str, Trial]) -> Finding:
     """Check a claim against results, given by ``algorithm`` or ``algorithm@variant``."""
     values = {label: _value(claim, label, entries) for label in labels(claim)}
     pairs = {pair: _as_expected(claim, *map(values.__getitem__, pair)) for pair in _pairs(claim)}
@@ -137,31 +137,32 @@ def _as_expected(claim: Claim, better: float, worse: float) -> bool:
     return enough and (claim.at_most is None or abs(lead) <= claim.at_most)
 
 
-def _in_every_seed(claim: Claim, pair: tuple[str, str], entries: Mapping[str, Entry]) -> bool:
+def _in_every_seed(claim: Claim, pair: tuple[str, str], entries: Mapping[str, Trial]) -> bool:
     """Return whether a pair holds in each seed alone: methods share its initial weights, clients and batches."""
     named = {name: entries[name] for label in pair for name in label.split(MINUS)}
-    for i in range(min(len(entry.histories) for entry in named.values())):
-        alone = {name: replace(entry, histories=entry.histories[i : i + 1]) for name, entry in named.items()}
+    for i in range(min(len(entry.records) for entry in named.values())):
+        alone = {name: replace(entry, records=entry.records[i : i + 1]) for name, entry in named.items()}
         if not _as_expected(claim, *(_value(claim, label, alone) for label in pair)):
             return False
     return True
 
 
-def _value(claim: Claim, label: str, entries: Mapping[str, Entry]) -> float:
+def _value(claim: Claim, label: str, entries: Mapping[str, Trial]) -> float:
     """Return the number a claim is about, for one label."""
     first, *others = [_mean(claim, entries[name]) if name in entries else math.nan for name in label.split(MINUS)]
     return first - sum(others)
 
 
-def _mean(claim: Claim, entry: Entry) -> float:
+def _mean(claim: Claim, entry: Trial) -> float:
     """Return the mean over seeds; infinite (the bad side) if one diverged or never reached the target."""
     worst = math.inf if claim.kind == "rounds_to" or claim.lower_is_better else -math.inf
-    numbers = [_number(claim, history, diverged=bool(entry.diverged)) for history in entry.histories]
+    numbers = [_number(claim, record) for record in entry.records]
     return statistics.fmean(worst if number is None else number for number in numbers) if numbers else math.nan
 
 
-def _number(claim: Claim, history: History, diverged: bool) -> float | None:
+def _number(claim: Claim, record: Record) -> float | None:
     """Return one seed's number; None if the run diverged or never reached it, NaN if the run is too short."""
+    history, diverged = record.history, record.diverged is not None
     if claim.within is not None:
         if len(history) < claim.within and not diverged:
             return math.nan

@@ -10,61 +10,28 @@ each, only the best third continues.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import lamina
 from lamina import algorithms
-from lamina.errors import BadInput, Diverged, is_whole
+from lamina.errors import BadInput, is_whole
 from lamina.experiment.build import build_algorithm, build_schedule, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
-from lamina.experiment.records import FORMAT, Record, read_json, read_record
-from lamina.experiment.run_files import check_folder, delete_runs, is_ours
-from lamina.experiment.settings import Settings, at_ends, folder_name, points, way_beyond, written
-from lamina.experiment.trackers import Trackers
-from lamina.experiment.tuner import Job, Trial, Tuner
-from lamina.history import History, Row
+from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
+from lamina.experiment.settings import Range, Settings, folder_name, points, written
+from lamina.experiment.trials import Job, Trial, Trials, read_begun
 from lamina.storage.files import write_csv, write_json, writing_to
-from lamina.text import plural
+from lamina.text import listed, plural
 
-MAX_NAMED_RUNS = 5
 CONTINUED_FRACTION, MIN_CONTINUED = 1 / 3, 3  # of the candidates, after each of several tuning_rounds
 
 
-@dataclass
-class Entry:
-    """The results of one algorithm so far, from finished runs only."""
+class Comparison(Trials):
+    """The comparison of an experiment file in a folder.
 
-    name: str
-    title: str
-    settings: Settings  # "lr", and the options that were chosen
-    tuning: list[Trial]
-    seeds: list[int] = field(default_factory=list)
-    histories: list[History] = field(default_factory=list)  # one per seed
-    diverged: list[str] = field(default_factory=list)  # one line for every run that did
-
-    @property
-    def lr(self) -> float:
-        """Return the learning rate."""
-        return float(self.settings["lr"])
-
-
-class Watcher:
-    """Observer of a comparison's progress; the base class ignores every event."""
-
-    def round_finished(self, job: Job, row: Row) -> None:
-        """Handle a finished round."""
-
-    def run_ended(self, job: Job, record: Record) -> None:
-        """Handle a run that is complete or has diverged, now or in an earlier start of the comparison."""
-
-
-class Comparison:
-    """The comparison of an experiment file in a folder; `run` adds to `entries` as runs finish.
-
-    Every run has a folder of its own, ``<algorithm>/seed<n>`` or ``tuning/<algorithm>/lr<rate>…``, so that a
-    comparison started again skips complete runs and resumes the others.
+    The runs are in ``<algorithm>/seed<n>`` and ``tuning/<algorithm>/lr<rate>…``. While it runs, `entries` grows: a
+    trial for each algorithm, with its chosen settings and its finished runs.
     """
 
     def __init__(
@@ -73,32 +40,21 @@ class Comparison:
         folder: Path,
         *,
         overwrite: bool = False,
-        watcher: Watcher = Watcher(),  # noqa: B008 (it has no state)
         stop: Callable[[], bool] = lambda: False,
         trackers: Sequence[str] = (),
     ) -> None:
-        check_folder(folder, "algorithms", "a comparison's", overwrite=overwrite)  # before the data are read
-        Trackers(trackers, folder)  # so that a missing package is named at once
-        self.experiment, self.folder = experiment, folder
-        self._overwrite, self._watcher = overwrite, watcher
-        self.entries: list[Entry] = []
-        self._jobs: list[Job] = []  # all jobs so far
         spec = experiment.compare
+        super().__init__(experiment, spec, folder, "algorithms", overwrite=overwrite, stop=stop, trackers=trackers)
+        self.entries: list[Trial] = []
+        self._folders: dict[Path, None] = {}  # of all jobs so far; a tuning run may have several stages
         if not spec.algorithms:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
-        self._tuner = Tuner(experiment, spec, folder, stop, trackers)
-        tuning_rounds(experiment)  # refuses invalid ones
         for name in {**spec.grid, **spec.options}:
             if ":" not in name:  # settings of a method that is left out are fine, a misspelt name is not
                 algorithms.find(name)
-        # Build every algorithm before anything runs, so that a wrong name or option costs no time.
-        self._choices = {name: points_of(experiment, name) for name in spec.algorithms}
-        for name, choice in self._choices.items():
-            for settings in choice:
-                build_algorithm(with_algorithm(experiment, name, settings))
+        self._choices = all_points(experiment)
         first = with_algorithm(experiment, spec.algorithms[0])
-        simulation = self._tuner.load(first)
-        self.metric = simulation.metric
+        simulation = self._load(first)
         if self.metric == "accuracy" and spec.target > 1:
             raise BadInput(f"compare.target = {spec.target:g}: must be an accuracy above 0 and up to 1, as 0.9")
         self.clients = simulation.plan.clients.count
@@ -110,7 +66,7 @@ class Comparison:
 
     def run(self) -> bool:
         """Run what is left; return whether all runs finished."""
-        with self._tuner.locked():
+        with self._locked():
             if self._overwrite:  # all of them first, so that no old run is ever taken for a new one
                 delete_runs([*self.folder.glob("*/seed*"), *self.folder.glob("tuning/*/*")])
             # the tables of an earlier comparison stay until its runs are known to be the same
@@ -126,24 +82,17 @@ class Comparison:
 
     def _run_algorithm(self, name: str) -> bool:
         """Choose the settings if there is a choice, then run every seed; return whether all runs finished."""
-        choice, first_seed = self._choices[name], self.experiment.train.seed
-        tuning = self._tune(name) if len(choice) > 1 else []
-        if tuning is None:
+        choice = self._choices[name]
+        candidates = self._tune(name) if len(choice) > 1 else []
+        if candidates is None:
             return False
-        settings = max(tuning, key=lambda trial: trial.rank).settings if tuning else choice[0]
-        seeds = range(first_seed, first_seed + self.experiment.compare.seeds)
-        jobs = [self._job(name, settings, seed) for seed in seeds]
+        settings = max(candidates, key=lambda trial: trial.rank).settings if candidates else choice[0]
+        jobs = [self._new_job(name, settings, seed) for seed in self.seeds]
         finished = self._run(jobs)
-        entry = Entry(name, algorithms.find(name).card.title, settings, tuning)
-        for job in jobs:
-            record = read_record(job.folder) if (job.folder / "metrics.jsonl").exists() else None
-            if record is not None and record.ended:
-                entry.seeds.append(job.seed)
-                entry.histories.append(record.history)
-                entry.diverged += [f"{job}: {record.diverged}"] if record.diverged else []
-                self._config["algorithms"][name] = {"lr": entry.lr, **record.config["algorithm"]}
-        if entry.seeds:
-            self.entries.append(entry)
+        records = [record for record in read_begun(job.folder for job in jobs) if record.ended]
+        if records:
+            self.entries.append(Trial(name, settings, records, len(jobs), candidates=candidates))
+            self._config["algorithms"][name] = {"lr": settings["lr"], **records[-1].config["algorithm"]}
         self._save()
         return finished
 
@@ -153,58 +102,52 @@ class Comparison:
         trials: dict[int, Trial] = {}
         continued = list(range(len(candidates)))
         for n, rounds in enumerate(stages):
-            jobs = [self._job(name, candidates[i], self.experiment.train.seed, stages[n:]) for i in continued]
+            jobs = [self._new_job(name, candidates[i], self.experiment.train.seed, stages[n:]) for i in continued]
             if not self._run(jobs):
                 return None
             for i, job in zip(continued, jobs, strict=True):
-                record = read_record(job.folder).up_to(rounds)
-                trials[i] = Trial(job.folder.name, job.settings, self.metric, [record], 1)
+                trials[i] = Trial(job.folder.name, candidates[i], [read_record(job.folder).up_to(rounds)])
             count = max(MIN_CONTINUED, math.ceil(CONTINUED_FRACTION * len(continued)))
             continued = sorted(continued, key=lambda i: -trials[i].rank)[:count]  # ties keep their order
         return [trials[i] for i in range(len(candidates))]
 
-    def _job(self, name: str, settings: Settings, seed: int, stages: Sequence[int] = ()) -> Job:
+    def _new_job(self, name: str, settings: Settings, seed: int, stages: Sequence[int] = ()) -> Job:
         """Return one run, final or, with the stages that are left, for tuning."""
-        experiment, place = with_algorithm(self.experiment, name, settings), Path(name.replace(":", "."))
-        folder = "tuning" / place / folder_name(settings) if stages else place / f"seed{seed}"
+        experiment, folder = with_algorithm(self.experiment, name, settings), name.replace(":", ".")
+        folder = f"tuning/{folder}/{folder_name(settings)}" if stages else f"{folder}/seed{seed}"
         if stages:  # perhaps shorter, but each round has the rate of that round in the final runs
             schedule = Schedule(name=experiment.train.schedule.name, **vars(build_schedule(experiment)))
             changed = {"rounds": self._rounds_in_folder(folder, stages), "schedule": schedule}
             experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update=changed)})
-        label = f"{name}, {written(settings)}, seed {seed}"
-        return self._tuner.job(experiment, settings, seed, folder, label, tuning=bool(stages))
+        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", tuning=bool(stages))
+        self._folders[job.folder] = None
+        return job
 
-    def _rounds_in_folder(self, folder: Path, stages: Sequence[int]) -> int:
+    def _rounds_in_folder(self, folder: str, stages: Sequence[int]) -> int:
         """Return the rounds of a tuning run: those of a later stage if it had been continued before."""
-        place = self.folder / folder
-        stored = read_json(place / "config.json").get("train", {}) if is_ours(place) else {}
+        path = self.folder / folder
+        stored = read_json(path / "config.json").get("train", {}) if is_ours(path) else {}
         rounds = stored.get("rounds") if isinstance(stored, Mapping) else None
         return next((stage for stage in stages if is_whole(rounds) and stage == rounds), stages[0])
-
-    def _run(self, jobs: list[Job]) -> bool:
-        self._jobs += jobs
-        return self._tuner.run(jobs, self._watcher.round_finished, self._watcher.run_ended)
 
     @property
     def runs(self) -> list[Path]:
         """Return the folders of its runs that have begun, which tables, picture and report show."""
-        folders = dict.fromkeys(job.folder for job in self._jobs)  # a tuning run may have several stages
-        return [folder for folder in folders if (folder / "metrics.jsonl").exists()]
+        return [folder for folder in self._folders if (folder / "metrics.jsonl").exists()]
 
     def left_out(self) -> list[str]:
         """Return the runs of an earlier comparison in the same folder that are not part of this one."""
-        found = {metrics.parent for metrics in self.folder.glob("*/seed*/metrics.jsonl")} - set(self.runs)
-        return sorted(str(path.relative_to(self.folder)) for path in found)
+        others = {metrics.parent for metrics in self.folder.glob("*/seed*/metrics.jsonl")} - set(self.runs)
+        return sorted(str(path.relative_to(self.folder)) for path in others)
 
     def notes(self) -> list[str]:
         """Return remarks for the reader: how settings were chosen, runs that diverged, best values on the edge."""
         lines = []
         others = self.left_out()
         if others:
-            more = f" and {len(others) - MAX_NAMED_RUNS} more" if len(others) > MAX_NAMED_RUNS else ""
             lines.append(
-                f"the folder holds runs that were not asked for now, and are in no table: "
-                f"{', '.join(others[:MAX_NAMED_RUNS])}{more}; `lamina report {self.folder}` shows all"
+                f"the folder holds runs that were not asked for now, and are in no table: {listed(others)}; "
+                f"`lamina report {self.folder}` shows all"
             )
         spec, given = self.experiment.compare, self.experiment.train.lr
         if any(len(choice) > 1 for choice in self._choices.values()):
@@ -223,11 +166,11 @@ class Comparison:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")
         for entry in self.entries:
             lines += entry.diverged
-            if len(entry.settings) > 1 and entry.tuning:
+            if len(entry.settings) > 1 and entry.candidates:
                 lines.append(f"{entry.name}: {written(entry.settings)} was chosen")
             for key, value in entry.settings.items():
-                ends = at_ends(value, [trial.settings[key] for trial in entry.tuning] or [value])
-                way = way_beyond(value, ends, entry.name, key)
+                tried = Range(choices=tuple(trial.settings[key] for trial in entry.candidates) or (value,))
+                way = tried.way_beyond(value, entry.name, key)
                 if way:
                     what = f"{entry.name}: the best {key} {value:g} lies on the edge of those tried"
                     lines.append(f"{what}; try {way} values")
@@ -235,43 +178,43 @@ class Comparison:
 
     def _save(self) -> None:
         """Write the configuration, the rounds of every finished run, and the scores of all tuning runs."""
-        self._tuner.refuse_lost()
-        histories = [history for entry in self.entries for history in entry.histories]
-        columns = dict.fromkeys(column for history in histories for column in history.columns)
+        self._refuse_lost()
+        columns = dict.fromkeys(column for entry in self.entries for run in entry.histories for column in run.columns)
         rounds = [
-            {"algorithm": entry.name, "learning_rate": entry.lr, "seed": seed, **row}
+            {"algorithm": entry.name, "learning_rate": entry.lr, "seed": record.seed, **row}
             for entry in self.entries
-            for seed, history in zip(entry.seeds, entry.histories, strict=True)
-            for row in history
+            for record in entry.records
+            for row in record.history
         ]
-        score = f"best_{self.experiment.compare.select}_{self.metric}"
+        score = self.score_name.replace(" ", "_")
         tried = [
             {
                 "algorithm": entry.name,
-                "learning_rate": trial.settings["lr"],
-                **{key: value for key, value in trial.settings.items() if key != "lr"},
-                "rounds": len(trial.records[0].history),
+                "learning_rate": trial.lr,
+                **trial.settings,
+                "rounds": len(trial.histories[0]),
                 score: trial.score,
                 "chosen": trial.settings == entry.settings,
             }
             for entry in self.entries
-            for trial in entry.tuning
+            for trial in entry.candidates
         ]
         options = dict.fromkeys(key for choice in self._choices.values() for key in choice[0] if key != "lr")
         with writing_to(self.folder):
             write_json(self.folder / "config.json", self._config)
             write_csv(self.folder / "rounds.csv", ["algorithm", "learning_rate", "seed", *columns], rounds)
-            write_csv(
-                self.folder / "tuning.csv", ["algorithm", "learning_rate", *options, "rounds", score, "chosen"], tried
-            )
+            tried_columns = ["algorithm", "learning_rate", *options, "rounds", score, "chosen"]
+            write_csv(self.folder / "tuning.csv", tried_columns, tried)
 
 
-def refuse_all_diverged(entries: Iterable[Entry]) -> None:
-    """Raise the error for a comparison without a single run that did not diverge."""
-    lines = [line for entry in entries for line in entry.diverged]
-    rounds = [len(history) for entry in entries for history in entry.histories]
-    if rounds and len(lines) == len(rounds):
-        raise Diverged(f"every run diverged; the first: {lines[0]}", round=rounds[0] + 1, client=None, layer="")
+def all_points(experiment: Experiment) -> dict[str, list[Settings]]:
+    """Return the settings to try for each algorithm; a wrong name or option is refused before anything runs."""
+    tuning_rounds(experiment)
+    choices = {name: points_of(experiment, name) for name in experiment.compare.algorithms}
+    for name, choice in choices.items():
+        for settings in choice:
+            build_algorithm(with_algorithm(experiment, name, settings))
+    return choices
 
 
 def points_of(experiment: Experiment, name: str) -> list[Settings]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lamina.errors import BadInput, is_whole, nearest, short_repr
-from lamina.experiment.toml import DEFAULT_NAMES, read_tree, replace_length
+from lamina.experiment.toml import DEFAULT_NAMES, read_tree, set_keys
 from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_CLIENTS, MOST_SEED, MOST_SEEDS, MOST_THREADS
 from lamina.paths import checked_path
 from lamina.protocol import Protocol
@@ -261,69 +262,38 @@ class Experiment(_Section):
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
     """Read and validate an experiment file, with ``section.key=value`` overrides applied first."""
     path = checked_path(path, "the experiment file")
-    tree = read_tree(path)
-    replace_length(tree, [override.partition("=")[0].strip() for override in overrides])
-    # names first: a new name drops the options of the old one, never those given beside it
-    for override in sorted(overrides, key=lambda given: not given.partition("=")[0].strip().endswith(".name")):
-        apply_override(tree, override)
-    return parse(tree, source=str(path))
+    return parse(set_keys(read_tree(path), dict(map(parse_override, overrides))), source=str(path))
 
 
 def parse(tree: Mapping[str, Any], source: str = "experiment") -> Experiment:
     """Validate an experiment given as nested dicts."""
-    tree = dict(tree)
-    # a plain name is short for a table that holds only the name: partition = "iid"
-    for section, key in (("data", "partition"), ("train", "schedule"), ("train", "aggregation")):
-        inner = tree.get(section)
-        if isinstance(inner, dict) and isinstance(inner.get(key), str):
-            tree[section] = {**inner, key: {"name": inner[key]}}
-    for section in ("model", "algorithm"):
-        if isinstance(tree.get(section), str):
-            tree[section] = {"name": tree[section]}
+    tree = copy.deepcopy(dict(tree))
+    for *outer, key in DEFAULT_NAMES:  # a plain name is short for a table that holds only the name: partition = "iid"
+        section = tree.get(outer[0]) if outer else tree
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            section[key] = {"name": section[key]}
     try:
         return Experiment.model_validate(tree)
     except ValidationError as error:
         raise BadInput(f"{source}: {_one_line(error)}") from error
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Apply one ``section.key=value``; the value is TOML, and a bare word is a string.
+def parse_override(override: str) -> tuple[tuple[str, ...], Any]:
+    """Return the names and the value of ``section.key=value``; the value is TOML, and a bare word is a string.
 
-    A new name of a model, algorithm, partition or schedule drops the options that belonged to the old one.
-
-    >>> tree = {"train": {"lr": 0.1}}
-    >>> apply_override(tree, "train.lr=0.5"); apply_override(tree, "algorithm.name=fedlada"); tree
-    {'train': {'lr': 0.5}, 'algorithm': {'name': 'fedlada'}}
+    >>> parse_override("train.lr=0.5"), parse_override("algorithm.name=fedlada")
+    ((('train', 'lr'), 0.5), (('algorithm', 'name'), 'fedlada'))
     """
     key, equals, text = override.partition("=")
-    names = key.strip().split(".")
+    names = tuple(key.strip().split("."))
     if not equals or not all(names):
         raise BadInput(f"--set '{override}' is not of the form section.key=value, for example train.lr=0.1")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return names, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text.strip()
+        return names, text.strip()
     except (ValueError, RecursionError) as error:  # thousands of digits, thousands of brackets
         raise BadInput(f"--set {short_repr(override)}: {error}") from error
-    try:
-        set_key(tree, names, value)
-    except BadInput as error:
-        raise BadInput(f"--set '{override}': {error}") from error
-
-
-def set_key(tree: dict[str, Any], names: Sequence[str], value: Any) -> None:
-    """Set the key with these names, from the outermost section inwards; a new name drops the old one's options."""
-    section = tuple(names[:-1])
-    for depth, name in enumerate(section):
-        inner = tree.setdefault(name, {})
-        if isinstance(inner, str):  # model = "mlp" is short for model.name
-            inner = tree[name] = {"name": inner}
-        if not isinstance(inner, dict):
-            raise BadInput(f"'{'.'.join(names[: depth + 1])}' is a value, not a section")
-        tree = inner
-    if names[-1] == "name" and section in DEFAULT_NAMES and value != tree.get("name", DEFAULT_NAMES[section]):
-        tree.clear()
-    tree[names[-1]] = value
 
 
 def _one_line(error: ValidationError) -> str:

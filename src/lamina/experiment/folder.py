@@ -22,32 +22,48 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
+
+from torch import Tensor
 
 import lamina
+from lamina.engines.state import State
 from lamina.errors import BadInput, Diverged, is_whole
 from lamina.experiment.environment import environment
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.records import (
+    CHOOSE_ANOTHER,
+    FILES,
     FORMAT,
     Metrics,
     check_config,
     differences,
+    is_ours,
     read_diverged,
     read_environment,
     read_json,
     read_metrics,
     refuse_format,
+    remove_records,
+    unreadable_config,
 )
-from lamina.experiment.run_files import CHOOSE_ANOTHER, FILES, is_ours, remove_records, unreadable_config
-from lamina.experiment.saved_model import BestModel, Trained, round_of, save_model
-from lamina.history import History, Row
-from lamina.storage.checkpoint import Checkpoints
-from lamina.storage.files import PARTIAL, as_json, check_writable, sync_folder, write_json, writing_to
+from lamina.experiment.trackers import Trackers
+from lamina.history import History, Row, score
+from lamina.objective import Buffers, Objective
+from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
+from lamina.storage.files import PARTIAL, as_json, check_writable, sync_folder, write_file, write_json, writing_to
 from lamina.storage.locks import Lock, Locked, is_at, lost
 from lamina.text import plural
 
 log = logging.getLogger(__name__)
+
+
+class Trained(Protocol):
+    """Anything with a model to save: a simulation, or the server of a federation."""
+
+    state: State
+    objective: Objective
+    history: History
 
 
 class RunFolder:
@@ -59,7 +75,13 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, config: Mapping[str, Any], *, overwrite: bool = False, lines: LogLines | None = None
+        self,
+        path: Path,
+        config: Mapping[str, Any],
+        *,
+        overwrite: bool = False,
+        lines: LogLines | None = None,
+        trackers: Trackers | None = None,
     ) -> None:
         self.path = path
         self.config = as_json({"lamina": lamina.__version__, "format": FORMAT, **config})
@@ -71,7 +93,7 @@ class RunFolder:
         self._damage = ""  # what is wrong with the metrics
         self._model_round = 0  # the round of the saved model
         self._fresh = True  # whether there is nothing to resume
-        self._lines = lines
+        self._lines, self._trackers = lines, trackers
         self._metrics: BinaryIO | None = None
         self._best = BestModel(path / "best.safetensors", self.history)
         self._refuse_foreign()
@@ -85,15 +107,22 @@ class RunFolder:
         except BadInput:
             if not overwrite:
                 self._recognise()
-            if not self.complete and self.diverged is None:
+            if not self.ended:
                 raise
             return  # nothing is left to write
         try:
             if not overwrite:
                 self._recognise()
+            if self.ended and len(self.history) and trackers is not None:
+                trackers.write(self.history)  # requested only now, or killed before the last round was written
         except BaseException:
             self.close()
             raise
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the run is complete or has diverged."""
+        return self.complete or self.diverged is not None
 
     def _found(self) -> list[str]:
         with writing_to(self.path):
@@ -148,7 +177,7 @@ class RunFolder:
 
     def _refuse_without_checkpoint(self, stored: Mapping[str, Any], finished: int) -> None:
         """Refuse to start again at round 1, which would replace the records, because the checkpoints are gone."""
-        if self.complete or self.diverged is not None or self.checkpoints.rounds():
+        if self.ended or self.checkpoints.rounds():
             return
         settings = stored.get("run", {})
         every = settings.get("checkpoint_every", 1) if isinstance(settings, Mapping) else 1
@@ -248,6 +277,8 @@ class RunFolder:
             self._metrics.write((json.dumps(numbers, allow_nan=False) + "\n").encode())
             self._metrics.flush()
         self._best.consider(row, simulation)
+        if self._trackers is not None:
+            self._trackers.write(simulation.history)
 
     def checkpoint(self, simulation: Trained, facts: Iterable[Any] = ()) -> None:
         """Save the state after the last recorded round and facts about it, with the best model so far if it is new."""
@@ -268,6 +299,7 @@ class RunFolder:
 
     def diverge(self, error: Diverged) -> None:
         """Record how the training diverged: the run has ended."""
+        self.diverged = error
         replaced = self.path / "metrics.jsonl"
         if self._metrics is None and replaced.exists() and replaced.stat().st_size:
             return  # keep the earlier run that this one was to replace
@@ -291,6 +323,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the folder; remove it if it is new and nothing was written."""
+        if self._trackers is not None:
+            self._trackers.close()
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # a full disk, which the failed round has reported
                 self._metrics.close()
@@ -317,3 +351,42 @@ def summary(config: Mapping[str, Any]) -> str:
         f"{config['model']['name']}, lr {train['lr']:g}, seed {train['seed']}, {plural(train['rounds'], 'round')}, "
         f"{run['engine']} on {run['device']}"
     )
+
+
+class BestModel:
+    """The model with the best score so far; kept in memory until `save`."""
+
+    def __init__(self, path: Path, history: History) -> None:
+        self.path = path
+        self.score = max((value for value in map(score, history) if not math.isnan(value)), default=-math.inf)
+        self._unsaved: tuple[int, Tensor, Buffers] | None = None
+
+    def consider(self, row: Row, trained: Trained) -> None:
+        """Keep the model of a finished round if it is the best so far."""
+        if score(row) > self.score:
+            self.score = score(row)
+            self._unsaved = int(row["round"]), trained.state.server.x, trained.state.buffers
+
+    def save(self, trained: Trained) -> None:
+        """Write the best model, if it has changed."""
+        if self._unsaved is not None:
+            save_model(self.path, trained, *self._unsaved)
+            self._unsaved = None
+
+
+def save_model(path: Path, trained: Trained, number: int, x: Tensor, buffers: Buffers) -> None:
+    """Write the model after a round, with these parameters and buffers."""
+    weights = trained.objective.module_at(x, buffers).state_dict()
+    write_file(path, pack(weights, round=str(number)))
+
+
+def round_of(path: Path) -> tuple[int, str]:
+    """Return the round of a saved model and what is wrong with its file; 0 if it is missing or damaged."""
+    try:
+        data = path.read_bytes()
+        unpack(data)
+        return int(read_facts(data)["round"]), ""
+    except OSError:
+        return 0, ""
+    except UNREADABLE as error:
+        return 0, str(error)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lamina.errors import BadInput
-from lamina.experiment.run_files import is_ours, unreadable_config
+from lamina.experiment.records import is_ours, unreadable_config
 from lamina.storage.files import write_file
 
 ENDS_BYTES = 4096  # that are read at either end of a file to recognise it

@@ -1,9 +1,10 @@
-"""Read the records in run folders, for reports, comparisons and tuning."""
+"""Read, recognise and delete the records in run folders."""
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,19 @@ from typing import Any, NamedTuple
 from lamina import algorithms
 from lamina.errors import BadInput, is_number, is_whole
 from lamina.history import History, Row
+from lamina.storage.files import PARTIAL, check_writable, sync_folder, writing_to
+from lamina.storage.locks import Lock
+from lamina.text import listed
 
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
 NO_PART_OF_IDENTITY = {"lamina", "format", "title", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
-MAX_NAMED_KEYS = 5
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
+FILES = {
+    "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
+    "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
+}  # fmt: skip
+CHOOSE_ANOTHER = "choose another with --out, or give --overwrite"
 
 
 @dataclass(frozen=True)
@@ -169,8 +177,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         # another algorithm has other options: its name says enough
         and (key.endswith(".name") or not key.startswith(tuple(renamed)))
     ]
-    more = f" and {len(differing) - MAX_NAMED_KEYS} more" if len(differing) > MAX_NAMED_KEYS else ""
-    return ", ".join(differing[:MAX_NAMED_KEYS]) + more
+    return listed(differing)
 
 
 def _shown(value: Any) -> str:
@@ -244,3 +251,70 @@ def _read(path: Path) -> bytes:
         raise BadInput(f"'{path.parent}' is not a run's folder: it has no {path.name}") from error
     except OSError as error:
         raise BadInput(f"cannot read '{path}': {error.strerror or error}") from error
+
+
+# --- folders -----------------------------------------------------------------------------------------------------
+
+
+def remove_records(folder: Path) -> None:
+    """Delete the files of a run except its lock and its config.json, which marks the folder as lamina's.
+
+    The files of a run that has ended go first: what a kill leaves behind must not look complete.
+    """
+    first = ["metrics.jsonl", "diverged.json", "model.safetensors"]
+    for name in [*first, *sorted(FILES - {"lock", "config.json", *first})]:
+        old = folder / name
+        shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
+        if name == first[-1]:
+            sync_folder(folder)
+
+
+def delete_runs(folders: Iterable[Path]) -> None:
+    """Delete run folders; refuse, before anything is deleted, one that is in use or holds anything else."""
+    runs = [folder for folder in folders if is_ours(folder)]
+    for run in runs:
+        foreign = [path.name for path in run.iterdir() if path.name not in FILES and path.suffix != PARTIAL]
+        if foreign:
+            raise BadInput(f"the folder '{run}' holds other files ('{foreign[0]}'): choose another with --out")
+        Lock(run).release()
+    for run in runs:
+        lock = Lock(run)
+        try:
+            with writing_to(run):
+                remove_records(run)
+                shutil.rmtree(run)
+        finally:
+            lock.release()
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether lamina wrote the folder's config.json."""
+    try:
+        return "lamina" in read_json(folder / "config.json")
+    except BadInput:
+        return False
+
+
+def unreadable_config(folder: Path) -> str:
+    """Return what is wrong with a folder's config.json; empty if it is sound or missing."""
+    path = folder / "config.json"
+    try:
+        if path.exists():
+            read_json(path)
+    except BadInput as error:
+        return f"a config.json that cannot be read ({error})"
+    return ""
+
+
+def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False) -> None:
+    """Refuse a folder that cannot be written to, or whose config.json lacks the key that tells what it holds."""
+    check_writable(folder)
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if all(name == "lock" or name.endswith(PARTIAL) for name in names):
+        return
+    config = read_json(folder / "config.json") if is_ours(folder) else {}
+    if key not in config:
+        holds = unreadable_config(folder) or f"other files than {whose}"
+        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out")
+    if not overwrite:
+        refuse_format(folder, config, CHOOSE_ANOTHER)

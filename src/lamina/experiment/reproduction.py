@@ -11,9 +11,9 @@ from lamina.data import sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.errors import unknown
 from lamina.experiment import claims, compare
-from lamina.experiment.build import build_aggregation, build_algorithm, build_partition, build_schedule
+from lamina.experiment.build import build_parts
 from lamina.experiment.config import Claim, Experiment, Tried, load
-from lamina.storage.files import cannot_write, write_json
+from lamina.storage.files import write_json, writing_to
 
 FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing
 SMALL_TRAIN, SMALL_TEST, SMALL_ROUNDS = 2000, 500, 10
@@ -44,11 +44,8 @@ def plan(file: Path, overrides: list[str], scale: Scale = "full") -> dict[str, E
         chosen = "compare.algorithms=[" + ",".join(f'"{name}"' for name in names) + "]"
         own = load(file, [*overrides, *claims.variants(experiment)[variant], chosen])
         own = small(own) if scale == "small" else own
-        # Built once and thrown away, so that a wrong option is reported before anything runs.
-        build_partition(own), build_schedule(own), build_aggregation(own), compare.tuning_rounds(own)
-        for name in names:
-            for settings in compare.points_of(own, name):
-                build_algorithm(compare.with_algorithm(own, name, settings))
+        build_parts(own)  # refuses a wrong option before anything runs
+        compare.all_points(own)
         experiments[variant] = own
     return experiments
 
@@ -121,7 +118,5 @@ def save(findings: list[claims.Finding], folder: Path, scale: Scale) -> None:
         }
         for finding in findings
     ]
-    try:
+    with writing_to(folder):
         write_json(folder / "claims.json", {"scale": scale, "claims": rows})
-    except OSError as error:
-        raise cannot_write(folder, error) from error

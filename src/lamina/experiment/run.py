@@ -1,38 +1,130 @@
-"""Train the runs of an experiment, from where their folders say they were, and keep their records."""
+"""Train the runs of an experiment, from where their folders say they were, and keep their records.
+
+Under torchrun several processes train one run and share its folder: the first one writes all but the checkpoints of
+the clients that the others train.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import Diverged
-from lamina.experiment.build import choose_threads
+from lamina.errors import BadInput, Diverged, LaminaError
+from lamina.experiment.build import check_device, choose_threads
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.ranks import RankFolder, everywhere
+from lamina.experiment.log_lines import LogLines
 from lamina.experiment.trackers import Trackers
-from lamina.history import Row
+from lamina.history import History, Row
 from lamina.metrics import refuse_nonfinite
 from lamina.population import Population
 from lamina.simulation import Simulation
-from lamina.storage.checkpoint import load_newest
+from lamina.storage.checkpoint import Checkpoints, load_newest
 from lamina.storage.identity import of_run
+from lamina.storage.locks import is_at, lost
 
 CHECKPOINT_THREADS = 8
 
 
-@dataclass
-class Ended:
-    """How training ended."""
+class RankFolder:
+    """The part of a run's folder that a process other than the first writes: the state of the clients it trains."""
 
-    stopped: bool = False  # on request, before the last round
-    diverged: dict[int, Diverged] = field(default_factory=dict)  # by number in the list of simulations
+    def __init__(self, path: Path, rank: int, *, found: bool) -> None:
+        self.checkpoints = Checkpoints(path / "checkpoints" / f"rank-{rank}")
+        self.diverged: Diverged | None = None
+        self._found = found  # whether the first process resumes a run
+        self._lock = path / "lock"  # the first process's; on another machine it may not be there
+        self._file = self._lock.open("rb") if self._lock.exists() else None
+
+    def rounds(self) -> list[int]:
+        """Return the rounds that this process could resume after."""
+        return self.checkpoints.rounds() if self._found else []
+
+    def go_on_after(self, number: int) -> History:
+        """Return an empty history: the first process keeps it."""
+        return History()
+
+    def checkpoint(self, simulation: Simulation) -> None:
+        """Save the state after this round."""
+        if self._file is not None and not is_at(self._file, self._lock):
+            raise lost(self._lock.parent)
+        self.checkpoints.save(simulation.state)
+
+    def record(self, *_: object) -> None:
+        """Do nothing: the first process writes everything else."""
+
+    stopped = finish = record
+
+    def diverge(self, error: Diverged) -> None:
+        """Note that the run has diverged; the first process records how."""
+        self.diverged = error
+
+    def close(self) -> None:
+        """Close the first process's lock, which was only read."""
+        if self._file is not None:
+            self._file.close()
+
+
+def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
+    """Under torchrun, join the other processes; return the experiment on this process's device, and its rank."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return experiment, Ranks(0, 1)
+    device = experiment.run.device
+    check_device(device)
+    on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
+    if on_gpu:
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        torch.cuda.set_device(device)
+    if experiment.run.engine == "loop":
+        raise BadInput("torchrun shares the cohort of the stacked engine: run.engine = 'loop' runs in one process only")
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    settings = experiment.run.model_copy(update={"device": device, "engine": "stacked"})
+    return experiment.model_copy(update={"run": settings}), Ranks.current()
+
+
+def open_folder(
+    path: Path,
+    config: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    lines: LogLines | None = None,
+    trackers: Trackers | None = None,
+) -> RunFolder | RankFolder:
+    """Open the run's folder, or under torchrun this process's part of it if the first process accepts the folder."""
+    ranks = Ranks.current()
+    if ranks.world == 1:
+        return RunFolder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
+    folder: RunFolder | None = None
+    shared: list[Any] = [None]
+    problem: LaminaError | None = None
+    if ranks.rank == 0:
+        try:
+            folder = RunFolder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
+            shared = [{"found": bool(folder.rounds()), "ended": folder.complete or folder.diverged is not None}]
+        except LaminaError as error:
+            problem = error
+    torch.distributed.broadcast_object_list(shared)
+    if problem is not None:
+        raise problem
+    if folder is not None:
+        return folder
+    if shared[0] is None or shared[0]["ended"]:
+        raise SystemExit(0)  # the first process reports, and its exit code counts
+    return RankFolder(path, ranks.rank, found=shared[0]["found"])
+
+
+def everywhere(here: bool) -> bool:
+    """Return whether a condition holds in all processes."""
+    ranks = Ranks.current()
+    device = "cuda" if ranks.world > 1 and torch.distributed.get_backend() == "nccl" else "cpu"
+    return int(ranks.add(torch.tensor(int(not here), device=device))) == 0
 
 
 def go_on(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankFolder]) -> int:
@@ -62,52 +154,47 @@ def train(
     experiment: Experiment,
     *,
     stop: Callable[[], bool] = lambda: False,
-    on_round: Callable[[int, Row], None] | None = None,
-    trackers: Sequence[Trackers] = (),
-) -> Ended:
+    on_round: Callable[[int, Row], None] = lambda i, row: None,
+) -> bool:
     """Run simulations that are at the same round to the end, side by side if there are several.
 
     A finished round is in the metrics before the next begins. Checkpoints of all are written together, so that they
-    are never more than one apart. Trackers, if there are any, belong to the simulations in their order.
+    are never more than one apart. Return whether training was stopped before the last round; the folders know which
+    runs diverged.
     """
     rounds, every = experiment.train.rounds, experiment.run.checkpoint_every
     torch.set_num_threads(choose_threads(experiment, simulations[0].objective.start.numel()))
     population = Population(simulations) if len(simulations) > 1 else None
-    ended = Ended()
+    diverged: dict[int, Diverged] = {}
     for i, simulation in enumerate(simulations):  # killed after the checkpoint of a round with an infinite test loss
         if len(simulation.history):
             try:
                 refuse_nonfinite(simulation.history[-1])
             except Diverged as error:
-                ended.diverged[i] = error
+                diverged[i] = error
                 folders[i].diverge(error)
     if population is not None:
-        population.diverged |= ended.diverged
+        population.diverged |= diverged
     number = max(simulation.state.round for simulation in simulations)
-    while number < rounds and len(ended.diverged) < len(simulations):
+    while number < rounds and len(diverged) < len(simulations):
         number += 1
-        rows, failed = _run_round(simulations, population, ended, evaluate=number == rounds)
+        rows, failed = _run_round(simulations, population, diverged, evaluate=number == rounds)
         for i, row in rows.items():
             folders[i].record(row, simulations[i])
-            if trackers:
-                trackers[i].write(simulations[i].history)
-            if on_round is not None:
-                on_round(i, row)
-        ended.stopped = not everywhere(not stop()) and number < rounds
+            on_round(i, row)
+        stopped = not everywhere(not stop()) and number < rounds
         # A run that diverges leaves the population: save the others, so that this round is not repeated without it.
-        if number % every == 0 or number == rounds or ended.stopped or failed:
+        if number % every == 0 or number == rounds or stopped or failed:
             _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
-        for i, how in failed.items():
-            folders[i].diverge(how)
-        ended.diverged |= failed
-        if ended.stopped:
+        for i, reason in failed.items():
+            folders[i].diverge(reason)
+        diverged |= failed
+        if stopped:
             for i in rows:
                 folders[i].stopped(number)
-            return ended
-    _for_each(
-        [i for i in range(len(simulations)) if i not in ended.diverged], lambda i: folders[i].finish(simulations[i])
-    )
-    return ended
+            return True
+    _for_each([i for i in range(len(simulations)) if i not in diverged], lambda i: folders[i].finish(simulations[i]))
+    return False
 
 
 def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:
@@ -121,12 +208,16 @@ def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:
 
 
 def _run_round(
-    simulations: Sequence[Simulation], population: Population | None, ended: Ended, *, evaluate: bool
+    simulations: Sequence[Simulation],
+    population: Population | None,
+    diverged: Mapping[int, Diverged],
+    *,
+    evaluate: bool,
 ) -> tuple[dict[int, Row], dict[int, Diverged]]:
     """Run one round; return the rows of the runs that finished it, and those that diverged in or after it."""
     if population is not None:
         rows = population.run_round(evaluate=evaluate)
-        return rows, {i: error for i, error in population.diverged.items() if i not in ended.diverged}
+        return rows, {i: error for i, error in population.diverged.items() if i not in diverged}
     rows = {}
     try:
         rows[0] = simulations[0].run_round(evaluate=evaluate)

@@ -7,14 +7,73 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lamina import algorithms
-from lamina.errors import BadInput, is_number
+from lamina.errors import BadInput, is_number, is_whole
 from lamina.limits import MOST_POINTS
 
 Settings = dict[str, Any]  # names, or dotted keys of an experiment, to values
 Grid = dict[str, list[Any]]
+EDGE_FRACTION = 0.05  # of a range: values this close to an end are on the edge
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values to try for a key: numbers between two ends, or a list."""
+
+    low: float = 0.0
+    high: float = 0.0
+    log: bool = False
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def samples(self) -> tuple[Any, ...]:
+        """Return values to check before anything runs."""
+        return self.choices or (self.low, self.high)
+
+    @property
+    def described(self) -> list[Any]:
+        """Return the range as a list, for the configuration."""
+        return list(self.choices) or [self.low, self.high, "log" if self.log else "linear"]
+
+    def suggest(self, trial: Any, key: str) -> Any:
+        """Return the value that Optuna proposes."""
+        if self.choices:
+            return trial.suggest_categorical(key, self.choices)
+        if is_whole(self.low) and is_whole(self.high):
+            return trial.suggest_int(key, self.low, self.high, log=self.log)
+        return trial.suggest_float(key, self.low, self.high, log=self.log)
+
+    def ends(self, value: Any) -> tuple[bool, bool]:
+        """Return whether a value is at or near the lower end, and the upper end.
+
+        >>> Range(choices=(0.1, 0.3)).ends(0.1), Range(choices=("a", "b")).ends("a"), Range(0, 100).ends(98)
+        ((True, False), (False, False), (False, True))
+        """
+        if self.choices:
+            if not all(is_number(choice) for choice in self.choices) or min(self.choices) == max(self.choices):
+                return False, False
+            return value == min(self.choices), value == max(self.choices)
+        low, high, place = (math.log(x) if self.log else x for x in (self.low, self.high, value))
+        share = (place - low) / (high - low)
+        return share <= EDGE_FRACTION, share >= 1 - EDGE_FRACTION
+
+    def way_beyond(self, value: Any, algorithm: str, key: str) -> str:
+        """Return which values to try if the best one is at an end, "smaller" or "larger"; else an empty string.
+
+        Args:
+            value: the best value.
+            algorithm: the algorithm that was tried.
+            key: what the value is of; no value can lie beyond the bounds of an option of the algorithm.
+        """
+        options = algorithms.options(algorithms.find(algorithm))
+        option = key.removeprefix("algorithm.")  # a key of another section has a dot, and is no option
+        bounds = options[option].metadata if option in options else {}
+        is_low, is_high = self.ends(value)
+        low, high = is_low and value != bounds.get("low"), is_high and value != bounds.get("high")
+        return "" if low == high else "smaller" if low else "larger"
 
 
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
@@ -75,29 +134,3 @@ def folder_name(settings: Settings) -> str:
         for name, value in zip(short_names(list(settings)), settings.values(), strict=True)
     ]
     return re.sub(r"[^\w.+-]+", "_", "-".join(parts))
-
-
-def at_ends(value: Any, tried: Sequence[Any]) -> tuple[bool, bool]:
-    """Return whether a value is the smallest and whether it is the largest of the numbers tried.
-
-    >>> at_ends(0.1, [0.1, 0.3]), at_ends(0.1, [0.1]), at_ends("tensor", ["tensor", "module"])
-    ((True, False), (False, False), (False, False))
-    """
-    if not all(is_number(other) for other in tried) or min(tried) == max(tried):
-        return False, False
-    return value == min(tried), value == max(tried)
-
-
-def way_beyond(value: Any, ends: tuple[bool, bool], algorithm: str, option: str) -> str:
-    """Return which values to try beyond one at an end, "smaller" or "larger"; empty if there are none.
-
-    Args:
-        value: the best value.
-        ends: whether it is the smallest, and whether it is the largest of those tried.
-        algorithm: the algorithm that was tried.
-        option: its option, whose bounds no value may exceed; any other name has no bounds.
-    """
-    known = algorithms.options(algorithms.find(algorithm))
-    bounds = known[option].metadata if option in known else {}
-    low, high = ends[0] and value != bounds.get("low"), ends[1] and value != bounds.get("high")
-    return "" if low == high else "smaller" if low else "larger"

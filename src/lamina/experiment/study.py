@@ -7,67 +7,28 @@ recognises and claims a trial whose process was killed.
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from lamina import rng
-from lamina.errors import BadInput, is_number, is_whole, missing_extra
-from lamina.experiment.run_files import delete_runs
-from lamina.experiment.settings import Settings, at_ends
+from lamina.errors import BadInput, is_number, missing_extra
+from lamina.experiment.records import delete_runs
+from lamina.experiment.settings import Range, Settings
 from lamina.storage.locks import Lock, Locked
 
 FILE = "study.db"
-EDGE_FRACTION = 0.05  # of a range: values this close to an end are on the edge
-WAIT = 60  # seconds for another process to finish writing to the study
+WRITE_TIMEOUT_S = 60  # for another process to finish writing to the study
 START_ANEW = "choose another folder with --out, or start anew with --overwrite"
 GO_ON = "what is finished is kept: the same command goes on"
 
 
-@dataclass(frozen=True)
-class Range:
-    """The values that Optuna may propose: numbers between two ends, or a list."""
-
-    low: float = 0.0
-    high: float = 0.0
-    log: bool = False
-    choices: tuple[Any, ...] = ()
-
-    @property
-    def samples(self) -> tuple[Any, ...]:
-        """Return values to check before anything runs."""
-        return self.choices or (self.low, self.high)
-
-    @property
-    def described(self) -> list[Any]:
-        """Return the range as a list, for the configuration."""
-        return list(self.choices) or [self.low, self.high, "log" if self.log else "linear"]
-
-    def suggest(self, trial: Any, key: str) -> Any:
-        """Return the value that Optuna proposes."""
-        if self.choices:
-            return trial.suggest_categorical(key, self.choices)
-        if is_whole(self.low) and is_whole(self.high):
-            return trial.suggest_int(key, self.low, self.high, log=self.log)
-        return trial.suggest_float(key, self.low, self.high, log=self.log)
-
-    def ends(self, value: Any) -> tuple[bool, bool]:
-        """Return whether a value is at or near the lower end, and the upper end."""
-        if self.choices:
-            return at_ends(value, self.choices)
-        low, high, place = (math.log(x) if self.log else x for x in (self.low, self.high, value))
-        share = (place - low) / (high - low)
-        return share <= EDGE_FRACTION, share >= 1 - EDGE_FRACTION
-
-
 def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
     """Return the ranges of ``[tune.space]``, given by dotted keys."""
-    found = {}
+    ranges = {}
     for key, given in space.items():
         where = f"tune.space: '{key}'"
         if not isinstance(given, Mapping) or not given:
@@ -80,7 +41,7 @@ def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
                 or not all(isinstance(v, str | int | float) for v in choices)
             ):
                 raise BadInput(f"{where}: choices must be a list of numbers, words, or true and false")
-            found[key] = Range(choices=tuple(choices))
+            ranges[key] = Range(choices=tuple(choices))
             continue
         if not {"low", "high"} <= set(given) <= {"low", "high", "log"}:
             raise BadInput(
@@ -91,32 +52,45 @@ def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
             raise BadInput(f"{where}: low and high must be numbers, low the smaller one, and log true or false")
         if log and low <= 0:
             raise BadInput(f"{where}: low = {low} has no logarithm: it must be above 0, or log = false")
-        found[key] = Range(low, high, log)
-    if not found:
+        ranges[key] = Range(low, high, log)
+    if not ranges:
         raise BadInput("nothing to try: tune.sampler = 'tpe' chooses from the ranges in [tune.space]")
-    return found
+    return ranges
 
 
 class Study:
-    """The study in a tuning's folder. Problems with its file raise `BadInput`."""
+    """The study in a tuning's folder, and the one trial of it that this process runs.
+
+    Problems with its file raise `BadInput`. `open` and `claim` are called while no other process uses the folder.
+    """
 
     def __init__(self, folder: Path, space: Mapping[str, Range], *, pruner: str, rounds: int, seed: int) -> None:
-        self._optuna = _import_optuna()
+        try:
+            import optuna
+        except ImportError as error:
+            raise missing_extra("optuna", "tune", "tune.sampler = 'tpe'") from error
+        optuna.logging.set_verbosity(optuna.logging.ERROR)  # its warnings come as errors, which we say in a line
+        self._optuna: Any = optuna
         self._folder, self._space, self._seed = folder, space, seed
         self._pruner, self._rounds = pruner, rounds
         self._study: Any = None
+        self._trial: Any = None  # the one that is claimed, with its lock and the rounds that Optuna knows
+        self._lock: Lock | None = None
+        self._reported: set[int] = set()
 
     @property
-    def _url(self) -> str:
+    def url(self) -> str:
+        """Return the address of the study's database."""
         return f"sqlite:///{(self._folder / FILE).absolute()}"
 
     def open(self, *, maximise: bool) -> None:
-        """Open or create the study. Call it in `turn`."""
+        """Open or create the study."""
         with self._in_a_line():
             try:
-                storage = self._optuna.storages.RDBStorage(self._url, engine_kwargs={"connect_args": {"timeout": WAIT}})
+                options = {"connect_args": {"timeout": WRITE_TIMEOUT_S}}
+                storage = self._optuna.storages.RDBStorage(self.url, engine_kwargs=options)
             except RuntimeError as error:  # Optuna's own words for the tables of another version
-                what = str(error).replace("$STORAGE_URL", self._url)
+                what = str(error).replace("$STORAGE_URL", self.url)
                 raise BadInput(f"cannot use the study '{self._folder / FILE}': {what} Or {START_ANEW}") from error
             self._study = self._optuna.create_study(
                 storage=storage,
@@ -134,24 +108,56 @@ class Study:
         for path in self._folder.glob("trial[0-9]*"):
             shutil.rmtree(path)
 
-    def claim(self, most: int) -> Claimed | None:
-        """Return a locked trial, that of a killed process or a new one; None if there are `most`. Call it in `turn`."""
+    def claim(self, most: int) -> tuple[str, Settings] | None:
+        """Lock a trial of a killed process, or a new one; return its folder name and settings, None if `most` exist."""
         trials = self._trials()
         with self._in_a_line():
             for left in trials:
                 if left.state == self._optuna.trial.TrialState.RUNNING:
-                    with contextlib.suppress(Locked):  # it is running
+                    with contextlib.suppress(Locked):  # its process is alive
                         lock = Lock(self._folder / trial_name(left.number))
                         self._study.sampler = self._sampler(left.number)
-                        return Claimed(self, self._optuna.trial.Trial(self._study, left._trial_id), lock)
+                        return self._take(self._optuna.trial.Trial(self._study, left._trial_id), lock)
             if len(trials) >= most:
                 return None
             self._study.sampler = self._sampler(len(trials))
             trial = self._study.ask()
-        place = self._folder / trial_name(trial.number)
-        if place.exists():  # of a study that was deleted
-            shutil.rmtree(place)
-        return Claimed(self, trial, Lock(place))
+        folder = self._folder / trial_name(trial.number)
+        if folder.exists():  # of a study that was deleted
+            shutil.rmtree(folder)
+        return self._take(trial, Lock(folder))
+
+    def _take(self, trial: Any, lock: Lock) -> tuple[str, Settings]:
+        self._trial, self._lock = trial, lock
+        try:
+            with self._in_a_line():
+                settings = {key: values.suggest(trial, key) for key, values in self._space.items()}
+            self._reported = set(self._trials()[trial.number].intermediate_values)
+        except BaseException:
+            self.release()
+            raise
+        return trial_name(trial.number), settings
+
+    def report(self, number: int, value: float) -> bool:
+        """Report the value of a round; return whether the pruner would stop here."""
+        with self._in_a_line():
+            if number not in self._reported:  # else a round that is run again after a kill
+                self._trial.report(value, number)
+            return bool(self._trial.should_prune())
+
+    def end(self, outcome: float | Literal["pruned", "failed"]) -> None:
+        """Report the score of the claimed trial, or that there is none."""
+        states = self._optuna.trial.TrialState
+        with self._in_a_line():
+            if isinstance(outcome, str):
+                self._study.tell(self._trial.number, state=states.PRUNED if outcome == "pruned" else states.FAIL)
+            else:
+                self._study.tell(self._trial.number, outcome)
+
+    def release(self) -> None:
+        """Release the claimed trial; if it has not ended, the next process that looks resumes it."""
+        if self._lock is not None:
+            self._lock.release()
 
     def proposed(self) -> list[tuple[str, Settings, bool]]:
         """Return the folder name and the settings of all trials in order, and whether they were pruned."""
@@ -195,50 +201,6 @@ class Study:
             raise BadInput(f"{what}; {GO_ON if is_temporary else START_ANEW}") from error
 
 
-class Claimed:
-    """A trial that this process runs, until it is released."""
-
-    def __init__(self, study: Study, trial: Any, lock: Lock) -> None:
-        self._study, self._trial, self._lock = study, trial, lock
-        self.name = trial_name(trial.number)
-        try:
-            with study._in_a_line():
-                self.settings = {key: own.suggest(trial, key) for key, own in study._space.items()}
-            self._reported = set(study._trials()[trial.number].intermediate_values)
-        except BaseException:
-            lock.release()
-            raise
-
-    def report(self, number: int, value: float) -> bool:
-        """Report the value of a round; return whether the pruner would stop here."""
-        with self._study._in_a_line():
-            if number not in self._reported:  # else a round that is run again after a kill
-                self._trial.report(value, number)
-            return bool(self._trial.should_prune())
-
-    def end(self, how: float | Literal["pruned", "failed"]) -> None:
-        """Report the score, or that there is none."""
-        state = self._study._optuna.trial.TrialState
-        with self._study._in_a_line():
-            if isinstance(how, str):
-                self._study._study.tell(self._trial.number, state=state.PRUNED if how == "pruned" else state.FAIL)
-            else:
-                self._study._study.tell(self._trial.number, how)
-
-    def release(self) -> None:
-        """Release the lock; if the trial has not ended, the next process that looks resumes it."""
-        self._lock.release()
-
-
 def trial_name(number: int) -> str:
     """Return the name of a trial's folder."""
     return f"trial{number:03d}"
-
-
-def _import_optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise missing_extra("optuna", "tune", "tune.sampler = 'tpe'") from error
-    optuna.logging.set_verbosity(optuna.logging.ERROR)  # its warnings come as errors, which we say in a line
-    return optuna

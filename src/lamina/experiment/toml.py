@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,30 +76,52 @@ def _leading_comment(path: Path) -> str:
 
 
 def merge(base: Tree, own: Tree) -> Tree:
-    """Lay a file's tables over those of the file it extends.
-
-    Tables are merged key by key; any other value replaces the inherited one. Three more rules: a
-    new name of a model, algorithm, partition or schedule drops the options of the old one; `train.local_steps` replaces
-    inherited `train.epochs` and the other way round; a file's own claims come before the inherited ones.
+    """Set the keys of a file in the tables of the file it extends; its own claims come before the inherited ones.
 
     >>> base = {"model": {"name": "mlp", "hidden": 200}, "train": {"epochs": 1, "rounds": 100}}
-    >>> merge(base, {"model": {"name": "cnn"}, "train": {"epochs": 3}})
-    {'model': {'name': 'cnn'}, 'train': {'epochs': 3, 'rounds': 100}}
+    >>> merge(base, {"model": {"name": "cnn"}, "train": {"local_steps": 3}})
+    {'model': {'name': 'cnn'}, 'train': {'rounds': 100, 'local_steps': 3}}
     """
-    base = {key: dict(value) if isinstance(value, dict) else value for key, value in base.items()}
-    replace_length(base, [f"train.{key}" for key in _table(own, "train")])
-    merged = _merge_tables(base, own, ())
-    if base.get("claim") and own.get("claim"):
-        merged["claim"] = [*own["claim"], *base["claim"]]
+    inherited, claims = base.get("claim"), own.get("claim")
+    merged = set_keys(base, dict(_leaves(own)))
+    if isinstance(inherited, list) and isinstance(claims, list):
+        merged["claim"] = [*claims, *inherited]
     return merged
 
 
-def replace_length(tree: dict[str, Any], keys: Collection[str]) -> None:
-    """Drop a file's train.epochs where train.local_steps is about to be set, and the other way round."""
-    train = tree.get("train")
-    given = [name for name in ("epochs", "local_steps") if f"train.{name}" in keys]
-    if isinstance(train, dict) and len(given) == 1:
-        train.pop("local_steps" if given == ["epochs"] else "epochs", None)
+def set_keys(tree: Tree, values: Mapping[tuple[str, ...], Any]) -> Tree:
+    """Set keys, given by the names of their sections and their own name, in place; return the tree.
+
+    A new name of a model, algorithm, partition, schedule or aggregation drops the options of the old one.
+    `train.local_steps` replaces `train.epochs`, and the other way round.
+    """
+    for length, other in (("epochs", "local_steps"), ("local_steps", "epochs")):
+        if ("train", length) in values and ("train", other) not in values:
+            _table(tree, "train").pop(other, None)
+    for keys, value in values.items():
+        place = keys[:-1]
+        section = tree
+        for depth, key in enumerate(place, 1):
+            inner = section.setdefault(key, {})
+            if isinstance(inner, str):  # model = "mlp" is short for model.name
+                inner = section[key] = {"name": inner}
+            if not isinstance(inner, dict):
+                raise BadInput(f"'{'.'.join(keys[:depth])}' is a value, not a section")
+            section = inner
+        name = values.get((*place, "name"))
+        if place in DEFAULT_NAMES and name not in (None, section.get("name", DEFAULT_NAMES[place])):
+            section.clear()
+            section["name"] = name
+        section[keys[-1]] = value
+    return tree
+
+
+def _leaves(tree: Tree, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, (*place, key))
+        else:
+            yield (*place, key), value
 
 
 def _drop_uncompared(tree: Tree, own: Tree) -> None:
@@ -111,19 +133,6 @@ def _drop_uncompared(tree: Tree, own: Tree) -> None:
             entries = {name: entry for name, entry in _table(compare, section).items() if name in kept}
             if isinstance(compare.get(section), dict):
                 compare[section] = entries
-
-
-def _merge_tables(base: Tree, own: Tree, place: tuple[str, ...]) -> Tree:
-    if place in DEFAULT_NAMES and "name" in own and own["name"] != base.get("name"):
-        return own
-    merged = dict(base)
-    for key, value in own.items():
-        old = base.get(key)
-        if isinstance(value, dict) and isinstance(old, dict):
-            merged[key] = _merge_tables(old, value, (*place, key))
-        else:
-            merged[key] = value
-    return {key: dict(value) if isinstance(value, dict) else value for key, value in merged.items()}
 
 
 def _table(tree: Tree, key: str) -> Tree:

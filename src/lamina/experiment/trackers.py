@@ -117,15 +117,13 @@ class Trackers:
         self._trackers = {name: TRACKERS[name](folder, run or folder.name) for name in names}
         self._used = False
 
-    def __enter__(self) -> Trackers:
-        return self
-
     def write(self, history: History) -> None:
         """Write the new rounds to all trackers; the run's folder holds them already."""
         self._used = True
         self._each(lambda tracker: tracker.write(history))
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Tell the trackers that were used how the run ended."""
         if self._used and self._trackers:
             record = read_record(self._folder)
             self._each(lambda tracker: tracker.close(record))

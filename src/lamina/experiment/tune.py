@@ -15,22 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import lamina
-from lamina.errors import BadInput, Diverged, unknown
-from lamina.experiment.build import (
-    build_aggregation,
-    build_algorithm,
-    build_model,
-    build_partition,
-    build_schedule,
-    resolved,
-)
-from lamina.experiment.config import Experiment, parse, set_key
-from lamina.experiment.records import FORMAT, Record, differences, flatten, read_json, read_record
-from lamina.experiment.run_files import CHOOSE_ANOTHER, check_folder, delete_runs, is_ours
-from lamina.experiment.settings import Grid, Settings, at_ends, folder_name, points, way_beyond, written
-from lamina.experiment.study import Claimed, Range, Study, find_space
-from lamina.experiment.toml import as_toml, replace_length
-from lamina.experiment.tuner import Job, Trial, Tuner
+from lamina.errors import BadInput, unknown
+from lamina.experiment.build import build_model, build_parts, resolved
+from lamina.experiment.config import Experiment, parse
+from lamina.experiment.records import CHOOSE_ANOTHER, FORMAT, delete_runs, differences, flatten, is_ours, read_json
+from lamina.experiment.settings import Grid, Range, Settings, folder_name, points, written
+from lamina.experiment.study import Study, find_space
+from lamina.experiment.toml import as_toml, set_keys
+from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_all_diverged
 from lamina.history import Row
 from lamina.storage.files import as_json, write_csv, write_file, write_json, writing_to
 from lamina.storage.locks import turn
@@ -92,25 +84,21 @@ def find_grid(experiment: Experiment) -> Grid:
 def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
     """Return the experiment with some keys set, validated as a file would be."""
     tree = experiment.model_dump(exclude_unset=True)
-    replace_length(tree, list(settings))
-    for key in sorted(settings, key=lambda key: not key.endswith(".name")):  # a name drops the old one's options
+    for key in settings:
         for refused in NOT_TUNED:
             if key == refused or key.startswith(f"{refused}."):
                 raise BadInput(f"'{key}' cannot be tuned")
         if "." not in key:
             raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
-        set_key(tree, key.split("."), settings[key])
-    changed = parse(tree, source="tune")
-    for build_part in (build_algorithm, build_partition, build_schedule, build_aggregation):
-        build_part(changed)  # refuses a wrong option before anything runs
+    changed = parse(set_keys(tree, {tuple(key.split(".")): value for key, value in settings.items()}), source="tune")
+    build_parts(changed)  # refuses a wrong option before anything runs
     return changed
 
 
-class Tuning:
+class Tuning(Trials):
     """The tuning of an experiment file in a folder; `run` fills `trials`.
 
-    Every run has a folder of its own, ``<trial>/seed<n>``, so that a tuning started again skips complete runs and
-    resumes the others. With Optuna several processes may share a folder.
+    The runs are in ``<trial>/seed<n>``. With Optuna several processes may share a folder.
     """
 
     def __init__(
@@ -121,50 +109,40 @@ class Tuning:
         overwrite: bool = False,
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        check_folder(folder, "tuning", "a tuning's", overwrite=overwrite)  # before the data are read
-        self.experiment, self.folder, self.spec = experiment, folder, experiment.tune
-        self._overwrite = overwrite
-        self.watch(lambda run, row: None, lambda run, record: None)
+        self.spec = spec = experiment.tune
+        super().__init__(experiment, spec, folder, "tuning", overwrite=overwrite, stop=stop)
         self.trials: list[Trial] = []
-        self._tuner = Tuner(experiment, self.spec, folder, stop)
-        self._seeds = range(experiment.train.seed, experiment.train.seed + self.spec.seeds)
-        self.grid: Grid = {}
-        self.space: dict[str, Range] = {}
-        if self.spec.sampler == "grid":
-            self.grid = find_grid(experiment)
-            self._points = points(self.grid)
-            for settings in self._points:
-                with_settings(experiment, settings)
+        self._points: list[Settings] = []  # of a grid
+        self._study: Study | None = None
+        if spec.sampler == "grid":
+            grid = find_grid(experiment)
+            self._points = points(grid)
+            self.space = {key: Range(choices=tuple(values)) for key, values in grid.items()}
+            checked = self._points
         else:
-            self.space = find_space(flatten(self.spec.space, leaves=("low", "high", "log", "choices")))
+            self.space = find_space(flatten(spec.space, leaves=("low", "high", "log", "choices")))
             rounds, seed = experiment.train.rounds, experiment.train.seed
-            self._study = Study(folder, self.space, pruner=self.spec.pruner, rounds=rounds, seed=seed)
-            for key, values in self.space.items():
-                for value in values.samples:
-                    with_settings(experiment, {key: value})
-        simulation = self._tuner.load(experiment)
-        for key in self.keys:
+            self._study = Study(folder, self.space, pruner=spec.pruner, rounds=rounds, seed=seed)
+            checked = [{key: value} for key, values in self.space.items() for value in values.samples]
+        for settings in checked:
+            with_settings(experiment, settings)
+        simulation = self._load(experiment)
+        for key, values in self.space.items():
             if key.startswith("model."):  # a model checks its options when it is built
-                for value in self.grid.get(key) or self.space[key].samples:
+                for value in values.samples:
                     build_model(with_settings(experiment, {key: value}), simulation.train_data)
-        self.metric = simulation.metric
         self.title = simulation.algorithm.card.title
         self._config = self._describe(resolved(experiment, simulation))
-
-    def watch(self, on_round: Callable[[str, Row], None], on_end: Callable[[str, Record], None]) -> None:
-        """Set what is called with a run's label and row after a round, and with its label and record at its end."""
-        self._on_round: Callable[[Job, Row], None] = lambda job, row: on_round(job.label, row)
-        self._on_end: Callable[[Job, Record], None] = lambda job, record: on_end(job.label, record)
 
     @property
     def keys(self) -> list[str]:
         """Return the keys that are tuned."""
-        return list(self.grid or self.space)
+        return list(self.space)
 
     @property
     def count(self) -> int:
         """Return how many trials there are in the end."""
-        return len(self._points) if self.grid else self.spec.trials
+        return len(self._points) or self.spec.trials
 
     @property
     def best(self) -> Trial | None:
@@ -174,15 +152,12 @@ class Tuning:
 
     def refuse_all_diverged(self) -> None:
         """Raise the error for a tuning without a single trial that did not diverge."""
-        diverged = [record for trial in self.trials for record in trial.records if record.diverged]
-        if diverged and all(trial.remark == "diverged" for trial in self.trials):
-            line, number = f"every run diverged; the first: {diverged[0].diverged}", len(diverged[0].history) + 1
-            raise Diverged(line, round=number, client=None, layer="")
+        refuse_all_diverged(self.trials, any)
 
     def run(self) -> bool:
         """Run what is left; return whether all runs finished."""
         with writing_to(self.folder):
-            return self._run_grid() if self.grid else self._run_study()
+            return self._run_grid() if self._study is None else self._run_study(self._study)
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
         """Wait until no other process writes the tables."""
@@ -198,25 +173,21 @@ class Tuning:
             section.pop(last, None)
         tuning: dict[str, Any] = {"sampler": self.spec.sampler, "select": self.spec.select, "seeds": self.spec.seeds}
         tuning["validation"] = self.spec.validation if self.spec.select == "validation" else None
-        space = {key: values.described for key, values in self.space.items()}
-        tuning |= {"grid": self.grid} if self.grid else {"space": space}
+        values = {key: values.described for key, values in self.space.items()}
+        tuning["grid" if self._points else "space"] = values
         return dict(as_json({"lamina": lamina.__version__, "format": FORMAT, "tuning": tuning, **config}))
 
     def _jobs(self, name: str, settings: Settings, label: str) -> list[Job]:
         """Return the runs of a trial, one per seed."""
         experiment = with_settings(self.experiment, settings)
-        return [
-            self._tuner.job(experiment, settings, seed, Path(name, f"seed{seed}"), f"{label}, seed {seed}")
-            for seed in self._seeds
-        ]
+        return [self._job(experiment, seed, f"{name}/seed{seed}", label) for seed in self.seeds]
 
     def _read(self, name: str, settings: Settings, pruned: bool = False) -> Trial:
-        places = [self.folder / name / f"seed{seed}" for seed in self._seeds]
-        records = [read_record(place) for place in places if (place / "metrics.jsonl").exists()]
-        return Trial(name, settings, self.metric, records, self.spec.seeds, pruned)
+        records = read_begun(self.folder / name / f"seed{seed}" for seed in self.seeds)
+        return Trial(name, settings, records, self.spec.seeds, pruned)
 
     def _run_grid(self) -> bool:
-        with self._tuner.locked():
+        with self._locked():
             if self._overwrite:
                 delete_runs(self.folder.glob("*/seed*"))
             if not is_ours(self.folder):  # the one of an earlier tuning stays until its runs are known to be the same
@@ -224,37 +195,36 @@ class Tuning:
             named = [(folder_name(settings), settings) for settings in self._points]
             trials = [self._jobs(name, settings, written(settings)) for name, settings in named]
             # Seeds outside: runs that hold out different samples cannot be stacked, neighbours can.
-            jobs = [job for same_seed in zip(*trials, strict=True) for job in same_seed]
-            finished = self._tuner.run(jobs, self._on_round, self._on_end)
-            self._tuner.refuse_lost()
+            finished = self._run([job for same_seed in zip(*trials, strict=True) for job in same_seed])
+            self._refuse_lost()
             write_json(self.folder / "config.json", self._config)
             self.trials = [self._read(name, settings) for name, settings in named]
             self._save()
             return finished
 
-    def _run_study(self) -> bool:
+    def _run_study(self, study: Study) -> bool:
         with self.turn():
-            self._recognise()
-            self._study.open(maximise=self.metric == "accuracy")
+            self._recognise(study)
+            study.open(maximise=self.metric == "accuracy")
         finished = True
         while finished:
             with self.turn():
-                trial = self._study.claim(self.spec.trials)
-            if trial is None:
+                claimed = study.claim(self.spec.trials)
+            if claimed is None:
                 break
             try:
-                finished = self._run_trial(trial)
+                finished = self._run_trial(study, *claimed)
             finally:
-                trial.release()
+                study.release()
         with self.turn():
-            self.trials = [self._read(*proposed) for proposed in self._study.proposed()]
+            self.trials = [self._read(*proposed) for proposed in study.proposed()]
             self._save()
         return finished
 
-    def _recognise(self) -> None:
+    def _recognise(self, study: Study) -> None:
         """Refuse a folder whose trials cannot be compared with this tuning's; write the configuration of a new one."""
         if self._overwrite:
-            self._study.remove()
+            study.remove()
         elif is_ours(self.folder):
             differing = differences(read_json(self.folder / "config.json"), self._config, NO_MORE_ROUNDS)
             if differing:
@@ -262,51 +232,48 @@ class Tuning:
             return
         write_json(self.folder / "config.json", self._config)
 
-    def _run_trial(self, trial: Claimed) -> bool:
+    def _run_trial(self, study: Study, name: str, settings: Settings) -> bool:
         """Run a trial's seeds and tell the study how it ended; return whether it did, and was not stopped."""
-        label = f"{trial.name}, {written(trial.settings)}"
+        label = f"{name}, {written(settings)}"
         try:
-            jobs = self._jobs(trial.name, trial.settings, label)
+            jobs = self._jobs(name, settings, label)
         except BadInput as error:  # each value alone was allowed; started again, the study continues without this trial
-            trial.end("failed")
+            study.end("failed")
             raise BadInput(f"{label}: {error}") from error
-        pruned = False
+        pruned, show_round = False, self.on_round
 
         def ask_pruner(job: Job, row: Row) -> None:
             """Ask the pruner after every evaluated round of the first seed."""
             nonlocal pruned
-            self._on_round(job, row)
+            show_round(job, row)
             if job is jobs[0] and self.metric in row and math.isfinite(row[self.metric]):
-                pruned = trial.report(int(row["round"]), float(row[self.metric])) or pruned
+                pruned = study.report(int(row["round"]), float(row[self.metric])) or pruned
 
-        finished = self._tuner.run(jobs, ask_pruner, self._on_end, stop=lambda: pruned)
-        outcome = self._read(trial.name, trial.settings)
-        if finished and outcome.remark == "":
-            trial.end(outcome.score)
-        elif outcome.remark == "diverged":
-            trial.end("pruned")  # not "failed", which the sampler ignores: it should learn to avoid such values
+        self.on_round = ask_pruner
+        try:
+            finished = self._run(jobs, stop=lambda: pruned)
+        finally:
+            self.on_round = show_round
+        trial = self._read(name, settings)
+        if finished and trial.remark == "":
+            study.end(trial.score)
+        elif trial.remark == "diverged":
+            study.end("pruned")  # not "failed", which the sampler ignores: it should learn to avoid such values
         elif pruned:
-            trial.end("pruned")
-            self._on_end(jobs[0], outcome.records[0])
+            study.end("pruned")
+            self.on_end(jobs[0], trial.records[0])
         else:
             return False  # the study counts it as running, and the next process without a trial resumes it
         return True
-
-    @property
-    def score_name(self) -> str:
-        """Return the name of the score."""
-        return f"best {self.spec.select} {self.metric}"
 
     def edges(self) -> list[str]:
         """Return a warning for every key whose best value is the smallest or largest one tried."""
         if self.best is None:
             return []
-        tried, lines = "the grid" if self.grid else "the range", []
-        for key in self.keys:
+        tried, lines = "the grid" if self._points else "the range", []
+        for key, values in self.space.items():
             value = self.best.settings[key]
-            ends = at_ends(value, self.grid[key]) if self.grid else self.space[key].ends(value)
-            option = key.removeprefix("algorithm.")  # a key of another section has a dot, and is no option
-            way = way_beyond(value, ends, self.experiment.algorithm.name, option)
+            way = values.way_beyond(value, self.experiment.algorithm.name, key)
             if way:
                 lines.append(f"the best {key} = {value:g} lies on the edge of {tried}: try {way} values")
         return lines

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from lamina.data.picture import save_picture
-from lamina.experiment.compare import Entry
 from lamina.experiment.settings import shown_name, written
+from lamina.experiment.trials import Trial
 from lamina.report.figures import LEGEND_INSIDE_UP_TO, METRICS, STYLE, draw
 from lamina.report.tables import NEVER, NONE, best_and_last, cost_to_target, fixed, metric_of, sent, values
 from lamina.text import plural
@@ -30,7 +30,7 @@ LEFT_OUT_FIRST = ("MB\nin all", "last", "MB to\ntarget", "lr")  # where the term
 ASCII = str.maketrans({"±": "+-", NEVER: "inf", NONE: "-"})  # for terminals without these characters
 
 
-def table(entries: list[Entry], target: float | None, left_out: Sequence[str] = (), ascii_only: bool = False) -> Table:
+def table(entries: list[Trial], target: float | None, left_out: Sequence[str] = (), ascii_only: bool = False) -> Table:
     """Return rounds and megabytes to a target, best and last accuracy or loss, and megabytes in all.
 
     Args:
@@ -70,7 +70,7 @@ def table(entries: list[Entry], target: float | None, left_out: Sequence[str] = 
     return shown_table
 
 
-def picture(entries: list[Entry], path: str | Path | BinaryIO, title: str) -> Figure:
+def picture(entries: list[Trial], path: str | Path | BinaryIO, title: str) -> Figure:
     """Draw test accuracy (or loss) against rounds and megabytes sent, with the spread over seeds; save it to `path`."""
     column = metric_of(history for entry in entries for history in entry.histories)
     metric = next(metric for metric in METRICS if metric.column == column)

@@ -19,7 +19,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,13 +46,7 @@ class Damaged(Exception):
     """A checkpoint that cannot be used; the text says what is wrong with it."""
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A file of client records."""
-
-    sha256: str
-    written: int  # records in the file
-    alive: frozenset[int]  # clients whose newest record is there
+Segment = dict[str, Any]  # of the manifest: "sha256", "written" records, and the "clients" whose newest are there
 
 
 class Checkpoints:
@@ -92,14 +85,11 @@ class Checkpoints:
                 "round": state.round,
                 "identity": self.identity,
                 "state": {"file": file, "sha256": sha256},
-                "segments": {
-                    name: {"sha256": segment.sha256, "written": segment.written, "clients": sorted(segment.alive)}
-                    for name, segment in segments.items()
-                },
+                "segments": segments,
                 "history": list(history),
             }
-            sealed = {"sha256": _sum(json.dumps(content).encode()), "content": content}
             manifest = self._manifest(state.round)
+            sealed = {"sha256": _manifest_sum(content), "content": content}
             write_file(manifest, (json.dumps(sealed) + "\n").encode())
             before, self._newest = self._newest, {manifest.name, file, *segments}
             self._segments, self._on_disk = segments, dict(state.clients)
@@ -120,20 +110,21 @@ class Checkpoints:
         wanted = {i for i, record in state.clients.items() if record is not self._on_disk.get(i) and _tensors(record)}
         segments = {}
         for name, old in self._segments.items():
-            alive = old.alive - wanted
-            if 2 * len(alive) < old.written:
-                wanted |= alive
+            alive = [i for i in old["clients"] if i not in wanted]
+            if 2 * len(alive) < old["written"]:
+                wanted |= set(alive)
             else:
-                segments[name] = replace(old, alive=alive)
+                segments[name] = {**old, "clients": alive}
         if wanted:
             records = {f"{i}/{field}": t for i in sorted(wanted) for field, t in _tensors(state.clients[i]).items()}
             name, sha256 = self._write(f"clients-{state.round:06}", records)
-            segments[name] = Segment(sha256, len(wanted), frozenset(wanted))
+            segments[name] = {"sha256": sha256, "written": len(wanted), "clients": sorted(wanted)}
         return segments
 
     def _write(self, stem: str, tensors: Mapping[str, Tensor]) -> tuple[str, str]:
         """Write tensors to a file whose name tells its content: two different ones never share a name."""
-        data, sha256 = _sealed(tensors, {})
+        data = pack(tensors)
+        sha256 = read_facts(data)["sha256"]
         name = f"{stem}-{sha256[:12]}.safetensors"
         write_file(self.folder / name, data)
         return name, sha256
@@ -145,22 +136,20 @@ class Checkpoints:
             number: the round.
             like: the state before round 1 of the same experiment.
             client: a client's first record.
-            home: where clients' records are put; None: with the model.
+            home: the device for the clients' records; by default the model's.
         """
         home = home or like.server.x.device
         content = self._read_manifest(number)
         if self.identity is not None and content["identity"] is not None:
             refuse_other(self.folder, number, content["identity"], self.identity)
         stored = self._read(content["state"]["file"], content["state"]["sha256"])
-        segments, records = {}, {}
+        segments, records = content["segments"], {}
         try:
             state = _state_from(stored, like, number)
-            for name, entry in content["segments"].items():
-                tensors = self._read(name, entry["sha256"])
-                segments[name] = Segment(entry["sha256"], entry["written"], frozenset(entry["clients"]))
-                for i in entry["clients"]:
-                    fields = [f"{i}/{field}" for field in client._fields]
-                    values = [_own(tensors.get(field), home) for field in fields]
+            for name, segment in segments.items():
+                tensors = self._read(name, segment["sha256"])
+                for i in segment["clients"]:
+                    values = [_copy(tensors.get(f"{i}/{field}"), home) for field in client._fields]
                     if all(value is None for value in values):
                         raise Damaged(f"{self.folder / name} has no record of client {i}")
                     records[i] = type(client)(*values)
@@ -176,10 +165,10 @@ class Checkpoints:
         try:
             manifest = json.loads(path.read_bytes())
             content = manifest["content"]
-            sound = manifest["sha256"] == _sum(json.dumps(content).encode()) and content["round"] == number
+            is_sound = manifest["sha256"] == _manifest_sum(content) and content["round"] == number
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{path} cannot be read ({error})") from error
-        if not sound:
+        if not is_sound:
             raise Damaged(f"{path} has a wrong checksum")
         if content["format"] != FORMAT:
             raise BadInput(
@@ -189,18 +178,16 @@ class Checkpoints:
         return cast(dict[str, Any], content)
 
     def _read(self, name: str, expected: str) -> dict[str, Tensor]:
+        path = self.folder / name
         try:
-            data = (self.folder / name).read_bytes()
-        except OSError as error:
-            raise Damaged(f"{self.folder / name} cannot be read ({error.strerror or error})") from error
-        try:
+            data = path.read_bytes()
             if read_facts(data).get("sha256") != expected:
-                raise WrongChecksum
+                raise ValueError("checksum")
             return unpack(data)
-        except WrongChecksum as error:
-            raise Damaged(f"{self.folder / name} has a wrong checksum") from error
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read ({error.strerror or error})") from error
         except UNREADABLE as error:
-            raise Damaged(f"{self.folder / name} cannot be read ({error})") from error
+            raise Damaged(f"{path} is damaged ({error})") from error
 
     def _manifest(self, number: int) -> Path:
         return self.folder / f"round-{number:06}.json"
@@ -213,14 +200,14 @@ def load_newest(
     everywhere: Callable[[bool], bool] = bool,
     home: torch.device | None = None,
 ) -> list[tuple[State, list[Any]]] | None:
-    """Load the newest of the given rounds whose checkpoint is sound in every store; a damaged one is named.
+    """Load the newest of the given rounds whose checkpoint is sound in every store; log a damaged one.
 
     Args:
-        stores: runs that go on together, from the same round.
+        stores: the checkpoints of runs that continue together, from the same round.
         starts: every run's state before round 1 and a client's first record.
-        rounds: what to try.
+        rounds: the rounds to try.
         everywhere: whether something is true in all processes that run together.
-        home: where clients' records are put; None: with the model.
+        home: the device for the clients' records; by default the model's.
     """
     for number in sorted(set(rounds), reverse=True):
         try:
@@ -250,7 +237,7 @@ def _state_from(tensors: Mapping[str, Tensor], like: State, number: int) -> Stat
         parts[part][rest] = value
     device = like.server.x.device
     server = type(like.server)(**dict.fromkeys(like.server._fields) | parts["server"])
-    server = type(server)(*(_own(value, device) for value in server))
+    server = type(server)(*(_copy(value, device) for value in server))
     if server.x.shape != like.server.x.shape or server.x.dtype != like.server.x.dtype:
         raise ValueError(f"a model of {len(server.x)} parameters, not {len(like.server.x)}")
     if parts["buffer"].keys() != like.buffers.keys():
@@ -266,20 +253,13 @@ def _tensors(record: Any) -> dict[str, Tensor]:
     return {name: value for name, value in zip(record._fields, record, strict=True) if value is not None}
 
 
-def _own(value: Tensor | None, device: torch.device) -> Tensor | None:
+def _copy(value: Tensor | None, device: torch.device) -> Tensor | None:
     """Return a copy with its own memory, because arithmetic may depend on how a tensor is aligned."""
     return None if value is None else value.to(device).clone()
 
 
-def _sum(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-class WrongChecksum(ValueError):
-    """The content of a file is not what its checksum was made of."""
-
-    def __init__(self) -> None:
-        super().__init__("checksum")
+def _manifest_sum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 # what reading a damaged safetensors file may raise
@@ -288,11 +268,6 @@ UNREADABLE = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, 
 
 def pack(tensors: Mapping[str, Tensor], **facts: str) -> bytes:
     """Return tensors of any dtype, and facts about them, as the bytes of a safetensors file with a checksum in it."""
-    return _sealed(tensors, facts)[0]
-
-
-def _sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> tuple[bytes, str]:
-    """Return the bytes of `pack`, and their checksum."""
     plain, odd = {}, {}
     for name, tensor in tensors.items():
         value = tensor.detach().cpu().contiguous()
@@ -301,13 +276,10 @@ def _sealed(tensors: Mapping[str, Tensor], facts: Mapping[str, str]) -> tuple[by
             value = value.reshape(-1).view(torch.uint8)
         plain[name] = value.clone()  # safetensors refuses tensors that share memory
     metadata = {**facts, **({"as_bytes": json.dumps(odd)} if odd else {})}
-    sha256 = _checksum(plain, metadata)
-    data = save(plain, metadata={**metadata, "sha256": sha256})
-    return _with_sorted_facts(data) if metadata else data, sha256
-
-
-def _with_sorted_facts(data: bytes) -> bytes:
-    """Return a safetensors file with its facts in order: the library writes them in a random one."""
+    data = save(plain, metadata={**metadata, "sha256": _checksum(plain, metadata)})
+    if not metadata:
+        return data
+    # The library writes several facts in a random order: sort them.
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
@@ -321,7 +293,7 @@ def unpack(data: bytes) -> dict[str, Tensor]:
     tensors, facts = load(data), read_facts(data)
     expected = facts.pop("sha256", None)
     if expected is not None and expected != _checksum(tensors, facts):
-        raise WrongChecksum
+        raise ValueError("checksum")
     for name, (dtype, shape) in json.loads(facts.get("as_bytes", "{}")).items():
         tensors[name] = tensors[name].clone().view(getattr(torch, dtype)).reshape(shape)
     return tensors

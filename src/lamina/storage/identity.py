@@ -28,14 +28,14 @@ from lamina.data.feed import prepare
 from lamina.errors import BadInput
 from lamina.objective import LOSSES, Objective
 from lamina.plan import Plan
+from lamina.protocol import PROBED_ROUNDS, function_name
 from lamina.schedules import Schedule
 from lamina.storage.files import as_json
+from lamina.text import listed
 
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
 
-MAX_NAMED_SETTINGS = 5
 CHUNK_BYTES = 1 << 24  # how much of the data is hashed at a time
-PROBED_ROUNDS = 100
 SAME_LOSS = 1e-3  # relative; devices round differently
 
 _data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs of a comparison share their data
@@ -82,26 +82,15 @@ def refuse_other(folder: Path, number: int, stored: Identity, own: Identity) -> 
     differing = [name for name in stored if name in own and not _same(name, stored[name], own[name])]
     if "algorithm" in differing:  # its options are others, too: the name says enough
         differing = [name for name in differing if not name.startswith("algorithm.")]
-    if not differing:
-        return
-    if len(differing) == 1:
-        (name,) = differing
-        what = f"of {_shown(name, stored)}, this run has {_shown(name, own)}"
-    else:
-        named = [f"{_shown(name, stored)} (here {_value(own[name])})" for name in differing[:MAX_NAMED_SETTINGS]]
-        more = f" and {len(differing) - MAX_NAMED_SETTINGS} more" if len(differing) > MAX_NAMED_SETTINGS else ""
-        what = f"of another run: {', '.join(named)}{more}"
-    raise BadInput(
-        f"the checkpoint of round {number} in '{folder}' is {what}; use the settings it was written with, "
-        "or another folder"
-    )
+    if differing:
+        named = listed([f"{name} = {_shown(stored[name])} (here {_shown(own[name])})" for name in differing])
+        raise BadInput(
+            f"the checkpoint of round {number} in '{folder}' is of another run: {named}; use the settings it was "
+            "written with, or another folder"
+        )
 
 
-def _shown(name: str, identity: Identity) -> str:
-    return f"{name} = {_value(identity[name])}"
-
-
-def _value(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
@@ -140,7 +129,7 @@ def _schedule(schedule: Schedule) -> str:
 def _loss_name(objective: Objective) -> str:
     loss = objective.loss
     known = [name for name, function in LOSSES.items() if function is loss]
-    return known[0] if known else str(getattr(loss, "__qualname__", type(loss).__qualname__))
+    return known[0] if known else function_name(loss)
 
 
 def _loss_value(objective: Objective, data: Dataset) -> float | None:

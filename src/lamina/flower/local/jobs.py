@@ -12,8 +12,7 @@ from typing import Any
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.records import read_diverged, read_json, read_metrics
-from lamina.experiment.run_files import is_ours, remove_records
+from lamina.experiment.records import is_ours, read_diverged, read_json, read_metrics, remove_records
 from lamina.flower.federation import Federation
 from lamina.flower.local.federation import LocalFederation, RunStatus, Settings
 from lamina.flower.local.processes import FederationFailed

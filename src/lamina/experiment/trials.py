@@ -1,0 +1,316 @@
+"""Trials: train an experiment with several settings, each run in a folder of its own, and score the runs.
+
+`Comparison` (compare.py) and `Tuning` (tune.py) decide which settings to try; `Trials` runs and resumes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lamina.data.dataset import Splits
+from lamina.engines.stacked.engine import Stacked
+from lamina.errors import BadInput, Diverged
+from lamina.experiment.build import build, load_data, resolved
+from lamina.experiment.config import Compare, Experiment, Tune
+from lamina.experiment.folder import RunFolder
+from lamina.experiment.log_lines import LogLines
+from lamina.experiment.records import Record, check_folder, read_record
+from lamina.experiment.run import go_on, train
+from lamina.experiment.settings import Settings, written
+from lamina.experiment.trackers import Trackers
+from lamina.history import History, Row, rank
+from lamina.population import mismatch
+from lamina.simulation import Simulation
+from lamina.storage.locks import Lock, lost
+
+MAX_OPEN_RUNS = 64  # each holds a few files and its model
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """One run to train or to resume."""
+
+    experiment: Experiment
+    folder: Path
+    label: str  # for people
+    tuning: bool  # whether it only helps to choose the settings
+
+    def __str__(self) -> str:
+        return self.label
+
+    @property
+    def algorithm(self) -> str:
+        """Return the name of its algorithm."""
+        return self.experiment.algorithm.name
+
+    @property
+    def lr(self) -> float:
+        """Return its learning rate."""
+        return float(self.experiment.train.lr)
+
+    @property
+    def seed(self) -> int:
+        """Return its seed."""
+        return int(self.experiment.train.seed)
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of its rounds."""
+        return self.experiment.train.rounds
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Settings that were tried, and the runs with them so far, one per seed."""
+
+    name: str  # of its folder; in a comparison's results, of its algorithm
+    settings: Settings
+    records: list[Record]
+    seeds: int = 1  # how many runs it should have
+    pruned: bool = False
+    candidates: list[Trial] = field(default_factory=list)  # the trials that its settings were chosen from
+
+    @property
+    def title(self) -> str:
+        """Return the title of its algorithm."""
+        return self.records[0].title
+
+    @property
+    def lr(self) -> float:
+        """Return the learning rate of a comparison's trial."""
+        return float(self.settings["lr"])
+
+    @property
+    def histories(self) -> list[History]:
+        """Return the history of every run."""
+        return [record.history for record in self.records]
+
+    @property
+    def diverged(self) -> list[str]:
+        """Return a line for every run that diverged."""
+        label = f"{self.name}, {written(self.settings)}"
+        return [f"{label}, seed {record.seed}: {record.diverged}" for record in self.records if record.diverged]
+
+    @property
+    def remark(self) -> str:
+        """Return why the trial does not count; empty if it does."""
+        if any(record.diverged for record in self.records):
+            return "diverged"
+        if self.pruned:
+            return "pruned"
+        is_complete = len(self.records) == self.seeds and all(record.complete for record in self.records)
+        return "" if is_complete else "not finished"
+
+    @property
+    def best(self) -> list[float]:
+        """Return the best accuracy, or loss where there is no accuracy, of every evaluated run."""
+        values = [history.best(history.metric, optional=True) for history in self.histories]
+        return [value for value in values if not math.isnan(value)]
+
+    @property
+    def last(self) -> list[float]:
+        """Return the last accuracy, or loss where there is no accuracy, of every evaluated run."""
+        values = [history.last(history.metric, optional=True) for history in self.histories]
+        return [value for value in values if not math.isnan(value)]
+
+    @property
+    def score(self) -> float:
+        """Return the mean of the best values, by which trials are chosen; NaN if the trial does not count."""
+        return statistics.fmean(self.best) if self.best and not self.remark else math.nan
+
+    @property
+    def rank(self) -> float:
+        """Return a number that is the larger, the better the trial is."""
+        return rank(self.score, self.histories[0].metric) if self.records else -math.inf
+
+
+class _Open(NamedTuple):
+    """A run with rounds left to train."""
+
+    job: Job
+    simulation: Simulation
+    folder: RunFolder
+
+
+class Trials:
+    """Runs of one experiment in one folder: a run that is complete is skipped, any other is resumed.
+
+    Args:
+        experiment: the experiment file.
+        section: its [compare] or [tune] section, which says on what data settings are chosen.
+        folder: the folder of all runs.
+        key: a key that the folder's config.json has, if it holds earlier trials of the same kind.
+        overwrite: whether earlier runs in the folder may be deleted.
+        stop: asked after every round whether to stop.
+        trackers: names of trackers that follow every run.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        section: Compare | Tune,
+        folder: Path,
+        key: str,
+        *,
+        overwrite: bool,
+        stop: Callable[[], bool],
+        trackers: Sequence[str] = (),
+    ) -> None:
+        kind = type(section).__name__.lower()
+        check_folder(folder, key, f"those of lamina {kind}", overwrite=overwrite)  # before the data are read
+        Trackers(trackers, folder)  # names a missing package at once
+        if experiment.data.validation is not None:
+            raise BadInput(f"data.validation is for single runs: lamina {kind} holds out {kind}.validation by itself")
+        self.experiment, self.folder = experiment, folder
+        self.on_round: Callable[[Job, Row], None] = lambda job, row: None  # called after every round
+        self.on_end: Callable[[Job, Record], None] = lambda job, record: None  # called for every run that has ended
+        self._section, self._overwrite, self._stop, self._trackers = section, overwrite, stop, trackers
+        self._splits: dict[tuple[float | None, int], Splits] = {}  # by held-out fraction and seed
+        self._ended: dict[Path, None] = {}  # the folders of runs that have ended
+        self._lock: Lock | None = None
+
+    def _load(self, experiment: Experiment) -> Simulation:
+        """Load the data and build one run, whose device all other runs use."""
+        self._loaded = load_data(experiment)
+        simulation = build(experiment, self._loaded)
+        if simulation.test_data is not None:  # on the device already: else every run would copy them
+            self._loaded = Splits(simulation.train_data, simulation.test_data)
+        self.metric = simulation.metric
+        return simulation
+
+    @property
+    def score_name(self) -> str:
+        """Return the name of the score that settings are chosen by."""
+        return f"best {self._section.select} {self.metric}"
+
+    @property
+    def seeds(self) -> range:
+        """Return the seeds of every trial."""
+        first = self.experiment.train.seed
+        return range(first, first + self._section.seeds)
+
+    def _job(self, experiment: Experiment, seed: int, folder: str, label: str, *, tuning: bool = True) -> Job:
+        """Return one run; a tuning run is evaluated on held-out training data, unless the test data decide."""
+        held_out = self._section.validation if tuning and self._section.select == "validation" else None
+        train = experiment.train.model_copy(update={"seed": seed})
+        data = experiment.data.model_copy(update={"validation": held_out})
+        experiment = experiment.model_copy(update={"train": train, "data": data})
+        return Job(experiment, self.folder / folder, f"{label}, seed {seed}", tuning)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the folder's lock; at the end, raise an error if records of finished runs are gone."""
+        self._lock = Lock(self.folder)
+        try:
+            yield
+            self._lock.refuse_lost()
+            for folder in self._ended:
+                if not (folder / "metrics.jsonl").exists():
+                    raise lost(folder)
+        finally:
+            self._lock.release()
+
+    def _refuse_lost(self) -> None:
+        """Raise an error if the folder was removed, emptied or replaced."""
+        if self._lock is not None:  # several processes may share a study's folder
+            self._lock.refuse_lost()
+
+    def _run(self, jobs: Sequence[Job], stop: Callable[[], bool] = lambda: False) -> bool:
+        """Run the remaining rounds of jobs, as populations where they can be stacked; return whether all finished.
+
+        Args:
+            jobs: the runs.
+            stop: a further reason to stop after a round.
+        """
+        self._refuse_lost()
+        for first in range(0, len(jobs), MAX_OPEN_RUNS):
+            with LogLines() as lines, contextlib.ExitStack() as stack:
+                left: list[_Open] = []
+                for job in jobs[first : first + MAX_OPEN_RUNS]:
+                    lines.about = job.folder  # whatever is logged while it is built
+                    alike = (run.simulation for run in left if _protocol(run.job) == _protocol(job))
+                    simulation = build(job.experiment, self._splits_of(job.experiment), like=next(alike, None))
+                    name = f"{self.folder.name}/{job.folder.relative_to(self.folder).as_posix()}"
+                    trackers, config = Trackers(self._trackers, job.folder, name), resolved(job.experiment, simulation)
+                    folder = stack.enter_context(RunFolder(job.folder, config, lines=lines, trackers=trackers))
+                    if folder.ended:
+                        self._end(job)
+                    else:
+                        left.append(_Open(job, simulation, folder))
+                lines.about = None
+                for group in stackable(left):
+                    if not self._train(group, stop):
+                        return False
+                    for run in group:
+                        self._end(run.job)
+        return True
+
+    def _train(self, group: list[_Open], stop: Callable[[], bool]) -> bool:
+        """Train runs side by side; return whether they finished."""
+        simulations, folders = [run.simulation for run in group], [run.folder for run in group]
+        go_on(simulations, folders)
+        stopped = train(
+            simulations,
+            folders,
+            group[0].job.experiment,
+            stop=lambda: stop() or self._stop(),
+            on_round=lambda i, row: self.on_round(group[i].job, row),
+        )
+        return not stopped
+
+    def _end(self, job: Job) -> None:
+        self._ended[job.folder] = None
+        self.on_end(job, read_record(job.folder))
+
+    def _splits_of(self, experiment: Experiment) -> Splits:
+        """Return the data of a run; every seed holds out samples of its own."""
+        held_out, seed = experiment.data.validation, experiment.train.seed
+        if held_out is None:
+            return self._loaded
+        if (held_out, seed) not in self._splits:
+            self._splits[held_out, seed] = Splits(*self._loaded.train.holdout(held_out, seed))
+        return self._splits[held_out, seed]
+
+
+def read_begun(folders: Iterable[Path]) -> list[Record]:
+    """Return the records of the runs that have begun."""
+    return [read_record(folder) for folder in folders if (folder / "metrics.jsonl").exists()]
+
+
+def refuse_all_diverged(trials: Iterable[Trial], rule: Callable[[Iterable[object]], bool] = all) -> None:
+    """Raise an error if all runs of every trial diverged; with the rule `any`, if some run of every trial did."""
+    trials = list(trials)
+    lines = [line for trial in trials for line in trial.diverged]
+    if lines and all(rule(record.diverged for record in trial.records) for trial in trials):
+        record = next(record for trial in trials for record in trial.records if record.diverged)
+        line = f"every run diverged; the first: {lines[0]}"
+        raise Diverged(line, round=len(record.history) + 1, client=None, layer="")
+
+
+def stackable(runs: list[_Open]) -> list[list[_Open]]:
+    """Return runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
+    groups: list[list[_Open]] = []
+    for run in runs:
+        fitting = (
+            group
+            for group in groups
+            if _protocol(group[0].job) == _protocol(run.job) and not mismatch(group[0].simulation, run.simulation)
+        )
+        group = next(fitting, None) if isinstance(run.simulation.engine, Stacked) else None
+        if group is None:
+            groups.append([run])
+        else:
+            group.append(run)
+    return groups
+
+
+def _protocol(job: Job) -> dict[str, Any]:
+    """Return what the runs of a population have in common: all but the rate, the seed and the algorithm's numbers."""
+    tree = job.experiment.model_dump(exclude={"compare": True, "algorithm": True, "train": {"lr", "seed"}})
+    return {**tree, "algorithm": job.algorithm}
