@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lamina.cli.base import (
-    File,
-    Interrupted,
-    MLflow,
-    Overwrite,
-    Quiet,
-    Set,
-    Stop,
-    TensorBoard,
-    app,
-    best_and_last,
-    interruptible,
-    progress_bar,
-    tell,
-    wanted_trackers,
-)
-from lamina.experiment import build as building
-from lamina.experiment import run as running
-from lamina.experiment.config import Experiment, load
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.log_lines import LogLines
-from lamina.experiment.ranks import RankFolder, join_ranks, open_folder
-from lamina.experiment.trackers import Trackers
-from lamina.history import Row
-from lamina.simulation import Simulation
+from lamina.cli import base
+from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
 from lamina.text import plural
+
+if TYPE_CHECKING:
+    from lamina.experiment.config import Experiment
+    from lamina.experiment.folder import RunFolder
+    from lamina.experiment.ranks import RankFolder
+    from lamina.experiment.trackers import Trackers
+    from lamina.simulation import Simulation
 
 TO_GO_ON = "to go on, start the same command again"
 
 
-@app.command()
-@interruptible(f"finished rounds are kept; {TO_GO_ON}")
+def to_go_on(overwrite: bool) -> str:
+    """Return how to resume a command that was stopped."""
+    return TO_GO_ON + " without --overwrite" * overwrite
+
+
+def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
+    """Return the names of the requested trackers."""
+    return ["tensorboard"] * tensorboard + ["mlflow"] * mlflow
+
+
+@base.app.command()
+@base.interruptible(f"finished rounds are kept; {TO_GO_ON}")
 def run(
-    file: File,
+    file: base.File,
     overrides: Set = None,
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for the records")] = None,
     overwrite: Overwrite = False,
@@ -49,21 +43,28 @@ def run(
     mlflow: MLflow = False,
 ) -> None:
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
+    from lamina.experiment.build import build, resolved
+    from lamina.experiment.config import load
+    from lamina.experiment.log_lines import LogLines
+    from lamina.experiment.ranks import join_ranks, open_folder
+    from lamina.experiment.trackers import Trackers
+
     experiment = load(file, overrides or [])
     path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
     experiment, ranks = join_ranks(experiment)
     quiet = quiet or ranks.rank > 0
     trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
     with LogLines() as lines:
-        simulation = building.build(experiment)  # before the folder is opened: a wrong name is reported first
-        config = building.resolved(experiment, simulation)
-        folder = open_folder(path, config, overwrite=overwrite, lines=lines)
+        simulation = build(experiment)  # before the folder is opened: a wrong name is reported first
+        folder = open_folder(path, resolved(experiment, simulation), overwrite=overwrite, lines=lines)
         try:
-            to_go_on = TO_GO_ON + " without --overwrite" * overwrite
             with trackers:
-                train(simulation, folder, experiment, path, trackers, quiet, to_go_on)
+                stopped = train(simulation, folder, experiment, path, trackers, quiet)
         finally:
             folder.close()
+    if stopped:
+        done = f"{simulation.state.round} of {experiment.train.rounds}"
+        raise Interrupted(f"stopped after round {done}; {to_go_on(overwrite)}")
 
 
 def train(
@@ -73,9 +74,11 @@ def train(
     path: Path,
     trackers: Trackers,
     quiet: bool,
-    to_go_on: str,
-) -> None:
-    """Train the remaining rounds of a run, and print how it ended."""
+) -> bool:
+    """Train the remaining rounds of a run and print how it ended; return whether it was stopped."""
+    from lamina.experiment import run as running
+    from lamina.experiment.folder import RunFolder
+
     if isinstance(folder, RunFolder) and (folder.complete or folder.diverged):
         if len(folder.history):
             trackers.write(folder.history)  # requested only now, or killed before the last round was written
@@ -84,28 +87,30 @@ def train(
         if not quiet:
             finished = plural(len(folder.history), "round")
             tell(f"{path}/ is complete: {finished}; more with train.rounds, anew with --overwrite")
-        return
-    done = running.go_on([simulation], [folder])
+        return False
+    done, rounds, name = running.go_on([simulation], [folder]), experiment.train.rounds, experiment.algorithm.name
     if done and not quiet:
         tell(f"going on after round {done}")
-    with Stop() as stop, progress_bar(experiment.train.rounds, quiet, done) as advance:
-
-        def on_round(_: int, row: Row) -> None:
-            advance(experiment.algorithm.name, row)
-
-        ended = running.train([simulation], [folder], experiment, stop=stop, on_round=on_round, trackers=[trackers])
+    with base.Stop() as stop, base.RoundBars([name], quiet, state="", total=rounds, completed=done) as bars:
+        ended = running.train(
+            [simulation],
+            [folder],
+            experiment,
+            stop=stop,
+            on_round=lambda _, row: bars.update(name, row, completed=row["round"]),
+            trackers=[trackers],
+        )
     if ended.diverged:
         raise ended.diverged[0]
-    if ended.stopped:
-        raise Interrupted(f"stopped after round {simulation.state.round} of {experiment.train.rounds}; {to_go_on}")
-    if not quiet:
+    if not quiet and not ended.stopped:
         history = simulation.history
         sent, seconds = history.total("bytes_down") + history.total("bytes_up"), history.total("seconds")
         tell(
-            f"{simulation.algorithm.card.title}: {plural(len(history), 'round')}, {best_and_last(history)}, "
+            f"{simulation.algorithm.card.title}: {plural(len(history), 'round')}, {base.best_and_last(history)}, "
             f"{sent / 1e6:.1f} MB sent, {seconds:.1f} s"
         )
         tell(f"records and model in {path}/")
+    return bool(ended.stopped)
 
 
 def default_folder(file: Path, experiment: Experiment) -> str:
