@@ -18,11 +18,13 @@ from safetensors.torch import load_file
 from helpers import call
 from lamina import BadInput, History, Simulation, __version__, algorithms
 from lamina.algorithms import contract
+from lamina.cli.comparison import comparison_table
+from lamina.data.picture import save_picture
 from lamina.experiment import build as building
 from lamina.experiment import compare as comparing
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
-from lamina.report import comparison
+from lamina.report.figures import comparison_figure
 
 TOML = """
 [data]
@@ -395,8 +397,8 @@ def entry(*accuracies):
     return comparing.Entry("x", "X", {"lr": 0.1}, [], list(range(len(rows))), rows)
 
 
-def test_a_diverged_seed_does_not_shorten_the_picture(tmp_path):
-    figure = comparison.picture([entry([0.1, 0.2, 0.4], [0.3], [])], tmp_path / "p.png", "title")
+def test_a_diverged_seed_does_not_shorten_the_picture():
+    figure = comparison_figure([entry([0.1, 0.2, 0.4], [0.3], [])], "title")
     by_rounds, by_bytes = (axes.lines[0] for axes in figure.axes)
     assert list(by_rounds.get_ydata()) == pytest.approx([20, 20, 40])
     assert list(by_bytes.get_xdata()) == pytest.approx([1.5, 2.5, 3.5])  # round 1: the mean of 1 and 2 MB
@@ -408,11 +410,11 @@ def test_the_table_fits_eighty_columns():
     for own, name in zip(names, algorithms.registry(), strict=True):
         own.name = name
     console = Console(width=80, file=io.StringIO(), color_system=None)
-    console.print(comparison.table(names, 0.9))
+    console.print(comparison_table(names, 0.9, console))
     text = console.file.getvalue()
     assert all(f"{name} " in text for name in algorithms.registry())
     assert "97.0±2.8" in text
-    comparison.picture(names, io.BytesIO(), "all of them")
+    save_picture(comparison_figure(names, "all of them"), io.BytesIO())
 
 
 def test_a_terminal_without_unicode(here, monkeypatch):

@@ -11,13 +11,15 @@ from rich.console import Console
 
 from helpers import call
 from lamina import History
-from lamina.cli import base, watch
+from lamina.cli import watch
+from lamina.cli.comparison import comparison_table
 from lamina.experiment.compare import Entry
-from lamina.experiment.records import find_records
-from lamina.report import comparison
+from lamina.experiment.records import Record, find_records
+from lamina.experiment.tuner import Trial
+from lamina.report import figures
 from lamina.report.build import build
 from lamina.report.figures import curve_figure, metrics_of, rates_figure
-from lamina.report.rates import Response, Tried
+from lamina.report.rates import Response
 from lamina.report.tables import results_table, runs_tables
 from lamina.storage.locks import Lock
 
@@ -85,7 +87,7 @@ def entries(*names):
 
 
 def test_the_table_of_a_comparison_has_the_title():
-    made = comparison.table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
+    made = comparison_table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
     assert list(made.columns[0].cells) == ["fedlamb", "My-LAMB"]
 
 
@@ -97,13 +99,7 @@ def test_names_of_algorithms_are_whole_on_a_narrow_terminal(width):
     names = ["fedavg", "fedlada_lamb", "fedadam_star"]
     console = Console(width=width, color_system=None)
     with console.capture() as captured:
-        console.print(
-            base.fit_columns(
-                lambda left_out: comparison.table(entries(*((n, n) for n in names)), 0.9, left_out=left_out),
-                comparison.LEFT_OUT_FIRST,
-                console,
-            )
-        )
+        console.print(comparison_table(entries(*((n, n) for n in names)), 0.9, console))
     lines = captured.get().splitlines()
     assert all(any(line.split()[:1] == [name] for line in lines) for name in names)
     assert all(len(line) <= width for line in lines)
@@ -183,7 +179,8 @@ def test_watch_shows_a_run_whose_metrics_are_still_empty(here, capsys):
 # --- plurals
 
 
-def test_one_is_singular_everywhere(here, capsys):
+def test_one_is_singular_everywhere(here, capsys, monkeypatch):
+    monkeypatch.setattr(figures, "FORMATS", ("svg",))
     (here / "small.toml").write_text(SMALL + "[compare]\nalgorithms = ['fedavg']\nseeds = 1\n"
                                      "[compare.grid]\nfedavg = { lr = [0.1, 0.2] }\n"
                                      "[tune.grid]\n'train.lr' = [0.1]\n")  # fmt: skip
@@ -213,7 +210,12 @@ def test_one_is_singular_everywhere(here, capsys):
      [0.1], [0.001, 0.1, 0.1001, 0.1002, 1]],
 )  # fmt: skip
 def test_the_labels_of_learning_rates_do_not_overlap(rates):
-    figure = rates_figure([Response("FedAvg", "test", [Tried(lr, [0.5 + 0.01 * i], "") for i, lr in enumerate(rates)])])
+    runs = [
+        Record(Path(), {"train": {"rounds": 1}}, History([{"round": 1, "accuracy": 0.5 + lr / 1e3}]), {})
+        for lr in rates
+    ]
+    tried = [(lr, Trial("", {}, "accuracy", [run], 1)) for lr, run in zip(rates, runs, strict=True)]
+    figure = rates_figure([Response("FedAvg", "test", tried)])
     figure.draw_without_rendering()
     axis = figure.axes[0].xaxis
     low, high = axis.get_view_interval()

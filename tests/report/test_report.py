@@ -16,7 +16,7 @@ from lamina import BadInput, History
 from lamina.data import sources
 from lamina.errors import MissingExtra
 from lamina.experiment.records import FORMAT, find_records
-from lamina.report import build, export, figures, page, save, tables
+from lamina.report import build, figures, page, save, tables
 from lamina.report.curves import differing, group, without_repeats
 from lamina.report.rates import rates_table, responses
 
@@ -208,7 +208,7 @@ def test_the_response_to_the_learning_rate(tmp_path):
     assert [curve.label for curve in made.curves] == ["FedAvg (Fed-SGD)"]  # tuning runs are no curves
     averaged, other = sorted(made.responses, key=lambda response: not response.label.startswith("FedAvg"))[:2]
     assert (averaged.chosen, averaged.on, averaged.warning) == (0.1, "validation", "")  # what diverged is never best
-    assert [tried.failed for tried in averaged.tried] == ["", "", "", "diverged"]
+    assert [trial.remark for _, trial in averaged.tried] == ["", "", "", "diverged"]
     assert other.chosen == 1.0
     assert "the best learning rate 1 lies on the edge of those tried; try larger ones" in " ".join(made.notes)
 
@@ -226,7 +226,7 @@ def test_a_rate_stands_for_the_best_of_the_other_settings(tmp_path):
             write_run(tmp_path / "tuning" / "fedavg" / f"lr{lr}", [0.3, 0.4], lr=lr, compare=grid)
     found = {response.label: response for response in build.build([tmp_path]).responses}
     assert set(found) == {"Fed-LAMB", "FedAvg (Fed-SGD)"}
-    tried = [(one.lr, one.best, one.failed, one.others) for one in found["Fed-LAMB"].tried]
+    tried = [(lr, trial.best, trial.remark, trial.name) for lr, trial in found["Fed-LAMB"].tried]
     assert tried == [(0.1, [0.8], "", "decay 0.01"), (1.0, [0.6], "", "decay 0")]
     table = rates_table(list(found.values()))
     assert table.head == ["curve", "lr", "with", "best accuracy, %", "on", ""]
@@ -282,8 +282,8 @@ def test_names_stay_text_in_the_page(tmp_path):
 
 
 def test_latex_is_escaped():
-    table = tables.Table("t", "T", ["a_b", "50%"], [["x & y", "1.0 ± 0.5"], [r"\input{/etc/passwd}", "∞"]])
-    assert export.to_latex(table).splitlines() == [
+    table = tables.Table("t", ["a_b", "50%"], [["x & y", "1.0 ± 0.5"], [r"\input{/etc/passwd}", "∞"]])
+    assert tables.to_latex(table).splitlines() == [
         r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}",
         r"\begin{tabular}{lr}",
         r"\toprule",
@@ -297,8 +297,8 @@ def test_latex_is_escaped():
 
 
 def test_csv_has_numbers_in_columns_of_their_own():
-    table = tables.Table("t", "T", ["curve", "best"], [['a, "b"', "1.0 ± 0.5"], ["c", "∞"], ["d", "–"]])
-    rows = list(csv.reader(io.StringIO(export.to_csv(table))))
+    table = tables.Table("t", ["curve", "best"], [['a, "b"', "1.0 ± 0.5"], ["c", "∞"], ["d", "–"]])
+    rows = list(csv.reader(io.StringIO(tables.to_csv(table))))
     assert rows == [["curve", "best", "best, std"], ['a, "b"', "1.0", "0.5"], ["c", "inf", ""], ["d", "", ""]]
 
 
@@ -648,13 +648,13 @@ def test_the_pages_tables_are_pythons(opened, report):
         choose(opened, "baseline", str(baseline))
         expected = tables.cost_table(report.curves, targets, baseline)
         assert opened.execute_script("return rowsOf(document.querySelector('#targets table'))") == expected.rows
-        for function, write in (("csvOf", export.to_csv), ("latexOf", export.to_latex)):
+        for function, write in (("csvOf", tables.to_csv), ("latexOf", tables.to_latex)):
             made = opened.execute_script(f"return {function}(document.querySelector('#targets table'))")
             assert made == write(expected)
     for table in report.tables()[1:]:
         found = f"document.querySelector('[data-name=\"{table.name}\"] table')"
-        assert opened.execute_script(f"return csvOf({found})") == export.to_csv(table)
-        assert opened.execute_script(f"return latexOf({found})") == export.to_latex(table)
+        assert opened.execute_script(f"return csvOf({found})") == tables.to_csv(table)
+        assert opened.execute_script(f"return latexOf({found})") == tables.to_latex(table)
 
 
 @needs_browser

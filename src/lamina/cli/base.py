@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lamina.history import History, Row
+from lamina.interrupt import end_guard
 from lamina.text import printable
 
 if TYPE_CHECKING:
@@ -66,30 +67,19 @@ class ErrorConsole(SafeConsole):
         try:
             super().print(*args, **kwargs)
         except OSError:
-            _discard(sys.stderr)
+            discard(sys.stderr)
 
 
 out = SafeConsole()
 err = ErrorConsole(stderr=True)
 
 
-def _discard(stream: TextIO) -> None:
+def discard(stream: TextIO) -> None:
     """Discard the buffer of a stream and all later output; otherwise Python fails again at exit."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
-
-
-def output_error() -> str:
-    """Return why the standard output cannot be written to, for example on a full disk; empty if it can."""
-    try:
-        if sys.stdout is not None:  # None if the parent process closed it
-            sys.stdout.flush()
-    except OSError as error:
-        _discard(sys.stdout)
-        return f"cannot write to the standard output: {error.strerror or error}"
-    return ""
 
 
 def say(what: str, text: object) -> None:
@@ -230,9 +220,17 @@ class Interrupted(Exception):
     """The user pressed Ctrl-C, which typer would ignore silently; the text says what is kept."""
 
 
+def import_torch() -> None:
+    """Import torch. Until then Ctrl-C ends the process (`lamina.interrupt`); afterwards it is a KeyboardInterrupt."""
+    import torch  # noqa: F401
+
+    end_guard()
+
+
 @contextlib.contextmanager
 def interruptible(kept: str) -> Iterator[None]:
     """Turn Ctrl-C into `Interrupted`, inside the command, where typer cannot swallow it."""
+    import_torch()
     try:
         yield
     except KeyboardInterrupt:

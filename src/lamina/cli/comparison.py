@@ -77,11 +77,12 @@ def run_comparison(
 
 def show(comparison: Comparison, quiet: bool) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
-    from lamina.report.figures import comparison_figure, save_picture  # imported here: matplotlib takes a second
+    from lamina.data.picture import save_picture  # imported here: matplotlib takes a second
+    from lamina.report.figures import comparison_figure
     from lamina.report.partition import describe_partition
 
     data, path = comparison.experiment.data, comparison.folder
-    dealt = describe_partition(data.partition.name, data.partition.options())
+    dealt = describe_partition(data.partition.name, **data.partition.options())
     title = f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}"
     save_picture(comparison_figure(comparison.entries, title), path / "comparison.png")
     if not quiet:
@@ -98,7 +99,8 @@ def write_page(comparison: Comparison) -> Path | None:
     """Write the HTML report into the comparison's folder, if plotly is installed."""
     if importlib.util.find_spec("plotly") is None:
         return None
-    from lamina.report.build import build, save_page
+    from lamina.report.build import build
+    from lamina.report.save import save_page
 
     page = comparison.folder / "report.html"
     targets = [] if comparison.target is None else [comparison.target]

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lamina import __version__
-from lamina.cli.base import app, out, tell, tell_text
+from lamina.cli.base import app, import_torch, out, tell, tell_text
 from lamina.errors import BadInput
 from lamina.text import plural
 
@@ -33,6 +33,7 @@ GIB = 2**30
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] = False) -> None:
     """Say what is installed, which devices, engines and data there are, and what to do about what is missing."""
+    import_torch()
     advice: list[str] = []
     sections = {
         "installed": installed(advice),

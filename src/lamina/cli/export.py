@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lamina.cli.base import Runs, app, tell_text
+from lamina.cli.base import Runs, app, import_torch, tell_text
 from lamina.text import csv_text
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def export(
     out_file: Annotated[Path | None, typer.Option("--out", help="the CSV file; else it is printed")] = None,
 ) -> None:
     """All rounds of all runs as one CSV table, with the columns that tell the runs apart."""
+    import_torch()
     from lamina.experiment.outputs import write_output
     from lamina.experiment.records import find_records
 

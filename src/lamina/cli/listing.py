@@ -33,12 +33,14 @@ def list_(
     """List what can be named in an experiment file, or the papers' experiments for `lamina reproduce`."""
     if what not in HEADINGS:
         raise unknown("list", what, HEADINGS)
-    rows, caption, optional = read_catalogue()[what], "", ()
+    headings, rows = HEADINGS[what], read_catalogue()[what]
     if what == "algorithms":
-        rows = [[name, *(card[heading] for heading in HEADINGS[what][1:])] for name, card in rows.items()]
+        rows = [[name, *(card[heading] for heading in headings[1:])] for name, card in rows.items()]
         caption = "down, up, keeps: models (d parameters) per active client and round"
         optional = ("reference", "title", "keeps")
-    out.print(table(HEADINGS[what], rows, no_wrap=("name",) * bool(caption), optional=optional, caption=caption))
+        out.print(table(headings, rows, no_wrap=("name",), optional=optional, caption=caption))
+    else:
+        out.print(table(headings, rows))
 
 
 @app.command()

@@ -28,7 +28,8 @@ def report(
     quiet: Quiet = False,
 ) -> None:
     """Curves, tables, learning rates and configurations of runs, as one page that opens anywhere."""
-    from lamina.report.build import build, save_files, save_page
+    from lamina.report.build import build
+    from lamina.report.save import save_files, save_page
 
     made = build(folders, targets=targets or [], baseline=baseline, title=title)
     save_page(made, out_file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +16,7 @@ from lamina.text import plural
 
 if TYPE_CHECKING:
     from lamina.experiment.tune import Tuning
+    from lamina.experiment.tuner import Trial
 
 RATE = "train.lr"
 
@@ -115,19 +115,20 @@ def save_picture(tuning: Tuning) -> None:
     others = [key for key in tuning.keys if key != RATE]
     if RATE not in tuning.keys or not any(trial.best for trial in tuning.trials):
         return
+    from lamina.data import picture
     from lamina.experiment.settings import written
-    from lamina.report import figures, rates  # imported here: matplotlib takes a second
+    from lamina.report import figures
+    from lamina.report.rates import Response
 
     # Optuna rarely takes a value of a range twice, so that a line through such points would mean nothing.
     ranges = [] if tuning.grid else [key for key in others if not tuning.space[key].choices]
-    by_others: dict[str, list[rates.Tried]] = {}
+    by_others: dict[str, list[tuple[float, Trial]]] = {}
     for trial in tuning.trials:
         if RATE in trial.settings:
             same = {key: trial.settings[key] for key in others if key not in ranges}
-            tried = rates.Tried(trial.settings[RATE], trial.best or [math.nan], trial.remark)
-            by_others.setdefault(written(same) or tuning.title, []).append(tried)
+            by_others.setdefault(written(same) or tuning.title, []).append((trial.settings[RATE], trial))
     responses = [
-        rates.Response(label, tuning.spec.select, sorted(tried, key=lambda one: one.lr), (), tuning.metric, not ranges)
+        Response(label, tuning.spec.select, sorted(tried, key=lambda one: one[0]), (), tuning.metric, not ranges)
         for label, tried in by_others.items()
     ]
-    figures.save_picture(figures.rates_figure(responses), tuning.folder / "learning-rates.png")
+    picture.save_picture(figures.rates_figure(responses), tuning.folder / "learning-rates.png")

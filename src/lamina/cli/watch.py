@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lamina.cli.base import app, out, table
+from lamina.cli.base import app, import_torch, out, table
 from lamina.cli.export import short
 from lamina.errors import BadInput
 from lamina.text import plural
@@ -42,6 +42,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="print how it stands now, and end")] = False,
 ) -> None:
     """Show runs as they go on: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
+    import_torch()
     view = View(folder, no_run_until=-math.inf if once else time.monotonic() + START_TIMEOUT_S)
     if once:
         out.print(view.frame())
@@ -76,7 +77,9 @@ class View:
                 raise
             busy = True
         # Running ones first: a terminal shows no more rows than it has lines.
-        states = sorted(((state(record), record) for record in self._records), key=lambda one: list(COLOURS).index(one[0]))
+        states = sorted(
+            ((state(record), record) for record in self._records), key=lambda one: list(COLOURS).index(one[0])
+        )
         self.going_on = busy or any(how == "running" for how, _ in states)
         for record in self._records:
             looks = self._looks.setdefault(record.folder, deque(maxlen=RECENT))

@@ -27,6 +27,11 @@ class Report:
     baseline: int  # index of the curve that ratios refer to
     notes: list[str]  # what a reader should know about the runs
 
+    @property
+    def metric(self) -> str:
+        """The column that targets refer to: accuracy, or the loss if no run has an accuracy."""
+        return tables.metric_of_curves(self.curves)
+
     def tables(self) -> list[tables.Table]:
         """Return every table that has rows."""
         every = [
@@ -46,23 +51,25 @@ def build(
 
     Args:
         folders: Run folders, or folders that contain run folders, at any depth.
-        targets: Test accuracies to reach; by default chosen from the results.
+        targets: Test accuracies to reach, or losses if no run has an accuracy; by default chosen from the accuracies.
         baseline: The algorithm or curve that ratios refer to; by default FedAvg, or else the first curve.
         title: The heading; by default a description of the data.
     """
-    for target in targets:
-        if not 0 < target <= 1:
-            raise BadInput(f"--target {target:g}: must be an accuracy above 0 and up to 1, for example 0.9")
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
     curves = group(final)
+    has_accuracy = tables.metric_of_curves(curves) == "accuracy"
+    for target in targets:
+        if not target > 0 or (has_accuracy and target > 1):
+            wanted = "an accuracy above 0 and up to 1, for example 0.9" if has_accuracy else "a loss above 0"
+            raise BadInput(f"--target {target:g}: must be {wanted}")
     for run in final:
         if not run.complete:
             rounds = plural(int(run.config["train"]["rounds"]), "round")
             state = run.diverged or f"{len(run.history)} of {rounds}, not finished"
             notes.append(f"{folder_name(run)}: {state}")
-    found = responses(runs)
-    notes += [response.warning for response in found if response.warning]
+    tuned = responses(runs)
+    notes += [response.warning for response in tuned if response.warning]
     data = dict.fromkeys(describe(run) for run in final)
     if len(data) > 1:
         notes.append("the runs differ in their data: compare only curves with the same")
@@ -70,7 +77,7 @@ def build(
     return Report(
         title or " · ".join(list(data)[:3]) + (" …" if len(data) > 3 else ""),
         curves,
-        found,
+        tuned,
         dealt,
         sorted(set(targets)) or tables.default_targets(curves),
         _find_baseline(curves, baseline),
@@ -84,5 +91,5 @@ def _find_baseline(curves: Sequence[Curve], name: str | None) -> int:
             return index
     if name is None:
         return 0
-    known = list(dict.fromkeys(curve.algorithm for curve in curves))
-    raise BadInput(f"no run of the baseline '{name}'{nearest(name, known)} (algorithms: {', '.join(known)})")
+    algorithms = list(dict.fromkeys(curve.algorithm for curve in curves))
+    raise BadInput(f"no run of the baseline '{name}'{nearest(name, algorithms)} (algorithms: {', '.join(algorithms)})")

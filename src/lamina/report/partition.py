@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lamina.data import sources
 from lamina.data.partitions import Labels, Parts, Reallocate, label_counts, split_dataset
@@ -34,15 +35,12 @@ class Dealt:
 
 def deal_again(curves: Sequence[Curve]) -> tuple[list[Dealt], list[str]]:
     """Return the distinct partitions of the curves' first seeds, and a line for each that cannot be recomputed."""
-    dealt, lines = [], []
-    seen = set()
-    for curve in curves:
-        run = curve.runs[0]
+    distinct: dict[str, Record] = {}
+    for run in (curve.runs[0] for curve in curves):
         data = {key: value for key, value in run.config.get("data", {}).items() if key != "dir"}
-        key = json.dumps([data, run.seed], sort_keys=True, default=str)
-        if key in seen:
-            continue
-        seen.add(key)
+        distinct.setdefault(json.dumps([data, run.seed], sort_keys=True, default=str), run)
+    dealt, lines = [], []
+    for run in distinct.values():
         try:
             dealt.append(_deal(run))
         except LaminaError as error:
@@ -64,8 +62,11 @@ def _deal(run: Record) -> Dealt:
 def describe(run: Record) -> str:
     """Return the data and their partition in words: ``digits, classes (k=2), 20 clients``."""
     data = run.config.get("data", {})
-    partition = data.get("partition", {})
-    options = ", ".join(f"{key}={text(value)}" for key, value in partition.items() if key != "name")
-    dealt = f"{partition.get('name', 'iid')} ({options})" if options else partition.get("name", "iid")
-    clients = data.get("clients", "?")
-    return f"{text(data.get('name', '?'))}, {dealt}, {plural(clients, 'client')}"
+    partition = describe_partition(**{"name": "iid", **data.get("partition", {})})
+    return f"{text(data.get('name', '?'))}, {partition}, {plural(data.get('clients', '?'), 'client')}"
+
+
+def describe_partition(name: str, **options: Any) -> str:
+    """Return a partition and its options in words: ``classes (k=2)``."""
+    settings = ", ".join(f"{key}={text(value)}" for key, value in options.items())
+    return f"{name} ({settings})" if settings else name
