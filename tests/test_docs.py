@@ -5,12 +5,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import click
 import pytest
 import typer
 
-from lamina.algorithms import contract
+from lamina import algorithms
 from lamina.cli import app
 from lamina.experiment.config import load
 
@@ -29,9 +30,9 @@ def name(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+@mock.patch.dict(algorithms.registry())  # an example's algorithm stays in the example
 def test_python_blocks_run(page, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(contract, "_REGISTRY", dict(contract._REGISTRY))  # an example's algorithm stays in the example
     scope = {"__name__": "example"}
     for block in blocks(page, "python"):
         exec(compile(block, page.name, "exec"), scope)
