@@ -78,8 +78,8 @@ def run_comparison(
 def show(comparison: Comparison, quiet: bool) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
     from lamina.data.picture import save_picture  # imported here: matplotlib takes a second
+    from lamina.report.build import describe_partition
     from lamina.report.figures import comparison_figure
-    from lamina.report.partition import describe_partition
 
     data, path = comparison.experiment.data, comparison.folder
     dealt = describe_partition(data.partition.name, **data.partition.options())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -34,12 +35,16 @@ GIB = 2**30
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] = False) -> None:
     """Say what is installed, which devices, engines and data there are, and what to do about what is missing."""
     import_torch()
+    import torch
+
+    where = "compiled, as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
+    engines = {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
     advice: list[str] = []
     sections = {
         "installed": installed(advice),
         "extras": {package: version(package) for package, _ in EXTRAS.values()},
         "devices": devices(advice),
-        "engines": engines(),
+        "engines": engines,
         "threads": threads(advice),
         "data": data(advice),
     }
@@ -84,9 +89,23 @@ def devices(advice: list[str]) -> dict[str, Any]:
     """Return processor and GPUs, and whether lamina's own kernels run on them."""
     import torch
 
+    from lamina.engines.stacked.convolution import kernels_for
     from lamina.experiment.environment import processor
 
-    gpus = [gpu(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts = torch.cuda.get_device_properties(number)
+        kernels = None
+        with contextlib.suppress(Exception):  # whatever a broken triton raises when it is imported
+            kernels = kernels_for(torch.device("cuda", number), torch.float32)
+        gpus.append(
+            {
+                "name": facts.name,
+                "memory_gib": round(facts.total_memory / GIB, 1),
+                "capability": f"{facts.major}.{facts.minor}",
+                "kernels": kernels is not None,
+            }
+        )
     if not gpus and Path("/dev/nvidia0").exists():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         advice.append(f"there is an NVIDIA GPU, but torch {built} and cannot use it: see pytorch.org/get-started")
@@ -98,25 +117,6 @@ def devices(advice: list[str]) -> dict[str, Any]:
     return {"cpu": processor(), **cores, "gpus": gpus, "triton": version("triton")}
 
 
-def gpu(number: int) -> dict[str, Any]:
-    """Return the properties of a GPU."""
-    import torch
-
-    from lamina.engines.stacked.convolution import kernels_for
-
-    facts = torch.cuda.get_device_properties(number)
-    try:
-        kernels = kernels_for(torch.device("cuda", number), torch.float32) is not None
-    except Exception:  # whatever a broken triton raises when it is imported
-        kernels = False
-    return {
-        "name": facts.name,
-        "memory_gib": round(facts.total_memory / GIB, 1),
-        "capability": f"{facts.major}.{facts.minor}",
-        "kernels": kernels,
-    }
-
-
 def usable_cores() -> int:
     """Return how many cores this process may use: a scheduler or a container may allow fewer than there are."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -125,14 +125,6 @@ def usable_cores() -> int:
         return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
     except (OSError, ValueError):  # no container, or one of another kind
         return cores
-
-
-def engines() -> dict[str, Any]:
-    """Return the possible values of run.engine."""
-    import torch
-
-    where = "compiled, as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
-    return {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
 
 
 def threads(advice: list[str]) -> dict[str, Any]:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
 from lamina.text import plural
-
-if TYPE_CHECKING:
-    from lamina.experiment.config import Experiment
-    from lamina.experiment.folder import RunFolder
-    from lamina.experiment.ranks import RankFolder
-    from lamina.experiment.trackers import Trackers
-    from lamina.simulation import Simulation
 
 TO_GO_ON = "to go on, start the same command again"
 
@@ -43,66 +37,52 @@ def run(
     mlflow: MLflow = False,
 ) -> None:
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
+    from lamina.experiment import run as running
     from lamina.experiment.build import build, resolved
     from lamina.experiment.config import load
+    from lamina.experiment.folder import RunFolder
     from lamina.experiment.log_lines import LogLines
     from lamina.experiment.ranks import join_ranks, open_folder
     from lamina.experiment.trackers import Trackers
 
     experiment = load(file, overrides or [])
-    path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
+    name, seed, rounds = experiment.algorithm.name, experiment.train.seed, experiment.train.rounds
+    path = out_folder or Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
     experiment, ranks = join_ranks(experiment)
     quiet = quiet or ranks.rank > 0
     trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
-    with LogLines() as lines:
+    with contextlib.ExitStack() as opened:
+        lines = opened.enter_context(LogLines())
         simulation = build(experiment)  # before the folder is opened: a wrong name is reported first
         folder = open_folder(path, resolved(experiment, simulation), overwrite=overwrite, lines=lines)
-        try:
-            with trackers:
-                stopped = train(simulation, folder, experiment, path, trackers, quiet)
-        finally:
-            folder.close()
-    if stopped:
-        done = f"{simulation.state.round} of {experiment.train.rounds}"
-        raise Interrupted(f"stopped after round {done}; {to_go_on(overwrite)}")
-
-
-def train(
-    simulation: Simulation,
-    folder: RunFolder | RankFolder,
-    experiment: Experiment,
-    path: Path,
-    trackers: Trackers,
-    quiet: bool,
-) -> bool:
-    """Train the remaining rounds of a run and print how it ended; return whether it was stopped."""
-    from lamina.experiment import run as running
-    from lamina.experiment.folder import RunFolder
-
-    if isinstance(folder, RunFolder) and (folder.complete or folder.diverged):
-        if len(folder.history):
-            trackers.write(folder.history)  # requested only now, or killed before the last round was written
-        if folder.diverged is not None:
-            raise folder.diverged
-        if not quiet:
-            finished = plural(len(folder.history), "round")
-            tell(f"{path}/ is complete: {finished}; more with train.rounds, anew with --overwrite")
-        return False
-    done, rounds, name = running.go_on([simulation], [folder]), experiment.train.rounds, experiment.algorithm.name
-    if done and not quiet:
-        tell(f"going on after round {done}")
-    with base.Stop() as stop, base.RoundBars([name], quiet, state="", total=rounds, completed=done) as bars:
-        ended = running.train(
-            [simulation],
-            [folder],
-            experiment,
-            stop=stop,
-            on_round=lambda _, row: bars.update(name, row, completed=row["round"]),
-            trackers=[trackers],
-        )
+        opened.callback(folder.close)
+        opened.enter_context(trackers)
+        if isinstance(folder, RunFolder) and (folder.complete or folder.diverged):
+            if len(folder.history):
+                trackers.write(folder.history)  # requested only now, or killed before the last round was written
+            if folder.diverged is not None:
+                raise folder.diverged
+            if not quiet:
+                finished = plural(len(folder.history), "round")
+                tell(f"{path}/ is complete: {finished}; more with train.rounds, anew with --overwrite")
+            return
+        done = running.go_on([simulation], [folder])
+        if done and not quiet:
+            tell(f"going on after round {done}")
+        with base.Stop() as stop, base.RoundBars([name], quiet, state="", total=rounds, completed=done) as bars:
+            ended = running.train(
+                [simulation],
+                [folder],
+                experiment,
+                stop=stop,
+                on_round=lambda _, row: bars.update(name, row, completed=row["round"]),
+                trackers=[trackers],
+            )
     if ended.diverged:
         raise ended.diverged[0]
-    if not quiet and not ended.stopped:
+    if ended.stopped:
+        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {to_go_on(overwrite)}")
+    if not quiet:
         history = simulation.history
         sent, seconds = history.total("bytes_down") + history.total("bytes_up"), history.total("seconds")
         tell(
@@ -110,9 +90,3 @@ def train(
             f"{sent / 1e6:.1f} MB sent, {seconds:.1f} s"
         )
         tell(f"records and model in {path}/")
-    return bool(ended.stopped)
-
-
-def default_folder(file: Path, experiment: Experiment) -> str:
-    """Return the folder of a run unless one is given."""
-    return f"runs/{file.stem}-{experiment.algorithm.name.replace(':', '.')}-seed{experiment.train.seed}"

@@ -22,8 +22,8 @@ from lamina.experiment.compare import Entry
 from lamina.experiment.outputs import write_output
 from lamina.experiment.settings import written
 from lamina.history import History
+from lamina.report.build import Dealt
 from lamina.report.curves import Curve
-from lamina.report.partition import Dealt
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
 
@@ -109,24 +109,19 @@ def by_round(histories: Sequence[History], column: str) -> NDArray[np.float64]:
 def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     """Return [seeds, rounds]: rounds, bytes in both directions or seconds of training since the start."""
     if axis == "round":
-        return np.cumsum(np.where(np.isnan(by_round(histories, "round")), np.nan, 1.0), axis=1)
-    if axis == "seconds":
-        return np.cumsum(by_round(histories, "seconds"), axis=1)
-    return np.cumsum(by_round(histories, "bytes_down") + by_round(histories, "bytes_up"), axis=1)
+        return np.cumsum(1 + 0 * by_round(histories, "round"), axis=1)
+    columns = ("bytes_down", "bytes_up") if axis == "bytes" else (axis,)
+    return np.cumsum(sum(by_round(histories, column) for column in columns), axis=1)
 
 
 def mean_spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     """Return [rounds]: the mean over seeds, summed round by round, so that it grows even where a seed ends."""
-    each = np.diff(spent(histories, axis), axis=1, prepend=0.0)
-    return np.cumsum(mean_of_seen(each))
+    return np.cumsum(mean_of_seen(np.diff(spent(histories, axis), axis=1, prepend=0.0)))
 
 
 def mean_of_seen(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return [rounds]: the mean over the seeds that have a value; NaN, without a warning, where none has."""
-    seen = ~np.isnan(values)
-    total = np.where(seen, values, 0.0).sum(axis=0)
-    means = np.full(total.shape, np.nan)
-    np.divide(total, seen.sum(axis=0), out=means, where=seen.any(axis=0))
+    means: NDArray[np.float64] = np.ma.masked_invalid(values).mean(axis=0).filled(np.nan)
     return means
 
 
