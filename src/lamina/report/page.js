@@ -213,28 +213,32 @@ function costToTarget(curve, target) {
 const perTarget = data.judged.percent ? 100 : 1; // accuracies are typed and shown in per cent
 const isTarget = (typed) => typed > 0 && (!data.judged.percent || typed <= 100);
 
-function drawTargets() {
-  const words = $("target-list").value.split(/[,;\s]+/).filter(Boolean);
-  const typed = words.map(Number).filter(isTarget);
-  const refused = words.filter((word) => !isTarget(Number(word)));
-  $("target-list").setAttribute("aria-invalid", refused.length > 0);
-  $("target-problem").textContent = refused.length ? `not used: ${refused.join(", ")} (targets are above 0${data.judged.percent ? " and up to 100" : ""})` : "";
-  const baseline = Number($("baseline").value);
-  const ratio = "× baseline";
-  const head = ["target", "curve", "reached", "rounds", ratio, data.unit.name, ratio, "seconds", ratio];
-  const rows = [];
-  for (const target of [...new Set(typed)].sort((a, b) => a - b)) {
+/** The rows of the cost table: for every target, in per cent where accuracies are, one for each curve. */
+function costRows(targets, baseline) {
+  return [...new Set(targets)].sort((a, b) => a - b).flatMap((target) => {
     const found = data.curves.map((curve) => costToTarget(curve, target / perTarget));
-    found.forEach((one, index) => {
+    return found.map((one, index) => {
       const cells = [`${target}${data.judged.percent ? "%" : ""}`, data.curves[index].label, `${one.reached}/${one.seeds}`];
       [1, data.unit.bytes, 1].forEach((scale, place) => {
         const other = found[baseline].costs[place];
         const times = Number.isFinite(other) && other > 0 ? one.costs[place] / other : NaN;
         cells.push(place ? significant(one.costs[place] / scale) : fixed(one.costs[place]), significant(times));
       });
-      rows.push(cells);
+      return cells;
     });
-  }
+  });
+}
+
+function drawTargets() {
+  const words = $("target-list").value.split(/[,;\s]+/).filter(Boolean);
+  const refused = words.filter((word) => !isTarget(Number(word)));
+  $("target-list").setAttribute("aria-invalid", refused.length > 0);
+  const bounds = data.judged.percent ? "above 0 and up to 100" : "above 0";
+  $("target-problem").textContent = refused.length ? `not used: ${refused.join(", ")} (targets are ${bounds})` : "";
+  const baseline = Number($("baseline").value);
+  const ratio = "× baseline";
+  const head = ["target", "curve", "reached", "rounds", ratio, data.unit.name, ratio, "seconds", ratio];
+  const rows = costRows(words.map(Number).filter(isTarget), baseline);
   const table = document.querySelector("[data-name='cost-to-target'] table");
   table.tHead.replaceChildren(tableRow("th", head));
   table.tBodies[0].replaceChildren(...rows.map((cells, i) => {
