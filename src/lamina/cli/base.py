@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
@@ -149,26 +149,25 @@ def table(
     unbounded = console.options.update(max_width=10_000)  # rich measures nothing as wider than the console
     for count in range(len(optional) + 1):
         hidden = optional[:count]
-        notes = [caption] if caption else []
-        notes += [f"a wider terminal shows {', '.join(reversed(hidden))}".replace("\n", " ")] if hidden else []
-        made = Table(
-            title=title, title_style="bold", box=box.SIMPLE_HEAD if title else None, pad_edge=False,
-            caption=escape("; ".join(notes)) or None,
-        )  # fmt: skip
+        more = f"a wider terminal shows {', '.join(reversed(hidden))}".replace("\n", " ") if hidden else ""
+        notes = escape("; ".join(filter(None, (caption, more))))
+        fitted = Table(box=box.SIMPLE_HEAD if title else None, pad_edge=False, title_style="bold")
+        fitted.title, fitted.caption = title, notes or None
         for heading in headings:
             if heading not in hidden:
-                made.add_column(
-                    escape(heading), justify="right" if heading in right else "left", overflow="fold",
-                    no_wrap=heading in no_wrap, max_width=None if heading in no_wrap else UNFOLDED_CHARACTERS,
-                )  # fmt: skip
+                justify: JustifyMethod = "right" if heading in right else "left"
+                fitted.add_column(escape(heading), justify=justify, overflow="fold", no_wrap=heading in no_wrap)
         for row in rows:
             cells = [cell for heading, cell in zip(headings, row, strict=True) if heading not in hidden]
-            made.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in cells))
-        if console.measure(made, options=unbounded).maximum <= console.width:
+            fitted.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in cells))
+        for column in fitted.columns:
+            column.max_width = None if column.no_wrap else UNFOLDED_CHARACTERS
+        fits = console.measure(fitted, options=unbounded).maximum <= console.width
+        for column in fitted.columns:
+            column.max_width = None
+        if fits:
             break
-    for column in made.columns:
-        column.max_width = None
-    return made
+    return fitted
 
 
 def best_and_last(history: History) -> str:
@@ -251,7 +250,7 @@ class Stop:
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Stop:
@@ -261,12 +260,12 @@ class Stop:
 
     def __call__(self) -> bool:
         """Return whether a stop was requested."""
-        return self.asked
+        return self.requested
 
     def _ask(self, number: int, frame: object) -> None:
-        if not self.asked and this_rank().rank == 0:
+        if not self.requested and this_rank().rank == 0:
             err.print("stopping after this round; once more to stop at once", highlight=False)
-        self.asked = True
+        self.requested = True
         if this_rank().world == 1:
             self.__exit__()
 

@@ -31,11 +31,11 @@ def report(
     from lamina.report.build import build
     from lamina.report.save import save_files, save_page
 
-    made = build(folders, targets=targets or [], baseline=baseline, title=title)
-    save_page(made, out_file)
-    files = save_files(made, figures) if figures is not None else []
+    contents = build(folders, targets=targets or [], baseline=baseline, title=title)
+    save_page(contents, out_file)
+    files = save_files(contents, figures) if figures is not None else []
     if not quiet:
-        for line in made.notes:
+        for line in contents.notes:
             tell(f"note: {line}")
         tell(f"report in {out_file}")
         if figures is not None:

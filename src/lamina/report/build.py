@@ -79,7 +79,7 @@ def build(
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
     curves = group(final)
-    has_accuracy = tables.metric_of_curves(curves) == "accuracy"
+    has_accuracy = any("accuracy" in history.columns for curve in curves for history in curve.histories)
     for target in targets:
         if not target > 0 or (has_accuracy and target > 1):
             wanted = "an accuracy above 0 and up to 1, for example 0.9" if has_accuracy else "a loss above 0"

@@ -86,8 +86,8 @@ def metrics_of(curves: Sequence[Curve]) -> list[Metric]:
     usual = [metric for metric in METRICS if metric.column in columns]
     if all(run.on_validation_data for curve in curves for run in curve.runs):
         usual = [metric._replace(title=metric.title.replace("test", "validation")) for metric in usual]
-    known = {metric.column for metric in METRICS} | hidden
-    return usual + [Metric(column, column.replace("_", " ")) for column in columns if column not in known]
+    listed = {metric.column for metric in METRICS} | hidden
+    return usual + [Metric(column, column.replace("_", " ")) for column in columns if column not in listed]
 
 
 # --- one line and its band ---------------------------------------------------------------------------------------
@@ -262,8 +262,8 @@ def save_figures(
             files += _save(curve_figure(curves, metric, axis), folder / f"{column}-by-{axis}")
     if responses:
         files += _save(rates_figure(responses), folder / "learning-rates")
-    for number, one in enumerate(dealt, 1):
-        figure = partition_picture(one.parts, one.labels, title=one.title)
+    for number, partition in enumerate(dealt, 1):
+        figure = partition_picture(partition.parts, partition.labels, title=partition.title)
         files += _save(figure, folder / (f"partition-{number}" if len(dealt) > 1 else "partition"))
     return files
 

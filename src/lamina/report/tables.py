@@ -156,8 +156,8 @@ def default_targets(curves: Sequence[Curve]) -> list[float]:
     reached = [values(curve.histories, lambda history: history.best(optional=True)) for curve in curves]
     worst_seeds = [min(accuracies, default=0.0) for accuracies in reached] or [0.0]
     steps = {math.floor(20 * best + 1e-9) * 5 / 100 for best in (min(worst_seeds), max(worst_seeds))}
-    asked = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.runs}
-    return sorted(target for target in steps | {t for t in asked if t <= max(worst_seeds)} if target > 0)
+    compared = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.runs}
+    return sorted(target for target in steps | {t for t in compared if t <= max(worst_seeds)} if target > 0)
 
 
 def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int) -> Table:
