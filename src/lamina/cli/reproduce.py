@@ -23,13 +23,22 @@ if TYPE_CHECKING:
 Scale = Literal["full", "small"]
 
 
+def print_papers(wanted: bool) -> None:
+    """List the papers' experiments and exit, if asked for."""
+    if wanted:
+        list_("papers")
+        raise typer.Exit
+
+
 @base.app.command()
 @base.interruptible(f"finished rounds are kept; {TO_GO_ON}")
 def reproduce(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="a paper's figure or table, or an experiment file with claims")
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="list the names and their claims")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", callback=print_papers, is_eager=True, help="list the names and their claims")
+    ] = False,
     copy: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="run nothing: copy the experiment file, to edit it")
     ] = None,
@@ -43,9 +52,6 @@ def reproduce(
 
     Started again, it skips the runs that are complete and goes on with the others.
     """
-    if listed:
-        list_("papers")
-        return
     if name is None:
         raise BadInput("say which: lamina reproduce NAME; lamina reproduce --list has the names")
     from lamina.cli.comparison import run_comparison

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -93,13 +92,12 @@ def show(tuning: Tuning, finished: bool) -> None:
 def trials_table(tuning: Tuning) -> Table:
     """Return every trial's values, best and last score, and how it ended."""
     from lamina.experiment.settings import short_names, shown
+    from lamina.report.tables import mean_and_spread
 
     scale, unit = (100, ", %") if tuning.metric == "accuracy" else (1, "")
 
     def mean(numbers: list[float]) -> str:
-        parts = [statistics.fmean(numbers)] if numbers else []
-        parts += [statistics.stdev(numbers)] if len(numbers) > 1 else []
-        return " ± ".join(f"{scale * part:.4g}" for part in parts) or "–"
+        return mean_and_spread([scale * number for number in numbers], "{:.4g}".format)
 
     headings = [*short_names(tuning.keys), f"{tuning.score_name}{unit}", f"last{unit}", ""]
     rows = []
