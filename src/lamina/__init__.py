@@ -28,7 +28,7 @@ if _TYPE_CHECKING:
     from lamina.api import *  # noqa: F403
 
 __version__ = "0.1.0"
-_MODULES = frozenset(module.name for module in _pkgutil.iter_modules(__path__))  # noqa: F405
+_MODULES = frozenset(module.name for module in _pkgutil.iter_modules(__path__)) - {"__main__"}  # noqa: F405
 
 
 def _public_name(name: str) -> _Any:

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import lamina
 from helpers import call
 from lamina import __version__
 from lamina.cli import catalogue
@@ -80,3 +81,10 @@ def test_quick_commands_import_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(__version__)
+
+
+def test_public_names_are_imported_on_first_use():
+    assert set(lamina.__all__) <= set(dir(lamina))
+    assert all(getattr(lamina, name) is not None for name in lamina.__all__)
+    with pytest.raises(AttributeError, match="module 'lamina' has no attribute 'Simulatoin'"):
+        lamina.Simulatoin  # noqa: B018

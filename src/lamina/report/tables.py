@@ -111,15 +111,15 @@ def fixed(value: float, digits: int = 1) -> str:
     return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """Return a number with at least so many significant digits, never in powers of ten.
+def significant(value: float) -> str:
+    """Return a number with at least three significant digits, never in powers of ten.
 
     >>> significant(0.01234), significant(12.345), significant(12345.6), significant(math.inf)
     ('0.0123', '12.3', '12346', '∞')
     """
     if value == 0 or not math.isfinite(value):
         return fixed(value, 0)
-    return fixed(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+    return fixed(value, max(0, 2 - math.floor(math.log10(abs(value)))))
 
 
 def mean_and_spread(numbers: Sequence[float], write: Callable[[float], str] = fixed, spread: str = SPREAD) -> str:
