@@ -16,9 +16,10 @@ from lamina.experiment.records import Record
 
 HELD_UP = 60  # seconds; nothing here takes so long
 
-# children are forked from a server that has imported torch once
+# Children are forked from a server that has imported torch, and what the commands import, once.
 processes = multiprocessing.get_context("forkserver")
-processes.set_forkserver_preload(["lamina.cli", "sklearn.datasets", "helpers"])
+PRELOADED = ["lamina.cli.comparison", "lamina.experiment.tune", "lamina.report.save", "sklearn.datasets", "helpers"]
+processes.set_forkserver_preload(PRELOADED)
 
 
 class Killed(BaseException):

@@ -12,6 +12,7 @@ from flower_grid import LoopGrid
 from helpers import call
 from lamina.flower import Federation
 from lamina.metrics import evaluate
+from lamina.report import figures
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(120, 4, generator=GENERATOR)
@@ -171,16 +172,23 @@ def test_a_target_accuracy_above_one_is_refused(empty_folder, capsys):
     assert "compare.target = 1.5" in capsys.readouterr().err
 
 
-def test_a_report_of_losses_marks_the_rate_of_the_smallest_loss(regression, capsys):
+def test_a_report_of_losses_marks_the_rate_of_the_smallest_loss(regression, capsys, monkeypatch):
+    monkeypatch.setattr(figures, "save_figures", lambda *_: [])  # their tables are read
     for lr in ("1e-6", "0.01", "1e-4"):
         assert call("run", "regression.toml", "--set", f"train.lr={lr}", "--out", f"runs/{lr}") == 0
     capsys.readouterr()
-    assert call("report", "runs", "--figures", "figures") == 0
+    assert call("report", "runs", "--figures", "figures", "--target", "25", "--target", "1e-9") == 0
     assert "best learning rate 0.01" in capsys.readouterr().out
     with (regression / "figures" / "learning-rates.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["lr"] for row in rows if row[""] == "best"] == ["0.01"]
     assert "best loss" in rows[0]
+    with (regression / "figures" / "cost-to-target.csv").open(newline="") as file:
+        costs = {(row["target"], row["curve"]): row for row in csv.DictReader(file)}
+    losses = [json.loads(line)["loss"] for line in (regression / "runs/0.01/metrics.jsonl").read_text().splitlines()]
+    first = 1 + next(i for i, loss in enumerate(losses) if loss <= 25)
+    assert float(costs["25", "FedAvg (Fed-SGD), lr 0.01"]["rounds"]) == first
+    assert costs["1e-09", "FedAvg (Fed-SGD), lr 0.01"]["rounds"] == "inf"
 
 
 @pytest.mark.parametrize(("loss", "targets", "has_accuracy"), [(bce, BINARY, True), ("mse", COUNTS, False)])

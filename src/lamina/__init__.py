@@ -17,38 +17,34 @@ from lamina import interrupt as _interrupt  # noqa: F401 (first: it guards the i
 # loaded, so it must be set before torch is imported; a value of the user's own is left alone.
 _os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from lamina import aggregation, data, models, schedules
-from lamina.algorithms import *  # noqa: F403
-from lamina.algorithms import __all__ as _algorithm_names
-from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
-from lamina.data.dataset import Dataset
-from lamina.errors import BadInput, Diverged, LaminaError, MissingExtra
-from lamina.history import History
-from lamina.layers import Layers
-from lamina.population import Population
-from lamina.simulation import Simulation
+import importlib as _importlib
+import pkgutil as _pkgutil
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+if _TYPE_CHECKING:
+    from lamina.algorithms import *  # noqa: F403
+    from lamina.api import *  # noqa: F403
 
 __version__ = "0.1.0"
+_MODULES = frozenset(module.name for module in _pkgutil.iter_modules(__path__)) - {"__main__"}  # noqa: F405
 
-__all__ = [
-    "BadInput",
-    "ClientInfo",
-    "Dataset",
-    "Diverged",
-    "History",
-    "LaminaError",
-    "Layers",
-    "MissingExtra",
-    "Needs",
-    "Number",
-    "Population",
-    "ServerInfo",
-    "Simulation",
-    "aggregation",
-    "algorithm",
-    "data",
-    "hyper",
-    "models",
-    "schedules",
-    *_algorithm_names,
-]
+
+def _public_name(name: str) -> _Any:
+    """Import a module or a public name when it is first used: the command line can then answer without torch."""
+    if name in _MODULES:
+        return _importlib.import_module(f"lamina.{name}")
+    if not name.startswith("__") or name == "__all__":
+        api = _importlib.import_module("lamina.api")
+        if hasattr(api, name):
+            return getattr(api, name)
+    raise AttributeError(f"module 'lamina' has no attribute '{name}'", name=name, obj=_sys.modules[__name__])
+
+
+if not _TYPE_CHECKING:  # a type checker knows the names and should report others
+    __getattr__ = _public_name
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_public_name("__all__")})

@@ -125,8 +125,8 @@ class History(Sequence[Row]):
             remedy = NOT_EVALUATED
         if remedy:
             return BadInput(f"the history has no column '{name}': {remedy}")
-        known = dict.fromkeys("trust_ratio/…" if column.startswith("trust_ratio/") else column for column in columns)
-        return BadInput(f"the history has no column '{name}'{nearest(name, columns)} (columns: {', '.join(known)})")
+        names = dict.fromkeys("trust_ratio/…" if column.startswith("trust_ratio/") else column for column in columns)
+        return BadInput(f"the history has no column '{name}'{nearest(name, columns)} (columns: {', '.join(names)})")
 
     def to_csv(self, path: str | Path) -> None:
         """Write the table as CSV."""

@@ -27,7 +27,7 @@ def check_vocabulary(objective: Objective, data: Dataset, name: str) -> None:
         return
     # The largest and smallest values of every position, as two samples: cheap, but they need not occur together.
     extremes = torch.stack([data.x.amax(0), data.x.amin(0)])
-    if not any(_is_outside(*found) for found in _token_ids(objective, data, [extremes]).values()):
+    if not any(_is_outside(*ids) for ids in _token_ids(objective, data, [extremes]).values()):
         return
     for layer_name, (layer, low, high) in _token_ids(objective, data, torch.split(data.x, CHUNK)).items():
         if _is_outside(layer, low, high):

@@ -1,8 +1,5 @@
-"""The command line, run as a user runs it."""
+"""The command line: `lamina run`, errors in one line, Ctrl-C."""
 
-import csv
-import dataclasses
-import io
 import json
 import math
 import os
@@ -10,19 +7,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
-from helpers import call, trial
-from lamina import BadInput, History, Simulation, __version__, algorithms
-from lamina.algorithms import contract
+from helpers import call, sets
+from lamina import BadInput, Simulation, __version__, algorithms
 from lamina.experiment import build as building
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
-from lamina.report import comparison
 
 TOML = """
 [data]
@@ -46,32 +41,23 @@ lr = 0.02
 
 
 @pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "small.toml").write_text(TOML)
-    return tmp_path
+def here(empty_folder):
+    """The folder to work in."""
+    (empty_folder / "small.toml").write_text(TOML)
+    return empty_folder
 
 
-@pytest.fixture
-def here(folder, empty_folder):
-    """The same folder, as the one to work in."""
-    return folder
+def rounds_in(path):
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def lamina(folder, *arguments):
-    environment = {**os.environ, "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
-    environment.pop("FORCE_COLOR", None)
-    return subprocess.run(
-        [sys.executable, "-m", "lamina", *arguments], cwd=folder, env=environment, capture_output=True, text=True
-    )
-
-
-def test_run_trains_and_keeps_records(folder):
-    done = lamina(folder, "run", "small.toml")
-    assert done.returncode == 0, done.stderr
-    assert "Fed-LAMB: 3 rounds, best accuracy" in done.stdout
-    assert done.stderr == ""  # no progress bar outside a terminal
-    run = folder / "runs" / "small-fedlamb-seed0"
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def test_run_trains_and_keeps_records(here, capsys):
+    assert call("run", "small.toml") == 0
+    printed = capsys.readouterr()
+    assert "Fed-LAMB: 3 rounds, best accuracy" in printed.out
+    assert printed.err == ""  # no progress bar outside a terminal
+    run = here / "runs" / "small-fedlamb-seed0"
+    rows = rounds_in(run)
     assert [row["round"] for row in rows] == [1, 2, 3]
     assert 0 <= rows[-1]["accuracy"] <= 1
     config = json.loads((run / "config.json").read_text())
@@ -79,65 +65,20 @@ def test_run_trains_and_keeps_records(folder):
     weights = load_file(run / "model.safetensors")
     assert sum(w.numel() for w in weights.values()) == 64 * 16 + 16 + 16 * 10 + 10
 
-    again = lamina(folder, "run", "small.toml")
-    assert (again.returncode, again.stderr) == (0, "")
-    assert "is complete: 3 rounds" in again.stdout
-    replaced = lamina(folder, "run", "small.toml", "--overwrite", "--quiet", "--set", "train.rounds=1")
-    assert (replaced.returncode, replaced.stdout, replaced.stderr) == (0, "", "")
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 1
+    assert call("run", "small.toml") == 0
+    printed = capsys.readouterr()
+    assert "is complete: 3 rounds" in printed.out
+    assert printed.err == ""
+    assert call("run", "small.toml", "--overwrite", "--quiet", "--set", "train.rounds=1") == 0
+    assert capsys.readouterr() == ("", "")
+    assert len(rounds_in(run)) == 1
 
 
-def test_a_diverging_run_exits_3_and_keeps_its_rounds(folder):
-    done = lamina(folder, "run", "small.toml", "--out", "d", "--set", "algorithm={name='fedavg'}",
-                  "--set", "train.schedule={name='exponential', gamma=1e30}")  # fmt: skip
-    assert done.returncode == 3
-    assert "diverged: round" in done.stderr
-    assert len((folder / "d" / "metrics.jsonl").read_text().splitlines()) >= 1
-
-
-def test_compare_prints_the_table_and_saves_the_picture(folder):
-    """Off a terminal, a plain line for every run goes to stderr, the table to stdout."""
-    done = lamina(folder, "compare", "small.toml", "--algorithms", "fedavg, fedlada", "--seeds", "2",
-                  "--set", "compare.grid.fedavg.lr=[0.01, 0.1]", "--set", "train.lr=0.05")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "fedavg" in done.stdout
-    assert "fedlada" in done.stdout
-    out = folder / "runs" / "small-compare"
-    assert (out / "comparison.png").stat().st_size > 10_000
-    assert len((out / "rounds.csv").read_text().splitlines()) == 1 + 2 * 2 * 3
-    assert len((out / "tuning.csv").read_text().splitlines()) == 1 + 2
-    assert len(done.stderr.splitlines()) == 2 + 2 * 2
-    assert "tuning fedavg, lr 0.01, seed 0, 3 rounds: best validation accuracy 0." in done.stderr
-    assert "note: rates were chosen on 20% of the training data, held out" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("what", "expected"),
-    [
-        ("algorithms", ["fedlada_lamb", "mimelamb", "Sun et al. 2023"]),
-        ("models", ["resnet18", "cifar_cnn"]),
-        ("datasets", ["digits", "tinyimagenet"]),
-        ("partitions", ["dirichlet", "reallocate"]),
-        ("papers", ["lamb-mnist-cnn-iid-e1", "lada-table1-cifar10"]),
-    ],
-)
-def test_list(here, capsys, what, expected):
-    assert call("list", what) == 0
-    said = capsys.readouterr().out
-    assert all(word in said for word in expected)
-
-
-def test_list_algorithms_shows_the_wire_cost(here, capsys):
-    assert call("list", "algorithms") == 0
-    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("fedlada "))
-    assert line.split()[2:5] == ["3", "2", "0"]
-
-
-def test_show_lists_options_and_presets(here, capsys):
-    assert call("show", "fedlamb") == 0
-    said = capsys.readouterr().out
-    assert "phi_min" in said
-    assert "preset authors" in said
+def test_a_diverging_run_exits_3_and_keeps_its_rounds(here, capsys):
+    overrides = sets("algorithm={name='fedavg'}", "train.schedule={name='exponential', gamma=1e30}")
+    assert call("run", "small.toml", "--out", "d", *overrides) == 3
+    assert "diverged: round" in capsys.readouterr().err
+    assert rounds_in(here / "d")
 
 
 @pytest.mark.parametrize(
@@ -177,10 +118,11 @@ def test_bad_input_is_one_line_and_exit_2(here, capsys, arguments, text):
     assert not (here / "runs").exists()  # nothing half-made is left behind
 
 
-def test_bad_input_as_a_user_sees_it(folder):
-    done = lamina(folder, "run", "none.toml")
+def test_bad_input_as_a_user_sees_it(tmp_path):
+    command = [sys.executable, "-m", "lamina", "show", "fedlam"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: cannot read the experiment file 'none.toml'")
+    assert done.stderr.startswith("error: unknown algorithm 'fedlam'; did you mean 'fedlamb'?")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -200,14 +142,6 @@ def test_without_a_command_there_is_help(here, capsys):
         assert "Usage: lamina" in said.out + said.err
         assert "error:" not in said.err
     assert call("run", "--help") == 0
-
-
-def test_what_several_runs_have_to_warn_of_is_said_once(here, capsys):
-    shared = ("--set", "data.partition={name='reallocate', base='iid'}", "--set", "train.rounds=1")
-    assert call("compare", "small.toml", "--algorithms", "fedlamb,fedams", "--seeds", "2", "--out", "c", *shared) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
-    assert said
-    assert len(said) == len(set(said))
 
 
 def test_bad_toml_is_named(tmp_path):
@@ -231,10 +165,6 @@ def test_short_forms():
 @pytest.mark.parametrize("file", sorted(Path(__file__).parents[2].glob("experiments/*.toml")), ids=lambda p: p.name)
 def test_shipped_experiments_are_valid(file):
     load(file)
-
-
-def rounds_in(path):
-    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_overwrite_replaces_a_run_and_nothing_else(here, capsys):
@@ -351,79 +281,6 @@ def test_a_second_ctrl_c_stops_at_once(here, capsys, monkeypatch):
     assert len(rounds_in(here / "r")) == 1
 
 
-def test_compare_ignores_settings_for_others_but_not_misspelt_ones(here, capsys):
-    others = ("--set", "compare.grid.fedams.lr=[0.1, 0.2]", "--set", "compare.options.scaffold.server_lr=0.5")
-    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "c", "-q", *others) == 0
-    assert call("compare", "small.toml", "--algorithms", "fedavg", "--set", "compare.grid.fedavgg.lr=[0.1]") == 2
-    assert "did you mean 'fedavg'?" in capsys.readouterr().err
-
-
-def test_compare_survives_seeds_that_diverge_at_once(here, capsys):
-    arguments = ("--seeds", "2", "--out", "c", "--set", "train.lr=1e38", "--set", "train.seed=5")
-    assert call("compare", "small.toml", "--algorithms", "fedavg,fedlamb", *arguments) == 3
-    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" fedavg"))
-    assert row.split() == ["fedavg", "1e+38", "–", "–", "–", "–", "–"]
-    assert (here / "c" / "comparison.png").exists()
-
-
-def test_compare_uses_real_seeds_the_cards_rates_and_the_algorithm_section(here, capsys):
-    (here / "free.toml").write_text(TOML.replace("lr = 0.02", "seed = 7"))
-    assert call("compare", "free.toml", "--algorithms", "fedlamb,fedavg", "--seeds", "2", "--out", "c") == 0
-    assert "train.lr" not in capsys.readouterr().out
-    rows = list(csv.DictReader((here / "c" / "rounds.csv").open()))
-    assert {row["seed"] for row in rows} == {"7", "8"}
-    config = json.loads((here / "c" / "config.json").read_text())
-    used = {name: own["lr"] for name, own in config["algorithms"].items()}
-    assert used == {name: algorithms.find(name).card.lr for name in ("fedlamb", "fedavg")}
-    assert config["algorithms"]["fedlamb"]["decay"] == 0.01
-    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "d") == 0
-    assert "train.lr = 0.02 is used for fedavg" in capsys.readouterr().out
-
-
-def test_compare_does_not_write_into_a_runs_folder(here, capsys):
-    assert call("run", "small.toml", "--out", "r", "-q") == 0
-    assert call("compare", "small.toml", "--algorithms", "fedavg", "--out", "r") == 2
-    assert "holds other files" in capsys.readouterr().err
-
-
-def entry(*accuracies):
-    rows = [
-        History([{"round": i, "accuracy": a, "bytes_down": 1e6 * (1 + seed), "bytes_up": 0}
-                 for i, a in enumerate(curve, 1)])
-        for seed, curve in enumerate(accuracies)
-    ]  # fmt: skip
-    return trial("x", rows, "X")
-
-
-def test_a_diverged_seed_does_not_shorten_the_picture(tmp_path):
-    figure = comparison.picture([entry([0.1, 0.2, 0.4], [0.3], [])], tmp_path / "p.png", "title")
-    by_rounds, by_bytes = (axes.lines[0] for axes in figure.axes)
-    assert list(by_rounds.get_ydata()) == pytest.approx([20, 20, 40])
-    assert list(by_bytes.get_xdata()) == pytest.approx([1.5, 2.5, 3.5])  # round 1: the mean of 1 and 2 MB
-    assert "band: min to max over seeds" in figure.axes[0].get_legend().get_title().get_text()
-
-
-def test_the_table_fits_eighty_columns():
-    names = [dataclasses.replace(entry([0.1, 0.95], [0.2, 0.99]), name=name) for name in algorithms.registry()]
-    console = Console(width=80, file=io.StringIO(), color_system=None)
-    console.print(comparison.table(names, 0.9))
-    text = console.file.getvalue()
-    assert all(f"{name} " in text for name in algorithms.registry())
-    assert "97.0±2.8" in text
-    comparison.picture(names, io.BytesIO(), "all of them")
-
-
-def test_a_terminal_without_unicode(here, monkeypatch):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    monkeypatch.setattr(sys, "stdout", stream)
-    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "2", "--out", "c") == 0
-    assert call("show", "fedlada") == 0
-    stream.flush()
-    text = stream.buffer.getvalue().decode("ascii")
-    assert "+-" in text
-    assert "inf" in text
-
-
 OWN = """
 import lamina
 
@@ -436,8 +293,8 @@ class Incomplete(lamina.Algorithm):
 """
 
 
-def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, monkeypatch, capsys):
-    monkeypatch.setattr(contract, "_REGISTRY", dict(contract._REGISTRY))
+@mock.patch.dict(algorithms.registry())  # without the test's algorithm afterwards
+def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, capsys):
     (here / "own_for_cli_test.py").write_text(OWN)
     (here / "broken_for_cli_test.py").write_text("def f(:")
     (here / "raising_for_cli_test.py").write_text("raise RuntimeError('no\\nlicence')")

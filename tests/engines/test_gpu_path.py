@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from lamina.engines.stacked.graphed import GraphedSteps
 from torch import nn
 
 import lamina
 from lamina.engines.stacked import engine as stacked_engine
-from lamina.engines.stacked.graphed import GraphedSteps
 from small_simulations import assert_as_in_the_loop, assert_same, reference, simulation, take_gpu_path
 
 

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from lamina.engines.stacked.graphed import GraphedSteps
 from torch import nn
 
 import lamina
 from lamina.engines.stacked import engine as stacked_engine
 from lamina.engines.stacked import memory
 from lamina.engines.stacked.engine import Member
-from lamina.engines.stacked.graphed import GraphedSteps
 from lamina.engines.stacked.steps import Steps
 from lamina.engines.state import Sums
 from small_simulations import PARTS, assert_same, set_chunk, simulation, take_gpu_path

@@ -89,7 +89,8 @@ def test_costs_of_what_is_not_finished_are_left_out():
 def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_kept():
     rows = [{"round": r, "accuracy": r / 100} for r in range(1, 21)]
     assert section.last_rounds(History(rows)) == pytest.approx(15.5)
-    assert section.last_rounds(History([row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows])) == 16
+    some = [row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows]
+    assert section.last_rounds(History(some)) == 16
     assert section.last_rounds(History(rows[:2])) == pytest.approx(1.5)
     assert math.isnan(section.last_rounds(History([])))
 

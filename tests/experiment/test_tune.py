@@ -394,7 +394,7 @@ def picture_of(trials, keys, monkeypatch, **study):
         spec=SimpleNamespace(select="validation"),
         experiment=SimpleNamespace(algorithm=SimpleNamespace(name="fedlamb")), space=study,
         trials=[
-            SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark)
+            SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark, rank=best, score=best)
             for lr, best, remark, others in trials
         ],
     )  # fmt: skip
@@ -413,7 +413,7 @@ def test_the_picture_has_a_line_for_every_choice_and_a_mark_for_the_pruned(here,
     ]
     space = {"train.lr": Range(0.1, 1.0), "algorithm.layers": layers}
     found, figure = picture_of(trials, ["train.lr", "algorithm.layers"], monkeypatch, **space)
-    assert [(response.label, [one.lr for one in response.tried]) for response in found] == [
+    assert [(response.label, [lr for lr, _ in response.tried]) for response in found] == [
         ("layers tensor", [0.1, 0.2, 0.3]), ("layers module", [0.1, 0.2, 0.3])
     ]  # fmt: skip
     (axes,) = figure.axes

@@ -5,18 +5,21 @@ import json
 import re
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from rich.console import Console
 
 from helpers import call, trial
-from lamina import History
-from lamina.cli import base, watch
-from lamina.experiment.records import find_records
-from lamina.report import comparison
+from lamina import History, algorithms
+from lamina.cli import watch
+from lamina.cli.comparison import comparison_table
+from lamina.experiment.records import Record, find_records
+from lamina.experiment.trials import Trial
+from lamina.report import figures
 from lamina.report.build import build
 from lamina.report.figures import curve_figure, metrics_of, rates_figure
-from lamina.report.rates import Response, Tried
+from lamina.report.rates import Response
 from lamina.report.tables import results_table, runs_tables
 from lamina.storage.locks import Lock
 
@@ -32,21 +35,21 @@ class Mine(FedAvg):
 
 
 @pytest.fixture
-def here(empty_folder, monkeypatch):
+def here(empty_folder):
     (empty_folder / "small.toml").write_text(SMALL)
     (empty_folder / "mine_for_titles.py").write_text(OWN)
-    monkeypatch.setattr("lamina.algorithms.contract._REGISTRY", dict(__import__("lamina").algorithms.registry()))
-    return empty_folder
+    with mock.patch.dict(algorithms.registry()):  # without the test's algorithm afterwards
+        yield empty_folder
 
 
 # --- titles
 
 
-def test_the_title_of_an_algorithm_of_ones_own_is_kept_in_tables_and_legends(here, capsys, monkeypatch):
+def test_the_title_of_an_algorithm_of_ones_own_is_kept_in_tables_and_legends(here, capsys):
     name = "mine_for_titles:Mine"
     assert call("run", "small.toml", "--out", "run", "--set", f"algorithm.name={name}") == 0
     assert call("run", "small.toml", "--out", "other", "--set", "algorithm.name=fedavg") == 0
-    monkeypatch.setattr("lamina.algorithms.contract._REGISTRY", {})  # a report does not import the user's code
+    algorithms.registry().clear()  # a report does not import the user's code
     report = build([here / "run", here / "other"])
     assert "My-LAMB" in [curve.label for curve in report.curves]
     assert any(row[0] == "My-LAMB" for row in results_table(report.curves).rows)
@@ -84,7 +87,7 @@ def entries(*names):
 
 
 def test_the_table_of_a_comparison_has_the_title():
-    made = comparison.table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
+    made = comparison_table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
     assert list(made.columns[0].cells) == ["fedlamb", "My-LAMB"]
 
 
@@ -96,13 +99,7 @@ def test_names_of_algorithms_are_whole_on_a_narrow_terminal(width):
     names = ["fedavg", "fedlada_lamb", "fedadam_star"]
     console = Console(width=width, color_system=None)
     with console.capture() as captured:
-        console.print(
-            base.fit_columns(
-                lambda left_out: comparison.table(entries(*((n, n) for n in names)), 0.9, left_out=left_out),
-                comparison.LEFT_OUT_FIRST,
-                console,
-            )
-        )
+        console.print(comparison_table(entries(*((n, n) for n in names)), 0.9, console))
     lines = captured.get().splitlines()
     assert all(any(line.split()[:1] == [name] for line in lines) for name in names)
     assert all(len(line) <= width for line in lines)
@@ -182,7 +179,8 @@ def test_watch_shows_a_run_whose_metrics_are_still_empty(here, capsys):
 # --- plurals
 
 
-def test_one_is_singular_everywhere(here, capsys):
+def test_one_is_singular_everywhere(here, capsys, monkeypatch):
+    monkeypatch.setattr(figures, "save_figures", lambda *_: [])  # their tables are read
     (here / "small.toml").write_text(SMALL + "[compare]\nalgorithms = ['fedavg']\nseeds = 1\n"
                                      "[compare.grid]\nfedavg = { lr = [0.1, 0.2] }\n"
                                      "[tune.grid]\n'train.lr' = [0.1]\n")  # fmt: skip
@@ -212,7 +210,12 @@ def test_one_is_singular_everywhere(here, capsys):
      [0.1], [0.001, 0.1, 0.1001, 0.1002, 1]],
 )  # fmt: skip
 def test_the_labels_of_learning_rates_do_not_overlap(rates):
-    figure = rates_figure([Response("FedAvg", "test", [Tried(lr, [0.5 + 0.01 * i], "") for i, lr in enumerate(rates)])])
+    runs = [
+        Record(Path(), {"train": {"rounds": 1}}, History([{"round": 1, "accuracy": 0.5 + lr / 1e3}]), {})
+        for lr in rates
+    ]
+    tried = [(lr, Trial("", {}, [run], 1)) for lr, run in zip(rates, runs, strict=True)]
+    figure = rates_figure([Response("FedAvg", "test", tried)])
     figure.draw_without_rendering()
     axis = figure.axes[0].xaxis
     low, high = axis.get_view_interval()

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 a bug, 2 bad input, 3 training diverged, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import sys
@@ -27,13 +28,12 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     tune,
     watch,
 )
-from lamina.cli.base import Interrupted, WarningLines, app, checked_output, out, say, tell, tell_progress
-from lamina.engines.stacked.memory import is_out_of_memory
-from lamina.engines.stacked.ranks import Ranks
+from lamina.cli.base import Interrupted, WarningLines, app, discard, out, say, tell, tell_progress, this_rank
 from lamina.errors import Diverged, LaminaError, short_repr
-from lamina.interrupt import end_guard, guard
+from lamina.interrupt import guard
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 WIDTH_FOR_PROGRAMS = 1000  # of output that is not on a terminal, so that nothing is folded
 
 
@@ -50,39 +50,48 @@ def main(arguments: list[str] | None = None) -> None:
     warnings = WarningLines()
     logging.getLogger("lamina").addHandler(warnings)
     try:
-        with checked_output():
-            end_guard()
-            code = app(arguments, prog_name="lamina", standalone_mode=False)
-        sys.exit(code)
-    except click.UsageError as error:
-        say_usage(error)
-        sys.exit(EXIT_BAD_INPUT)
-    except (click.Abort, KeyboardInterrupt):
-        tell_progress("interrupted")
-        sys.exit(EXIT_INTERRUPTED)
-    except Diverged as error:
-        say("diverged", error)
-        sys.exit(EXIT_DIVERGED)
-    except LaminaError as error:
-        say("error", error)
-        sys.exit(EXIT_BAD_INPUT)
-    except OSError as error:  # a path that no command checked: too long, no permission, ...
-        if error.filename is None:
-            raise
-        say("error", f"cannot use {short_repr(error.filename)}: {error.strerror}")
-        sys.exit(EXIT_BAD_INPUT)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        say("error", f"out of memory ({' '.join(str(error).split())[:200]}): take a smaller model, batch or cohort")
-        sys.exit(EXIT_BAD_INPUT)
-    except Interrupted as error:
-        if Ranks.current().rank == 0:
-            tell_progress(str(error))
-        sys.exit(EXIT_INTERRUPTED)
+        sys.exit(run_command(arguments))
     finally:
         guard()
         logging.getLogger("lamina").removeHandler(warnings)
+
+
+def run_command(arguments: list[str] | None) -> int:
+    """Run a command and return its exit code; an error that the user can act on is printed as one line."""
+    try:
+        code = app(arguments, prog_name="lamina", standalone_mode=False)
+        if sys.stdout is not None:  # None if the parent process closed it
+            sys.stdout.flush()  # an error now is reported; at exit it would be lost
+        return int(code or 0)
+    except click.UsageError as error:
+        say_usage(error)
+    except (click.Abort, KeyboardInterrupt):
+        tell_progress("interrupted")
+        return EXIT_INTERRUPTED
+    except Interrupted as error:
+        if this_rank().rank == 0:
+            tell_progress(str(error))
+        return EXIT_INTERRUPTED
+    except Diverged as error:
+        say("diverged", error)
+        return EXIT_DIVERGED
+    except LaminaError as error:
+        say("error", error)
+    except OSError as error:
+        if error.filename is not None:  # a path that no command checked: too long, no permission, ...
+            say("error", f"cannot use {short_repr(error.filename)}: {error.strerror}")
+        elif error.errno in FULL_DISK:  # functions that write files name them, so this is the standard output
+            discard(sys.stdout)
+            say("error", f"cannot write to the standard output: {error.strerror}")
+        else:
+            raise
+    except (MemoryError, RuntimeError) as error:
+        from lamina.engines.stacked.memory import is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        say("error", f"out of memory ({' '.join(str(error).split())[:200]}): take a smaller model, batch or cohort")
+    return EXIT_BAD_INPUT
 
 
 def say_usage(error: click.UsageError) -> None:

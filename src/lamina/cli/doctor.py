@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import shutil
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from lamina import __version__
-from lamina.cli.base import app, out, tell, tell_text
-from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
-from lamina.data.sources import SOURCES
-from lamina.engines.stacked.convolution import kernels_for
+from lamina.cli.base import app, import_torch, out, tell, tell_text
 from lamina.errors import BadInput
-from lamina.experiment.environment import processor
 from lamina.text import plural
 
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
@@ -39,63 +34,78 @@ GIB = 2**30
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] = False) -> None:
     """Say what is installed, which devices, engines and data there are, and what to do about what is missing."""
-    found, advice = examine()
+    import_torch()
+    import torch
+
+    where = "compiled, as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
+    engines = {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
+    advice: list[str] = []
+    sections = {
+        "installed": installed(advice),
+        "extras": {package: version(package) for package, _ in EXTRAS.values()},
+        "devices": devices(advice),
+        "engines": engines,
+        "threads": threads(advice),
+        "data": data(advice),
+    }
     if as_json:
-        tell_text(json.dumps({**found, "advice": advice}, indent=2) + "\n")
+        tell_text(json.dumps({**sections, "advice": advice}, indent=2) + "\n")
         return
-    for section, lines in found.items():
+    for section, lines in sections.items():
         out.print(f"[bold]{section}[/]", highlight=False)
         for name, value in lines.items():
-            tell(f"  {name:<15} {_shown(value)}")
+            tell(f"  {name:<15} {_as_line(value)}")
     out.print("[bold]advice[/]" if advice else "nothing to advise", highlight=False)
     for line in advice:
         tell(f"  - {line}")
 
 
-def examine() -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the findings by section, and a line of advice for everything that is missing."""
-    advice: list[str] = []
-    found = {
-        "installed": packages(advice),
-        "extras": extras(advice),
-        "devices": devices(advice),
-        "engines": engines(),
-        "threads": threads(advice),
-        "data": data(advice),
-    }
-    return found, advice
-
-
-def packages(advice: list[str]) -> dict[str, Any]:
-    """Return the versions of lamina and of the packages it requires."""
-    found = {"lamina": __version__, "python": platform.python_version()} | {name: version(name) for name in NEEDED}
-    found["torch"] = torch.__version__  # includes the build, cpu or cuda
-    missing = [name for name, installed in found.items() if installed is None]
-    if missing:
-        advice.append(f"{', '.join(missing)} not installed: pip install -e . again")
-    return found
-
-
-def extras(advice: list[str]) -> dict[str, Any]:
-    """Return the versions of the optional packages; None if not installed."""
-    for extra, (package, purpose) in EXTRAS.items():
-        if version(package) is None:
-            advice.append(f"{purpose}: pip install -e '.[{extra}]'")
-    return {package: version(package) for package, _ in EXTRAS.values()}
-
-
 def version(package: str) -> str | None:
     """Return the version of an installed package, without importing it."""
+    from importlib import metadata  # imported here: it is slow, and every command imports this module
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
+def installed(advice: list[str]) -> dict[str, Any]:
+    """Return the versions of lamina and of the packages it requires."""
+    import torch
+
+    versions = {"lamina": __version__, "python": platform.python_version()} | {name: version(name) for name in NEEDED}
+    versions["torch"] = torch.__version__  # includes the build, cpu or cuda
+    missing = [name for name, number in versions.items() if number is None]
+    if missing:
+        advice.append(f"{', '.join(missing)} not installed: pip install -e . again")
+    for extra, (package, purpose) in EXTRAS.items():
+        if version(package) is None:
+            advice.append(f"{purpose}: pip install -e '.[{extra}]'")
+    return versions
+
+
 def devices(advice: list[str]) -> dict[str, Any]:
     """Return processor and GPUs, and whether lamina's own kernels run on them."""
-    found: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count() or 1, "usable cores": usable_cores()}
-    gpus = [gpu(number) for number in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    import torch
+
+    from lamina.engines.stacked.convolution import kernels_for
+    from lamina.experiment.environment import processor
+
+    gpus = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        facts = torch.cuda.get_device_properties(number)
+        kernels = None
+        with contextlib.suppress(Exception):  # whatever a broken triton raises when it is imported
+            kernels = kernels_for(torch.device("cuda", number), torch.float32)
+        gpus.append(
+            {
+                "name": facts.name,
+                "memory_gib": round(facts.total_memory / GIB, 1),
+                "capability": f"{facts.major}.{facts.minor}",
+                "kernels": kernels is not None,
+            }
+        )
     if not gpus and Path("/dev/nvidia0").exists():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         advice.append(f"there is an NVIDIA GPU, but torch {built} and cannot use it: see pytorch.org/get-started")
@@ -103,22 +113,8 @@ def devices(advice: list[str]) -> dict[str, Any]:
         advice.append("stacked convolutions on the GPU are faster with lamina's kernels: pip install triton")
     if gpus and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         advice.append("torch.compile and triton need a C compiler on the GPU machine: install gcc")
-    return {**found, "gpus": gpus, "triton": version("triton")}
-
-
-def gpu(number: int) -> dict[str, Any]:
-    """Return the properties of a GPU."""
-    facts = torch.cuda.get_device_properties(number)
-    try:
-        kernels = kernels_for(torch.device("cuda", number), torch.float32) is not None
-    except Exception:  # whatever a broken triton raises when it is imported
-        kernels = False
-    return {
-        "name": facts.name,
-        "memory_gib": round(facts.total_memory / GIB, 1),
-        "capability": f"{facts.major}.{facts.minor}",
-        "kernels": kernels,
-    }
+    cores = {"cores": os.cpu_count() or 1, "usable cores": usable_cores()}
+    return {"cpu": processor(), **cores, "gpus": gpus, "triton": version("triton")}
 
 
 def usable_cores() -> int:
@@ -131,59 +127,55 @@ def usable_cores() -> int:
         return cores
 
 
-def engines() -> dict[str, Any]:
-    """Return the possible values of run.engine."""
-    where = "compiled, as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
-    return {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
-
-
 def threads(advice: list[str]) -> dict[str, Any]:
     """Return how many threads torch uses, and how they wait."""
+    import torch
+
     count, usable = torch.get_num_threads(), usable_cores()
-    found = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
-    if count > 1 and (found["OMP_WAIT_POLICY"] or "").upper() != "PASSIVE":
+    settings = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")}
+    if count > 1 and (settings["OMP_WAIT_POLICY"] or "").upper() != "PASSIVE":
         advice.append("on a machine you share, export OMP_WAIT_POLICY=PASSIVE: OpenMP's waiting threads spin otherwise")
     if count > usable or (os.cpu_count() or 1) > usable:
-        advice.append(
-            f"only {plural(usable, 'core')} {'is' if usable == 1 else 'are'} yours: "
-            f"set run.threads and OMP_NUM_THREADS to {usable} at most"
-        )
-    return {"torch": count, **found}
+        yours = f"{plural(usable, 'core')} {'is' if usable == 1 else 'are'} yours"
+        advice.append(f"only {yours}: set run.threads and OMP_NUM_THREADS to {usable} at most")
+    return {"torch": count, **settings}
 
 
 def data(advice: list[str]) -> dict[str, Any]:
     """Return the data directory and the data sets found in it; None for a set without files."""
+    from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
+    from lamina.data.sources import SOURCES
+
     try:
         root = data_directory()
     except BadInput as error:
         advice.append(str(error))
         return {"directory": None}
-    found: dict[str, Any] = {"directory": str(root.absolute())}
-    absent = []
+    places: dict[str, Any] = {"directory": str(root.absolute())}
     for name, source in SOURCES.items():
         if not source.files:
-            found[name] = "comes with scikit-learn"
+            places[name] = "comes with scikit-learn"
             continue
         place = source.locate(root)
-        found[name] = None if place is None else {"at": str(place.path), "missing": place.missing}
+        places[name] = None if place is None else {"at": str(place.path), "missing": place.missing}
         if place is None:
-            absent.append(name)
-            advice.append(f"{name} is not in {found['directory']}: put there {source.expected}")
+            advice.append(f"{name} is not in {places['directory']}: put there {source.expected}")
         elif place.missing:
             advice.append(f"{name}: {place.path} lacks {', '.join(place.missing)}: put all of its files there")
+    absent = [name for name, place in places.items() if place is None]
     if absent:
         from_hub = "; `datasets` is installed: if online, they are downloaded from the hub" * bool(version("datasets"))
         advice.append(f"{', '.join(absent)}: or set {ENVIRONMENT_VARIABLE} to where they are{from_hub}")
-    return found
+    return places
 
 
-def _shown(value: Any) -> str:
-    """Return a finding as one line."""
+def _as_line(value: Any) -> str:
     if isinstance(value, list):
-        return "; ".join(map(_shown, value)) or "none"
+        return "; ".join(map(_as_line, value)) or "none"
     if isinstance(value, dict) and "at" in value:
         return f"{value['at']}" + (f" (incomplete: {len(value['missing'])} missing)" if value["missing"] else "")
     if isinstance(value, dict):
-        own = "with lamina's kernels" if value["kernels"] else "without lamina's kernels"
-        return f"{value['name']}, {value['memory_gib']} GiB, capability {value['capability']}, {own}"
+        kernels = "with" if value["kernels"] else "without"
+        gpu_facts = f"{value['name']}, {value['memory_gib']} GiB, capability {value['capability']}"
+        return f"{gpu_facts}, {kernels} lamina's kernels"
     return "–" if value is None else str(value)

@@ -6,15 +6,15 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lamina.cli.base import app, tell_text
-from lamina.experiment.outputs import write_output
-from lamina.experiment.records import NO_PART_OF_IDENTITY, Record, find_records
-from lamina.experiment.trackers import settings
+from lamina.cli.base import Runs, app, import_torch, tell_text
 from lamina.text import csv_text
+
+if TYPE_CHECKING:
+    from lamina.experiment.records import Record
 
 IDENTITY = {
     "data": "data.name",
@@ -28,10 +28,14 @@ FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # of every exported table
 
 @app.command()
 def export(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's folder, or a folder of such folders")],
+    folders: Runs,
     out_file: Annotated[Path | None, typer.Option("--out", help="the CSV file; else it is printed")] = None,
 ) -> None:
     """All rounds of all runs as one CSV table, with the columns that tell the runs apart."""
+    import_torch()
+    from lamina.experiment.outputs import write_output
+    from lamina.experiment.records import find_records
+
     text = table(find_records(folders))
     if out_file is None:
         tell_text(text)
@@ -41,17 +45,20 @@ def export(
 
 def table(records: Sequence[Record]) -> str:
     """Return a CSV row for every round: its run, the settings that identify it or differ, and the metrics."""
+    from lamina.experiment.records import NO_PART_OF_IDENTITY
+    from lamina.experiment.trackers import settings
+
     all_settings = [settings(record.config) for record in records]
-    values: dict[str, set[str]] = {}
-    for one in all_settings:
-        for name, value in one.items():
-            values.setdefault(name, set()).add(json.dumps(value))
     usual = {*IDENTITY.values(), *NO_PART_OF_IDENTITY}
-    identity = IDENTITY | {name: name for name, given in values.items() if len(given) > 1 and name not in usual}
+    given: dict[str, set[str]] = {}
+    for values in all_settings:
+        for name, value in values.items():
+            given.setdefault(name, set()).add(json.dumps(value))
+    identity = IDENTITY | {name: name for name, texts in given.items() if len(texts) > 1 and name not in usual}
     metrics = dict.fromkeys(name for record in records for name in record.history.columns)
     rows: list[list[Any]] = [["run", *identity, *metrics]]
-    for record, one in zip(records, all_settings, strict=True):
-        run = [short(record.folder), *(_cell(one.get(name)) for name in identity.values())]
+    for record, values in zip(records, all_settings, strict=True):
+        run = [short(record.folder), *(_cell(values.get(name)) for name in identity.values())]
         rows += [[*run, *(_cell(row.get(name)) for name in metrics)] for row in record.history]
     return csv_text(rows)
 

@@ -14,7 +14,6 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, app, best_and_last, err, interruptible, tell
-from lamina.cli.flower_template import write_new_app
 from lamina.cli.run import TO_GO_ON
 from lamina.errors import BadInput, missing_extra
 from lamina.storage.files import check_writable
@@ -86,6 +85,8 @@ def new(
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="nodes of the federation")] = 3,
 ) -> None:
     """Write a Flower app for your own model and data. It runs as it is; its README says how, also on three machines."""
+    from lamina.cli.flower_template import write_new_app
+
     package = write_new_app(folder, model, data, nodes)
     tell(f"wrote a Flower app to {folder}/: put your model into {package}/model.py, your data into {package}/data.py")
     tell(f"try it: lamina flower up {folder} --nodes {nodes}")

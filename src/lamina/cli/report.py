@@ -7,17 +7,18 @@ from typing import Annotated
 
 import typer
 
-from lamina.cli.base import Quiet, app, interruptible, tell
+from lamina.cli.base import Quiet, Runs, app, interruptible, tell
 from lamina.text import plural
 
 
 @app.command()
 @interruptible("the report is not written")
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's folder, or a folder of such folders")],
+    folders: Runs,
     out_file: Annotated[Path, typer.Option("--out", help="the page")] = Path("report.html"),
     targets: Annotated[
-        list[float] | None, typer.Option("--target", help="test accuracy to reach, e.g. 0.9; may be repeated")
+        list[float] | None,
+        typer.Option("--target", help="test accuracy (or loss) to reach, e.g. 0.9; may be repeated"),
     ] = None,
     baseline: Annotated[str | None, typer.Option("--baseline", help="algorithm that ratios refer to")] = None,
     title: Annotated[str | None, typer.Option("--title", help="heading of the page")] = None,
@@ -27,13 +28,14 @@ def report(
     quiet: Quiet = False,
 ) -> None:
     """Curves, tables, learning rates and configurations of runs, as one page that opens anywhere."""
-    from lamina.report import build, save  # imported here: matplotlib takes a second
+    from lamina.report.build import build
+    from lamina.report.save import save_files, save_page
 
-    made = build.build(folders, targets=targets or [], baseline=baseline, title=title)
-    save.save_page(made, out_file)
-    files = save.save_files(made, figures) if figures is not None else []
+    contents = build(folders, targets=targets or [], baseline=baseline, title=title)
+    save_page(contents, out_file)
+    files = save_files(contents, figures) if figures is not None else []
     if not quiet:
-        for line in made.notes:
+        for line in contents.notes:
             tell(f"note: {line}")
         tell(f"report in {out_file}")
         if figures is not None:

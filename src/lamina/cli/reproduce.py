@@ -6,33 +6,39 @@ import errno
 import math
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich import box
-from rich.markup import escape
-from rich.table import Table
 
-from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, Stop, app, interruptible, out, plain_table, tell
-from lamina.cli.compare import run_comparison
-from lamina.cli.run import TO_GO_ON
+from lamina.cli import base
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, tell
+from lamina.cli.listing import list_
+from lamina.cli.run import TO_GO_ON, to_go_on
 from lamina.errors import BadInput
-from lamina.experiment import claims, reproduction
-from lamina.experiment.claims import Finding
-from lamina.experiment.config import load
-from lamina.experiment.reproduction import FOLDER_AS_GIVEN, SMALL_TRAIN, Scale
-from lamina.experiment.toml import complete_text
-from lamina.experiment.trials import Trial, refuse_all_diverged
-from lamina.storage.files import write_file
+
+if TYPE_CHECKING:
+    from lamina.experiment.claims import Finding
+    from lamina.experiment.trials import Trial
+
+Scale = Literal["full", "small"]
 
 
-@app.command()
-@interruptible(f"finished rounds are kept; {TO_GO_ON}")
+def print_papers(wanted: bool) -> None:
+    """List the papers' experiments and exit, if asked for."""
+    if wanted:
+        list_("papers")
+        raise typer.Exit
+
+
+@base.app.command()
+@base.interruptible(f"finished rounds are kept; {TO_GO_ON}")
 def reproduce(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="a paper's figure or table, or an experiment file with claims")
     ] = None,
-    listed: Annotated[bool, typer.Option("--list", help="list the names and their claims")] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", callback=print_papers, is_eager=True, help="list the names and their claims")
+    ] = False,
     copy: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="run nothing: copy the experiment file, to edit it")
     ] = None,
@@ -46,11 +52,13 @@ def reproduce(
 
     Started again, it skips the runs that are complete and goes on with the others.
     """
-    if listed:
-        list_papers()
-        return
     if name is None:
         raise BadInput("say which: lamina reproduce NAME; lamina reproduce --list has the names")
+    from lamina.cli.comparison import run_comparison
+    from lamina.experiment import claims, reproduction
+    from lamina.experiment.config import load
+    from lamina.experiment.trials import refuse_all_diverged
+
     file = reproduction.find(name)
     if copy is not None:
         write_copy(file, copy)
@@ -60,16 +68,17 @@ def reproduce(
     if scale == "full" and not quiet:
         for note in filter(None, (reproduction.too_short(claim, experiments) for claim in wanted)):
             tell(f"note: {note}")
-    path = out_folder or Path("runs") / (file.stem + ("-small" if scale == "small" else ""))
+    path = out_folder or Path("runs") / (file.stem + "-small" * (scale == "small"))
     entries: dict[str, Trial] = {}
-    stop = Stop()  # shared by all variants: a stop in the last round of one keeps the next from starting
+    stop = base.Stop()  # shared by all variants: a stop in the last round of one keeps the next from starting
     for variant, experiment in experiments.items():
         if not quiet and variant:
             tell(f"{variant}:")
-        comparison, finished = run_comparison(experiment, path / (variant or FOLDER_AS_GIVEN), stop, overwrite, quiet)
+        place = path / (variant or reproduction.FOLDER_AS_GIVEN)
+        comparison, finished = run_comparison(experiment, place, stop, overwrite, quiet)
         entries |= {f"{entry.name}@{variant}" if variant else entry.name: entry for entry in comparison.entries}
         if not finished or (stop() and variant != list(experiments)[-1]):
-            raise Interrupted(f"stopped after a round; {TO_GO_ON}{' without --overwrite' * overwrite}")
+            raise Interrupted(f"stopped after a round; {to_go_on(overwrite)}")
     if scale == "small":
         rounds = next(iter(experiments.values())).train.rounds
         wanted = [reproduction.in_reach(claim, rounds) for claim in wanted]
@@ -84,6 +93,9 @@ def reproduce(
 
 def write_copy(file: Path, copy: Path) -> None:
     """Write a complete copy of an experiment file, without `extends`, for the user to edit; replace nothing."""
+    from lamina.experiment.toml import complete_text
+    from lamina.storage.files import write_file
+
     text = complete_text(file)
     try:
         if os.path.lexists(copy):
@@ -94,29 +106,21 @@ def write_copy(file: Path, copy: Path) -> None:
     tell(f"wrote {copy}; run it with: lamina reproduce {copy}")
 
 
-def list_papers() -> None:
-    """Print every name with its claims."""
-    rows = []
-    for name, file in reproduction.papers().items():
-        rows += [("" if number else name, claim.text) for number, claim in enumerate(load(file).claim)]
-    out.print(plain_table(("name", "claims"), rows))
-
-
 def show(findings: list[Finding], scale: Scale) -> None:
     """Print the paper's numbers beside ours and, at full scale, a verdict for every claim."""
+    from lamina.experiment import claims, reproduction
+
     for finding in findings:
         claim = finding.claim
-        tell("")
-        tell(f"claim: {claim.text}")
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column(claims.unit(claim), overflow="fold")
-        for heading in ("paper", "here"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        rows = []
         for label in dict.fromkeys([*finding.values, *claim.paper]):
             published = claims.written(claim.paper[label]) if label in claim.paper else "-"
             here = claims.in_per_cent(claim, finding.values.get(label, math.nan))
-            table.add_row(escape(label), published, claims.written(here, rounds=claim.target is not None))
-        out.print(table)
+            rows.append([label, published, claims.written(here, rounds=claim.target is not None)])
+        numbers = ("paper", "here")
+        tell("")
+        tell(f"claim: {claim.text}")
+        base.out.print(base.table((claims.unit(claim), *numbers), rows, right=numbers, no_wrap=numbers))
         if scale == "full":
             wrong = [pair for pair, holds in finding.pairs.items() if not holds]
             details = [f"{sum(finding.pairs.values())} of {len(finding.pairs)} pairs"]
@@ -127,6 +131,7 @@ def show(findings: list[Finding], scale: Scale) -> None:
     if scale == "small":
         tell("")
         tell(
-            f"small version: at most {SMALL_TRAIN} training samples and {reproduction.SMALL_ROUNDS} rounds, one seed, "
-            "untuned rates, small_cnn in place of a ResNet; a smoke test, and no verdict about the paper"
+            f"small version: at most {reproduction.SMALL_TRAIN} training samples and {reproduction.SMALL_ROUNDS} "
+            "rounds, one seed, untuned rates, small_cnn in place of a ResNet; a smoke test, and no verdict about the "
+            "paper"
         )

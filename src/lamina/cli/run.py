@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lamina.cli.base import (
-    File,
-    Interrupted,
-    MLflow,
-    Overwrite,
-    Quiet,
-    Set,
-    Stop,
-    TensorBoard,
-    app,
-    best_and_last,
-    interruptible,
-    progress_bar,
-    tell,
-    wanted_trackers,
-)
-from lamina.experiment import build as building
-from lamina.experiment import run as running
-from lamina.experiment.config import Experiment, load
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.log_lines import LogLines
-from lamina.experiment.trackers import Trackers
-from lamina.history import Row
-from lamina.simulation import Simulation
+from lamina.cli import base
+from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
 from lamina.text import plural
 
 TO_GO_ON = "to go on, start the same command again"
 
 
-@app.command()
-@interruptible(f"finished rounds are kept; {TO_GO_ON}")
+def to_go_on(overwrite: bool) -> str:
+    """Return how to resume a command that was stopped."""
+    return TO_GO_ON + " without --overwrite" * overwrite
+
+
+def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
+    """Return the names of the requested trackers."""
+    return ["tensorboard"] * tensorboard + ["mlflow"] * mlflow
+
+
+@base.app.command()
+@base.interruptible(f"finished rounds are kept; {TO_GO_ON}")
 def run(
-    file: File,
+    file: base.File,
     overrides: Set = None,
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for the records")] = None,
     overwrite: Overwrite = False,
@@ -48,60 +37,52 @@ def run(
     mlflow: MLflow = False,
 ) -> None:
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
+    from lamina.experiment import run as running
+    from lamina.experiment.build import build, resolved
+    from lamina.experiment.config import load
+    from lamina.experiment.folder import RunFolder
+    from lamina.experiment.log_lines import LogLines
+    from lamina.experiment.trackers import Trackers
+
     experiment = load(file, overrides or [])
-    path = out_folder or Path(experiment.run.out or default_folder(file, experiment))
+    name, seed, rounds = experiment.algorithm.name, experiment.train.seed, experiment.train.rounds
+    path = out_folder or Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
     experiment, ranks = running.join_ranks(experiment)
     quiet = quiet or ranks.rank > 0
     trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
-    with LogLines() as lines:
-        simulation = building.build(experiment)  # before the folder is opened: a wrong name is reported first
-        config = building.resolved(experiment, simulation)
+    with contextlib.ExitStack() as opened:
+        lines = opened.enter_context(LogLines())
+        simulation = build(experiment)  # before the folder is opened: a wrong name is reported first
+        config = resolved(experiment, simulation)
         folder = running.open_folder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
-        try:
-            train(simulation, folder, experiment, path, quiet, TO_GO_ON + " without --overwrite" * overwrite)
-        finally:
-            folder.close()
-
-
-def train(
-    simulation: Simulation,
-    folder: RunFolder | running.RankFolder,
-    experiment: Experiment,
-    path: Path,
-    quiet: bool,
-    to_go_on: str,
-) -> None:
-    """Train the remaining rounds of a run, and print how it ended."""
-    if isinstance(folder, RunFolder) and folder.ended:
-        if folder.diverged is not None:
-            raise folder.diverged
-        if not quiet:
-            finished = plural(len(folder.history), "round")
-            tell(f"{path}/ is complete: {finished}; more with train.rounds, anew with --overwrite")
-        return
-    done = running.go_on([simulation], [folder])
-    if done and not quiet:
-        tell(f"going on after round {done}")
-    with Stop() as stop, progress_bar(experiment.train.rounds, quiet, done) as advance:
-
-        def on_round(_: int, row: Row) -> None:
-            advance(experiment.algorithm.name, row)
-
-        stopped = running.train([simulation], [folder], experiment, stop=stop, on_round=on_round)
+        opened.callback(folder.close)
+        if isinstance(folder, RunFolder) and folder.ended:
+            if folder.diverged is not None:
+                raise folder.diverged
+            if not quiet:
+                finished = plural(len(folder.history), "round")
+                tell(f"{path}/ is complete: {finished}; more with train.rounds, anew with --overwrite")
+            return
+        done = running.go_on([simulation], [folder])
+        if done and not quiet:
+            tell(f"going on after round {done}")
+        with base.Stop() as stop, base.RoundBars([name], quiet, state="", total=rounds, completed=done) as bars:
+            stopped = running.train(
+                [simulation],
+                [folder],
+                experiment,
+                stop=stop,
+                on_round=lambda _, row: bars.update(name, row, completed=row["round"]),
+            )
     if folder.diverged:
         raise folder.diverged
     if stopped:
-        raise Interrupted(f"stopped after round {simulation.state.round} of {experiment.train.rounds}; {to_go_on}")
+        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {to_go_on(overwrite)}")
     if not quiet:
         history = simulation.history
         sent, seconds = history.total("bytes_down") + history.total("bytes_up"), history.total("seconds")
         tell(
-            f"{simulation.algorithm.card.title}: {plural(len(history), 'round')}, {best_and_last(history)}, "
+            f"{simulation.algorithm.card.title}: {plural(len(history), 'round')}, {base.best_and_last(history)}, "
             f"{sent / 1e6:.1f} MB sent, {seconds:.1f} s"
         )
         tell(f"records and model in {path}/")
-
-
-def default_folder(file: Path, experiment: Experiment) -> str:
-    """Return the folder of a run unless one is given."""
-    return f"runs/{file.stem}-{experiment.algorithm.name.replace(':', '.')}-seed{experiment.train.seed}"

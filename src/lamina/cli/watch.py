@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group, RenderableType
@@ -20,22 +20,19 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lamina.cli.base import app, fit_columns, out, plain_table
+from lamina.cli.base import app, import_torch, out, table
 from lamina.cli.export import short
 from lamina.errors import BadInput
-from lamina.experiment.records import Record, find_records
-from lamina.experiment.settings import shown_name
-from lamina.storage.checkpoint import Checkpoints
 from lamina.text import plural
+
+if TYPE_CHECKING:
+    from lamina.experiment.records import Record
 
 EVERY = 1.0  # seconds between two frames
 START_TIMEOUT_S = 20.0  # to wait for a run that was just started: importing torch and reading data takes time
 RECENT = 20  # rounds, or frames, that the speed is measured over
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
-COLUMNS = ("run", "state", "round", "accuracy", "best", "curve", "rounds/s", "left", "checkpoint")
-NUMBERS = ("round", "accuracy", "best", "rounds/s", "left", "checkpoint")  # right-aligned
-# on a narrow terminal
-LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best", "left", "round")
+LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best", "left", "round")  # on a narrow terminal
 COLOURS = {"running": "green", "complete": "blue", "stopped": "yellow", "diverged": "red"}
 
 
@@ -45,6 +42,7 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="print how it stands now, and end")] = False,
 ) -> None:
     """Show runs as they go on: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
+    import_torch()
     view = View(folder, no_run_until=-math.inf if once else time.monotonic() + START_TIMEOUT_S)
     if once:
         out.print(view.frame())
@@ -67,6 +65,8 @@ class View:
 
     def frame(self) -> RenderableType:
         """Return the present state of the runs."""
+        from lamina.experiment.records import find_records
+
         # before the records, so that a run that ends in between is read as ended
         busy = any(is_locked(lock.parent) for lock in self.folder.rglob("lock"))
         try:
@@ -76,72 +76,71 @@ class View:
             if not busy and not starting:  # else a run that is about to begin, or to be replaced
                 raise
             busy = True
-        states = {record.folder: state(record) for record in self._records}
-        self.going_on = busy or "running" in states.values()
+        # Running ones first: a terminal shows no more rows than it has lines.
+        states = sorted(
+            ((state(record), record) for record in self._records), key=lambda one: list(COLOURS).index(one[0])
+        )
+        self.going_on = busy or any(how == "running" for how, _ in states)
         for record in self._records:
             looks = self._looks.setdefault(record.folder, deque(maxlen=RECENT))
             looks.append((time.monotonic(), len(record.history)))
-        if not self._records:
+        if not states:
             return Text(f"{self.folder}: waiting for the first round")
-        if len(self._records) == 1:
-            return self._one(self._records[0], states[self._records[0].folder])
-        return self._several(self._records, states)
+        return self._details(*states[0]) if len(states) == 1 else self._overview(states)
 
-    def _one(self, record: Record, how: str) -> RenderableType:
+    def _details(self, how: str, record: Record) -> RenderableType:
+        """Return everything about a single run."""
+        from lamina.experiment.settings import shown_name
+
         history, rounds = record.history, int(record.config["train"]["rounds"])
-        checkpoint = newest_checkpoint(record)
         lines = Table.grid(padding=(0, 2))
         lines.add_row("round", Group(f"{len(history)}/{rounds}", ProgressBar(rounds, len(history), width=40)))
         data = "validation" if record.on_validation_data else "test"
-        for name, title, best in (
-            ("accuracy", f"{data} accuracy", max),
-            ("loss", f"{data} loss", min),
-            ("train_loss", "training loss", min),
-        ):
+        titles = {"accuracy": f"{data} accuracy", "loss": f"{data} loss", "train_loss": "training loss"}
+        for name, title in titles.items():
             values = finite(history.column(name, optional=True))
             if values:
-                lines.add_row(title, f"{sparkline(values, 40, bars())}  {values[-1]:.4g}, best {best(values):.4g}")
+                best = history.best(name, optional=True)
+                lines.add_row(title, f"{sparkline(values, 40, bars())}  {values[-1]:.4g}, best {best:.4g}")
         speed = self._speed(record)
         lines.add_row("speed", f"{speed:.3g} rounds/s" if speed else "–")
         if how == "running":
             lines.add_row("time left", time_left(record, speed))
-        lines.add_row("checkpoint", f"round {checkpoint}" if checkpoint else "none")
-        algorithm = shown_name(record.algorithm, record.title)
-        heading = Text.assemble(
-            short(record.folder), ": ", algorithm, f" lr {record.lr:g} seed {record.seed}, ", (how, COLOURS[how])
-        )
-        stopped = "no process writes here: the same command again goes on" if how == "stopped" else None
-        more = record.diverged or stopped
-        return Group(heading, lines, *([Text(more, COLOURS[how])] if more else []))
-
-    def _several(self, records: Sequence[Record], states: dict[Path, str]) -> RenderableType:
-        counts = [f"{list(states.values()).count(how)} {how}" for how in COLOURS if how in states.values()]
-        # Running ones first: a terminal shows no more rows than it has lines.
-        ordered = sorted(records, key=lambda one: list(COLOURS).index(states[one.folder]))
-        rows = [self._row(record, states[record.folder]) for record in ordered]
-        table = fit_columns(
-            lambda left_out: plain_table(COLUMNS, rows, left_out=left_out, right=NUMBERS, no_wrap=COLUMNS[1:]),
-            LEFT_OUT_FIRST,
-            out,
-        )
-        return Group(table, Text(f"{plural(len(records), 'run')}: {', '.join(counts)}"))
-
-    def _row(self, record: Record, how: str) -> list[str | Text]:
-        """Return a run's cells, in the order of COLUMNS."""
-        history, speed = record.history, self._speed(record)
-        accuracies = finite(history.column("accuracy", optional=True))
         checkpoint = newest_checkpoint(record)
-        return [
-            str(record.folder.relative_to(self.folder.resolve())),
-            Text(how, COLOURS[how]),
-            f"{len(history)}/{record.config['train']['rounds']}",
-            f"{accuracies[-1]:.4f}" if accuracies else "–",
-            f"{max(accuracies):.4f}" if accuracies else "–",
-            sparkline(accuracies, 20, bars()),
-            f"{speed:.3g}" if speed else "–",
-            time_left(record, speed) if how == "running" else "",
-            str(checkpoint) if checkpoint else "–",
-        ]
+        lines.add_row("checkpoint", f"round {checkpoint}" if checkpoint else "none")
+        name = shown_name(record.algorithm, record.title)
+        settings = f": {name} lr {record.lr:g} seed {record.seed}, "
+        heading = Text.assemble(short(record.folder), settings, (how, COLOURS[how]))
+        remark = record.diverged or ("no process writes here: the same command again goes on" * (how == "stopped"))
+        return Group(heading, lines, *([Text(remark, COLOURS[how])] if remark else []))
+
+    def _overview(self, states: Sequence[tuple[str, Record]]) -> RenderableType:
+        """Return a table of several runs, a row each."""
+        metric = states[0][1].history.metric
+        headings = ("run", "state", "round", metric, "best", "curve", "rounds/s", "left", "checkpoint")
+        rows: list[list[str | Text]] = []
+        for how, record in states:
+            history, speed, checkpoint = record.history, self._speed(record), newest_checkpoint(record)
+            scores = finite(history.column(metric, optional=True))
+            rows.append(
+                [
+                    str(record.folder.relative_to(self.folder.resolve())),
+                    Text(how, COLOURS[how]),
+                    f"{len(history)}/{record.config['train']['rounds']}",
+                    f"{scores[-1]:.4f}" if scores else "–",
+                    f"{history.best(metric, optional=True):.4f}" if scores else "–",
+                    sparkline(scores, 20, bars()),
+                    f"{speed:.3g}" if speed else "–",
+                    time_left(record, speed) if how == "running" else "",
+                    str(checkpoint or "–"),
+                ]
+            )
+        numbers = [heading for heading in headings[2:] if heading != "curve"]
+        counts = [f"{count} {how}" for how in COLOURS if (count := [one for one, _ in states].count(how))]
+        return Group(
+            table(headings, rows, optional=LEFT_OUT_FIRST, right=numbers, no_wrap=headings[1:]),
+            Text(f"{plural(len(states), 'run')}: {', '.join(counts)}"),
+        )
 
     def _speed(self, record: Record) -> float:
         """Return rounds per second as observed, else as recorded (too low for runs side by side); 0 if unknown."""
@@ -207,6 +206,8 @@ def sparkline(values: Sequence[float], width: int, heights: str = BARS) -> str:
 
 def newest_checkpoint(record: Record) -> int | None:
     """Return the round of the newest checkpoint; a file of a round that has not been run is not one."""
+    from lamina.storage.checkpoint import Checkpoints
+
     finished = record.history[-1]["round"] if len(record.history) else 0
     rounds = [number for number in Checkpoints(record.folder / "checkpoints").rounds() if number <= finished]
     return rounds[-1] if rounds else None

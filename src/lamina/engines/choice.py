@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from lamina.contents import same_tensor
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.engines.loop import Loop
@@ -17,7 +18,6 @@ from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
 from lamina.engines.stacked.steps import works_by_row
 from lamina.errors import BadInput, unknown
-from lamina.contents import same_tensor
 
 UNCONTROLLED = "the module's forward draws random numbers itself (F.dropout, torch.rand): use layers such as nn.Dropout"
 Engine = Loop | Stacked

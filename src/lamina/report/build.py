@@ -1,18 +1,39 @@
-"""Read run folders and work out what a report says about them."""
+"""Read run folders and work out what a report says about them, and how their data were split."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lamina.errors import BadInput, nearest
-from lamina.experiment.records import find_records
+from lamina.data import sources
+from lamina.data.partitions import Labels, Parts, Reallocate, label_counts, split_dataset
+from lamina.errors import BadInput, LaminaError, nearest
+from lamina.experiment.build import build_partition, count_clients
+from lamina.experiment.config import parse
+from lamina.experiment.records import Record, find_records
 from lamina.report import tables
-from lamina.report.curves import Curve, folder_name, group, without_repeats
-from lamina.report.partition import Dealt, deal_again, describe
+from lamina.report.curves import Curve, folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
 from lamina.text import plural
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """The samples of every client."""
+
+    title: str
+    parts: Parts
+    labels: Labels | None
+
+    @property
+    def counts(self) -> list[list[int]]:
+        """Samples as [clients][classes], or a single column of sizes if there are no classes."""
+        if self.labels is None:
+            return [[len(part)] for part in self.parts]
+        return label_counts(self.parts, self.labels).tolist()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -26,6 +47,11 @@ class Report:
     targets: list[float]
     baseline: int  # index of the curve that ratios refer to
     notes: list[str]  # what a reader should know about the runs
+
+    @property
+    def metric(self) -> str:
+        """The column that targets refer to: accuracy, or the loss if no run has an accuracy."""
+        return tables.metric_of_curves(self.curves)
 
     def tables(self) -> list[tables.Table]:
         """Return every table that has rows."""
@@ -46,23 +72,25 @@ def build(
 
     Args:
         folders: Run folders, or folders that contain run folders, at any depth.
-        targets: Test accuracies to reach; by default chosen from the results.
+        targets: Test accuracies to reach, or losses if no run has an accuracy; by default chosen from the accuracies.
         baseline: The algorithm or curve that ratios refer to; by default FedAvg, or else the first curve.
         title: The heading; by default a description of the data.
     """
-    for target in targets:
-        if not 0 < target <= 1:
-            raise BadInput(f"--target {target:g}: must be an accuracy above 0 and up to 1, for example 0.9")
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
     curves = group(final)
+    has_accuracy = any("accuracy" in history.columns for curve in curves for history in curve.histories)
+    for target in targets:
+        if not target > 0 or (has_accuracy and target > 1):
+            wanted = "an accuracy above 0 and up to 1, for example 0.9" if has_accuracy else "a loss above 0"
+            raise BadInput(f"--target {target:g}: must be {wanted}")
     for run in final:
         if not run.complete:
             rounds = plural(int(run.config["train"]["rounds"]), "round")
             state = run.diverged or f"{len(run.history)} of {rounds}, not finished"
             notes.append(f"{folder_name(run)}: {state}")
-    found = responses(runs)
-    notes += [response.warning for response in found if response.warning]
+    tuned = responses(runs)
+    notes += [response.warning for response in tuned if response.warning]
     data = dict.fromkeys(describe(run) for run in final)
     if len(data) > 1:
         notes.append("the runs differ in their data: compare only curves with the same")
@@ -70,7 +98,7 @@ def build(
     return Report(
         title or " · ".join(list(data)[:3]) + (" …" if len(data) > 3 else ""),
         curves,
-        found,
+        tuned,
         dealt,
         sorted(set(targets)) or tables.default_targets(curves),
         _find_baseline(curves, baseline),
@@ -84,5 +112,47 @@ def _find_baseline(curves: Sequence[Curve], name: str | None) -> int:
             return index
     if name is None:
         return 0
-    known = list(dict.fromkeys(curve.algorithm for curve in curves))
-    raise BadInput(f"no run of the baseline '{name}'{nearest(name, known)} (algorithms: {', '.join(known)})")
+    algorithms = list(dict.fromkeys(curve.algorithm for curve in curves))
+    raise BadInput(f"no run of the baseline '{name}'{nearest(name, algorithms)} (algorithms: {', '.join(algorithms)})")
+
+
+# --- the partition, recomputed from a run's configuration -------------------------------------------------------------
+
+
+def deal_again(curves: Sequence[Curve]) -> tuple[list[Dealt], list[str]]:
+    """Return the distinct partitions of the curves' first seeds, and a line for each that cannot be recomputed."""
+    distinct: dict[str, Record] = {}
+    for run in (curve.runs[0] for curve in curves):
+        data = {key: value for key, value in run.config.get("data", {}).items() if key != "dir"}
+        distinct.setdefault(json.dumps([data, run.seed], sort_keys=True, default=str), run)
+    dealt, lines = [], []
+    for run in distinct.values():
+        try:
+            dealt.append(_deal(run))
+        except LaminaError as error:
+            lines.append(f"the partition of {describe(run)} is not shown: {error}")
+    return dealt, lines
+
+
+def _deal(run: Record) -> Dealt:
+    data = run.config["data"]
+    needed = {key: data[key] for key in ("name", "dir", "clients", "partition") if key in data}
+    experiment = parse({"data": needed, "train": {"seed": run.seed}}, source=folder_name(run))
+    partition = build_partition(experiment)
+    train = sources.load(experiment.data.name, experiment.data.dir, hub=False).train  # a report uses no network
+    parts = split_dataset(partition, train, count_clients(experiment), run.seed)
+    every_round = "; dealt anew in every round, this is an example" if isinstance(partition, Reallocate) else ""
+    return Dealt(f"{describe(run)}, seed {run.seed}{every_round}", parts, train.labels)
+
+
+def describe(run: Record) -> str:
+    """Return the data and their partition in words: ``digits, classes (k=2), 20 clients``."""
+    data = run.config.get("data", {})
+    partition = describe_partition(**{"name": "iid", **data.get("partition", {})})
+    return f"{text(data.get('name', '?'))}, {partition}, {plural(data.get('clients', '?'), 'client')}"
+
+
+def describe_partition(name: str, **options: Any) -> str:
+    """Return a partition and its options in words: ``classes (k=2)``."""
+    settings = ", ".join(f"{key}={text(value)}" for key, value in options.items())
+    return f"{name} ({settings})" if settings else name

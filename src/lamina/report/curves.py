@@ -117,8 +117,8 @@ def _labels(titles: list[str], identities: list[Flat]) -> list[str]:
     labels: list[str] = []
     for title, flat in zip(titles, identities, strict=True):
         siblings = [other for other in identities if other.get(name) == flat.get(name)]
-        own = [key for key in differing(siblings) if key.startswith("algorithm.")]
-        keys = [*general, *own]
+        options = [key for key in differing(siblings) if key.startswith("algorithm.")]
+        keys = [*general, *options]
         parts = [title]
         for key in flat:  # not all keys: options of another model or partition do not apply here
             if key in keys:

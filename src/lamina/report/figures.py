@@ -1,11 +1,12 @@
-"""Draw figures for papers with matplotlib."""
+"""Draw the figures of comparisons and reports with matplotlib."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,11 +19,15 @@ from numpy.typing import NDArray
 
 from lamina.data.picture import partition_picture
 from lamina.experiment.outputs import write_output
+from lamina.experiment.settings import written
+from lamina.experiment.trials import Trial
 from lamina.history import History
+from lamina.report.build import Dealt
 from lamina.report.curves import Curve
-from lamina.report.partition import Dealt
 from lamina.report.rates import Response, metrics_in
-from lamina.report.tables import unit_of_bytes
+from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
+
+Line = tuple[str, Sequence[History]]  # a label and a history per seed
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
@@ -81,8 +86,8 @@ def metrics_of(curves: Sequence[Curve]) -> list[Metric]:
     usual = [metric for metric in METRICS if metric.column in columns]
     if all(run.on_validation_data for curve in curves for run in curve.runs):
         usual = [metric._replace(title=metric.title.replace("test", "validation")) for metric in usual]
-    known = {metric.column for metric in METRICS} | hidden
-    return usual + [Metric(column, column.replace("_", " ")) for column in columns if column not in known]
+    listed = {metric.column for metric in METRICS} | hidden
+    return usual + [Metric(column, column.replace("_", " ")) for column in columns if column not in listed]
 
 
 # --- one line and its band ---------------------------------------------------------------------------------------
@@ -104,66 +109,82 @@ def by_round(histories: Sequence[History], column: str) -> NDArray[np.float64]:
 def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     """Return [seeds, rounds]: rounds, bytes in both directions or seconds of training since the start."""
     if axis == "round":
-        return np.cumsum(np.where(np.isnan(by_round(histories, "round")), np.nan, 1.0), axis=1)
-    if axis == "seconds":
-        return np.cumsum(by_round(histories, "seconds"), axis=1)
-    return np.cumsum(by_round(histories, "bytes_down") + by_round(histories, "bytes_up"), axis=1)
+        return np.cumsum(1 + 0 * by_round(histories, "round"), axis=1)
+    columns = ("bytes_down", "bytes_up") if axis == "bytes" else (axis,)
+    return np.cumsum(sum(by_round(histories, column) for column in columns), axis=1)
 
 
 def mean_spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     """Return [rounds]: the mean over seeds, summed round by round, so that it grows even where a seed ends."""
-    each = np.diff(spent(histories, axis), axis=1, prepend=0.0)
-    return np.cumsum(mean_of_seen(each))
+    return np.cumsum(mean_of_seen(np.diff(spent(histories, axis), axis=1, prepend=0.0)))
 
 
 def mean_of_seen(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return [rounds]: the mean over the seeds that have a value; NaN, without a warning, where none has."""
-    seen = ~np.isnan(values)
-    total = np.where(seen, values, 0.0).sum(axis=0)
-    means = np.full(total.shape, np.nan)
-    np.divide(total, seen.sum(axis=0), out=means, where=seen.any(axis=0))
+    means: NDArray[np.float64] = np.ma.masked_invalid(values).mean(axis=0).filled(np.nan)
     return means
 
 
-def draw(
-    axes: Axes, histories: Sequence[History], metric: Metric, axis: str, label: str, index: int, unit: float
-) -> None:
-    """Draw the mean over seeds as a line, minimum to maximum as a band.
+def draw(axes: Axes, lines: Iterable[Line], metric: Metric, axis: str, unit: Unit) -> None:
+    """Draw every line as the mean over its seeds, with a band from their minimum to their maximum.
 
     Every round is averaged over the seeds that reached it: one that diverged does not cut the others short.
     """
-    values = by_round(histories, metric.column) * (100 if metric.percent else 1)
-    drawn = ~np.isnan(values).all(axis=0)  # rounds that some seed reached and evaluated
-    if not drawn.any():  # every seed diverged at once: only the table names them
-        return
-    seen, x = values[:, drawn], mean_spent(histories, axis)[drawn] / unit
-    marker = "o" if drawn.sum() == 1 else ""  # a line of one point is invisible
-    style = look(index)
-    low, high = np.nanmin(seen, axis=0), np.nanmax(seen, axis=0)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.plot(x, mean_of_seen(seen), linewidth=1.8, label=label, marker=marker, **style)
+    for index, (label, histories) in enumerate(lines):
+        values = by_round(histories, metric.column) * (100 if metric.percent else 1)
+        drawn = ~np.isnan(values).all(axis=0)  # rounds that some seed reached and evaluated
+        if not drawn.any():  # every seed diverged at once: only the table names them
+            continue
+        seen, x = values[:, drawn], mean_spent(histories, axis)[drawn] / (unit.bytes if axis == "bytes" else 1)
+        marker = "o" if drawn.sum() == 1 else ""  # a line of one point is invisible
+        style = look(index)
+        low, high = np.nanmin(seen, axis=0), np.nanmax(seen, axis=0)
+        axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        axes.plot(x, mean_of_seen(seen), linewidth=1.8, label=label, marker=marker, **style)
+    axes.set_xlabel(axis_title(axis, unit.name))
+    axes.grid(alpha=0.25)
+    if axis == "round":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylabel(metric.title)
 
 
 # --- whole figures -----------------------------------------------------------------------------------------------
 
 
+@matplotlib.rc_context(STYLE)
 def curve_figure(curves: Sequence[Curve], metric: Metric, axis: str) -> Figure:
     """Draw one metric against rounds, bytes or seconds."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-        axes = figure.subplots()
-        unit = unit_of_bytes(curves)
-        for index, curve in enumerate(curves):
-            if any(curve.histories):
-                scale = unit.bytes if axis == "bytes" else 1.0
-                draw(axes, curve.histories, metric, axis, curve.label, index, scale)
-        axes.set_xlabel(axis_title(axis, unit.name))
-        axes.set_ylabel(metric.title)
-        if not metric.percent and _spans_decades(axes):
-            axes.set_yscale("log")
-        if axis == "round":
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _finish(figure, axes)
+    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    axes = figure.subplots()
+    draw(axes, [(curve.label, curve.histories) for curve in curves], metric, axis, unit_of_bytes(curves))
+    axes.set_ylabel(metric.title)
+    if not metric.percent and _spans_decades(axes):
+        axes.set_yscale("log")
+    _add_legend(figure, axes)
+    return figure
+
+
+@matplotlib.rc_context(STYLE)
+def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
+    """Draw test accuracy (or loss) against rounds and megabytes sent, with the spread over seeds."""
+    column = metric_of(history for entry in entries for history in entry.histories)
+    metric = next(metric for metric in METRICS if metric.column == column)
+    lines = [(f"{entry.title}, {written(entry.settings)}", entry.histories) for entry in entries]
+    is_long = len(entries) > LEGEND_INSIDE_UP_TO
+    figure = Figure(figsize=(13 if is_long else 10, 4.2), layout="constrained")
+    for axes, axis in zip(figure.subplots(1, 2, sharey=True), ("round", "bytes"), strict=True):
+        draw(axes, lines, metric, axis, MEGABYTES)
+        axes.set_xlim(left=0)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    if handles:
+        several_seeds = any(len(entry.histories) > 1 for entry in entries)
+        key = "mean; band: min to max over seeds" if several_seeds else ""
+        style: Any = {"fontsize": 9, "title": key, "title_fontsize": 8, "edgecolor": "none", "framealpha": 0.8}
+        if is_long:
+            figure.legend(handles, labels, loc="outside right center", **style)
+        else:
+            figure.axes[0].legend(loc="lower right" if metric.percent else "upper right", **style)  # the empty corner
+    figure.suptitle(title, fontsize=11)
     return figure
 
 
@@ -172,38 +193,42 @@ def axis_title(axis: str, unit: str) -> str:
     return {"round": "round", "bytes": f"{unit} sent, both directions", "seconds": "seconds of training"}[axis]
 
 
-def rates_figure(found: Sequence[Response]) -> Figure:
+@matplotlib.rc_context(STYLE)
+def rates_figure(responses: Sequence[Response]) -> Figure:
     """Draw best accuracy or loss against learning rate; mark the best rate and those without a finished run."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(5.2, 3.4), layout="constrained")
-        axes = figure.subplots()
-        for index, response in enumerate(found):
-            _draw_response(axes, response, look(index))
-        axes.set_xscale("log")
-        rates = rates_to_label([tried.lr for response in found for tried in response.tried])
-        axes.xaxis.set_major_locator(FixedLocator(rates))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        kinds = sorted({tried.failed == "pruned" for response in found for tried in response.tried if tried.failed})
-        axes.set_xlabel(f"learning rate ({'; '.join([*(MARKS[kind][1] for kind in kinds), 'ring: best'])})")
-        axes.set_ylabel(f"best {' or '.join(dict.fromkeys(response.on for response in found))} {metrics_in(found)}")
-        _finish(figure, axes)
+    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    axes = figure.subplots()
+    for index, response in enumerate(responses):
+        _draw_response(axes, response, look(index))
+    tried = [one for response in responses for one in response.tried]
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(rates_to_label([rate for rate, _ in tried])))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    kinds = sorted({trial.remark == "pruned" for _, trial in tried if trial.remark})
+    axes.set_xlabel(f"learning rate ({'; '.join([*(MARKS[kind][1] for kind in kinds), 'ring: best'])})")
+    axes.set_ylabel(f"best {' or '.join(dict.fromkeys(one.on for one in responses))} {metrics_in(responses)}")
+    axes.grid(alpha=0.25)
+    _add_legend(figure, axes)
     return figure
 
 
 def _draw_response(axes: Axes, response: Response, style: dict[str, Any]) -> None:
     scale, colour = 100 if response.metric == "accuracy" else 1, style["color"]
-    ran = [tried for tried in response.tried if not math.isnan(tried.mean)]
-    finished = [tried for tried in ran if not tried.failed]
-    for tried in ran:
-        best = [scale * value for value in tried.best]
-        axes.plot([tried.lr] * 2, [min(best), max(best)], color=colour, linewidth=1)
-        if tried.failed:
-            axes.plot(tried.lr, scale * tried.mean, MARKS[tried.failed == "pruned"][0], color=colour)
-        elif tried.lr == response.chosen:
-            axes.plot(tried.lr, scale * tried.mean, "o", markersize=10, markerfacecolor="none", color=colour)
+    finished = []
+    for rate, trial in response.tried:
+        if not trial.best:
+            continue
+        mean = scale * statistics.fmean(trial.best)
+        axes.plot([rate] * 2, [scale * min(trial.best), scale * max(trial.best)], color=colour, linewidth=1)
+        if trial.remark:
+            axes.plot(rate, mean, MARKS[trial.remark == "pruned"][0], color=colour)
+            continue
+        finished.append((rate, mean))
+        if rate == response.chosen:
+            axes.plot(rate, mean, "o", markersize=10, markerfacecolor="none", color=colour)
     line = style if response.joined else {**style, "linestyle": "none"}
-    rates, means = [tried.lr for tried in finished], [scale * tried.mean for tried in finished]
+    rates, means = [rate for rate, _ in finished], [mean for _, mean in finished]
     axes.plot(rates, means, marker="o", markersize=4, label=response.label, **line)
 
 
@@ -225,7 +250,7 @@ def rates_to_label(rates: Sequence[float]) -> list[float]:
 
 
 def save_figures(
-    folder: Path, curves: Sequence[Curve], found: Sequence[Response], dealt: Sequence[Dealt]
+    folder: Path, curves: Sequence[Curve], responses: Sequence[Response], dealt: Sequence[Dealt]
 ) -> list[Path]:
     """Write every figure as PDF, SVG and PNG; return the files."""
     files: list[Path] = []
@@ -233,18 +258,17 @@ def save_figures(
     for metric in metrics:
         # only the first metric, accuracy or else the loss, is drawn against its cost
         for axis in ("round", "bytes", "seconds") if metric is metrics[0] else ("round",):
-            name = f"{_file_name(metric.column)}-by-{axis}"
-            files += _save(curve_figure(curves, metric, axis), folder / name)
-    if found:
-        files += _save(rates_figure(found), folder / "learning-rates")
-    for number, one in enumerate(dealt, 1):
-        figure = partition_picture(one.parts, one.labels, title=one.title)
+            column = re.sub(r"[^A-Za-z0-9]+", "-", metric.column).strip("-")
+            files += _save(curve_figure(curves, metric, axis), folder / f"{column}-by-{axis}")
+    if responses:
+        files += _save(rates_figure(responses), folder / "learning-rates")
+    for number, partition in enumerate(dealt, 1):
+        figure = partition_picture(partition.parts, partition.labels, title=partition.title)
         files += _save(figure, folder / (f"partition-{number}" if len(dealt) > 1 else "partition"))
     return files
 
 
-def _finish(figure: Figure, axes: Axes) -> None:
-    axes.grid(alpha=0.25)
+def _add_legend(figure: Figure, axes: Axes) -> None:
     handles, labels = axes.get_legend_handles_labels()
     labels = [label.replace("$", r"\$") for label in labels]  # else matplotlib reads it as mathematics
     if len(handles) > LEGEND_INSIDE_UP_TO or any(len(label) > 30 for label in labels):
@@ -260,19 +284,17 @@ def _spans_decades(axes: Axes) -> bool:
     return bool(values.min() > 0 and values.max() > 100 * values.min())
 
 
-def _file_name(column: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", column).strip("-")
-
-
-def _is_ours(ends: bytes) -> bool:
-    return MARK.encode() in ends
-
-
 def _save(figure: Figure, stem: Path) -> Iterator[Path]:
     for ending in FORMATS:
         path = stem.with_name(f"{stem.name}.{ending}")
         image = io.BytesIO()
         with matplotlib.rc_context(STYLE):
             figure.savefig(image, format=ending, dpi=300, metadata=METADATA[ending])
-        write_output(path, image.getvalue(), is_ours=_is_ours, kind="figure of a report", option="--figures")
+        write_output(
+            path,
+            image.getvalue(),
+            is_ours=lambda ends: MARK.encode() in ends,
+            kind="figure of a report",
+            option="--figures",
+        )
         yield path

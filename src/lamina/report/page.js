@@ -200,39 +200,45 @@ function significant(value, digits = 3) {
   return value.toFixed(Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value)))));
 }
 
-/** Means of rounds, bytes and seconds; `steps` are the rounds at which a seed's accuracy was a new record. */
+/** Means of rounds, bytes and seconds; `steps` are the rounds at which a seed's accuracy or loss was a new record. */
 function costToTarget(curve, target) {
-  const reached = curve.steps.map((steps) => steps.find((step) => step[1] >= target)).filter(Boolean);
+  const reaches = data.judged.metric === "loss" ? (value) => value <= target : (value) => value >= target;
+  const reached = curve.steps.map((steps) => steps.find((step) => reaches(step[1]))).filter(Boolean);
   const started = curve.steps.some((steps) => steps.length) || curve.rounds.length;
   const all = reached.length === curve.steps.length;
   const take = (place) => (all ? mean(reached.map((step) => step[place])) : started ? Infinity : NaN);
   return { reached: reached.length, seeds: curve.steps.length, costs: [take(0), take(2), take(3)] };
 }
 
-const isTarget = (percent) => percent > 0 && percent <= 100;
+const perTarget = data.judged.percent ? 100 : 1; // accuracies are typed and shown in per cent
+const isTarget = (typed) => typed > 0 && (!data.judged.percent || typed <= 100);
 
-function drawTargets() {
-  const words = $("target-list").value.split(/[,;\s]+/).filter(Boolean);
-  const typed = words.map(Number).filter(isTarget);
-  const refused = words.filter((word) => !isTarget(Number(word)));
-  $("target-list").setAttribute("aria-invalid", refused.length > 0);
-  $("target-problem").textContent = refused.length ? `not used: ${refused.join(", ")} (targets are above 0 and up to 100)` : "";
-  const baseline = Number($("baseline").value);
-  const ratio = "× baseline";
-  const head = ["target", "curve", "reached", "rounds", ratio, data.unit.name, ratio, "seconds", ratio];
-  const rows = [];
-  for (const percent of [...new Set(typed)].sort((a, b) => a - b)) {
-    const found = data.curves.map((curve) => costToTarget(curve, percent / 100));
-    found.forEach((one, index) => {
-      const cells = [`${percent}%`, data.curves[index].label, `${one.reached}/${one.seeds}`];
+/** The rows of the cost table: for every target, in per cent where accuracies are, one for each curve. */
+function costRows(targets, baseline) {
+  return [...new Set(targets)].sort((a, b) => a - b).flatMap((target) => {
+    const found = data.curves.map((curve) => costToTarget(curve, target / perTarget));
+    return found.map((one, index) => {
+      const cells = [`${target}${data.judged.percent ? "%" : ""}`, data.curves[index].label, `${one.reached}/${one.seeds}`];
       [1, data.unit.bytes, 1].forEach((scale, place) => {
         const other = found[baseline].costs[place];
         const times = Number.isFinite(other) && other > 0 ? one.costs[place] / other : NaN;
         cells.push(place ? significant(one.costs[place] / scale) : fixed(one.costs[place]), significant(times));
       });
-      rows.push(cells);
+      return cells;
     });
-  }
+  });
+}
+
+function drawTargets() {
+  const words = $("target-list").value.split(/[,;\s]+/).filter(Boolean);
+  const refused = words.filter((word) => !isTarget(Number(word)));
+  $("target-list").setAttribute("aria-invalid", refused.length > 0);
+  const bounds = data.judged.percent ? "above 0 and up to 100" : "above 0";
+  $("target-problem").textContent = refused.length ? `not used: ${refused.join(", ")} (targets are ${bounds})` : "";
+  const baseline = Number($("baseline").value);
+  const ratio = "× baseline";
+  const head = ["target", "curve", "reached", "rounds", ratio, data.unit.name, ratio, "seconds", ratio];
+  const rows = costRows(words.map(Number).filter(isTarget), baseline);
   const table = document.querySelector("[data-name='cost-to-target'] table");
   table.tHead.replaceChildren(tableRow("th", head));
   table.tBodies[0].replaceChildren(...rows.map((cells, i) => {
@@ -252,7 +258,7 @@ function tableRow(tag, cells) {
   return row;
 }
 
-// --- tables as CSV and LaTeX: the same as export.py ----------------------------------------------------------------
+// --- tables as CSV and LaTeX: the same as in tables.py ----------------------------------------------------------------
 
 const NUMBER = /^([-+]?[\d.]+%?|\d+\/\d+|[∞–]|[-+]?[\d.]+ ± [\d.]+)$/;
 const LATEX = {
@@ -489,7 +495,7 @@ function start() {
   data.curves.forEach((curve, i) => $("baseline").add(new Option(curve.label, i)));
   data.partitions.forEach((one, i) => $("partition-choice").add(new Option(one.title, i)));
   $("baseline").value = data.baseline;
-  $("target-list").value = data.targets.map((target) => Number((100 * target).toPrecision(12))).join(", ");
+  $("target-list").value = data.targets.map((target) => Number((perTarget * target).toPrecision(12))).join(", ");
   $("partition-choice").form.hidden = data.partitions.length < 2;
   hideUnlessFilled("targets", data.curves.some((curve) => curve.steps.some((steps) => steps.length)));
   hideUnlessFilled("rates", data.responses.length);

@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from lamina import __version__
 from lamina.errors import missing_extra
-from lamina.history import History
+from lamina.history import History, rank
 from lamina.report.build import Report
 from lamina.report.curves import Curve
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.rates import rates_table
-from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes
+from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes, with_unit
 from lamina.text import plural
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
@@ -38,6 +38,7 @@ def html(report: Report) -> str:
         title=escape(report.title),
         summary=f"{plural(len(report.curves), 'curve')} from {plural(count, 'run')} · lamina {escape(__version__)}",
         notes=_notes(report.notes),
+        judged=f"Test {with_unit(report.metric)}",
         results=html_table(results_table(report.curves)),
         rates=html_table(rates_table(report.responses)),
         differs=html_table(differs) if differs.rows else "<p>Nothing differs.</p>",
@@ -58,10 +59,11 @@ def page_data(report: Report) -> dict[str, Any]:
     fewest, most = POINTS
     points = max(fewest, min(most, MOST_NUMBERS // max(1, runs * (len(metrics) + 2))))
     return {
-        "curves": [_curve(curve, [metric.column for metric in metrics], points) for curve in report.curves],
+        "curves": [_curve(curve, [one.column for one in metrics], points, report.metric) for curve in report.curves],
         "metrics": [metric._asdict() for metric in metrics],
         "axes": {axis: axis_title(axis, unit.name) for axis in ("round", "bytes", "seconds")},
         "unit": unit._asdict(),
+        "judged": {"metric": report.metric, "percent": report.metric == "accuracy"},
         "targets": report.targets,
         "baseline": report.baseline,
         "responses": [
@@ -71,8 +73,8 @@ def page_data(report: Report) -> dict[str, Any]:
                 "metric": response.metric,
                 "chosen": response.chosen,
                 "tried": [
-                    {"lr": tried.lr, "best": _numbers(tried.best), "failed": tried.failed, "others": tried.others}
-                    for tried in response.tried
+                    {"lr": rate, "best": _numbers(trial.best), "failed": trial.remark, "others": trial.name}
+                    for rate, trial in response.tried
                 ],
             }
             for response in report.responses
@@ -114,15 +116,15 @@ def html_table(table: Table) -> str:
     return f'<div class="table" data-name="{table.name}">{inside}</div>'
 
 
-def _curve(curve: Curve, columns: Sequence[str], points: int) -> dict[str, Any]:
+def _curve(curve: Curve, columns: Sequence[str], points: int, metric: str) -> dict[str, Any]:
     histories = [history for history in curve.histories if len(history)]
-    made: dict[str, Any] = {"label": curve.label, "steps": [_steps(history) for history in curve.histories]}
+    summary = {"label": curve.label, "steps": [_steps(history, metric) for history in curve.histories]}
     if not histories:
-        return {**made, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
+        return {**summary, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
     kept = _kept(histories, points)
     in_all = max(len(history) for history in histories)
     return {
-        **made,
+        **summary,
         "seeds": [run.seed for run in curve.runs if len(run.history)],
         "thinned": f"{len(kept)} of {plural(in_all, 'round')}" if len(kept) < in_all else "",
         "rounds": (kept + 1).tolist(),
@@ -144,19 +146,17 @@ def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
     return candidates[::-1][::stride][::-1]
 
 
-def _steps(history: History) -> list[list[float]]:
-    """Return the rounds with a new highest accuracy, which give rounds-to-target for any target."""
+def _steps(history: History, metric: str) -> list[list[float]]:
+    """Return the rounds with a new best accuracy or loss, which give rounds-to-target for any target."""
     down, up = (history.column(name, optional=True) for name in ("bytes_down", "bytes_up"))
-    bytes_so_far = np.nancumsum(np.add(down, up))
-    seconds_so_far = np.nancumsum(history.column("seconds", optional=True))
+    bytes_so_far = np.nancumsum(np.add(down, up)).tolist()
+    seconds_so_far = np.nancumsum(history.column("seconds", optional=True)).tolist()
     steps: list[list[float]] = []
-    highest = -math.inf
-    for row, accuracy, *spent_by in zip(
-        history, history.column("accuracy", optional=True), bytes_so_far.tolist(), seconds_so_far.tolist(), strict=True
-    ):
-        if accuracy > highest:
-            highest = accuracy
-            steps.append([row["round"], accuracy, *spent_by])
+    best = -math.inf
+    for i, value in enumerate(history.column(metric, optional=True)):
+        if rank(value, metric) > best:
+            best = rank(value, metric)
+            steps.append([history[i]["round"], value, bytes_so_far[i], seconds_so_far[i]])
     return steps
 
 

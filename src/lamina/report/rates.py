@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lamina.experiment.records import Record
 from lamina.experiment.settings import written
-from lamina.history import rank
+from lamina.experiment.trials import Trial
 from lamina.report.curves import RATE, SEED, group, identity
 from lamina.report.tables import NONE, Table, metric_of, score_text, with_unit
 
 
 @dataclass(frozen=True)
-class Tried:
-    """One rate, and the best accuracy or smallest loss of each of its runs."""
-
-    lr: float
-    best: list[float]  # per seed; NaN where no round was evaluated
-    failed: str  # "diverged", "pruned" or "not finished" if some seed did not run to its end, else empty
-    others: str = ""  # the other settings chosen at this rate, in words
-
-    @property
-    def mean(self) -> float:
-        """The mean over seeds, NaN if one of them has none."""
-        return statistics.fmean(self.best)
-
-
-@dataclass(frozen=True)
 class Response:
-    """All rates tried with one configuration, ascending."""
+    """All rates tried with one configuration, ascending; `name` of a trial is its other settings in words."""
 
     label: str
     on: str  # "test" or "validation"
-    tried: list[Tried]
+    tried: list[tuple[float, Trial]]
     elsewhere: tuple[float, ...] = ()  # rates that other runs tried with the same configuration
     metric: str = "accuracy"  # "loss" where there is no accuracy
     joined: bool = True  # whether only the rate differs, so that a line through the points is meaningful
@@ -44,15 +28,15 @@ class Response:
     @property
     def chosen(self) -> float | None:
         """The best rate among those that ran to their end."""
-        finished = [tried for tried in self.tried if not tried.failed and not math.isnan(tried.mean)]
-        return max(finished, key=lambda tried: rank(tried.mean, self.metric)).lr if finished else None
+        rate, trial = max(self.tried, key=lambda one: one[1].rank)
+        return None if math.isnan(trial.score) else rate
 
     @property
     def warning(self) -> str:
         """Advice if the best rate is the smallest or largest one tried; otherwise empty."""
         if self.chosen is None:
             return f"{self.label}: no learning rate ran to its end"
-        rates = [*self.elsewhere, *(tried.lr for tried in self.tried)]
+        rates = [*self.elsewhere, *(rate for rate, _ in self.tried)]
         if self.chosen not in (min(rates), max(rates)):
             return ""
         way = "smaller" if self.chosen == min(rates) else "larger"
@@ -64,7 +48,7 @@ def responses(runs: Sequence[Record]) -> list[Response]:
 
     If a comparison tried other settings too, a rate stands for the best of its runs.
     """
-    found = []
+    every = []
     tuned: dict[str, list[float]] = {}
     for run in runs:
         if run.tuning:
@@ -76,13 +60,13 @@ def responses(runs: Sequence[Record]) -> list[Response]:
                 by_rate.setdefault(run.lr, []).append(run)
             if len(by_rate) > 1:
                 metric = metric_of(run.history for run in family.runs)
-                tried = [_best(lr, same, metric) for lr, same in sorted(by_rate.items())]
+                tried = [(lr, _best(same)) for lr, same in sorted(by_rate.items())]
                 on = "validation" if family.runs[0].on_validation_data else "test"
                 elsewhere = () if tuning else tuple(tuned.get(_configuration(family.runs[0]), ()))
-                found.append(Response(family.label, on, tried, elsewhere, metric))
-    if len({response.on for response in found}) > 1:
-        found = [replace(response, label=f"{response.label}, {response.on}") for response in found]
-    return found
+                every.append(Response(family.label, on, tried, elsewhere, metric))
+    if len({response.on for response in every}) > 1:
+        every = [replace(response, label=f"{response.label}, {response.on}") for response in every]
+    return every
 
 
 def _configuration(run: Record) -> str:
@@ -104,40 +88,30 @@ def _options_in_grid(run: Record) -> list[str]:
     return [name for name in run.config.get("compare", {}).get("grid", {}).get(run.algorithm, {}) if name != "lr"]
 
 
-def _best(lr: float, runs: Sequence[Record], metric: str) -> Tried:
-    """Return a rate with the best of the other settings."""
+def _best(runs: Sequence[Record]) -> Trial:
+    """Return the best of the other settings that were tried with one rate."""
     by_others: dict[str, list[Record]] = {}
     for run in runs:
         options = {name: run.config["algorithm"].get(name) for name in _options_in_grid(run) if run.tuning}
         by_others.setdefault(written(options), []).append(run)
-    tried = [
-        Tried(lr, [run.history.best(metric, optional=True) for run in same], _failed(same), others)
-        for others, same in by_others.items()
-    ]
-    return max(tried, key=lambda one: (not one.failed, rank(one.mean, metric)))
+    trials = [Trial(others, {}, same, len(same)) for others, same in by_others.items()]
+    return max(trials, key=lambda trial: trial.rank)
 
 
-def _failed(runs: Sequence[Record]) -> str:
-    if any(run.diverged for run in runs):
-        return "diverged"
-    return "" if all(run.complete for run in runs) else "not finished"
-
-
-def metrics_in(found: Sequence[Response]) -> str:
+def metrics_in(responses: Sequence[Response]) -> str:
     """Return the metrics that rates are judged by, as a heading."""
-    return " or ".join(dict.fromkeys(with_unit(response.metric) for response in found)) or with_unit("accuracy")
+    return " or ".join(dict.fromkeys(with_unit(response.metric) for response in responses)) or with_unit("accuracy")
 
 
-def rates_table(found: Sequence[Response]) -> Table:
+def rates_table(responses: Sequence[Response]) -> Table:
     """Return every rate with its best accuracy or loss; the best rate is marked."""
     rows = []
-    for response in found:
-        for tried in response.tried:
-            best = [value for value in tried.best if not math.isnan(value)]
-            remark = tried.failed or ("best" if tried.lr == response.chosen else "")
-            score = score_text(best, response.metric)
-            rows.append([response.label, f"{tried.lr:g}", tried.others or NONE, score, response.on, remark])
-    head = ["curve", "lr", "with", f"best {metrics_in(found)}", "on", ""]
-    if all(not tried.others for response in found for tried in response.tried):
+    for response in responses:
+        for rate, trial in response.tried:
+            remark = trial.remark or ("best" if rate == response.chosen else "")
+            score = score_text(trial.best, response.metric)
+            rows.append([response.label, f"{rate:g}", trial.name or NONE, score, response.on, remark])
+    head = ["curve", "lr", "with", f"best {metrics_in(responses)}", "on", ""]
+    if all(row[2] == NONE for row in rows):
         head, rows = head[:2] + head[3:], [row[:2] + row[3:] for row in rows]
-    return Table("learning-rates", "Learning rates", head, rows)
+    return Table("learning-rates", head, rows)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from lamina.experiment.outputs import refuse_in_run_folder, write_output
-from lamina.report import export, figures, page
+from lamina.report import figures, page
 from lamina.report.build import Report
+from lamina.report.tables import to_csv, to_latex
 from lamina.storage.files import cannot_write
 
 
@@ -25,7 +26,7 @@ def save_files(report: Report, folder: Path) -> list[Path]:
     _make_folder(folder, "--figures")
     files = []
     for table in report.tables():
-        for ending, text in (("csv", export.to_csv(table)), ("tex", export.to_latex(table))):
+        for ending, text in (("csv", to_csv(table)), ("tex", to_latex(table))):
             first = text.partition("," if ending == "csv" else "\n")[0].encode()  # the same in every such table
             files.append(folder / f"{table.name}.{ending}")
             write_output(

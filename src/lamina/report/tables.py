@@ -1,8 +1,9 @@
-"""Compute the numbers of a report and write them as tables of text."""
+"""Compute the numbers of a report and write them as tables: as text, as CSV for programs, as LaTeX for papers."""
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from lamina.experiment.records import Record, flatten
 from lamina.history import History
 from lamina.report.curves import Curve, differing, folder_name, sections, text
+from lamina.text import csv_text, printable
 
 NO_VERSIONS = {"format", "title"}  # keys beside the sections of a run's configuration that are no versions
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
@@ -20,7 +22,6 @@ class Table(NamedTuple):
     """A table ready to show: every cell is text."""
 
     name: str  # of its file
-    title: str
     head: list[str]
     rows: list[list[str]]
 
@@ -65,8 +66,13 @@ def sent(history: History) -> float:
 
 def metric_of(histories: Iterable[History]) -> str:
     """Return the column to judge runs by: accuracy, or the loss if no run has an accuracy."""
-    found = {history.metric for history in histories if len(history)}
-    return "loss" if found == {"loss"} else "accuracy"
+    metrics = {history.metric for history in histories if len(history)}
+    return "loss" if metrics == {"loss"} else "accuracy"
+
+
+def metric_of_curves(curves: Iterable[Curve]) -> str:
+    """Return the column to judge curves by."""
+    return metric_of(history for curve in curves for history in curve.histories)
 
 
 def with_unit(metric: str) -> str:
@@ -105,15 +111,15 @@ def fixed(value: float, digits: int = 1) -> str:
     return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
-def significant(value: float, digits: int = 3) -> str:
-    """Return a number with at least so many significant digits, never in powers of ten.
+def significant(value: float) -> str:
+    """Return a number with at least three significant digits, never in powers of ten.
 
     >>> significant(0.01234), significant(12.345), significant(12345.6), significant(math.inf)
     ('0.0123', '12.3', '12346', '∞')
     """
     if value == 0 or not math.isfinite(value):
         return fixed(value, 0)
-    return fixed(value, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+    return fixed(value, max(0, 2 - math.floor(math.log10(abs(value)))))
 
 
 def mean_and_spread(numbers: Sequence[float], write: Callable[[float], str] = fixed, spread: str = SPREAD) -> str:
@@ -130,10 +136,13 @@ class Unit(NamedTuple):
     bytes: float
 
 
+MEGABYTES, GIGABYTES = Unit("MB", 1e6), Unit("GB", 1e9)
+
+
 def unit_of_bytes(curves: Sequence[Curve]) -> Unit:
     """Return megabytes, or gigabytes if some curve has more than 10."""
     most = max((sent(history) for curve in curves for history in curve.histories), default=0.0)
-    return Unit("GB", 1e9) if most >= 1e10 else Unit("MB", 1e6)
+    return GIGABYTES if most >= 1e10 else MEGABYTES
 
 
 # --- the tables --------------------------------------------------------------------------------------------------
@@ -142,38 +151,39 @@ def unit_of_bytes(curves: Sequence[Curve]) -> Unit:
 def default_targets(curves: Sequence[Curve]) -> list[float]:
     """Return the accuracies that all seeds of every curve, and of the best curve, reach, in steps of 5 %.
 
-    The target of a comparison is added if some curve reaches it.
+    The target of a comparison is added if some curve reaches it. There is no default for losses, which have no scale.
     """
     reached = [values(curve.histories, lambda history: history.best(optional=True)) for curve in curves]
     worst_seeds = [min(accuracies, default=0.0) for accuracies in reached] or [0.0]
     steps = {math.floor(20 * best + 1e-9) * 5 / 100 for best in (min(worst_seeds), max(worst_seeds))}
-    asked = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.runs}
-    return sorted(target for target in steps | {t for t in asked if t <= max(worst_seeds)} if target > 0)
+    compared = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.runs}
+    return sorted(target for target in steps | {t for t in compared if t <= max(worst_seeds)} if target > 0)
 
 
 def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int) -> Table:
     """Return rounds, bytes and seconds to each target, and their ratios to the baseline's."""
-    unit = unit_of_bytes(curves)
+    unit, metric = unit_of_bytes(curves), metric_of_curves(curves)
     ratio = f"{TIMES} baseline"
     head = ["target", "curve", "reached", "rounds", ratio, unit.name, ratio, "seconds", ratio]
     rows = []
     for target in targets:
-        costs = [cost_to_target(curve.histories, target) for curve in curves]
+        costs = [cost_to_target(curve.histories, target, metric) for curve in curves]
         for curve, cost in zip(curves, costs, strict=True):
-            row = [f"{100 * target:g}%", curve.label, f"{cost.reached}/{cost.seeds}"]
+            shown = f"{100 * target:g}%" if metric == "accuracy" else f"{target:g}"
+            row = [shown, curve.label, f"{cost.reached}/{cost.seeds}"]
             for field, scale in (("rounds", 1.0), ("bytes", unit.bytes), ("seconds", 1.0)):
-                own, other = getattr(cost, field), getattr(costs[baseline], field)
-                written = fixed(own) if field == "rounds" else significant(own / scale)
+                value, other = getattr(cost, field), getattr(costs[baseline], field)
+                written = fixed(value) if field == "rounds" else significant(value / scale)
                 # Without a finite cost of the baseline there is nothing to compare with.
-                row += [written, significant(own / other if 0 < other < math.inf else math.nan)]
+                row += [written, significant(value / other if 0 < other < math.inf else math.nan)]
             rows.append(row)
-    return Table("cost-to-target", "Cost to reach a target", head, rows)
+    return Table("cost-to-target", head, rows)
 
 
 def results_table(curves: Sequence[Curve]) -> Table:
     """Return best and last accuracy (loss where there is none), and the cost of a round."""
     unit = unit_of_bytes(curves)
-    metric = metric_of(history for curve in curves for history in curve.histories)
+    metric = metric_of_curves(curves)
     head = ["curve", "seeds", f"best {with_unit(metric)}", f"last {with_unit(metric)}", "rounds"]
     head += [f"{unit.name} per round", f"{unit.name} in all", "seconds per round"]
     rows = []
@@ -188,46 +198,50 @@ def results_table(curves: Sequence[Curve]) -> Table:
             lambda history: sent(history) / unit.bytes,
             lambda history: history.total("seconds", optional=True) / len(history),
         ):
-            found = values(histories, of)
-            row.append(significant(statistics.fmean(found)) if found else NONE)
+            numbers = values(histories, of)
+            row.append(significant(statistics.fmean(numbers)) if numbers else NONE)
         rows.append(row)
-    return Table("results", "Results", head, rows)
+    return Table("results", head, rows)
 
 
 def config_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
     """Return the settings that differ between curves, a column each, and those common to all runs."""
-    flats = [[flatten(sections(run)) for run in curve.runs] for curve in curves]
     # The comparison that a run was part of is no setting of the run.
-    everything = [{k: v for k, v in flat.items() if not k.startswith("compare.")} for own in flats for flat in own]
-    keys = differing(everything)
+    by_curve = [
+        [{k: v for k, v in flatten(sections(run)).items() if not k.startswith("compare.")} for run in curve.runs]
+        for curve in curves
+    ]
+    keys, common = _compare_settings([settings for of_curve in by_curve for settings in of_curve])
     rows = []
     for key in keys:
-        cells = [dict.fromkeys(text(flat[key]) if key in flat else NONE for flat in own) for own in flats]
-        rows.append([key, *(", ".join(found) for found in cells)])
+        cells = [dict.fromkeys(text(one[key]) if key in one else NONE for one in of_curve) for of_curve in by_curve]
+        rows.append([key, *map(", ".join, cells)])
     rows.sort(key=lambda row: NONE in row)  # keys that all curves have come first
     return (
-        Table("configuration", "What differs", ["key", *(curve.label for curve in curves)], rows),
-        Table("common-configuration", "What is common", ["key", "value"], _common(everything, keys)),
+        Table("configuration", ["key", *(curve.label for curve in curves)], rows),
+        Table("common-configuration", ["key", "value"], common),
     )
-
-
-def _common(flats: list[dict[str, object]], differing_keys: list[str]) -> list[list[str]]:
-    return [[key, text(value)] for key, value in flats[0].items() if key not in differing_keys] if flats else []
 
 
 def runs_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
     """Return every run with its folder, end and differing environment, and what all environments share."""
     runs = [(curve, run) for curve in curves for run in curve.runs]
-    flats = [flatten(environment(run)) for _, run in runs]
-    keys = differing(flats)
+    environments = [flatten(environment(run)) for _, run in runs]
+    keys, common = _compare_settings(environments)
     rows = [
-        [folder_name(run), curve.label, str(run.seed), ended(run), *(text(flat.get(key, NONE)) for key in keys)]
-        for (curve, run), flat in zip(runs, flats, strict=True)
+        [folder_name(run), curve.label, str(run.seed), ended(run), *(text(values.get(key, NONE)) for key in keys)]
+        for (curve, run), values in zip(runs, environments, strict=True)
     ]
     return (
-        Table("runs", "Runs", ["folder", "curve", "seed", "rounds", *keys], rows),
-        Table("environment", "Environment of all runs", ["what", "value"], _common(flats, keys)),
+        Table("runs", ["folder", "curve", "seed", "rounds", *keys], rows),
+        Table("environment", ["what", "value"], common),
     )
+
+
+def _compare_settings(every: list[dict[str, object]]) -> tuple[list[str], list[list[str]]]:
+    """Return the keys whose values differ, and a row for every other key."""
+    keys = differing(every)
+    return keys, [[key, text(value)] for key, value in every[0].items() if key not in keys] if every else []
 
 
 def environment(run: Record) -> dict[str, object]:
@@ -241,3 +255,70 @@ def ended(run: Record) -> str:
     if run.complete:
         return str(len(run.history))
     return f"{len(run.history)} of {run.config['train']['rounds']}, {'diverged' if run.diverged else 'not finished'}"
+
+
+# --- tables as CSV and LaTeX; page.js does the same for the tables on the page ----------------------------------------
+
+WORDS = {NEVER: "inf", NONE: ""}  # in CSV
+_NUMBER = re.compile(r"[-+]?[\d.]+%?|\d+/\d+|[∞–]|[-+]?[\d.]+ ± [\d.]+")
+_LATEX = str.maketrans(
+    {character: f"\\{character}" for character in "{}$&#%_"}
+    | {
+        "\\": r"\textbackslash{}",
+        "^": r"\textasciicircum{}",
+        "~": r"\textasciitilde{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        '"': r"\textquotedbl{}",
+        "±": r"$\pm$",
+        "∞": r"$\infty$",
+        "×": r"$\times$",
+        "–": "--",
+        "\n": " ",
+    }
+)
+
+
+def to_csv(table: Table) -> str:
+    """Return a table as CSV, with mean and spread in separate columns; never reached is inf, no value is empty."""
+    has_spread = [any(SPREAD in row[i] for row in table.rows) for i in range(len(table.head))]
+    head: list[str] = []
+    for heading, two in zip(table.head, has_spread, strict=True):
+        head += [heading, f"{heading}, std"] if two else [heading]
+    rows = []
+    for row in table.rows:
+        cells: list[str] = []
+        for cell, two in zip(row, has_spread, strict=True):
+            cells += cell.partition(SPREAD)[::2] if two else [cell]
+        rows.append([WORDS.get(cell, cell) for cell in cells])
+    return csv_text([head, *rows])
+
+
+def to_latex(table: Table) -> str:
+    """Return a booktabs table; a rule separates the groups of rows that share their first cell, if there are groups."""
+    columns = list(zip(*table.rows, strict=True)) if table.rows else [()] * len(table.head)
+    numeric = [bool(cells) and all(_NUMBER.fullmatch(cell) for cell in cells) for cells in columns]
+    firsts = [row[0] for row in table.rows]
+    grouped = len(set(firsts)) < len(firsts)
+    lines = [
+        r"% needs \usepackage{booktabs} and \usepackage[T1]{fontenc}",
+        rf"\begin{{tabular}}{{{''.join('r' if number else 'l' for number in numeric)}}}",
+        r"\toprule",
+        " & ".join(latex_escape(heading) for heading in table.head) + r" \\",
+        r"\midrule",
+    ]
+    for i, row in enumerate(table.rows):
+        if grouped and i and firsts[i] != firsts[i - 1]:
+            lines.append(r"\midrule")
+        lines.append(" & ".join(latex_escape(cell) for cell in row) + r" \\")
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
+
+
+def latex_escape(text: str) -> str:
+    r"""Return text that LaTeX prints unchanged.
+
+    >>> print(latex_escape("50% of a_b & {c} ± 1"))
+    50\% of a\_b \& \{c\} $\pm$ 1
+    """
+    return printable(text, lines=True).translate(_LATEX)

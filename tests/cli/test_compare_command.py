@@ -1,0 +1,141 @@
+"""``lamina compare``: what it prints and draws, on wide, narrow and plain terminals."""
+
+import csv
+import io
+import json
+import sys
+
+import pytest
+from rich.console import Console
+
+from helpers import call, sets, trial
+from lamina import History, algorithms
+from lamina.cli.comparison import comparison_table
+from lamina.data.picture import save_picture
+from lamina.report.figures import comparison_figure
+
+TOML = """
+[data]
+name = "digits"
+clients = 8
+partition = { name = "classes", k = 2 }
+
+[model]
+name = "mlp"
+hidden = 16
+
+[algorithm]
+name = "fedlamb"
+decay = 0.01
+
+[train]
+rounds = 3
+participation = 0.5
+lr = 0.02
+"""
+
+
+@pytest.fixture
+def here(empty_folder):
+    """The folder to work in."""
+    (empty_folder / "small.toml").write_text(TOML)
+    return empty_folder
+
+
+def test_compare_prints_the_table_and_saves_the_picture(here, capsys):
+    """Off a terminal, a plain line for every run goes to stderr, the table to stdout."""
+    overrides = sets("compare.grid.fedavg.lr=[0.01, 0.1]", "train.lr=0.05")
+    assert call("compare", "small.toml", "--algorithms", "fedavg, fedlada", "--seeds", "2", *overrides) == 0
+    printed = capsys.readouterr()
+    assert "fedavg" in printed.out
+    assert "fedlada" in printed.out
+    out = here / "runs" / "small-compare"
+    assert (out / "comparison.png").stat().st_size > 10_000
+    assert len((out / "rounds.csv").read_text().splitlines()) == 1 + 2 * 2 * 3
+    assert len((out / "tuning.csv").read_text().splitlines()) == 1 + 2
+    assert len(printed.err.splitlines()) == 2 + 2 * 2
+    assert "tuning fedavg, lr 0.01, seed 0, 3 rounds: best validation accuracy 0." in printed.err
+    assert "note: rates were chosen on 20% of the training data, held out" in printed.out
+
+
+def test_compare_ignores_settings_for_others_but_not_misspelt_ones(here, capsys):
+    others = ("--set", "compare.grid.fedams.lr=[0.1, 0.2]", "--set", "compare.options.scaffold.server_lr=0.5")
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "c", "-q", *others) == 0
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--set", "compare.grid.fedavgg.lr=[0.1]") == 2
+    assert "did you mean 'fedavg'?" in capsys.readouterr().err
+
+
+def test_compare_survives_seeds_that_diverge_at_once(here, capsys):
+    arguments = ("--seeds", "2", "--out", "c", "--set", "train.lr=1e38", "--set", "train.seed=5")
+    assert call("compare", "small.toml", "--algorithms", "fedavg,fedlamb", *arguments) == 3
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(" fedavg"))
+    assert row.split() == ["fedavg", "1e+38", "–", "–", "–", "–", "–"]
+    assert (here / "c" / "comparison.png").exists()
+
+
+def test_compare_uses_real_seeds_the_cards_rates_and_the_algorithm_section(here, capsys):
+    (here / "free.toml").write_text(TOML.replace("lr = 0.02", "seed = 7"))
+    assert call("compare", "free.toml", "--algorithms", "fedlamb,fedavg", "--seeds", "2", "--out", "c") == 0
+    assert "train.lr" not in capsys.readouterr().out
+    rows = list(csv.DictReader((here / "c" / "rounds.csv").open()))
+    assert {row["seed"] for row in rows} == {"7", "8"}
+    config = json.loads((here / "c" / "config.json").read_text())
+    used = {name: own["lr"] for name, own in config["algorithms"].items()}
+    assert used == {name: algorithms.find(name).card.lr for name in ("fedlamb", "fedavg")}
+    assert config["algorithms"]["fedlamb"]["decay"] == 0.01
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "d") == 0
+    assert "train.lr = 0.02 is used for fedavg" in capsys.readouterr().out
+
+
+def test_compare_does_not_write_into_a_runs_folder(here, capsys):
+    assert call("run", "small.toml", "--out", "r", "-q") == 0
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--out", "r") == 2
+    assert "holds other files" in capsys.readouterr().err
+
+
+def entry(*accuracies):
+    rows = [
+        History([{"round": i, "accuracy": a, "bytes_down": 1e6 * (1 + seed), "bytes_up": 0}
+                 for i, a in enumerate(curve, 1)])
+        for seed, curve in enumerate(accuracies)
+    ]  # fmt: skip
+    return trial("x", rows, "X")
+
+
+def test_a_diverged_seed_does_not_shorten_the_picture():
+    figure = comparison_figure([entry([0.1, 0.2, 0.4], [0.3], [])], "title")
+    by_rounds, by_bytes = (axes.lines[0] for axes in figure.axes)
+    assert list(by_rounds.get_ydata()) == pytest.approx([20, 20, 40])
+    assert list(by_bytes.get_xdata()) == pytest.approx([1.5, 2.5, 3.5])  # round 1: the mean of 1 and 2 MB
+    assert "band: min to max over seeds" in figure.axes[0].get_legend().get_title().get_text()
+
+
+def test_the_table_fits_eighty_columns():
+    names = [entry([0.1, 0.95], [0.2, 0.99]) for _ in algorithms.registry()]
+    for own, name in zip(names, algorithms.registry(), strict=True):
+        own.name = name
+    console = Console(width=80, file=io.StringIO(), color_system=None)
+    console.print(comparison_table(names, 0.9, console))
+    text = console.file.getvalue()
+    assert all(f"{name} " in text for name in algorithms.registry())
+    assert "97.0±2.8" in text
+    save_picture(comparison_figure(names, "all of them"), io.BytesIO())
+
+
+def test_what_several_runs_have_to_warn_of_is_said_once(here, capsys):
+    shared = ("--set", "data.partition={name='reallocate', base='iid'}", "--set", "train.rounds=1")
+    assert call("compare", "small.toml", "--algorithms", "fedlamb,fedams", "--seeds", "2", "--out", "c", *shared) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+    assert said
+    assert len(said) == len(set(said))
+
+
+def test_a_terminal_without_unicode(here, monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "2", "--out", "c") == 0
+    assert call("show", "fedlada") == 0
+    stream.flush()
+    text = stream.buffer.getvalue().decode("ascii")
+    assert "+-" in text
+    assert "inf" in text

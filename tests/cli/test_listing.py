@@ -1,0 +1,90 @@
+"""``lamina list``, ``show``, ``--version`` and ``--help``: what they print, and that they need not import torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import lamina
+from helpers import call
+from lamina import __version__
+from lamina.cli import catalogue
+from lamina.cli.listing import CATALOGUE, read_catalogue
+from lamina.experiment.tune import GRIDS
+
+HEAVY = ("torch", "numpy", "pydantic", "matplotlib", "sklearn", "lamina.experiment")
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("algorithms", ["fedlada_lamb", "mimelamb", "Sun et al. 2023"]),
+        ("models", ["resnet18", "cifar_cnn"]),
+        ("datasets", ["digits", "tinyimagenet"]),
+        ("partitions", ["dirichlet", "reallocate"]),
+        ("papers", ["lamb-mnist-cnn-iid-e1", "lada-table1-cifar10"]),
+    ],
+)
+def test_list(capsys, what, expected):
+    assert call("list", what) == 0
+    said = capsys.readouterr().out
+    assert all(word in said for word in expected)
+
+
+def test_list_algorithms_shows_the_wire_cost(capsys):
+    assert call("list", "algorithms") == 0
+    line = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("fedlada "))
+    assert line.split()[2:5] == ["3", "2", "0"]
+
+
+def test_show_lists_options_and_presets(capsys):
+    assert call("show", "fedlamb") == 0
+    said = capsys.readouterr().out
+    assert "phi_min" in said
+    assert "preset authors" in said
+
+
+def test_the_catalogue_is_up_to_date():
+    assert read_catalogue() == json.loads(json.dumps(catalogue.build())), (
+        f"run: python -m lamina.cli.catalogue, which writes {CATALOGUE.name}"
+    )
+
+
+def test_show_describes_a_class_of_the_users_own(capsys):
+    assert call("show", "lamina:FedLamb") == 0
+    of_class = capsys.readouterr().out
+    assert call("show", "fedlamb") == 0
+    assert capsys.readouterr().out == of_class
+
+
+def test_the_help_names_every_grid(capsys):
+    assert call("tune", "--help") == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in GRIDS)
+
+
+def test_quick_commands_import_nothing_heavy():
+    """They answer at once: importing torch alone takes seconds."""
+    code = (
+        "import sys, lamina.cli\n"
+        "for words in sys.argv[1:]:\n"
+        "    try:\n"
+        "        lamina.cli.main(words.split())\n"
+        "    except SystemExit as ended:\n"
+        "        assert not ended.code, words\n"
+        f"    assert not set({HEAVY!r}) & set(sys.modules), words\n"
+    )
+    lists = ("list algorithms", "list models", "list datasets", "list partitions", "list papers")
+    helps = ("--help", "run --help", "compare --help", "tune --help", "report --help", "flower --help")
+    commands = ("--version", "version", "show fedlamb", *lists, *helps)
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(__version__)
+
+
+def test_public_names_are_imported_on_first_use():
+    assert set(lamina.__all__) <= set(dir(lamina))
+    assert all(getattr(lamina, name) is not None for name in lamina.__all__)
+    with pytest.raises(AttributeError, match="module 'lamina' has no attribute 'Simulatoin'"):
+        lamina.Simulatoin  # noqa: B018
