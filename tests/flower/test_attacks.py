@@ -23,7 +23,7 @@ from lamina.engines.state import State
 from lamina.errors import BadInput
 from lamina.flower import Federation, Limits, outliers, wire
 from lamina.flower.checks import Update
-from lamina.flower.judge import Attempt, Judge
+from lamina.flower.judge import Judge
 from lamina.flower.records import Attendance
 from lamina.objective import Objective
 
@@ -355,11 +355,10 @@ def test_the_judge_compares_with_earlier_rounds(what, tmp_path):
     later.clients = {c: Up(None, row * (20 if c == HOSTILE and what == "totals" else 1)) for c, row in enumerate(delta)}
 
     def refused(state):
-        judge, record = Judge(made, objective, state), Attendance(2)
+        judge, record = Judge(made, objective, state), Attendance(2, nodes={})
         down = algorithm.broadcast(state.server, ServerInfo(2, 0.1, layers))
         expected = judge.expected(state, down, ClientInfo(2, 0.1, layers))
-        attempt = Attempt(state, {c: c for c in updates}, record)
-        judge.remove_odd_updates(dict(updates), attempt, down, expected, None)
+        judge.remove_odd_updates(dict(updates), record, state, down, expected, None)
         return {one["client"]: one["why"] for one in record.refused}
 
     assert refused(state) == {}

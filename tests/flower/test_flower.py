@@ -553,7 +553,7 @@ def test_a_message_that_cannot_be_sent_costs_one_node(tmp_path):
 
 def test_what_has_no_time_left_is_not_sent():
     grid = LoopGrid(lambda message, context: message, nodes(1), least=10.0)
-    mail = Mail(grid, 0.01, str)
+    mail = Mail(grid, str)
     content = wire.content_of({"question": {"who": True}})
     assert mail.send(NODE, content, "query", "", -0.5) == (None, "no time was left to send it a message")
     assert grid.seen == []
@@ -988,13 +988,14 @@ def test_no_reply_makes_the_checks_fail():
     up = Up(torch.ones(83), torch.ones(83))
     sound = wire.content_of({"up": wire.pack(up), "figures": {"examples": 5, "steps": 1, "loss": 0.5}})
     expected = checks.Expected(up, {}, lambda n: 1, Limits(), ("v",))
+    gradient = checks.Expected(checks.FullGradient(up.delta), {}, None, Limits())
     assert checks.read_update(sound, expected).examples == 5
     random, refused = np.random.default_rng(0), 0
     for _ in range(500):
         content = scramble(random, sound)
         for read in (
             lambda c: checks.read_update(c, expected),
-            lambda c: checks.read_gradient(c, up.delta, Limits()),
+            lambda c: checks.read_update(c, gradient),
             lambda c: checks.read_evaluation(c, Limits()),
             checks.read_problem,
         ):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,7 +70,6 @@ class Mail:
     """Sends the server's messages and collects the replies."""
 
     grid: Grid
-    poll: float  # seconds between two looks for replies
     name: Callable[[int], str]  # a node, in words
     signer: Signer | None = None  # None: in a simulation, where nodes verify nothing
     traffic: Traffic = field(default_factory=Traffic)
@@ -155,9 +154,10 @@ class Mail:
             else:
                 found[about] = reply
 
-    def give_up(self, messages: Iterable[str]) -> None:
-        """Stop waiting for these messages; a later reply is only noted in the record."""
-        self._late.update(messages)
+    def give_up(self, message: str) -> bool:
+        """Stop waiting for a reply, which is only noted if it comes later; return whether its upload has begun."""
+        self._late.add(message)
+        return self._puller.is_uploading(message)
 
     def _drop_expired(self) -> None:
         """Forget messages nobody can answer any more, and all but the newest answers."""
@@ -167,62 +167,6 @@ class Mail:
             del self._sent[old]
         while len(self._answered) > MOST_REMEMBERED:
             del self._answered[next(iter(self._answered))]
-
-    def exchange(
-        self,
-        contents: Mapping[int, RecordDict],
-        kind: str,
-        group: str,
-        seconds: float,
-        record: Attendance,
-        answer: Callable[[int, RecordDict], RecordDict | None],
-        waits: Callable[[Iterable[int]], None] = lambda nodes: None,
-    ) -> dict[int, str]:
-        """Send every node its message and hand its reply to `answer`, until all have replied or the time is up.
-
-        Args:
-            contents: what each node is sent.
-            kind: Flower's message type.
-            group: the round.
-            seconds: how long each has to reply; what is sent once more does not prolong it.
-            record: takes notes of odd replies.
-            answer: called with a node and its reply; if it returns a content, that is sent to the same node.
-            waits: called at every look with the nodes that have not replied.
-
-        Returns:
-            The nodes that did not reply, and why.
-        """
-        failed: dict[int, str] = {}
-        waiting: dict[str, int] = {}
-
-        def send(node: int, content: RecordDict, ttl: float) -> None:
-            sent, why = self.send(node, content, kind, group, ttl)
-            if sent is None:
-                failed[node] = why
-            else:
-                waiting[sent] = node
-
-        for node, content in contents.items():
-            send(node, content, seconds)
-        until = time.monotonic() + seconds
-        while waiting:
-            for about, reply in self.look(waiting, record).items():
-                node = waiting.pop(about)
-                if isinstance(reply, str):
-                    failed[node] = reply
-                    continue
-                again = answer(node, reply.content)
-                if again is not None:
-                    send(node, again, until - time.monotonic())
-            if not waiting or time.monotonic() >= until:
-                break
-            waits(waiting.values())
-            time.sleep(min(self.poll, max(0.0, until - time.monotonic())))
-        self.give_up(waiting)
-        for message, node in waiting.items():
-            stalled = self._puller.is_uploading(message)
-            failed[node] = late(seconds) + " (it began to send one, and did not complete it)" * stalled
-        return failed
 
 
 def late(seconds: float) -> str:

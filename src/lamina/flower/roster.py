@@ -26,29 +26,23 @@ ASK_AGAIN = 300.0  # seconds until a node is asked again whose answer was of no 
 class Roster:
     """The clients and their nodes."""
 
-    def __init__(self, mail: Mail, clients: int, fixed: Mapping[int, int] | None) -> None:
-        self.mail = mail
-        self.clients = clients
+    def __init__(self, mail: Mail, clients: int, fixed: Mapping[int, int] | None, poll: float) -> None:
+        self.mail, self.clients, self.poll = mail, clients, poll
         self.fixed = fixed  # node to client; nobody else takes part
-        self.bound: dict[int, int] = {} if fixed is None else {client: node for node, client in fixed.items()}
+        self.bound: dict[int, int] = {client: node for node, client in (fixed or {}).items()}
         self.online: set[int] = set()
         self._claims: dict[int, int] = {}  # what nodes say they are, in the order they said so
         self._unusable: dict[int, str] = {}  # nodes that cannot say who they are, and why
         self._asked: dict[str, tuple[int, float]] = {}  # unanswered questions: node, when
         self._heard: dict[int, float] = {}  # when nodes last said who they are
 
-    def node_of(self, client: int) -> int | None:
-        """Return the node of a client, if it is connected."""
-        node = self.bound.get(client)
-        return node if node in self.online else None
-
-    def client_of(self, node: int) -> int | None:
-        """Return the client of a node."""
-        return next((client for client, bound in self.bound.items() if bound == node), None)
+    def is_online(self, client: int) -> bool:
+        """Return whether the node of a client is connected."""
+        return self.bound.get(client) in self.online
 
     def name(self, node: int) -> str:
         """Return a node, and its client, in words."""
-        return name_of(self.client_of(node), node)
+        return name_of(next((client for client, bound in self.bound.items() if bound == node), None), node)
 
     def unlisted(self) -> list[int]:
         """Return the clients for which the list of nodes, if there is one, names no node."""
@@ -81,14 +75,14 @@ class Roster:
         possible = [client for client in wanted if client not in self.unlisted()]
         while True:
             self._look(record)
-            absent = [client for client in possible if self.node_of(client) is None]
+            absent = [client for client in possible if not self.is_online(client)]
             present = len(possible) - len(absent)
             now = time.monotonic()
             asking = any(n not in self._heard and now - since < ASK_FOR for n, since in self._asked.values())
             if not absent or now >= until or (present >= needed and not asking and not all_of_them):
                 break
             waits(absent)
-            time.sleep(min(self.mail.poll, max(0.0, until - now)))
+            time.sleep(min(self.poll, max(0.0, until - now)))
         self._record_strangers(record)
 
     def _look(self, record: Attendance) -> None:
@@ -116,9 +110,8 @@ class Roster:
                 record.note(f"node {node} did not say who it is: {reply}")
             else:
                 self._hear(node, reply.content)
-        silent = [message for message, (_, since) in self._asked.items() if now - since > ANSWER_WITHIN]
-        self.mail.give_up(silent)
-        for message in silent:
+        for message in [message for message, (_, since) in self._asked.items() if now - since > ANSWER_WITHIN]:
+            self.mail.give_up(message)
             del self._asked[message]  # it will be asked again
         self._settle(record)
 
@@ -154,11 +147,11 @@ class Roster:
         """Record the connected nodes that have no part in the run."""
         if self.fixed is not None:
             for node in sorted(self.online - self.fixed.keys()):
-                record.refuse(None, node, "it is not on the server's list of nodes")
+                record.refuse_node(node, "it is not on the server's list of nodes")
             return
         for node in sorted(self.online - set(self.bound.values())):
             if node in self._unusable:
-                record.refuse(None, node, self._unusable[node])
+                record.refuse_node(node, self._unusable[node])
             elif node in self._claims:
                 client = self._claims[node]
-                record.refuse(None, node, f"says it is client {client}, and that is node {self.bound[client]}")
+                record.refuse_node(node, f"says it is client {client}, and that is node {self.bound[client]}")
