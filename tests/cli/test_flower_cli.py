@@ -131,7 +131,6 @@ def test_a_host_that_is_none(tmp_path, host):
 def test_keys_are_used_again_only_if_they_still_serve(tmp_path, monkeypatch):
     made = keys.make_authority(tmp_path / "a")
     assert keys.usable(made)
-    assert not keys.usable(made, ["server.example.org"])
     assert not keys.usable(keys.make_authority(tmp_path / "b", days=1))  # ends within the day
     assert not keys.usable(keys.Authority(tmp_path / "nothing"))
     other = keys.make_authority(tmp_path / "c")

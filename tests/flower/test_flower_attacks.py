@@ -35,7 +35,7 @@ from flower_setup import (
     small_model,
 )
 from lamina.errors import BadInput
-from lamina.flower import Stopped, pull, signing, wire
+from lamina.flower import Stopped, keys, pull, signing, wire
 from lamina.flower.outliers import absurd_losses
 
 
@@ -336,7 +336,7 @@ def test_a_server_without_a_key_does_not_start(tmp_path):
 
 @pytest.mark.parametrize("mode", [0o644, 0o640])
 def test_a_signing_key_that_others_can_read_is_refused(tmp_path, mode):
-    private, public = signing.make_signing_key(tmp_path / "keys")
+    private, public = keys.make_signing_key(tmp_path / "keys")
     assert [path.stat().st_mode & 0o777 for path in (private, public)] == [0o600, 0o644]
     signing.Signer(private)
     private.chmod(mode)
@@ -345,9 +345,9 @@ def test_a_signing_key_that_others_can_read_is_refused(tmp_path, mode):
 
 
 def test_keys_that_are_none_are_one_line(tmp_path):
-    private, public = signing.make_signing_key(tmp_path / "keys")
+    private, public = keys.make_signing_key(tmp_path / "keys")
     assert signing.is_pair(private, public)
-    other = signing.make_signing_key(tmp_path / "other")
+    other = keys.make_signing_key(tmp_path / "other")
     assert not signing.is_pair(private, other[1])
     with pytest.raises(BadInput, match="cannot read the signing key"):
         signing.Signer(tmp_path / "none")
@@ -356,7 +356,7 @@ def test_keys_that_are_none_are_one_line(tmp_path):
     with pytest.raises(BadInput, match="is not a signing key"):
         signing.Signer(tmp_path / "text")
     with pytest.raises(BadInput, match="a key is never replaced"):
-        signing.make_signing_key(tmp_path / "keys")
+        keys.make_signing_key(tmp_path / "keys")
 
 
 def test_a_server_that_goes_back_a_round_is_not_taken_for_a_replay(tmp_path):

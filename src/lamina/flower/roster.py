@@ -103,8 +103,7 @@ class Roster:
                 record.note(f"node {node} could not be asked who it is: {why}")
             else:
                 self._asked[asked] = (node, now)
-        waiting = {message: node for message, (node, _) in self._asked.items()}
-        for message, reply in self.mail.look(waiting, record).items():
+        for message, reply in self.mail.look(self._asked, record).items():
             node, _ = self._asked.pop(message)
             if isinstance(reply, str):
                 record.note(f"node {node} did not say who it is: {reply}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -16,8 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from lamina.errors import BadInput
-from lamina.flower.keys import Authority, make_authority, make_node_key, private_folder, usable
+from lamina.flower.keys import (
+    Authority,
+    make_authority,
+    make_node_key,
+    make_signing_key,
+    private_folder,
+    signing_key_files,
+    usable,
+)
 from lamina.flower.local.processes import (
     COLOURS,
     HOST,
@@ -31,7 +40,7 @@ from lamina.flower.local.processes import (
     private_files,
     telling_line,
 )
-from lamina.flower.signing import NODE_OPTION, is_pair, key_files, make_signing_key
+from lamina.flower.signing import NODE_OPTION, is_pair
 from lamina.storage.locks import Lock
 from lamina.text import plural
 
@@ -143,7 +152,7 @@ class LocalFederation:
     @property
     def signing_key(self) -> Path:
         """The server's private key that signs tasks."""
-        return key_files(self.folder / "keys")[0]
+        return signing_key_files(self.folder / "keys")[0]
 
     def node_key(self, client: int) -> Path:
         """Return the path of the private key of a client's node."""
@@ -152,8 +161,8 @@ class LocalFederation:
     def _make_keys(self) -> None:
         """Make the keys that are missing, and replace those that cannot be used any more."""
         keys = self.folder / "keys"
-        if not is_pair(*key_files(keys)):
-            _delete(*key_files(keys))
+        if not is_pair(*signing_key_files(keys)):
+            _delete(*signing_key_files(keys))
             make_signing_key(keys)
         if not self.secure:
             return
@@ -190,17 +199,12 @@ class LocalFederation:
             time.sleep(0.1)
 
     def _is_healthy(self) -> bool:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
-        if self.secure:
-            trusted = ssl.create_default_context(cafile=str(self.authority.certificate))
-            connection = http.client.HTTPSConnection(HOST, self.port, timeout=5, context=trusted)
+        url = f"http{'s' * self.secure}://{HOST}:{self.port}/health"
+        trusted = ssl.create_default_context(cafile=str(self.authority.certificate)) if self.secure else True
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            return httpx.get(url, verify=trusted, timeout=5, trust_env=False).status_code == 200
+        except httpx.HTTPError:
             return False
-        finally:
-            connection.close()
 
     def _refuse_dead_superlink(self) -> None:
         if self.superlink is not None and self.superlink.ended is not None:
@@ -219,7 +223,7 @@ class LocalFederation:
             "partition-id": client,
             "num-partitions": self.count,
             "state-dir": str(self.folder / node_name(client) / "state"),
-            NODE_OPTION: str(key_files(self.folder / "keys")[1]),
+            NODE_OPTION: str(signing_key_files(self.folder / "keys")[1]),
         }
         self.nodes[client] = self.start_supernode(node_name(client), settings)
         return self.nodes[client]
