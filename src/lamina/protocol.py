@@ -7,6 +7,7 @@ setting: add a field here, use it where it acts, and describe it in the argument
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -169,9 +170,14 @@ class Protocol:
         }
 
 
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return get_type_hints(Protocol)
+
+
 def _check(each: dataclasses.Field[Any], value: Any) -> None:
     """Refuse a value that is not one of the choices, or out of bounds."""
-    hint = get_type_hints(Protocol)[each.name]
+    hint = _hints()[each.name]
     if value is None and type(None) in get_args(hint):
         return
     if "gt" in each.metadata:

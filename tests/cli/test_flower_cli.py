@@ -325,6 +325,7 @@ def test_flower_that_is_not_installed_is_one_line(tmp_path, capsys, monkeypatch)
 
 
 def test_the_command_line_does_not_import_flower():
+    """Nor does `import lamina`, which is part of it."""
     code = "import sys, lamina.cli; sys.exit('flwr' in sys.modules or 'cryptography' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -1,8 +1,9 @@
 """Measure what a federation costs beside training: seconds per round, and bytes at four places.
 
-``PYTHONPATH=tests python tests/federation/overhead.py`` prints the tables of docs/results.md (ten minutes or so): bytes as the ledger
-of a simulation predicts them, as lamina counts what it hands to Flower, as the SuperLink counts its nodes' messages,
-and as they pass a TCP connection, with TLS, HTTP, heartbeats and polling. The first round is left out of the times.
+``PYTHONPATH=tests python tests/federation/overhead.py`` prints the tables of docs/results.md (ten minutes or so):
+bytes as the ledger of a simulation predicts them, as lamina counts what it hands to Flower, as the SuperLink counts its
+nodes' messages, and as they pass a TCP connection, with TLS, HTTP, heartbeats and polling. The first round is left out
+of the times.
 """
 
 import contextlib

@@ -183,7 +183,8 @@ def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None
     `most` is the number of examples the client said it trains on, where it evaluates on the same.
     """
     figures, examples = _read_figures(content, [], limits, ("figures",))
-    loss, accuracy = figures.get("loss"), figures.get("accuracy")
+    loss: Any = figures.get("loss")
+    accuracy = figures.get("accuracy")
     if most is not None and examples > most:
         raise Refused(f"says it evaluates on {examples} examples, and said it trains on {most}")
     _check_loss(loss, "evaluation")

@@ -189,10 +189,10 @@ class Task(BaseModel):
     @classmethod
     def read(cls, content: RecordDict) -> Task:
         """Return the task in a message; everything is validated, because paths on the node's disk are made of it."""
-        record = content.get("task")
-        fault = None
+        record, fault = content.get("task"), None
+        entries: dict[str, Any] = dict(record) if isinstance(record, ConfigRecord) else {}
         try:
-            task = cls(**dict(record) if isinstance(record, ConfigRecord) else {})
+            task = cls(**entries)
         except ValidationError as error:
             fault = error.errors()[0]
         if fault is not None:  # raised here, because what a node reports leaves out the words of other exceptions
