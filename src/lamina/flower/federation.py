@@ -151,7 +151,7 @@ class Federation(Setup):
 
     def client_app(self) -> ClientApp:
         """Return the app for Flower's nodes."""
-        return Node(self).app()
+        return Node(self)
 
 
 class _Dealt:

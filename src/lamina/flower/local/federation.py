@@ -128,7 +128,10 @@ class LocalFederation:
         self._say(f"starting {self.count} SuperNodes")
         for client in range(self.count):
             self.start_node(client)
-        joined = {client: self._wait_for_node(client) for client in range(self.count)}
+        joined = {
+            client: int(process.wait_for(lambda p=process: NODE_ID.search(p.output()), f"node {client}", START_S)[1])
+            for client, process in self.nodes.items()
+        }
         if self.secure and joined != ids:
             raise FederationFailed(f"the SuperLink registered nodes {ids}, but {joined} have joined")
         self.node_ids = {node: client for client, node in joined.items()}
@@ -191,12 +194,7 @@ class LocalFederation:
         self.superlink = self.processes.launch("superlink", command, "superlink")
         text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{HOST}:{self.port}"\n{trust}\n'
         (self.folder / "command" / "config.toml").write_text(text, encoding="utf-8")
-        deadline = time.monotonic() + START_S
-        while not self._is_healthy():
-            self._refuse_dead_superlink()
-            if time.monotonic() > deadline:
-                raise self.superlink.failed(f"the SuperLink does not answer on {HOST}:{self.port}")
-            time.sleep(0.1)
+        self.superlink.wait_for(self._is_healthy, "the SuperLink", START_S)
 
     def _is_healthy(self) -> bool:
         url = f"http{'s' * self.secure}://{HOST}:{self.port}/health"
@@ -205,10 +203,6 @@ class LocalFederation:
             return httpx.get(url, verify=trusted, timeout=5, trust_env=False).status_code == 200
         except httpx.HTTPError:
             return False
-
-    def _refuse_dead_superlink(self) -> None:
-        if self.superlink is not None and self.superlink.ended is not None:
-            raise self.superlink.failed(f"the SuperLink ended with code {self.superlink.ended}")
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -248,21 +242,10 @@ class LocalFederation:
             command += ["--node-config", _as_options(settings)]
         return self.processes.launch(name, command, name)
 
-    def _wait_for_node(self, client: int) -> int:
-        """Wait until a node has joined, and return its number."""
-        deadline = time.monotonic() + START_S
-        process = self.nodes[client]
-        while not (found := NODE_ID.search(process.output())):
-            if process.ended is not None:
-                raise process.failed(f"node {client} ended with code {process.ended}")
-            if time.monotonic() > deadline:
-                raise process.failed(f"node {client} has not joined after {START_S:.0f} s")
-            time.sleep(0.1)
-        return int(found[1])
-
     def tend(self) -> None:
         """Restart nodes that have ended, and raise an error if the SuperLink has; call this now and then."""
-        self._refuse_dead_superlink()
+        if self.superlink is not None and self.superlink.ended is not None:
+            raise self.superlink.failed(f"the SuperLink ended with code {self.superlink.ended}")
         now = time.monotonic()
         for client, process in list(self.nodes.items()):
             if process.ended is None:
