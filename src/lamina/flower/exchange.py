@@ -163,13 +163,8 @@ class Exchange:
     ) -> dict[int, Any]:
         """Send clients their messages, and return what is read from the replies, until all have come or time is up.
 
-        Args:
-            kind: Flower's message type.
-            contents: the messages by client.
-            state: before the round.
-            record: takes down who does not answer, and whose answer is refused.
-            read: reads a client's reply, or raises `Refused`.
-            resend: makes another message for a client that does not hold what its message relied on.
+        The record says who does not answer, and whose answer is refused: where `read` raises `Refused`. `resend` makes
+        another message for a client that does not hold what its message relied on.
         """
         answers: dict[int, Any] = {}
         waiting: dict[str, int] = {}  # by message: the client

@@ -44,8 +44,7 @@ def encode(tensor: Tensor) -> Array:
     """Return a tensor as an array of Flower's."""
     if sys.byteorder != "little":
         raise BadInput("lamina.flower sends little-endian numbers, and this machine is big-endian: use another")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return Array(dtype_name(tensor), tuple(tensor.shape), RAW, flat.view(torch.uint8).numpy().tobytes())
+    return Array(dtype_name(tensor), tuple(tensor.shape), RAW, _bytes_of(tensor))
 
 
 def decode(array: Array, like: Tensor) -> Tensor:
@@ -71,8 +70,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 def pack(payload: Any) -> dict[str, Array]:
     """Return the fields of a Down or an Up that are not None, as arrays."""
-    pairs = zip(payload._fields, payload, strict=True)
-    return {name: encode(value) for name, value in pairs if value is not None}
+    return {name: encode(value) for name, value in payload._asdict().items() if value is not None}
 
 
 def floating(buffers: Mapping[str, Tensor]) -> Buffers:
@@ -118,8 +116,11 @@ def take_answer(content: RecordDict) -> str:
 
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
+    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def payload_bytes(content: RecordDict) -> int:
