@@ -70,7 +70,7 @@ def test_a_node_that_lost_its_disk_begins_anew(tmp_path):
 
     grid = setup.run(setup.grid(on_send))
     assert_weights(setup, reference(setup, lost={(3, 1)}))
-    assert setup.journal[2]["notes"] == [f"client 1 (node {NODE + 1}) has lost its client state and begins anew"]
+    assert setup.journal[2]["notes"] == [f"client 1 (node {NODE + 1}) has lost its client state and starts again"]
     assert len(setup.journal[2]["took_part"]) == 4
     assert sum(is_train(message, 3) and client_of(node) == 1 for node, message in grid.seen) == 2
 

@@ -117,7 +117,7 @@ def up(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run an experiment as a federation of processes on this machine; started again, it goes on.
+    """Run an experiment as a federation of processes on this machine; started again, it resumes.
 
     Starts a SuperLink and SuperNodes (TLS and node authentication with generated keys, loopback only, no network),
     runs the experiment, and ends them all.
@@ -140,7 +140,7 @@ def up(
     before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
-    with terminate_as_interrupt(), private_files(), Display(job, quiet, anew=overwrite) as display:
+    with terminate_as_interrupt(), private_files(), Display(job, quiet, overwrite=overwrite) as display:
         federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=display.line)
         with federation:
             try:
@@ -200,10 +200,10 @@ def terminate_as_interrupt() -> Iterator[None]:
 class Display:
     """Shows how a run goes: a bar on a terminal, else a line per round; and the warnings in the server's log."""
 
-    def __init__(self, job: Job, quiet: bool, *, anew: bool = False) -> None:
+    def __init__(self, job: Job, quiet: bool, *, overwrite: bool = False) -> None:
         self._job, self._quiet = job, quiet
         self._live = not quiet and err.is_terminal
-        self._rounds = 0 if anew else len(job.history())  # that have been shown
+        self._rounds = 0 if overwrite else len(job.history())  # that have been shown
         self._log_lines = len(self._read_log())  # that have been shown
         self._sizes: list[int] = []  # of the files that are shown
         self._bar = Progress(
@@ -248,7 +248,7 @@ class Display:
         self._sizes = sizes
         lines = self._read_log()
         if len(lines) < self._log_lines:
-            self._log_lines = 0  # the file was begun anew, or cut back
+            self._log_lines = 0  # the log was restarted or truncated
         for line in lines[self._log_lines :]:
             _, _, level, text = [*line.split(" ", 3), "", "", ""][:4]  # after the date and the time
             if level == "WARNING":

@@ -105,9 +105,9 @@ class Exchange:
         x_is_held = ["x"] if gradients else []
         digests = {name: wire.digest(getattr(down, name)) for name in (*versions, *x_is_held) if name in arrays}
 
-        def message(client: int, held: list[str], *, anew: bool = False) -> RecordDict:
+        def message(client: int, held: list[str], *, is_new: bool = False) -> RecordDict:
             self._tokens[client] = secrets.token_hex(8)
-            base = "" if anew or client not in self.base else self.base[client][1]
+            base = "" if is_new or client not in self.base else self.base[client][1]
             task = self._task(
                 record.round,
                 client,
@@ -122,8 +122,8 @@ class Exchange:
 
         def resend(client: int, problem: Problem) -> RecordDict:
             if "state" in problem.missing:
-                record.note(f"{record.name(client)} has lost its client state and begins anew")
-                return message(client, [], anew=True)
+                record.note(f"{record.name(client)} has lost its client state and starts again")
+                return message(client, [], is_new=True)
             record.note(f"{record.name(client)} {problem.text}: all is sent again")
             return message(client, [])
 

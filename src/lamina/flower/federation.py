@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 class Federation(Setup):
     """A federation: what is trained, on whose data, by which rules.
 
-    The same object is made on the server and on every node; each side calls only what it needs. Nothing is loaded
-    when it is made.
+    The server and every node build the same object; each side calls only what it needs, and loads it then.
 
     Args:
         algorithm: an algorithm, or the name of one.
@@ -102,25 +101,27 @@ class Federation(Setup):
 
     def config(self) -> dict[str, Any]:
         """Return the run's configuration, as its folder stores it."""
-        named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
-        train = self.protocol.record()
+        config = self._described() if self.resolved_config is None else self.resolved_config()
+        config["train"]["rounds"] = self.rounds
+        config["run"] |= {"device": str(choose_device(self.device)), "engine": "flower"}
+        # A separate section, so that a report does not take a federation for a repetition of its simulation.
+        return config | {"federation": {"on": "flower"}}
+
+    def _described(self) -> dict[str, Any]:
+        """Return the sections of an experiment file that describe this federation."""
+        card, train = self.algorithm.card, self.protocol.record()
         del train["augmentation"]  # a section of an experiment's data
         if isinstance(self.protocol.aggregation, Mean):
             del train["aggregation"]
-        own: dict[str, Any] = {
+        named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
+        return {
             "data": {"name": "the nodes' own", "clients": self.plan.clients.count, "partition": {"name": "own"}},
             "model": {"name": getattr(self.make_model, "__qualname__", type(self.make_model).__name__)},
-            "algorithm": {"name": self.algorithm.card.name, "preset": None, **named},
+            "algorithm": {"name": card.name, "preset": None, **named},
             "train": {"rounds": self.rounds, **train},
             "run": {"evaluate_every": self.evaluate_every},
+            **({} if card.name in BUILT_IN else {"title": card.title}),  # a report does not import the user's code
         }
-        if self.algorithm.card.name not in BUILT_IN:  # a report does not import the user's code
-            own["title"] = self.algorithm.card.title
-        config = own if self.resolved_config is None else self.resolved_config()
-        config["train"]["rounds"] = self.rounds
-        config["run"] |= {"device": str(choose_device(self.device)), "engine": "flower"}
-        # a section of its own: in a report, a federation is not a repetition of its simulation
-        return config | {"federation": {"on": "flower"}}
 
     def server_app(self) -> ServerApp:
         """Return the app for Flower's server."""

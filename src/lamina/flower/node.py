@@ -161,10 +161,10 @@ class Node(ClientApp):
                 "the server's algorithm, its options, the model's layers or its frozen weights are not this node's: "
                 "run the same app on both sides"
             )
-        own = context.node_config.get("partition-id")  # this node's data follow it
-        if own is not None and str(own) != str(task.client):
+        partition = context.node_config.get("partition-id")  # this node's data follow it
+        if partition is not None and str(partition) != str(task.client):
             raise BadInput(
-                f"this node is client {task.client} for the server, and its own partition-id is {own}: "
+                f"this node is client {task.client} for the server, and its own partition-id is {partition}: "
                 "correct the server's list of nodes, or restart the node with the other number"
             )
         root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
@@ -186,9 +186,9 @@ class Node(ClientApp):
         wanted = {name for name, value in like_down._asdict().items() if value is not None}
         arrays = wire.arrays_of(content, "down")
         if {*arrays, *task.held} != wanted:
-            odd = wire.shorten(", ".join(sorted({*arrays, *task.held} ^ wanted)), 80)
+            names = wire.shorten(", ".join(sorted({*arrays, *task.held} ^ wanted)), 80)
             raise BadInput(
-                f"the server's message lacks, or has beside those it needs, the fields {odd}: {wire.SAME_VERSION}"
+                f"the server's message lacks, or has beside those it needs, the fields {names}: {wire.SAME_VERSION}"
             )
         sent = {name: _decode(name, array, getattr(like_down, name)) for name, array in arrays.items()}
         digests = dict(zip(task.held, task.held_digests, strict=True))
@@ -215,9 +215,10 @@ class Node(ClientApp):
 
     def _buffers(self, content: RecordDict) -> Buffers:
         """Return buffers to train with: the server's floating ones, and this node's others."""
-        own = {name: value.clone() for name, value in self.objective.buffers.items()}
+        buffers = {name: value.clone() for name, value in self.objective.buffers.items()}
         arrays = wire.arrays_of(content, "buffers")
-        return own | {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(own).items()}
+        sent = {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(buffers).items()}
+        return buffers | sent
 
     def _plan(self, task: Task, data: Dataset) -> Round:
         """Return this client's part of the round plan: the same batches as if all clients were simulated together."""
@@ -228,10 +229,10 @@ class Node(ClientApp):
                 f"the server asks for {steps} local steps of {batch} samples in one round, and this node trains on at "
                 f"most {MAX_SAMPLES_PER_ROUND}: lower epochs or local_steps"
             )
-        own = Plan(Clients.elsewhere(task.clients), protocol).round_of(
+        plan = Plan(Clients.elsewhere(task.clients), protocol).round_of(
             task.round, np.array([task.client]), [np.arange(len(data))]
         )
-        return dataclasses.replace(own, participation=task.participation)
+        return dataclasses.replace(plan, participation=task.participation)
 
 
 def _decode(name: str, array: Array | None, like: Tensor) -> Tensor:

@@ -105,8 +105,8 @@ def sizes_of_updates(updates: Mapping[int, Update], known: Broadcast) -> Sizes:
         inherited = known.inherited(update.steps)
         for name, value in zip(update.up._fields, update.up, strict=True):
             if value is not None:
-                own = value.double() - inherited.get(name, 0.0)
-                sizes.setdefault(f"'{name}' has norm", {})[client] = float(torch.linalg.vector_norm(own))
+                added = value.double() - inherited.get(name, 0.0)
+                sizes.setdefault(f"'{name}' has norm", {})[client] = float(torch.linalg.vector_norm(added))
         if update.buffers:
             norms = torch.stack([torch.linalg.vector_norm(value.double()) for value in update.buffers.values()])
             sizes.setdefault("its buffers have norm", {})[client] = float(torch.linalg.vector_norm(norms))
@@ -123,17 +123,17 @@ def medians(sizes: Sizes, used: Sequence[int]) -> dict[str, float]:
 
 def judge_by_earlier_rounds(sizes: Sizes, recent: Mapping[str, Sequence[float]], limits: Limits) -> dict[int, str]:
     """Return the clients of a round with fewer than three answers that sent something absurd, each with the reason."""
-    found: dict[int, str] = {}
+    absurd: dict[int, str] = {}
     for what, values in sizes.items():
         if limits.times_median is None or len(values) >= FEWEST_FOR_A_MEDIAN or not recent.get(what):
             continue
         median, times = statistics.median(recent[what]), FEW_ANSWERS * limits.times_median
         for client, value in values.items():
             if value > times * median > 0:
-                found.setdefault(
+                absurd.setdefault(
                     client, f"{what} {value:.4g}, more than {times:g} times the median of the last rounds, {median:.4g}"
                 )
-    return found
+    return absurd
 
 
 def judge_growth_of_data(examples: Mapping[int, int], before: Mapping[int, int], limits: Limits) -> dict[int, str]:

@@ -136,8 +136,8 @@ class Roster:
         if problem is not None:
             contact.fault = problem.text
         elif not is_whole(client) or not 0 <= client < self.clients:
-            said = wire.shorten(repr(client), 40)
-            contact.fault = f"says it is client {said}, but they are numbered 0 to {self.clients - 1}"
+            number = wire.shorten(repr(client), 40)
+            contact.fault = f"says it is client {number}, but they are numbered 0 to {self.clients - 1}"
         else:
             contact.claim = int(client)
         if contact.claim != before:  # who changes its mind queues up anew

@@ -164,7 +164,7 @@ class Server:
         advice = f"; if nodes need longer, raise deadline (now {deadline:g} s)" * late
         raise Stopped(
             f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); {kept}"
-            f"start the server again with the same folder '{self.folder.path}' to go on{advice}"
+            f"start the server again with the same folder '{self.folder.path}' to resume{advice}"
             + ", or lower quorum"
             * bool(updates)
         )
@@ -245,7 +245,7 @@ class Server:
     def _add_to_totals(self, updates: Mapping[int, Update]) -> dict[int, Any]:
         """Return what every client has added so far in the fields of Up that the server adds up over the rounds.
 
-        A client that lost its state goes on from its old total: it is the server's sum that matters.
+        A client that lost its state continues from its old total: it is the server's sum that matters.
         """
         totals = dict(self.state.clients)
         for client, update in updates.items():

@@ -7,8 +7,8 @@ Under the node's state folder every run has one of its own, and in it every clie
 - ``issued``: when the server issued the newest task that was begun; an older one is a replay;
 - ``held-<field>-<digest>.safetensors``: a cached Down field, which the server need not send again.
 
-All of them carry a checksum. A damaged file counts as lost: the node says so, and the server begins the client anew or
-sends the field again.
+All of them carry a checksum. A damaged file counts as lost: the node says so, and the server starts the
+client again or sends the field again.
 """
 
 from __future__ import annotations

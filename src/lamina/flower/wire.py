@@ -80,15 +80,15 @@ def floating(buffers: Mapping[str, Tensor]) -> Buffers:
 
 def content_of(records: Mapping[str, Mapping[str, Any]]) -> RecordDict:
     """Return a message's content from plain mappings: arrays, numbers (a reply's figures) or settings."""
-    made = RecordDict()
+    content = RecordDict()
     for name, entries in records.items():
         if not entries:
             continue
         if all(isinstance(value, Array) for value in entries.values()):
-            made[name] = ArrayRecord(dict(entries))
+            content[name] = ArrayRecord(dict(entries))
         else:
-            made[name] = MetricRecord(dict(entries)) if name == "figures" else ConfigRecord(dict(entries))
-    return made
+            content[name] = MetricRecord(dict(entries)) if name == "figures" else ConfigRecord(dict(entries))
+    return content
 
 
 def arrays_of(content: RecordDict, name: str) -> dict[str, Array]:
@@ -163,7 +163,7 @@ class Task(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
 
-    run: Hex  # lamina's own name of the run: a restarted server goes on under it
+    run: Hex  # lamina's name of the run, which survives a restart of the server
     token: Hex  # of this exchange: names the client state it makes
     app: Hex  # what server and node must agree on, see `fingerprint`
     issued: int = Field(ge=1, le=2**53)  # microseconds since 1970; a node refuses a task that is not the latest so far
@@ -204,7 +204,7 @@ class Task(BaseModel):
             )
         if task.client >= task.clients or len(task.held) != len(task.held_digests):
             raise BadInput(f"the server's message is for client {task.client} of {task.clients}, and makes no sense")
-        _ = task.protocol  # checked before anything is made of it
+        _ = task.protocol  # validates the settings
         return task
 
 

@@ -128,10 +128,7 @@ class LocalFederation:
         self._say(f"starting {self.count} SuperNodes")
         for client in range(self.count):
             self.start_node(client)
-        joined = {
-            client: int(process.wait_for(lambda p=process: NODE_ID.search(p.output()), f"node {client}", START_S)[1])
-            for client, process in self.nodes.items()
-        }
+        joined = {client: self._wait_for_node(client) for client in range(self.count)}
         if self.secure and joined != ids:
             raise FederationFailed(f"the SuperLink registered nodes {ids}, but {joined} have joined")
         self.node_ids = {node: client for client, node in joined.items()}
@@ -242,6 +239,11 @@ class LocalFederation:
             command += ["--node-config", _as_options(settings)]
         return self.processes.launch(name, command, name)
 
+    def _wait_for_node(self, client: int) -> int:
+        """Wait until a node has joined, and return its number."""
+        process = self.nodes[client]
+        return int(process.wait_for(lambda: NODE_ID.search(process.output()), f"node {client}", START_S)[1])
+
     def tend(self) -> None:
         """Restart nodes that have ended, and raise an error if the SuperLink has; call this now and then."""
         if self.superlink is not None and self.superlink.ended is not None:
@@ -300,10 +302,10 @@ class LocalFederation:
 
     def status(self, run: int) -> RunStatus:
         """Return how a run is doing."""
-        found = self.flwr("ls", LINK, "--run-id", str(run), "--format", "json")["runs"][0]
-        traffic = found["network-traffic"]
-        details = str(found.get("status-details", ""))
-        return RunStatus(found["status"], details, int(traffic["inbound-bytes"]), int(traffic["outbound-bytes"]))
+        entry = self.flwr("ls", LINK, "--run-id", str(run), "--format", "json")["runs"][0]
+        traffic = entry["network-traffic"]
+        details = str(entry.get("status-details", ""))
+        return RunStatus(entry["status"], details, int(traffic["inbound-bytes"]), int(traffic["outbound-bytes"]))
 
     def stop_run(self, run: int) -> None:
         """Ask a run to stop."""

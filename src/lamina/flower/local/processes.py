@@ -206,10 +206,10 @@ def telling_line(text: str) -> str:
 def executable(name: str) -> str:
     """Return a program of Flower's: the one installed beside this Python, else the one on the path."""
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise FederationFailed(f"the program {name} is not installed: pip install -e '.[flower]'")
-    return found
+    return path
 
 
 def free_port() -> int:
