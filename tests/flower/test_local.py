@@ -144,12 +144,12 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
     folder.mkdir(mode=0o755)
     (folder / "superlink").mkdir(mode=0o755)
     federation = local.LocalFederation(folder, 1, secure=False)
-    federation._start_superlink = lambda: federation.processes.launch(
+    federation.start_superlink = lambda: federation.processes.launch(
         "superlink",
         [sys.executable, "-c", "import os; open('db', 'w'); os.mkdir('dir'); print('SuperNode ID: 7', flush=True)"],
         "superlink",
     )
-    federation.start_supernode = lambda name, settings: federation._start_superlink()
+    federation.start_supernode = lambda name, settings: federation.start_superlink()
     with contextlib.chdir(folder), federation:
         wait_until((folder / "dir").exists)
         assert {mode(path) for path in (folder / "db", folder / "logs" / "superlink.log")} == {0o600}

@@ -119,7 +119,7 @@ class LocalFederation:
         self._make_keys()
         self.processes.start_guard()
         self._say("starting the SuperLink")
-        self._start_superlink()
+        self.start_superlink()
         ids: dict[int, int] = {}
         if self.secure:
             self._say(f"registering {plural(self.count, 'node')}")
@@ -177,7 +177,8 @@ class LocalFederation:
 
     # --- the SuperLink -----------------------------------------------------------------------------------------------
 
-    def _start_superlink(self) -> None:
+    def start_superlink(self) -> None:
+        """Start the SuperLink, and wait until it answers."""
         home = self.folder / "superlink"
         _delete(*home.glob("state.db*"))  # registrations of the last start, whose nodes would be refused for a minute
         safety, trust = ["--insecure"], "insecure = true"
