@@ -14,7 +14,8 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from lamina.flower import wire
-from lamina.flower.signing import Signer, make_signing_key
+from lamina.flower.keys import make_signing_key
+from lamina.flower.signing import Signer
 
 KEYS = tempfile.TemporaryDirectory(prefix="lamina-keys-")  # removed when the process ends
 

@@ -55,7 +55,7 @@ def other_weights():
 MIME = lamina.algorithms.create("mime", "mime")  # the original, of two exchanges
 
 
-PROTOCOL = {"participation": 0.75, "batch_size": 8, "epochs": 2, "seed": 5}
+PROTOCOL = {"participation": 0.75, "batch_size": 8, "epochs": 1, "seed": 5}
 
 
 class Setup:
@@ -158,6 +158,15 @@ def is_train(message, number=None):
 
 def client_of(node):
     return node - NODE
+
+
+def as_sent(messages, kind="train"):
+    """Messages that a grid has seen, of one type, by node."""
+    sent = {}
+    for node, message in messages:
+        if message.metadata.message_type == kind:
+            sent.setdefault(node, []).append(message)
+    return sent
 
 
 def altered(message, reply, times=1.0, only=("delta", "gradient"), **figures):

@@ -69,6 +69,7 @@ def worker(rank, port, results):
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_scaffold_control_over_ranks():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -1,35 +1,22 @@
-"""`lamina flower` without its processes: keys, the template, what is refused, and that nothing is left behind."""
+"""`lamina flower` without its processes: what it prints, the template, and what is refused."""
 
-import contextlib
-import datetime
-import importlib
 import importlib.util
 import io
-import os
 import re
-import signal
-import socket
-import ssl
 import subprocess
 import sys
-import threading
-import time
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from rich.console import Console
 
 import lamina
-from lamina import BadInput, cli
+from lamina import cli
 from lamina.cli import flower, flower_template
-from lamina.experiment.config import parse
-from lamina.flower import TESTED, keys
+from lamina.flower import TESTED
 from lamina.flower.local import federation as local
-from lamina.flower.local import guard, jobs, processes
+from lamina.flower.local import jobs
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,96 +38,6 @@ def mode(path):
     return path.stat().st_mode & 0o777
 
 
-# --- keys ------------------------------------------------------------------------------------------------------------
-
-
-def handshake(authority, trusted, host):
-    """Connect to a TLS server that shows the authority's server certificate."""
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    tls.load_cert_chain(authority.server_certificate, authority.server_key)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-
-        def serve():
-            connection, _ = listener.accept()
-            try:
-                tls.wrap_socket(connection, server_side=True).close()
-            except (ssl.SSLError, OSError):
-                connection.close()
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            client = ssl.create_default_context(cafile=str(trusted))
-            with socket.create_connection(listener.getsockname()) as raw, client.wrap_socket(raw, server_hostname=host):
-                pass
-        finally:
-            thread.join()
-
-
-def test_the_certificate_is_good_for_its_hosts_and_no_other(tmp_path):
-    made = keys.make_authority(tmp_path / "keys", ["server.example.org", "10.0.0.7"])
-    for host in ("127.0.0.1", "localhost", "server.example.org", "10.0.0.7"):
-        handshake(made, made.certificate, host)
-    with pytest.raises(ssl.SSLCertVerificationError, match=r"10\.0\.0\.8"):
-        handshake(made, made.certificate, "10.0.0.8")
-    other = keys.make_authority(tmp_path / "other")
-    with pytest.raises(ssl.SSLCertVerificationError):
-        handshake(made, other.certificate, "127.0.0.1")
-
-
-def test_secrets_are_the_owners_alone(tmp_path):
-    before = os.umask(0)
-    try:
-        made = keys.make_authority(tmp_path / "keys")
-        private, public = keys.make_node_key(tmp_path / "keys" / "node-0")
-    finally:
-        os.umask(before)
-    assert {mode(path) for path in (made.key, made.server_key, private)} == {0o600}
-    assert mode(tmp_path / "keys") == 0o700
-    assert {mode(path) for path in (made.certificate, made.server_certificate, public)} == {0o644}
-
-
-def test_a_node_key_is_what_flower_takes(tmp_path):
-    private, public = keys.make_node_key(tmp_path / "node-0")
-    key = serialization.load_ssh_private_key(private.read_bytes(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    assert key.curve.name == "secp384r1"
-    assert serialization.load_ssh_public_key(public.read_bytes()) == key.public_key()
-    assert private.read_text().startswith("-----BEGIN OPENSSH PRIVATE KEY-----")
-
-
-def test_no_key_is_ever_replaced(tmp_path):
-    made = keys.make_authority(tmp_path)
-    before = {path: path.read_bytes() for path in made.files}
-    with pytest.raises(BadInput, match=r"ca\.crt' exists: a key is never replaced"):
-        keys.make_authority(tmp_path)
-    keys.make_node_key(tmp_path / "node-0")
-    (tmp_path / "node-0").unlink()
-    with pytest.raises(BadInput, match=r"node-0\.pub' exists"):
-        keys.make_node_key(tmp_path / "node-0")
-    assert {path: path.read_bytes() for path in made.files} == before
-
-
-@pytest.mark.parametrize("host", ["https://server", "server:8000", "a b", "", ".", "x" * 64])
-def test_a_host_that_is_none(tmp_path, host):
-    with pytest.raises(BadInput, match="neither a host's name nor an IP address"):
-        keys.make_authority(tmp_path / "keys", [host])
-    assert not (tmp_path / "keys").exists()
-
-
-def test_keys_are_used_again_only_if_they_still_serve(tmp_path, monkeypatch):
-    made = keys.make_authority(tmp_path / "a")
-    assert keys.usable(made)
-    assert not keys.usable(made, ["server.example.org"])
-    assert not keys.usable(keys.make_authority(tmp_path / "b", days=1))  # ends within the day
-    assert not keys.usable(keys.Authority(tmp_path / "nothing"))
-    other = keys.make_authority(tmp_path / "c")
-    made.server_key.write_bytes(other.server_key.read_bytes())
-    assert not keys.usable(made)
-    other.certificate.write_bytes(made.certificate.read_bytes())
-    assert not keys.usable(other)
-
-
 def test_the_commands_say_what_is_secret(tmp_path, capsys):
     assert call("keys", "keys", "--host", "server.example.org", "--nodes", "2") == 0
     shown = capsys.readouterr().out
@@ -152,9 +49,6 @@ def test_the_commands_say_what_is_secret(tmp_path, capsys):
     assert "secret, stays on this node: mine" in capsys.readouterr().out
     assert call("keys", "keys") == 2
     assert call("node-key", "mine") == 2
-
-
-# --- the template ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("--model", "small_cnn"), ("--nodes", "5")])
@@ -286,8 +180,6 @@ def test_new_refuses(tmp_path, capsys):
     assert not (tmp_path / "a").exists()
 
 
-# --- up --------------------------------------------------------------------------------------------------------------
-
 TOML = '[data]\nclients = 20\n[model]\nname = "mlp"\nhidden = 8\n[train]\nrounds = 2\n'
 
 
@@ -326,22 +218,9 @@ def test_flower_that_is_not_installed_is_one_line(tmp_path, capsys, monkeypatch)
 
 
 def test_the_command_line_does_not_import_flower():
+    """Nor does `import lamina`, which is part of it."""
     code = "import sys, lamina.cli; sys.exit('flwr' in sys.modules or 'cryptography' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_shim_builds_the_federation(tmp_path):
-    spec = parse({"data": {"clients": 3}, "model": {"name": "mlp", "hidden": 8}, "train": {"rounds": 7, "lr": 0.5}})
-    number = 2**64 - 1  # as long as Flower's get
-    jobs.write_app(tmp_path / "app", spec, Path("out"), {number: 2, 5: 0, 6: 1}, {"deadline": 9.0, "quorum": 2})
-    scope = {"__file__": str(tmp_path / "app" / "lamina_up" / "__init__.py"), "__name__": "lamina_up"}
-    exec((tmp_path / "app" / "lamina_up" / "__init__.py").read_text(), scope)
-    made = scope["federation"]
-    config = made.config()
-    assert (config["train"]["rounds"], config["train"]["lr"], config["data"]["clients"]) == (7, 0.5, 3)
-    assert made.deadline == 9.0
-    assert scope["nodes"] == {number: 2, 5: 0, 6: 1}
-    assert scope["settings"]["out"] == str(tmp_path / "out")
 
 
 def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
@@ -407,16 +286,6 @@ def test_an_app_that_has_nothing_left_to_do_is_complete(tmp_path, monkeypatch, c
     assert "runs/app/ is complete: 1 round" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("rounds", [0, 2])
-def test_a_run_that_failed_is_one_line(tmp_path, rounds):
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"round": {n + 1}}}\n' for n in range(rounds)))
-    status = local.RunStatus("finished:failed", "ServerApp failed with exception: too few", 0, 0)
-    failed = jobs.Job(tmp_path, 3).failed(status, Path("logs"), "run it again")
-    assert isinstance(failed, processes.FederationFailed)
-    kept = "2 rounds are kept; run it again; " if rounds else ""
-    assert str(failed) == f"the run failed: too few ({kept}logs: logs/)"
-
-
 class Finished:
     """Stands for a federation on which every run is complete at once."""
 
@@ -451,206 +320,3 @@ def test_overwriting_removes_a_run_and_nothing_else(tmp_path, monkeypatch):
     (run / "metrics.jsonl").write_text("not lamina's")
     assert call("up", "app", "--nodes", "1", "--out", "run", "--overwrite", "--quiet") == 0
     assert (run / "metrics.jsonl").exists()
-
-
-# --- processes -------------------------------------------------------------------------------------------------------
-
-STUBBORN = """
-import os, signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if sys.argv[1:]:
-    subprocess.Popen([sys.executable, __file__], start_new_session=sys.argv[1] == "escape")
-print("ready", flush=True)
-time.sleep(60)
-"""
-
-
-def gone(pid):
-    """Whether a process has ended; one that nobody has waited for yet has, too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
-def wait_until(true, seconds=20):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def test_a_process_is_stopped_with_its_group(tmp_path):
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
-    environment = {**os.environ, guard.VARIABLE: "stopped-with-its-group"}
-    command = [sys.executable, str(tmp_path / "stubborn.py"), "child"]
-    process = processes.Process("stubborn", command, tmp_path / "log", environment)
-    wait_until(lambda: process.output().count("ready") == 2)
-    pids = guard.marked("stopped-with-its-group")
-    assert len(pids) == 2
-    assert {os.getpgid(pid) for pid in pids} == {process.pid}
-    process.stop(grace=0.1)
-    assert process.ended == -signal.SIGKILL
-    wait_until(lambda: all(map(gone, pids)))
-
-
-@pytest.mark.skipif(not Path("/proc").exists(), reason="knows processes by /proc")
-def test_the_guard_ends_what_its_owner_leaves(tmp_path):
-    """Also what has escaped into a session of its own and does not listen."""
-    (tmp_path / "stubborn.py").write_text(STUBBORN)
-    (tmp_path / "owner.py").write_text(
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from lamina.flower.local.processes import Processes\n"
-        "processes = Processes(Path('fed'), 1)\n"
-        "(processes.folder / 'logs').mkdir(parents=True)\n"
-        "processes.start_guard()\n"
-        f"processes.launch('node', [{sys.executable!r}, 'stubborn.py', 'escape'], 'node')\n"
-        "print(processes.mark, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    owner = subprocess.Popen([sys.executable, "owner.py"], stdout=subprocess.PIPE, text=True)
-    mark = owner.stdout.readline().strip()
-    wait_until(lambda: len(guard.marked(mark)) == 2)
-    pids = guard.marked(mark)
-    assert len({os.getsid(pid) for pid in pids}) == 2
-    owner.kill()
-    owner.communicate()
-    wait_until(lambda: all(map(gone, pids)))
-
-
-def test_a_federation_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
-    real = processes.executable
-    false = [sys.executable, "-c", "print('INFO: hello'); raise SystemExit('OSError: no such thing')"]
-    monkeypatch.setattr(processes, "executable", lambda name: false[0] if "superlink" in name else real(name))
-    monkeypatch.setattr(
-        processes, "Process", lambda name, command, *more: REAL(name, false if name == "superlink" else command, *more)
-    )
-    federation = local.LocalFederation(tmp_path / "fed", 2)
-    log = tmp_path / "fed" / "logs" / "superlink.log"
-    with pytest.raises(processes.FederationFailed) as failed, federation:
-        pytest.fail("started")
-    assert str(failed.value) == f"the SuperLink ended with code 1: OSError: no such thing (log: {log})"
-    assert guard.marked(federation.processes.mark) == []
-
-
-REAL = processes.Process
-
-
-def test_what_processes_write_is_their_owners_alone(tmp_path):
-    folder = tmp_path / "fed"
-    folder.mkdir(mode=0o755)
-    (folder / "superlink").mkdir(mode=0o755)
-    federation = local.LocalFederation(folder, 1, secure=False)
-    federation._start_superlink = lambda: federation.processes.launch(
-        "superlink",
-        [sys.executable, "-c", "import os; open('db', 'w'); os.mkdir('dir'); print('SuperNode ID: 7', flush=True)"],
-        "superlink",
-    )
-    federation.start_supernode = lambda name, settings: federation._start_superlink()
-    with contextlib.chdir(folder), federation:
-        wait_until((folder / "dir").exists)
-        assert {mode(path) for path in (folder / "db", folder / "logs" / "superlink.log")} == {0o600}
-        assert {mode(path) for path in (folder, folder / "superlink", folder / "dir", folder / "logs")} == {0o700}
-        assert mode(federation.signing_key) == 0o600
-
-
-def test_up_writes_for_its_owner_alone():
-    before = os.umask(0o022)
-    try:
-        with processes.private_files():
-            assert os.umask(0o077) == 0o077
-        assert os.umask(0o022) == 0o022
-    finally:
-        os.umask(before)
-
-
-def test_nodes_get_the_key_that_tasks_are_verified_with(tmp_path, monkeypatch):
-    federation = local.LocalFederation(tmp_path / "fed", 1)
-    started = {}
-    monkeypatch.setattr(federation, "start_supernode", lambda name, settings: started.update(settings))
-    federation.start_node(0)
-    assert started["server-key"] == str(tmp_path / "fed" / "keys" / "tasks.pub")
-    assert federation.signing_key == tmp_path / "fed" / "keys" / "tasks.key"
-
-
-def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
-    first = local.Lock(keys.private_folder(tmp_path / "fed"))
-    with pytest.raises(BadInput, match="is writing to the folder"), local.LocalFederation(tmp_path / "fed", 1):
-        pytest.fail("started")
-    first.release()
-
-
-def test_a_port_in_use(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        federation = local.LocalFederation(tmp_path / "fed", 1, port=port)
-        with pytest.raises(BadInput, match=f"port {port} is in use"), federation:
-            pytest.fail("started")
-    assert not (tmp_path / "fed").exists()
-
-
-def test_processes_that_have_ended_are_forgotten(tmp_path, monkeypatch):
-    """Their numbers may be used again: neither the guard nor the federation's end may signal them."""
-    group = processes.Processes(tmp_path / "fed", 1)
-    (group.folder / "logs").mkdir(parents=True)
-    group._guard = SimpleNamespace(stdin=io.StringIO(), wait=lambda: None)
-    process = group.launch("node", [sys.executable, "-c", ""], "node")
-    wait_until(lambda: process.ended == 0)
-    group.retire(process)
-    assert group._guard.stdin.getvalue() == f"+{process.pid}\n-{process.pid}\n"
-    monkeypatch.setattr(processes.os, "killpg", lambda *_: pytest.fail("signalled"))
-    process.kill()
-    process.stop()
-    group.close()
-
-
-def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
-    federation = local.LocalFederation(tmp_path / "fed", 1)
-    (federation.folder / "logs").mkdir(parents=True)
-    status = local.RunStatus("finished:completed", "", 0, 0)
-    ends, launch = [sys.executable, "-c", ""], federation.processes.launch
-    monkeypatch.setattr(federation, "follow", lambda run: launch("run", ends, "command"))
-    monkeypatch.setattr(federation, "status", lambda run: status)
-    monkeypatch.setattr(federation, "start_supernode", lambda name, settings: launch(name, ends, "node"))
-    assert federation.wait(7, every=0.01) == status
-    assert federation.processes.running == []
-    first = federation.start_node(0)
-    wait_until(lambda: first.ended == 0)
-    federation.tend()
-    assert first not in federation.processes.running
-    assert federation.nodes[0] in federation.processes.running
-    federation.close()
-
-
-def test_the_guard_forgets_groups_that_have_ended(monkeypatch):
-    ended = []
-    monkeypatch.setattr(guard, "end_all", lambda groups, mark: ended.extend(groups))
-    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(guard.sys, "stdin", io.StringIO("+5\n+6\n-5\n"))
-    guard.main("mark")
-    assert ended == [6]
-
-
-def test_the_environment_keeps_flower_off_the_network(tmp_path):
-    made = processes.Processes(tmp_path, 1).environment("node-0")
-    assert made["FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION"] == "1"
-    assert made["FLWR_TELEMETRY_ENABLED"] == "0"
-    assert made["FLWR_DISABLE_UPDATE_CHECK"] == "1"
-    assert made["PATH"].startswith(str(Path(sys.executable).parent))
-    assert made["FLWR_HOME"] == str(tmp_path / "node-0")
-
-
-def test_answers_of_the_flwr_command():
-    assert local.json_in('Loading…\n{"success": true, "run-id": "7"}\n') == {"success": True, "run-id": "7"}
-    assert local.json_in("no json { here") == {}
-    assert local.json_in("[1]") == {}
-
-
-def test_how_long_certificates_last(tmp_path):
-    from cryptography import x509
-
-    made = keys.make_authority(tmp_path)
-    server = x509.load_pem_x509_certificate(made.server_certificate.read_bytes())
-    left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-    assert datetime.timedelta(days=364) < left <= datetime.timedelta(days=365)

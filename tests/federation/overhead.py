@@ -1,8 +1,9 @@
 """Measure what a federation costs beside training: seconds per round, and bytes at four places.
 
-``PYTHONPATH=tests python tests/federation/overhead.py`` prints the tables of docs/results.md in about ten minutes: bytes
-as the ledger of a simulation predicts them, as lamina counts what it hands to Flower, as the SuperLink counts its nodes' messages,
-and as they pass a TCP connection, with TLS, HTTP, heartbeats and polling. The first round is left out of the times.
+``PYTHONPATH=tests python tests/federation/overhead.py`` prints the tables of docs/results.md (ten minutes or so):
+bytes as the ledger of a simulation predicts them, as lamina counts what it hands to Flower, as the SuperLink counts its
+nodes' messages, and as they pass a TCP connection, with TLS, HTTP, heartbeats and polling. The first round is left out
+of the times.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ from pathlib import Path
 
 import torch
 
+import lamina
 from federation.harness import NODES, Say
 from lamina import Simulation
 from lamina.experiment.environment import processor
 from lamina.experiment.records import read_record
 from lamina.flower.local.federation import LocalFederation
-from lamina.flower.local.jobs import PROJECT
 from lamina.flower.local.processes import HOST, free_port
 
 APP = """
@@ -111,7 +112,8 @@ def measure(federation, folder, case):
     out = folder / "run"
     package = folder / "app" / "lamina_up"
     package.mkdir(parents=True)
-    (package.parent / "pyproject.toml").write_text(PROJECT)
+    template = Path(lamina.__file__).parent / "flower" / "template" / "up"
+    shutil.copy(template / "pyproject.toml.in", package.parent / "pyproject.toml")
     text = APP.format(
         settings=case, nodes=NODES, out=str(out), ids=federation.node_ids, key=str(federation.signing_key)
     )

@@ -109,7 +109,7 @@ def test_killed_interrupted_gone_on_with_and_complete(lamina, tmp_path):
     again = lamina(*command, "--keep-logs")
     printed, said = again.communicate()
     assert again.returncode == 0, said
-    assert "going on after round 1" in said
+    assert "resuming after round 1" in said
     assert "round 2/2: accuracy" in said
     assert f"lamina report {out.relative_to(tmp_path)}" in printed
     assert not running(tmp_path)

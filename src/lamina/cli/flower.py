@@ -45,15 +45,14 @@ def keys(
 ) -> None:
     """Make the server's keys: an authority, a TLS certificate for the SuperLink, a key that signs tasks."""
     need_flower()
-    from lamina.flower.keys import make_authority, make_node_key, refuse_existing
-    from lamina.flower.signing import key_files, make_signing_key
+    from lamina.flower.keys import make_authority, make_node_key, make_signing_key, refuse_existing, signing_key_files
 
-    refuse_existing(*key_files(folder))
-    made = make_authority(folder, hosts or [])
+    refuse_existing(*signing_key_files(folder))
+    authority = make_authority(folder, hosts or [])
     signing, verifying = make_signing_key(folder)
-    tell(f"secret, stays here: {made.key}, {made.server_key}, {signing}")
-    tell(f"for every node:     {made.certificate}, {verifying}")
-    tell(f"for the SuperLink:  {made.server_certificate}")
+    tell(f"secret, stays here: {authority.key}, {authority.server_key}, {signing}")
+    tell(f"for every node:     {authority.certificate}, {verifying}")
+    tell(f"for the SuperLink:  {authority.server_certificate}")
     for number in range(nodes):
         private, public = make_node_key(folder / f"node-{number}")
         tell(f"node {number}: {private} is the node's secret, {public} is registered with the server")
@@ -119,7 +118,7 @@ def up(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run an experiment as a federation of processes on this machine; started again, it goes on.
+    """Run an experiment as a federation of processes on this machine; started again, it resumes.
 
     Starts a SuperLink and SuperNodes (TLS and node authentication with generated keys, loopback only, no network),
     runs the experiment, and ends them all.
@@ -142,7 +141,7 @@ def up(
     before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
-    with terminate_as_interrupt(), private_files(), Display(job, quiet, anew=overwrite) as display:
+    with terminate_as_interrupt(), private_files(), Display(job, quiet, overwrite=overwrite) as display:
         federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=display.line)
         with federation:
             try:
@@ -157,7 +156,15 @@ def up(
     if not quiet and len(job.history()) == before:
         tell_complete(job, "the app's rounds")
     elif not quiet:
-        summary(job, place / "logs" if keep_logs else None)
+        history = job.history()
+        sent = history.total("bytes_down") + history.total("bytes_up")
+        tell(
+            f"{plural(len(history), 'round')}, {best_and_last(history)}, {sent / 1e6:.1f} MB sent, "
+            f"{history.total('seconds'):.1f} s"
+        )
+        tell(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
+        if keep_logs:
+            tell(f"logs of all processes in {place / 'logs'}/")
 
 
 def tell_complete(job: Job, more: str) -> None:
@@ -174,19 +181,6 @@ def read_quorum(text: str) -> float:
     if not value > 0 or (isinstance(value, float) and value > 1):
         raise BadInput(f"--quorum {text}: give a part of the clients (0.5, 1.0) or a number of them (2)")
     return value
-
-
-def summary(job: Job, logs: Path | None) -> None:
-    """Say how a run went and what to do with it."""
-    history = job.history()
-    sent = history.total("bytes_down") + history.total("bytes_up")
-    tell(
-        f"{plural(len(history), 'round')}, {best_and_last(history)}, {sent / 1e6:.1f} MB sent, "
-        f"{history.total('seconds'):.1f} s"
-    )
-    tell(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
-    if logs is not None:
-        tell(f"logs of all processes in {logs}/")
 
 
 @contextlib.contextmanager
@@ -207,12 +201,12 @@ def terminate_as_interrupt() -> Iterator[None]:
 class Display:
     """Shows how a run goes: a bar on a terminal, else a line per round; and the warnings in the server's log."""
 
-    def __init__(self, job: Job, quiet: bool, *, anew: bool = False) -> None:
+    def __init__(self, job: Job, quiet: bool, *, overwrite: bool = False) -> None:
         self._job, self._quiet = job, quiet
         self._live = not quiet and err.is_terminal
-        self._seen = 0 if anew else len(job.history())  # rounds
-        self._log = Tail(job.out / "log.txt")
-        self._metrics_size = -1
+        self._rounds = 0 if overwrite else len(job.history())  # that have been shown
+        self._log_lines = len(self._read_log())  # that have been shown
+        self._sizes: list[int] = []  # of the files that are shown
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -223,12 +217,12 @@ class Display:
             transient=True,
             disable=not self._live,
         )
-        self._task = self._bar.add_task("starting", total=job.rounds, completed=self._seen, note="")
+        self._task = self._bar.add_task("starting", total=job.rounds, completed=self._rounds, note="")
 
     def __enter__(self) -> Display:
         self._bar.start()
-        if self._seen:
-            self.line(f"going on after round {self._seen}")
+        if self._rounds:
+            self.line(f"resuming after round {self._rounds}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -248,46 +242,31 @@ class Display:
 
     def update(self) -> None:
         """Show what is new in the run's folder."""
-        for line in self._log.lines():
+        files = [self._job.out / name for name in ("log.txt", "metrics.jsonl")]
+        sizes = [file.stat().st_size if file.exists() else 0 for file in files]
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        lines = self._read_log()
+        if len(lines) < self._log_lines:
+            self._log_lines = 0  # the log was restarted or truncated
+        for line in lines[self._log_lines :]:
             _, _, level, text = [*line.split(" ", 3), "", "", ""][:4]  # after the date and the time
             if level == "WARNING":
                 self.line(text)
-        size = file_size(self._job.out / "metrics.jsonl")
-        if size == self._metrics_size:
-            return
-        self._metrics_size = size
+        self._log_lines = len(lines)
         history, rounds = self._job.history(), self._job.rounds
-        for row in history[self._seen :]:
-            accuracy = f"accuracy {row['accuracy']:.4f}" if "accuracy" in row else ""
-            self._bar.update(
-                self._task, total=rounds, completed=row["round"], description=f"round {row['round']}", note=accuracy
-            )
+        for row in history[self._rounds :]:
+            what, accuracy = f"round {row['round']}", f"accuracy {row['accuracy']:.4f}" if "accuracy" in row else ""
+            self._bar.update(self._task, total=rounds, completed=row["round"], description=what, note=accuracy)
             if not self._live:
-                self.line(f"round {row['round']}/{rounds or '?'}{': ' + accuracy if accuracy else ''}")
-        self._seen = max(self._seen, len(history))
+                self.line(f"{what}/{rounds or '?'}{': ' + accuracy if accuracy else ''}")
+        self._rounds = max(self._rounds, len(history))
 
-
-class Tail:
-    """The lines that are added to a file from now on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._read = path, file_size(path)
-
-    def lines(self) -> list[str]:
-        """Return the lines that are new since the last call."""
-        if file_size(self._path) < self._read:
-            self._read = 0  # the file was begun anew, or cut back
-        with contextlib.suppress(OSError), self._path.open("rb") as file:
-            file.seek(self._read)
-            complete, newline, _ = file.read().rpartition(b"\n")
-            self._read += len(complete) + len(newline)
-            return complete.decode(errors="replace").splitlines()
-        return []
-
-
-def file_size(path: Path) -> int:
-    """Return the size of a file; 0 if there is none."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+    def _read_log(self) -> list[str]:
+        """Return the complete lines of the server's log."""
+        try:
+            text = (self._job.out / "log.txt").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return []
+        return text.split("\n")[:-1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
@@ -19,11 +19,10 @@ from lamina.flower.wire import Unreadable, arrays_of, decode, shorten
 from lamina.objective import Buffers
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
-FEWEST_FOR_A_MEDIAN = 3
 CONTRADICTION = 0.01  # of its norm: how far a field may be from what the others imply
 ROUNDING = 1e-4  # of the broadcast's norm: the same
-MOST_GROWTH = 10  # times the number of examples a client had when it last took part
 LARGEST_LOSS = 1e30  # so that no mean of losses overflows
+KINDS = {"up": ArrayRecord, "buffers": ArrayRecord, "figures": MetricRecord}  # the records of a reply
 
 
 class Refused(Exception):
@@ -91,13 +90,10 @@ class Limits:
                     )
 
 
-class Gradient(NamedTuple):
-    """A checked full gradient of a client, from Mime's first exchange."""
+class FullGradient(NamedTuple):
+    """What a client sends in Mime's first exchange, in place of an Up."""
 
     gradient: Tensor
-    examples: int
-    clipped: tuple[str, ...] = ()
-    token: str = ""  # of the exchange
 
 
 class Evaluation(NamedTuple):
@@ -117,7 +113,7 @@ class Problem(NamedTuple):
 
 
 class Update(NamedTuple):
-    """A client's checked update."""
+    """A client's checked update; or its full gradient, with one step and no loss."""
 
     up: Any
     buffers: Buffers
@@ -132,73 +128,53 @@ class Expected(NamedTuple):
 
     up: Any  # an Up of the right fields, shapes and dtypes
     buffers: Buffers  # the floating buffers
-    steps: Callable[[int], int]  # K_i of a client with so many examples
+    steps: Callable[[int], int] | None  # K_i of a client with so many examples; None: a full gradient, without training
     limits: Limits
     non_negative: Sequence[str] = ()
     implied: Callable[[Any, int], Mapping[str, Tensor]] = lambda up, steps: {}  # fields that follow from the others
     broadcast_norm: float = 0.0  # of all that was broadcast but the model: what rounding errors are relative to
 
 
-def read_update(content: RecordDict, expected: Expected, said: int | None = None) -> Update:
-    """Return the checked update in a reply; raises `Refused`.
+def read_update(content: RecordDict, expected: Expected, examples_before: int | None = None) -> Update:
+    """Return the checked update or full gradient in a reply; raises `Refused`.
 
-    Args:
-        content: what the reply holds.
-        expected: what it must look like.
-        said: the number of examples the client gave earlier in this round (Mime).
+    `examples_before` is the number of examples the client gave earlier in this round (Mime).
     """
-    fields = expected.up._fields
     wanted = {name: value for name, value in expected.up._asdict().items() if value is not None}
-    refuse_size(content, [*wanted.values(), *expected.buffers.values()])
-    refuse_records(content, {"up": ArrayRecord, "figures": MetricRecord}, {"buffers": ArrayRecord})
-    tensors, buffers = read_tensors(content, "up", wanted), read_tensors(content, "buffers", expected.buffers)
+    figures, examples = _read_figures(
+        content, [*wanted.values(), *expected.buffers.values()], expected.limits, ("up", "figures"), ("buffers",)
+    )
+    tensors, buffers = _read_tensors(content, "up", wanted), _read_tensors(content, "buffers", expected.buffers)
     for name in expected.non_negative:
         if name in tensors and bool((tensors[name] < 0).any()):
             raise Refused(f"'{name}' has negative entries, and is never negative")
     for name, value in buffers.items():
         if name.endswith("running_var") and bool((value < 0).any()):
             raise Refused(f"the buffer '{name}' has negative entries, and it is a variance")
-    figures, examples = read_figures(content, expected.limits)
-    steps, loss = figures.get("steps"), figures.get("loss")
-    if set(figures) != {"examples", "steps", "loss"}:
-        raise Refused("its figures are not examples, steps and loss")
-    if said is not None and examples != said:
-        raise Refused(f"says {examples} examples, and said {said} when it sent its gradient")
-    if not is_whole(steps) or steps != expected.steps(examples):
-        raise Refused(f"says {shorten(repr(steps), 40)} local steps, but {examples} examples make "
-                      f"{expected.steps(examples)}")  # fmt: skip
-    if not is_loss(loss):
-        raise Refused(f"its training loss is {shorten(repr(loss), 40)}")
-    sent = type(expected.up)(*(tensors.get(name) for name in fields))
-    for name, implied in expected.implied(sent, int(steps)).items():
+    if examples_before is not None and examples != examples_before:
+        raise Refused(f"says {examples} examples, and said {examples_before} when it sent its gradient")
+    steps, loss = 1, 0.0
+    if expected.steps is not None:
+        if set(figures) != {"examples", "steps", "loss"}:
+            raise Refused("its figures are not examples, steps and loss")
+        steps, loss = expected.steps(examples), figures["loss"]
+        if not is_whole(figures["steps"]) or figures["steps"] != steps:
+            raise Refused(f"says {_quote(figures['steps'])} local steps, but {examples} examples make {steps}")
+        _check_loss(loss, "training")
+    sent = expected.up._replace(**tensors)
+    for name, implied in expected.implied(sent, steps).items():
         gap, size = _norm(tensors[name] - implied), _norm(implied)
         if gap > CONTRADICTION * size + ROUNDING * expected.broadcast_norm:
             raise Refused(f"'{name}' contradicts the other fields: its distance from what they imply is {gap:.3g}")
-    clipped = _limit(tensors, expected.limits)
-    up = type(expected.up)(*(tensors.get(name) for name in fields))
-    return Update(up, buffers, examples, int(steps), loss, clipped)
-
-
-def _limit(tensors: dict[str, Tensor], limits: Limits) -> tuple[str, ...]:
-    """Refuse fields over their limit, or scale them down in `tensors` and return their names."""
     clipped = []
-    for name, most in limits.norms.items():
+    for name, most in expected.limits.norms.items():
         if name not in tensors or (norm := _norm(tensors[name])) <= most:
             continue
-        if limits.on_large == "reject":
+        if expected.limits.on_large == "reject":
             raise Refused(f"'{name}' has norm {norm:.4g}, over the limit of {most:g}")
         tensors[name] = (tensors[name].double() * (most / norm)).to(tensors[name].dtype)
         clipped.append(name)
-    return tuple(clipped)
-
-
-def read_gradient(content: RecordDict, like: Tensor, limits: Limits) -> Gradient:
-    """Return the checked full gradient in a reply; raises `Refused`."""
-    refuse_size(content, [like])
-    refuse_records(content, {"up": ArrayRecord, "figures": MetricRecord}, {})
-    tensors, (_, examples) = read_tensors(content, "up", {"gradient": like}), read_figures(content, limits)
-    clipped = _limit(tensors, limits)
-    return Gradient(tensors["gradient"], examples, clipped)
+    return Update(sent._replace(**tensors), buffers, examples, steps, loss, tuple(clipped))
 
 
 def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None) -> Evaluation:
@@ -206,16 +182,14 @@ def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None
 
     `most` is the number of examples the client said it trains on, where it evaluates on the same.
     """
-    refuse_size(content, [])
-    refuse_records(content, {"figures": MetricRecord}, {})
-    figures, examples = read_figures(content, limits)
-    loss, accuracy = figures.get("loss"), figures.get("accuracy")
+    figures, examples = _read_figures(content, [], limits, ("figures",))
+    loss: Any = figures.get("loss")
+    accuracy = figures.get("accuracy")
     if most is not None and examples > most:
         raise Refused(f"says it evaluates on {examples} examples, and said it trains on {most}")
-    if not is_loss(loss):
-        raise Refused(f"its evaluation loss is {shorten(repr(loss), 40)}")
+    _check_loss(loss, "evaluation")
     if accuracy is not None and not (isinstance(accuracy, float) and 0 <= accuracy <= 1):
-        raise Refused(f"its accuracy is {shorten(repr(accuracy), 40)}")
+        raise Refused(f"its accuracy is {_quote(accuracy)}")
     return Evaluation(loss, accuracy, examples)
 
 
@@ -231,35 +205,27 @@ def read_problem(content: RecordDict) -> Problem | None:
     )
 
 
-def examples_grown(examples: Mapping[int, int], before: Mapping[int, int], limits: Limits) -> dict[int, str]:
-    """Return the clients that claim far more examples than when they last took part, each with the reason."""
-    if limits.times_median is None:
-        return {}
-    return {
-        client: f"says {count} examples, more than {MOST_GROWTH} times the {before[client]} when it last took part"
-        for client, count in examples.items()
-        if client in before and count > MOST_GROWTH * before[client]
-    }
-
-
-def is_loss(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a loss that may enter a mean."""
-    return isinstance(value, float) and abs(value) <= LARGEST_LOSS  # which a NaN is not
-
-
-def _norm(tensor: Tensor) -> float:
-    return math.sqrt(float(torch.sum(tensor.double() ** 2)))
-
-
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def refuse_size(content: RecordDict, tensors: Sequence[Tensor]) -> None:
-    """Refuse a reply that is larger than what it should hold."""
-    explained = sum(t.numel() * t.element_size() for t in tensors) + SLACK
-    size = content_bytes(content)
+def _read_figures(
+    content: RecordDict, tensors: Sequence[Tensor], limits: Limits, needed: Sequence[str], optional: Sequence[str] = ()
+) -> tuple[dict[str, Any], int]:
+    """Check a reply's size, its records and its number of examples; return its figures and that number."""
+    explained, size = sum(t.numel() * t.element_size() for t in tensors) + SLACK, content_bytes(content)
     if size > explained:
         raise Refused(f"it holds {size} bytes, and the model explains {explained}")
+    for name in needed:
+        if not isinstance(content.get(name), KINDS[name]):
+            raise Refused(f"the record '{name}' is missing")
+    for name, record in content.items():
+        if name not in (*needed, *optional) or not isinstance(record, KINDS[name]):
+            raise Refused(f"it has an unknown record '{shorten(name, 40)}'")
+    figures: dict[str, Any] = dict(content["figures"])
+    examples: Any = figures.get("examples")
+    if not is_whole(examples) or not 1 <= examples <= limits.max_examples:
+        raise Refused(f"says {_quote(examples)} examples; at least 1 and at most {limits.max_examples} are allowed")
+    return figures, int(examples)
 
 
 def content_bytes(content: RecordDict) -> int:
@@ -278,17 +244,7 @@ def content_bytes(content: RecordDict) -> int:
     return total
 
 
-def refuse_records(content: RecordDict, needed: Mapping[str, type], allowed: Mapping[str, type]) -> None:
-    """Refuse a reply without a record that is needed, or with one that is not known."""
-    for name, kind in needed.items():
-        if not isinstance(content.get(name), kind):
-            raise Refused(f"the record '{name}' is missing")
-    for name, record in content.items():
-        if not isinstance(record, {**needed, **allowed}.get(name, type(None))):
-            raise Refused(f"it has an unknown record '{shorten(name, 40)}'")
-
-
-def read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a record: exactly those wanted, and finite."""
     arrays, tensors = arrays_of(content, name), {}
     for key in wanted:
@@ -307,11 +263,14 @@ def read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) -
     return tensors
 
 
-def read_figures(content: RecordDict, limits: Limits) -> tuple[dict[str, Any], int]:
-    """Return a reply's numbers, and among them the number of examples, which alone is checked here."""
-    figures: dict[str, Any] = dict(content["figures"])
-    examples: Any = figures.get("examples")
-    if not is_whole(examples) or not 1 <= examples <= limits.max_examples:
-        raise Refused(f"says {shorten(repr(examples), 40)} examples; at least 1 and at most {limits.max_examples} "
-                      "are allowed")  # fmt: skip
-    return figures, int(examples)
+def _check_loss(loss: Any, kind: str) -> None:
+    if not isinstance(loss, float) or not abs(loss) <= LARGEST_LOSS:  # which a NaN is not
+        raise Refused(f"its {kind} loss is {_quote(loss)}")
+
+
+def _quote(value: Any) -> str:
+    return shorten(repr(value), 40)
+
+
+def _norm(tensor: Tensor) -> float:
+    return math.sqrt(float(torch.sum(tensor.double() ** 2)))

@@ -5,21 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any
 
-import torch
 from flwr.app import Context
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from lamina import algorithms
 from lamina.aggregation import Mean
 from lamina.algorithms import BUILT_IN
-from lamina.algorithms.contract import Algorithm, options
-from lamina.algorithms.rehearsal import rehearse
+from lamina.algorithms.contract import options
 from lamina.clients import Clients, deal
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
@@ -29,13 +26,10 @@ from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
-from lamina.flower.checks import Limits
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
 from lamina.flower.setup import Setup
 from lamina.flower.signing import SERVER_OPTION, read_signer
-from lamina.plan import Plan
-from lamina.protocol import Protocol, Settings
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +37,7 @@ log = logging.getLogger(__name__)
 class Federation(Setup):
     """A federation: what is trained, on whose data, by which rules.
 
-    The same object is made on the server and on every node; each side calls only what it needs. Nothing is loaded
-    when it is made.
+    The server and every node build the same object; each side calls only what it needs, and loads it then.
 
     Args:
         algorithm: an algorithm, or the name of one.
@@ -77,53 +70,6 @@ class Federation(Setup):
             ``lamina`` in the user's state folder.
     """
 
-    def __init__(
-        self,
-        algorithm: Algorithm | str,
-        model: Callable[[], nn.Module],
-        data: Callable[[Context], Any],
-        *,
-        clients: int,
-        rounds: int = 50,
-        out: str | Path | None = None,
-        test: Callable[[], Any] | None = None,
-        node_test: Callable[[Context], Any] | None = None,
-        device: str | torch.device = "auto",
-        evaluate_every: int = 1,
-        evaluate_on: Literal["central", "nodes", "both"] = "central",
-        nodes: Mapping[int, int] | str | Path | None = None,
-        quorum: float | int = 0.5,
-        deadline: float = 600.0,
-        attempts: int = 3,
-        poll: float = 0.2,
-        limits: Limits | None = None,
-        state_dir: str | Path | None = None,
-        signing_key: str | Path | None = None,
-        **settings: Unpack[Settings],
-    ) -> None:
-        algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-        rehearse(algorithm)
-        super().__init__(
-            algorithm=algorithm,
-            plan=Plan(Clients.elsewhere(clients), Protocol.of(algorithm, settings)),
-            make_model=model,
-            data=data,
-            test=test,
-            node_test=node_test,
-            device=device,
-            rounds=rounds,
-            evaluate_every=evaluate_every,
-            evaluate_on=evaluate_on,
-            quorum=quorum,
-            deadline=deadline,
-            attempts=attempts,
-            poll=poll,
-            limits=limits or Limits(),
-            state_dir=state_dir,
-        )
-        self.out, self.nodes, self.signing_key = out, nodes, signing_key
-        self._resolved: Callable[[], dict[str, Any]] | None = None  # of an experiment file
-
     @classmethod
     def from_experiment(cls, experiment: Experiment, **more: Any) -> Federation:
         """Return the federation of an experiment file: client i holds what the simulation deals to client i.
@@ -150,30 +96,32 @@ class Federation(Setup):
         given |= {"device": run.device, "evaluate_every": run.evaluate_every}
         clients = building.count_clients(experiment) or dealt.clients.count
         federation = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
-        federation._resolved = dealt.config
+        federation.resolved_config = dealt.config
         return federation
 
     def config(self) -> dict[str, Any]:
         """Return the run's configuration, as its folder stores it."""
-        named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
-        train = self.protocol.record()
+        config = self._described() if self.resolved_config is None else self.resolved_config()
+        config["train"]["rounds"] = self.rounds
+        config["run"] |= {"device": str(choose_device(self.device)), "engine": "flower"}
+        # A separate section, so that a report does not take a federation for a repetition of its simulation.
+        return config | {"federation": {"on": "flower"}}
+
+    def _described(self) -> dict[str, Any]:
+        """Return the sections of an experiment file that describe this federation."""
+        card, train = self.algorithm.card, self.protocol.record()
         del train["augmentation"]  # a section of an experiment's data
         if isinstance(self.protocol.aggregation, Mean):
             del train["aggregation"]
-        own: dict[str, Any] = {
+        named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
+        return {
             "data": {"name": "the nodes' own", "clients": self.plan.clients.count, "partition": {"name": "own"}},
             "model": {"name": getattr(self.make_model, "__qualname__", type(self.make_model).__name__)},
-            "algorithm": {"name": self.algorithm.card.name, "preset": None, **named},
+            "algorithm": {"name": card.name, "preset": None, **named},
             "train": {"rounds": self.rounds, **train},
             "run": {"evaluate_every": self.evaluate_every},
+            **({} if card.name in BUILT_IN else {"title": card.title}),  # a report does not import the user's code
         }
-        if self.algorithm.card.name not in BUILT_IN:  # a report does not import the user's code
-            own["title"] = self.algorithm.card.title
-        config = own if self._resolved is None else self._resolved()
-        config["train"]["rounds"] = self.rounds
-        config["run"] |= {"device": str(choose_device(self.device)), "engine": "flower"}
-        # a section of its own: in a report, a federation is not a repetition of its simulation
-        return config | {"federation": {"on": "flower"}}
 
     def server_app(self) -> ServerApp:
         """Return the app for Flower's server."""
@@ -204,7 +152,7 @@ class Federation(Setup):
 
     def client_app(self) -> ClientApp:
         """Return the app for Flower's nodes."""
-        return Node(self).app()
+        return Node(self)
 
 
 class _Dealt:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.engines.state import State
-from lamina.flower import checks, outliers, wire
-from lamina.flower.checks import Evaluation, Expected, Gradient, Update
-from lamina.flower.records import Attendance, name_of
+from lamina.flower import outliers, wire
+from lamina.flower.checks import Evaluation, Expected, FullGradient, Update
+from lamina.flower.records import Attendance
 from lamina.flower.setup import Setup
 from lamina.objective import Objective
 
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
-
-
-class Attempt(NamedTuple):
-    """One attempt at a round, or at its evaluation."""
-
-    state: State  # before the round
-    nodes: Mapping[int, int]  # by client: those that are asked
-    record: Attendance
 
 
 class Judge:
@@ -52,10 +44,9 @@ class Judge:
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over what a checkpoint stores."""
+        self.recent, self.growth = dict(facts.get("recent", {})), dict(facts.get("growth", {}))
         self.examples = {int(client): int(count) for client, count in facts.get("examples", {}).items()}
-        self.recent = {str(name): [float(v) for v in values] for name, values in facts.get("recent", {}).items()}
-        self.accepted = {int(client): list(map(str, d)) for client, d in facts.get("accepted", {}).items()}
-        self.growth = {str(name): float(value) for name, value in facts.get("growth", {}).items()}
+        self.accepted = {int(client): list(digests) for client, digests in facts.get("accepted", {}).items()}
         self.grown = {int(client): outliers.Growth(*pair) for client, pair in facts.get("grown", {}).items()}
 
     def begin_attempt(self) -> None:
@@ -76,6 +67,10 @@ class Judge:
             lambda up, steps: algorithm.implied_fields(up, down, info._replace(steps=float(steps))),
             sum(float(value.norm()) for name, value in down._asdict().items() if name != "x" and value is not None),
         )
+
+    def expected_gradient(self, state: State) -> Expected:
+        """Return what a sound full gradient (Mime's first exchange) looks like."""
+        return Expected(FullGradient(state.server.x), {}, None, self.limits)
 
     def _upload(self, down: Any, info: ClientInfo) -> Any:
         """Return the Up of one local step."""
@@ -107,54 +102,53 @@ class Judge:
 
     # --- what is removed --------------------------------------------------------------------------------------------
 
-    def remove_odd_gradients(self, gradients: dict[int, Gradient], attempt: Attempt) -> None:
+    def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""
         known = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
-        odd = outliers.judge_gradients(gradients, known, self.limits)
-        self._remove_odd(gradients, odd, outliers.sizes_of_gradients(gradients), attempt)
+        self._remove_odd(gradients, known, record)
 
     def remove_odd_updates(
-        self, updates: dict[int, Update], attempt: Attempt, down: Any, expected: Expected, last_loss: float | None
+        self,
+        updates: dict[int, Update],
+        record: Attendance,
+        state: State,
+        down: Any,
+        expected: Expected,
+        last_loss: float | None,
     ) -> None:
         """Remove updates that were sent before or stand out, and replace training losses nobody can believe."""
-        _, nodes, record = attempt
-        for client, update in list(updates.items()):
-            # An update without any movement is no sign of a replay.
-            if bool(update.up.delta.any()) and _short_digest(update) in self.accepted.get(client, []):
-                record.refuse(client, nodes[client], "its update is one it has sent before")
-                del updates[client]
-        known = self._broadcast(attempt.state, down, record.round)
-        implied = tuple(expected.implied(expected.up, 1))
-        odd = outliers.judge_updates(updates, known._replace(implied=implied), self.limits)
-        self._remove_odd(updates, odd, outliers.sizes_of_updates(updates, known), attempt)
+        # An update without any movement is no sign of a replay.
+        repeated = [
+            client
+            for client, update in updates.items()
+            if bool(update.up.delta.any()) and _short_digest(update) in self.accepted.get(client, [])
+        ]
+        _remove(updates, dict.fromkeys(repeated, "its update is one it has sent before"), record)
+        known = self._broadcast(state, down, record.round)
+        self._remove_odd(updates, known._replace(implied=tuple(expected.implied(expected.up, 1))), record)
         typical, absurd = outliers.absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
         for client in absurd:
             loss = f"its training loss {updates[client].loss:.3g}"
-            record.note(f"{name_of(client, nodes[client])}: {loss} is out of all proportion: not recorded")
+            record.note(f"{record.name(client)}: {loss} is out of all proportion: not recorded")
             updates[client] = updates[client]._replace(loss=typical)
 
-    def _remove_odd(
-        self, answers: dict[int, Any], odd: Mapping[int, str], sizes: outliers.Sizes, attempt: Attempt
-    ) -> None:
-        """Remove answers that stand out from the others, or are absurd beside those of earlier rounds."""
+    def _remove_odd(self, updates: dict[int, Update], known: outliers.Broadcast, record: Attendance) -> None:
+        """Remove updates that stand out from the others, or are absurd beside those of earlier rounds."""
+        sizes = outliers.sizes_of_updates(updates, known)
         self._sizes |= sizes
-        counts = {client: answer.examples for client, answer in answers.items()}
-        few = outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
-        for client, why in {**odd, **few, **checks.examples_grown(counts, self.examples, self.limits)}.items():
-            attempt.record.refuse(client, attempt.nodes[client], why)
-            del answers[client]
+        counts = {client: update.examples for client, update in updates.items()}
+        odd = outliers.judge_updates(updates, known, self.limits)
+        odd |= outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
+        odd |= outliers.judge_growth_of_data(counts, self.examples, self.limits)
+        _remove(updates, odd, record)
 
-    def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], attempt: Attempt) -> None:
+    def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], record: Attendance) -> None:
         """Remove evaluations that claim far too many examples, or an absurd loss."""
-        _, nodes, record = attempt
         counts = {client: one.examples for client, one in evaluations.items()}
-        for client, why in outliers.judge_counts(counts, self.limits).items():
-            record.refuse(client, nodes[client], why)
-            del evaluations[client]
-        for client in outliers.absurd_losses({client: one.loss for client, one in evaluations.items()}, None)[1]:
-            loss = f"its evaluation loss {evaluations[client].loss:.3g}"
-            record.refuse(client, nodes[client], f"{loss} is out of all proportion")
-            del evaluations[client]
+        _remove(evaluations, outliers.judge_counts(counts, self.limits), record)
+        absurd = outliers.absurd_losses({client: one.loss for client, one in evaluations.items()}, None)[1]
+        reason = "its evaluation loss {:.3g} is out of all proportion"
+        _remove(evaluations, {client: reason.format(evaluations[client].loss) for client in absurd}, record)
 
     def remember(self, updates: Mapping[int, Update], state: State, down: Any, number: int) -> None:
         """Remember the updates in the mean of a round; `state` is the one after it."""
@@ -167,6 +161,12 @@ class Judge:
             self.growth[what] = max(value, self.growth.get(what, 0.0))
         for what, median in outliers.medians(self._sizes, list(updates)).items():
             self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]
+
+
+def _remove(answers: dict[int, Any], odd: Mapping[int, str], record: Attendance) -> None:
+    for client, why in odd.items():
+        record.refuse(client, why)
+        del answers[client]
 
 
 def _short_digest(update: Update) -> str:

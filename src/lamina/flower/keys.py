@@ -1,8 +1,7 @@
-"""Keys of a federation: an authority, the server's certificate, a key pair for every node.
+"""Keys of a federation: an authority, the server's certificate, a key pair that signs tasks, a key pair for every node.
 
-Who keeps what: the authority's key and the server's key stay with whoever runs the SuperLink; a node's private key
-never leaves the node. Everybody gets ``ca.crt``; the server gets every node's ``.pub``. The key pair that signs the
-server's tasks is in `lamina.flower.signing`.
+Who keeps what: the authority's key, the server's key and ``tasks.key`` stay with whoever runs the SuperLink; a node's
+private key never leaves the node. Every node gets ``ca.crt`` and ``tasks.pub``; the server gets every node's ``.pub``.
 """
 
 from __future__ import annotations
@@ -10,22 +9,32 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from lamina.errors import BadInput
-from lamina.storage.files import cannot_write
+from lamina.storage.files import writing_to
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # always in the server's certificate
 DAYS = 365  # that certificates are valid
 HOUR = datetime.timedelta(hours=1)
 CURVE = ec.SECP384R1()
+HOST_LABEL = re.compile(r"(?=.*[a-zA-Z0-9])[a-zA-Z0-9_-]{1,63}")
 USES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
@@ -44,98 +53,98 @@ class Authority:
 
 
 def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS) -> Authority:
-    """Make an authority and a server certificate for these hosts (names or addresses) and for this machine itself.
-
-    Refuses to replace keys: whoever trusts the old ones would trust nobody afterwards.
-    """
-    made = Authority(folder)
-    refuse_existing(*made.files)
-    names = list(dict.fromkeys((*LOOPBACK, *hosts)))
-    alternatives = [_general_name(host) for host in names]
+    """Make an authority and a server certificate for these hosts (names or addresses) and for this machine itself."""
+    authority = Authority(folder)
+    refuse_existing(*authority.files)
+    alternatives = [_general_name(host) for host in dict.fromkeys((*LOOPBACK, *hosts))]
     ca_key, server_key = ec.generate_private_key(CURVE), ec.generate_private_key(CURVE)
-    issuer = _name("lamina federation authority")
-    authority = (
-        _certificate(issuer, issuer, ca_key.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage("key_cert_sign", "crl_sign"), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, hashes.SHA384())
+    issuer, subject = _name("lamina federation authority"), _name(hosts[0] if hosts else LOOPBACK[0])
+    ca_identifier, server_identifier = map(
+        x509.SubjectKeyIdentifier.from_public_key, (ca_key.public_key(), server_key.public_key())
     )
-    server = (
-        _certificate(_name(hosts[0] if hosts else names[0]), issuer, server_key.public_key(), days)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
-        .add_extension(_usage("digital_signature"), critical=True)
-        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(server_key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
-        .sign(ca_key, hashes.SHA384())
-    )
-    private_folder(folder)
-    write_key(made.key, _pem(ca_key), secret=True)
-    write_key(made.certificate, authority.public_bytes(serialization.Encoding.PEM))
-    write_key(made.server_key, _pem(server_key), secret=True)
-    write_key(made.server_certificate, server.public_bytes(serialization.Encoding.PEM))
-    return made
+    certificate = _certificate(issuer, issuer, ca_key, ca_key, days, [
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (_usage("key_cert_sign", "crl_sign"), True),
+        (ca_identifier, False),
+    ])  # fmt: skip
+    server_certificate = _certificate(subject, issuer, server_key, ca_key, days, [
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (x509.SubjectAlternativeName(alternatives), False),
+        (_usage("digital_signature"), True),
+        (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
+        (server_identifier, False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
+    ])  # fmt: skip
+    _write_pair((authority.key, _pem(ca_key)), (authority.certificate, certificate))
+    _write_pair((authority.server_key, _pem(server_key)), (authority.server_certificate, server_certificate))
+    return authority
 
 
 def make_node_key(path: Path) -> tuple[Path, Path]:
     """Make a node's key pair: the private key at this path, in OpenSSH's format, the public one at ``<path>.pub``."""
-    public = path.with_name(path.name + ".pub")
-    refuse_existing(path, public)
     key = ec.generate_private_key(CURVE)
-    openssh = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
+    line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    public = path.with_name(path.name + ".pub")
+    return _write_pair(
+        (path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())),
+        (public, line + b" " + path.name.encode() + b"\n"),
     )
-    line = key.public_key().public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    private_folder(path.parent)
-    write_key(path, openssh, secret=True)
-    write_key(public, line + b" " + path.name.encode() + b"\n")
-    return path, public
 
 
-def usable(authority: Authority, hosts: Sequence[str] = ()) -> bool:
-    """Return whether all files of an authority exist, belong together, name these hosts and are valid for a day."""
+def signing_key_files(folder: Path) -> tuple[Path, Path]:
+    """Return the paths of the server's signing key and of the public key for the nodes, in a folder of keys."""
+    return folder / "tasks.key", folder / "tasks.pub"
+
+
+def make_signing_key(folder: Path) -> tuple[Path, Path]:
+    """Make the server's signing key and the public key for the nodes."""
+    private, public = signing_key_files(folder)
+    key = Ed25519PrivateKey.generate()
+    public_pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return _write_pair((private, _pem(key)), (public, public_pem))
+
+
+def usable(authority: Authority) -> bool:
+    """Return whether all files of an authority exist, belong together, name this machine and are valid for a day."""
     try:
         ca = x509.load_pem_x509_certificate(authority.certificate.read_bytes())
         server = x509.load_pem_x509_certificate(authority.server_certificate.read_bytes())
-        key = serialization.load_pem_private_key(authority.server_key.read_bytes(), None)
+        key = load_pem_private_key(authority.server_key.read_bytes(), None)
         server.verify_directly_issued_by(ca)
-        named = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        hosts = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
         return False
     soon = datetime.datetime.now(datetime.UTC) + 24 * HOUR
     return (
         key.public_key() == server.public_key()
-        and all(_general_name(host) in named for host in (*LOOPBACK, *hosts))
+        and all(_general_name(host) in hosts for host in LOOPBACK)
         and min(ca.not_valid_after_utc, server.not_valid_after_utc) > soon
     )
 
 
 def private_folder(folder: Path) -> Path:
     """Make a folder that only its owner can look into; one that exists is left as it is."""
-    try:
+    with writing_to(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
     return folder
 
 
-def write_key(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """Write a new file; a secret one is never, not even for a moment, readable by others."""
-    try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
-            file.write(data)
-    except OSError as error:
-        raise cannot_write(path.parent, error) from error
-
-
 def refuse_existing(*paths: Path) -> None:
-    """Refuse to replace a key."""
+    """Refuse to replace a key: whoever trusts the old one would trust nobody afterwards."""
     for path in paths:
         if path.exists() or path.is_symlink():
             raise BadInput(f"'{path}' exists: a key is never replaced; choose another folder, or delete it yourself")
+
+
+def _write_pair(private: tuple[Path, bytes], public: tuple[Path, bytes]) -> tuple[Path, Path]:
+    """Write a secret file, which is never, not even for a moment, readable by others, and its public counterpart."""
+    refuse_existing(private[0], public[0])
+    folder = private_folder(private[0].parent)
+    for (path, data), mode in ((private, 0o600), (public, 0o644)):
+        with writing_to(folder), os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(data)
+    return private[0], public[0]
 
 
 def _general_name(host: str) -> x509.GeneralName:
@@ -144,11 +153,7 @@ def _general_name(host: str) -> x509.GeneralName:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:
         pass
-    labels = host.split(".")
-    if len(host) > 253 or not all(
-        0 < len(label) <= 63 and label.isascii() and label.replace("-", "").replace("_", "").isalnum()
-        for label in labels
-    ):
+    if len(host) > 253 or not all(HOST_LABEL.fullmatch(label) for label in host.split(".")):
         raise BadInput(f"'{host}' is neither a host's name nor an IP address (no port, no https://)")
     return x509.DNSName(host)
 
@@ -158,25 +163,28 @@ def _name(common: str) -> x509.Name:
 
 
 def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
-) -> x509.CertificateBuilder:
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    signer: ec.EllipticCurvePrivateKey,
+    days: int,
+    extensions: Sequence[tuple[x509.ExtensionType, bool]],
+) -> bytes:
+    """Return a certificate; the extensions say whether they are critical."""
     now = datetime.datetime.now(datetime.UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - HOUR)  # clocks differ
-        .not_valid_after(now + datetime.timedelta(days=days))
-    )
+    builder = x509.CertificateBuilder(
+        issuer, subject, key.public_key(), x509.random_serial_number(),
+        now - HOUR,  # clocks differ
+        now + datetime.timedelta(days=days),
+    )  # fmt: skip
+    for extension, critical in extensions:
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)
 
 
 def _usage(*allowed: str) -> x509.KeyUsage:
     return x509.KeyUsage(**{name: name in allowed for name in USES})
 
 
-def _pem(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+def _pem(key: ec.EllipticCurvePrivateKey | Ed25519PrivateKey) -> bytes:
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal
 
 import httpx
 from flwr.app import Message, RecordDict
@@ -37,7 +37,7 @@ ERRORS = {  # Flower's error codes, in words
 RAISED = (0, 2, 6)  # their reasons are texts of exceptions, which may quote a node's data: only the type is shown
 EXCEPTION = re.compile(r"(?:<class ')?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning))\b")
 EXPIRED = (3, 4)  # what Flower says of a message whose time is over, too
-MOST_REMEMBERED = 10_000  # answers
+FORGET_AFTER_S = 60.0  # from the end of a message's time: nobody can answer it any more
 LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
 
 
@@ -51,18 +51,20 @@ class Traffic:
     wire_up: int = 0
 
 
-class Sent(NamedTuple):
-    """A message that is on its way."""
+@dataclass
+class Sent:
+    """A message to a node."""
 
     node: int
     what: str
-    at: float  # time.monotonic()
+    expires: float  # time.monotonic()
     ttl: float
+    status: Literal["waiting", "given up", "answered"] = "waiting"
 
     @property
-    def over(self) -> bool:
-        """Whether its time is up, give or take the difference of two clocks."""
-        return time.monotonic() >= self.at + self.ttl - min(1.0, self.ttl / 10)
+    def forgotten_at(self) -> float:
+        """When a reply that nobody waits for is no longer looked for."""
+        return self.expires + FORGET_AFTER_S
 
 
 @dataclass
@@ -70,13 +72,10 @@ class Mail:
     """Sends the server's messages and collects the replies."""
 
     grid: Grid
-    poll: float  # seconds between two looks for replies
     name: Callable[[int], str]  # a node, in words
     signer: Signer | None = None  # None: in a simulation, where nodes verify nothing
     traffic: Traffic = field(default_factory=Traffic)
-    _sent: dict[str, Sent] = field(default_factory=dict)  # unanswered
-    _late: set[str] = field(default_factory=set)  # of those, the ones nobody waits for any more
-    _answered: dict[str, tuple[int, str]] = field(default_factory=dict)
+    _sent: dict[str, Sent] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._puller = Puller(self.grid)
@@ -85,7 +84,7 @@ class Mail:
         """Send one message; its id, or None and why it could not be sent. Never raises: only this node is concerned."""
         if ttl <= 0:
             return None, "no time was left to send it a message"
-        began = time.monotonic()  # its time runs while it is handed over, too
+        expires = time.monotonic() + ttl  # its time runs while it is handed over, too
         message = Message(content, node, kind, ttl=ttl, group_id=group)
         if self.signer is not None:
             self.signer.sign(message)
@@ -97,132 +96,72 @@ class Mail:
             return None, "the message could not be sent"
         self.traffic.down += wire.payload_bytes(content)
         self.traffic.wire_down += wire.wire_bytes(content)
-        what = f"{kind} of round {group}" if group else kind
-        self._sent[ids[0]] = Sent(node, what, began, ttl)
+        self._sent[ids[0]] = Sent(node, f"{kind} of round {group}" if group else kind, expires, ttl)
         return str(ids[0]), ""
 
-    def look(self, waiting: Mapping[str, int], record: Attendance) -> dict[str, Message | str]:
-        """Return the replies to these messages (id to node): each a message or, in words, why there is none.
+    def give_up(self, message: str) -> bool:
+        """Stop waiting for a reply, which is only noted if it comes later; return whether its upload has begun."""
+        self._sent[message].status = "given up"
+        return self._puller.is_uploading(message)
+
+    def look(self, waiting: Iterable[str], record: Attendance) -> dict[str, Message | str]:
+        """Return the replies to these messages: each a message or, in words, why there is none.
 
         Anything else that arrives is noted in the record and not used.
         """
-        found: dict[str, Message | str] = {}
-        self._drop_expired()
+        replies: dict[str, Message | str] = {}
+        wanted, now = list(waiting), time.monotonic()
+        for old in [m for m, sent in self._sent.items() if sent.status != "waiting" and now > sent.forgotten_at]:
+            del self._sent[old]
+        given_up = [message for message, sent in self._sent.items() if sent.status == "given up"]
         # one at a time: a reply that cannot be read must not take others with it
-        for wanted, pull in self._puller.look([*waiting, *self._late]).items():
+        for message, pull in self._puller.look([*wanted, *given_up]).items():
+            if isinstance(pull.error, httpx.TransportError):
+                raise pull.error  # the connection, not the reply
             if pull.error is not None:
-                error = pull.error
-                if isinstance(error, httpx.TransportError):
-                    raise error  # the connection, not the reply
-                self._late.discard(wanted)
-                if self._sent.pop(wanted, None) and wanted in waiting:
-                    found[wanted] = f"its reply cannot be read ({wire.shorten(f'{type(error).__name__}: {error}')})"
+                self._sent.pop(message, None)
+                if message in wanted:
+                    text = wire.shorten(f"{type(pull.error).__name__}: {pull.error}")
+                    replies[message] = f"its reply cannot be read ({text})"
             for reply in pull.replies:
-                self._sort(reply, waiting, found, record)
-        return found
+                about = reply.metadata.reply_to_message_id
+                answer = self._take(reply, self._sent.get(about), record)
+                if answer is not None and about in wanted:
+                    replies[about] = answer
+        return replies
 
-    def _sort(
-        self, reply: Message, waiting: Mapping[str, int], found: dict[str, Message | str], record: Attendance
-    ) -> None:
-        about, sender = reply.metadata.reply_to_message_id, reply.metadata.src_node_id
+    def _take(self, reply: Message, sent: Sent | None, record: Attendance) -> Message | str | None:
+        """Return a reply or why there is none; None for a reply that is only noted."""
+        sender = reply.metadata.src_node_id
         if reply.has_content():
             self.traffic.up += wire.payload_bytes(reply.content)
             self.traffic.wire_up += wire.wire_bytes(reply.content)
-        if about in self._answered:
-            node, what = self._answered[about]
-            record.note(f"{self.name(node)} answered twice ({what}): only the first counts")
-        elif about not in self._sent:
+        if sent is None:
             record.note(f"node {sender} replied to a message that was not sent: ignored")
-        elif reply.has_content() and sender != self._sent[about].node:
-            record.note(f"node {sender} replied to a message to {self.name(self._sent[about].node)}: ignored")
+        elif sent.status == "answered":
+            record.note(f"{self.name(sent.node)} answered twice ({sent.what}): only the first counts")
+        elif reply.has_content() and sender != sent.node:
+            record.note(f"node {sender} replied to a message to {self.name(sent.node)}: ignored")
         else:
-            sent = self._sent.pop(about)
-            node, what = sent.node, sent.what
-            self._late.discard(about)
-            self._answered[about] = (node, what)
-            if about not in waiting:
-                if reply.has_content():
-                    record.note(f"{self.name(node)} answered too late ({what}): ignored")
-            elif reply.has_error() and reply.error.code in EXPIRED and sent.over:
-                found[about] = late(sent.ttl)
-            elif reply.has_error():
-                words = ERRORS.get(reply.error.code, f"error {reply.error.code}")
-                reason = wire.shorten((reply.error.reason or "").strip().rpartition("\n")[2])
-                if reply.error.code in RAISED:
-                    raised = EXCEPTION.match(reason)
-                    reason = raised[1] if raised else ""
-                found[about] = f"{words}: {reason}" if reason else words
-            else:
-                found[about] = reply
+            is_late, sent.status = sent.status == "given up", "answered"
+            if not is_late:
+                return _why(reply, sent) if reply.has_error() else reply
+            if reply.has_content():
+                record.note(f"{self.name(sent.node)} answered too late ({sent.what}): ignored")
+        return None
 
-    def give_up(self, messages: Iterable[str]) -> None:
-        """Stop waiting for these messages; a later reply is only noted in the record."""
-        self._late.update(messages)
 
-    def _drop_expired(self) -> None:
-        """Forget messages nobody can answer any more, and all but the newest answers."""
-        now = time.monotonic()
-        for old in [m for m in self._late if now > self._sent[m].at + self._sent[m].ttl + 60]:
-            self._late.discard(old)
-            del self._sent[old]
-        while len(self._answered) > MOST_REMEMBERED:
-            del self._answered[next(iter(self._answered))]
-
-    def exchange(
-        self,
-        contents: Mapping[int, RecordDict],
-        kind: str,
-        group: str,
-        seconds: float,
-        record: Attendance,
-        answer: Callable[[int, RecordDict], RecordDict | None],
-        waits: Callable[[Iterable[int]], None] = lambda nodes: None,
-    ) -> dict[int, str]:
-        """Send every node its message and hand its reply to `answer`, until all have replied or the time is up.
-
-        Args:
-            contents: what each node is sent.
-            kind: Flower's message type.
-            group: the round.
-            seconds: how long each has to reply; what is sent once more does not prolong it.
-            record: takes notes of odd replies.
-            answer: called with a node and its reply; if it returns a content, that is sent to the same node.
-            waits: called at every look with the nodes that have not replied.
-
-        Returns:
-            The nodes that did not reply, and why.
-        """
-        failed: dict[int, str] = {}
-        waiting: dict[str, int] = {}
-
-        def send(node: int, content: RecordDict, ttl: float) -> None:
-            sent, why = self.send(node, content, kind, group, ttl)
-            if sent is None:
-                failed[node] = why
-            else:
-                waiting[sent] = node
-
-        for node, content in contents.items():
-            send(node, content, seconds)
-        until = time.monotonic() + seconds
-        while waiting:
-            for about, reply in self.look(waiting, record).items():
-                node = waiting.pop(about)
-                if isinstance(reply, str):
-                    failed[node] = reply
-                    continue
-                again = answer(node, reply.content)
-                if again is not None:
-                    send(node, again, until - time.monotonic())
-            if not waiting or time.monotonic() >= until:
-                break
-            waits(waiting.values())
-            time.sleep(min(self.poll, max(0.0, until - time.monotonic())))
-        self.give_up(waiting)
-        for message, node in waiting.items():
-            stalled = self._puller.is_uploading(message)
-            failed[node] = late(seconds) + " (it began to send one, and did not complete it)" * stalled
-        return failed
+def _why(reply: Message, sent: Sent) -> str:
+    """Return what Flower's error means, in words."""
+    code = reply.error.code
+    difference_of_clocks = min(1.0, sent.ttl / 10)
+    if code in EXPIRED and time.monotonic() >= sent.expires - difference_of_clocks:
+        return late(sent.ttl)
+    reason = wire.shorten((reply.error.reason or "").strip().rpartition("\n")[2])
+    if code in RAISED:
+        exception = EXCEPTION.match(reason)
+        reason = exception[1] if exception else ""
+    return ERRORS.get(code, f"error {code}") + (f": {reason}" if reason else "")
 
 
 def late(seconds: float) -> str:

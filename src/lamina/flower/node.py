@@ -33,7 +33,6 @@ from lamina.plan import Plan, Round
 from lamina.text import printable
 
 log = logging.getLogger(__name__)
-TYPES = (MessageType.QUERY, MessageType.TRAIN, wire.GRADIENT, MessageType.EVALUATE)
 MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on
 
 
@@ -45,79 +44,58 @@ class Missing(Exception):
         self.names = names
 
 
-class App(ClientApp):
-    """Flower's app, which answers a message of an unknown type instead of raising an exception."""
-
-    def __init__(self, refuse: Callable[[Message, Context], Message]) -> None:
-        super().__init__()
-        self._refuse = refuse
-
-    def __call__(self, message: Message, context: Context) -> Message:
-        """Answer a message."""
-        is_known = message.metadata.message_type in TYPES
-        return super().__call__(message, context) if is_known else self._refuse(message, context)
-
-
-class Node:
-    """Answers the server's messages."""
+class Node(ClientApp):
+    """Flower's app of a node: answers the server's messages."""
 
     def __init__(self, setup: Setup) -> None:
+        super().__init__()
         self.setup, self.algorithm = setup, setup.algorithm
 
-    def app(self) -> ClientApp:
-        """Return the Flower app."""
-        app = App(self._answering(self.refuse))
-        app.query()(self._answering(self.who))
-        app.train()(self._answering(self.train))
-        app.train("gradient")(self._answering(self.gradient))
-        app.evaluate()(self._answering(self.evaluate))
-        return app
-
-    def _answering(self, do: Callable[[RecordDict, Context], RecordDict]) -> Callable[[Message, Context], Message]:
-        """Return a handler of messages, which reports a problem in one line instead of raising an exception.
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Answer a message; a problem is reported in one line, and no exception is raised.
 
         An exception's own text stays on the node: it may quote the node's data.
         """
-
-        def handle(message: Message, context: Context) -> Message:
-            token, content, problem = "", RecordDict(), {}
-            try:
-                token = wire.token_of(message.content)
-                signing.authenticate(message, context)
-                content = do(message.content, context)
-            except Missing as error:
-                problem = {"text": str(error), "missing": error.names}
-            except Diverged as error:
-                problem = {"text": str(error), "diverged": error.layer}
-            except LaminaError as error:
-                text = own_words(error)
-                log.warning("round %s: %s", message.metadata.group_id or "-", text)
-                problem = {"text": wire.shorten(text, 1000)}
-            except Exception as error:
-                log.exception("this node cannot answer a message of the server")
-                problem = {"text": f"its app raised {type(error).__name__}; the node's own log says more"}
-            if problem:
-                content = wire.content_of({"problem": problem})
-            content[wire.ANSWER] = ConfigRecord({"to": token})
-            return Message(content, reply_to=message)
-
-        return handle
+        token, content, problem = "", RecordDict(), {}
+        answers = {
+            MessageType.QUERY: self.send_name,
+            MessageType.TRAIN: self.send_update,
+            MessageType.EVALUATE: self.send_evaluation,
+            wire.GRADIENT: self.send_gradient,
+        }
+        try:
+            token = wire.token_of(message.content)
+            signing.authenticate(message, context)
+            if message.metadata.message_type not in answers:
+                raise BadInput(f"refused a message of an unknown type: {wire.SAME_VERSION}")
+            content = answers[message.metadata.message_type](message.content, context)
+        except Missing as error:
+            problem = {"text": str(error), "missing": error.names}
+        except Diverged as error:
+            problem = {"text": str(error), "diverged": error.layer}
+        except LaminaError as error:
+            text = own_words(error)
+            log.warning("round %s: %s", message.metadata.group_id or "-", text)
+            problem = {"text": wire.shorten(text, 1000)}
+        except Exception as error:
+            log.exception("this node cannot answer a message of the server")
+            problem = {"text": f"its app raised {type(error).__name__}; the node's own log says more"}
+        if problem:
+            content = wire.content_of({"problem": problem})
+        content[wire.ANSWER] = ConfigRecord({"to": token})
+        return Message(content, reply_to=message)
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def who(self, content: RecordDict, context: Context) -> RecordDict:
+    def send_name(self, content: RecordDict, context: Context) -> RecordDict:
         """Return the number of this node's client, from its own configuration."""
         return wire.content_of({"who": {"client": client_number(context)}})
 
-    def refuse(self, content: RecordDict, context: Context) -> RecordDict:
-        """Refuse a message of a type that this app has no function for."""
-        raise BadInput(f"refused a message of an unknown type: {wire.SAME_VERSION}")
-
-    def train(self, content: RecordDict, context: Context) -> RecordDict:
+    def send_update(self, content: RecordDict, context: Context) -> RecordDict:
         """Train locally for one round; the client's new state is on disk before the update is sent."""
         task, store, data = self._begin(content, context)
         down, buffers, client = self._given(content, task, store)
-        loop, plan = self._loop(task, data), self._plan(task, data)
+        loop, plan = Loop(self.algorithm, self.objective, data, task.protocol), self._plan(task, data)
         needs = self.algorithm.needs(task.round)
         info = ClientInfo(task.round, task.protocol.lr, self.objective.layers, steps=float(plan.steps[0]))
         if needs.full_gradient:
@@ -136,11 +114,12 @@ class Node:
         moved = {name: wire.encode(value) for name, value in wire.floating(buffers).items()}
         return wire.content_of({"up": wire.pack(up), "buffers": moved, "figures": figures})
 
-    def gradient(self, content: RecordDict, context: Context) -> RecordDict:
+    def send_gradient(self, content: RecordDict, context: Context) -> RecordDict:
         """Return the gradient over all local data at x (Mime's first exchange); keep both for the second exchange."""
         task, store, data = self._begin(content, context)
         x, buffers = self._model(content), self._buffers(content)
-        gradient = self._loop(task, data).full_gradient(x, buffers, self._plan(task, data), 0)
+        loop = Loop(self.algorithm, self.objective, data, task.protocol)
+        gradient = loop.full_gradient(x, buffers, self._plan(task, data), 0)
         if not bool(torch.isfinite(gradient).all()):
             raise diverged(
                 self.objective.layers, gradient, task.round, task.protocol.lr, task.client, " (full gradient)"
@@ -149,7 +128,7 @@ class Node:
         store.save_held("own-gradient", task.token, gradient)
         return wire.content_of({"up": {"gradient": wire.encode(gradient)}, "figures": {"examples": len(data)}})
 
-    def evaluate(self, content: RecordDict, context: Context) -> RecordDict:
+    def send_evaluation(self, content: RecordDict, context: Context) -> RecordDict:
         """Evaluate the server's model on this node's data."""
         self._accept(content, context)
         data = self._data(self.setup.node_test or self.setup.data, context)
@@ -182,10 +161,10 @@ class Node:
                 "the server's algorithm, its options, the model's layers or its frozen weights are not this node's: "
                 "run the same app on both sides"
             )
-        own = context.node_config.get("partition-id")  # this node's data follow it
-        if own is not None and str(own) != str(task.client):
+        partition = context.node_config.get("partition-id")  # this node's data follow it
+        if partition is not None and str(partition) != str(task.client):
             raise BadInput(
-                f"this node is client {task.client} for the server, and its own partition-id is {own}: "
+                f"this node is client {task.client} for the server, and its own partition-id is {partition}: "
                 "correct the server's list of nodes, or restart the node with the other number"
             )
         root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
@@ -204,20 +183,16 @@ class Node:
         like_down = algorithm.broadcast(
             algorithm.init(start, layers), ServerInfo(task.round, task.protocol.lr, layers, mean_gradient=mean_gradient)
         )
-        wanted = {name for name, value in zip(like_down._fields, like_down, strict=True) if value is not None}
-        names = {*wire.arrays_of(content, "down"), *task.held}
-        if names != wanted:
-            odd = wire.shorten(", ".join(sorted(names ^ wanted)), 80)
-            raise BadInput(
-                f"the server's message lacks, or has beside those it needs, the fields {odd}: {wire.SAME_VERSION}"
-            )
+        wanted = {name for name, value in like_down._asdict().items() if value is not None}
         arrays = wire.arrays_of(content, "down")
+        if {*arrays, *task.held} != wanted:
+            names = wire.shorten(", ".join(sorted({*arrays, *task.held} ^ wanted)), 80)
+            raise BadInput(
+                f"the server's message lacks, or has beside those it needs, the fields {names}: {wire.SAME_VERSION}"
+            )
         sent = {name: _decode(name, array, getattr(like_down, name)) for name, array in arrays.items()}
-        held = {
-            name: store.load_held(name, tag)
-            for name, tag in zip(task.held, task.held_digests, strict=True)
-            if name not in sent
-        }
+        digests = dict(zip(task.held, task.held_digests, strict=True))
+        held = {name: store.load_held(name, digest) for name, digest in digests.items() if name not in sent}
         missing = [name for name, value in held.items() if value is None]
         like = algorithm.client_init(start, layers)
         client = None
@@ -240,12 +215,10 @@ class Node:
 
     def _buffers(self, content: RecordDict) -> Buffers:
         """Return buffers to train with: the server's floating ones, and this node's others."""
-        own = {name: value.clone() for name, value in self.objective.buffers.items()}
+        buffers = {name: value.clone() for name, value in self.objective.buffers.items()}
         arrays = wire.arrays_of(content, "buffers")
-        return own | {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(own).items()}
-
-    def _loop(self, task: Task, data: Dataset) -> Loop:
-        return Loop(self.algorithm, self.objective, data, task.protocol)
+        sent = {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(buffers).items()}
+        return buffers | sent
 
     def _plan(self, task: Task, data: Dataset) -> Round:
         """Return this client's part of the round plan: the same batches as if all clients were simulated together."""
@@ -256,10 +229,10 @@ class Node:
                 f"the server asks for {steps} local steps of {batch} samples in one round, and this node trains on at "
                 f"most {MAX_SAMPLES_PER_ROUND}: lower epochs or local_steps"
             )
-        own = Plan(Clients.elsewhere(task.clients), protocol).round_of(
+        plan = Plan(Clients.elsewhere(task.clients), protocol).round_of(
             task.round, np.array([task.client]), [np.arange(len(data))]
         )
-        return dataclasses.replace(own, participation=task.participation)
+        return dataclasses.replace(plan, participation=task.participation)
 
 
 def _decode(name: str, array: Array | None, like: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.flower.checks import FEWEST_FOR_A_MEDIAN, Gradient, Limits, Update
+from lamina.flower.checks import Limits, Update
 from lamina.layers import Layers
 from lamina.objective import Buffers
 
+FEWEST_FOR_A_MEDIAN = 3  # answers
 FULL_COHORT = 10  # answers; with fewer, a median says less, and the limits are wider by as much
 STEPS_CREDIT = 3.0  # times the median number of local steps for which a longer update is due to more data
 OTHER_FIELDS = 1.5  # times `times_against`: gradients of honest clients are opposed more often than their steps
@@ -31,7 +32,11 @@ REMEMBERED = 5  # rounds whose medians judge a round with fewer than three answe
 FEW_ANSWERS = 20.0  # times `times_median`: the limit in such a round
 LOSS_FACTOR = 100.0  # times the typical loss of a round: more is absurd
 LEAST_TYPICAL_LOSS = 1.0  # so that a client that fits worse than others, which fit perfectly, is not absurd
+MOST_GROWTH = 10  # times the number of examples a client had when it last took part
 HOSTILE_SHARE = 0.1  # of the clients, at least one: so many of the largest values are not believed
+
+Reasons = Iterator[tuple[int, str]]  # by the position of a client among the answers: why its answer stands out
+Sizes = dict[str, dict[int, float]]  # a size of every answer, by what is measured and client
 
 
 class Growth(NamedTuple):
@@ -56,66 +61,41 @@ class Broadcast(NamedTuple):
     grown: Mapping[int, Growth] = {}  # by client, over the rounds that it took part in
 
 
-class Segment(NamedTuple):
-    """A part of the flat vector: all of it, or one module."""
-
-    name: str
-    products: Tensor  # [clients, clients]: the inner products of the clients' vectors
-    wider: float
-
-
 def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limits) -> dict[int, str]:
     """Return the clients whose updates stand out, each with the reason; nothing with fewer than three updates."""
     if limits.times_median is None or len(updates) < FEWEST_FOR_A_MEDIAN:
         return {}
-    clients, answers = list(updates), list(updates.values())
-    found = judge_counts({client: answer.examples for client, answer in updates.items()}, limits)
+    clients = list(updates)
+    odd = judge_counts({client: update.examples for client, update in updates.items()}, limits)
+    for i, why in _judge_answers(updates, known, limits, limits.times_median):
+        odd.setdefault(clients[i], why)
+    return odd
 
-    def add(reasons: Mapping[int, str]) -> None:
-        for i, why in reasons.items():
-            found.setdefault(clients[i], why)
 
-    steps = torch.tensor([float(answer.steps) for answer in answers], dtype=torch.float64)
-    weights = _relative_weights([answer.examples for answer in answers], known.by_examples)
-    inherited = [known.inherited(answer.steps) for answer in answers]
-    for at, name in enumerate(answers[0].up._fields):
-        vectors = [answer.up[at] for answer in answers]
-        if vectors[0] is None or name in known.implied:
-            continue
-        if name in inherited[0]:
-            own = [base[name] for base in inherited]
-            add(_judge_second_moments(name, vectors, own, steps, known, limits.times_median))
+def _judge_answers(updates: Mapping[int, Update], known: Broadcast, limits: Limits, times: float) -> Reasons:
+    answers, steps = list(updates.values()), _steps(updates)
+    examples = torch.tensor([answer.examples for answer in answers], dtype=torch.float64)
+    weights = examples / _median(examples) if known.by_examples else torch.ones_like(examples)
+    second_moments = known.inherited(answers[0].steps)
+    for name in answers[0].up._fields:
+        vectors = [getattr(answer.up, name) for answer in answers]
+        if vectors[0] is None or name in known.implied or name in second_moments:
             continue
         if name == "delta" and known.step(1) is not None:
             vectors = [vector - known.step(answer.steps) for vector, answer in zip(vectors, answers, strict=True)]
-        add(_judge_vectors(f"'{name}'", vectors, weights, steps, known.layers, limits))
+        yield from _judge_vectors(f"'{name}'", vectors, weights, steps, known.layers, limits)
         if name == "delta" and known.drift is not None:
-            add(_judge_drift(vectors, weights, known.drift, limits))
-    if any(inherited):
-        add(_judge_growth(updates, known, limits.times_median))
+            yield from _judge_drift(vectors, weights, known.drift, limits)
+    if second_moments:
+        yield from _judge_second_moments(updates, known, times)
+        yield from _judge_growth(updates, known, times)
     for name, before in known.totals.items():
         vectors = [getattr(answer.up, name) + before.get(client, 0.0) for client, answer in updates.items()]
         equal = torch.ones_like(steps)
-        add(_judge_vectors(f"the sum of '{name}' over all rounds", vectors, equal, equal, known.layers, limits))
+        yield from _judge_vectors(f"the sum of '{name}' over all rounds", vectors, equal, equal, known.layers, limits)
     for name in answers[0].buffers:
         values = [answer.buffers[name] for answer in answers]
-        add(_judge_buffer(name, values, known.buffers[name], limits.times_median))
-    return found
-
-
-def judge_gradients(gradients: Mapping[int, Gradient], known: Broadcast, limits: Limits) -> dict[int, str]:
-    """Return the clients whose full gradients (Mime's first exchange) stand out, each with the reason."""
-    if limits.times_median is None or len(gradients) < FEWEST_FOR_A_MEDIAN:
-        return {}
-    clients, answers = list(gradients), list(gradients.values())
-    found = judge_counts({client: answer.examples for client, answer in gradients.items()}, limits)
-    weights = _relative_weights([answer.examples for answer in answers], known.by_examples)
-    vectors = [answer.gradient for answer in answers]
-    reasons = _judge_vectors("'gradient'", vectors, weights, torch.ones(len(answers)).double(), known.layers, limits)
-    return {clients[i]: why for i, why in reasons.items()} | found
-
-
-Sizes = dict[str, dict[int, float]]  # a size of every answer, by what is measured and client
+        yield from _judge_buffer(name, values, known.buffers[name], times)
 
 
 def sizes_of_updates(updates: Mapping[int, Update], known: Broadcast) -> Sizes:
@@ -125,21 +105,13 @@ def sizes_of_updates(updates: Mapping[int, Update], known: Broadcast) -> Sizes:
         inherited = known.inherited(update.steps)
         for name, value in zip(update.up._fields, update.up, strict=True):
             if value is not None:
-                own = value.double() - inherited.get(name, 0.0)
-                sizes.setdefault(f"'{name}' has norm", {})[client] = float(torch.linalg.vector_norm(own))
+                added = value.double() - inherited.get(name, 0.0)
+                sizes.setdefault(f"'{name}' has norm", {})[client] = float(torch.linalg.vector_norm(added))
         if update.buffers:
             norms = torch.stack([torch.linalg.vector_norm(value.double()) for value in update.buffers.values()])
             sizes.setdefault("its buffers have norm", {})[client] = float(torch.linalg.vector_norm(norms))
         sizes.setdefault("its number of examples is", {})[client] = float(update.examples)
     return sizes
-
-
-def sizes_of_gradients(gradients: Mapping[int, Gradient]) -> Sizes:
-    """Return the norms and numbers of examples of Mime's first exchange."""
-    return {
-        "'gradient' has norm": {c: float(torch.linalg.vector_norm(g.gradient.double())) for c, g in gradients.items()},
-        "its number of examples is": {c: float(g.examples) for c, g in gradients.items()},
-    }
 
 
 def medians(sizes: Sizes, used: Sequence[int]) -> dict[str, float]:
@@ -151,17 +123,28 @@ def medians(sizes: Sizes, used: Sequence[int]) -> dict[str, float]:
 
 def judge_by_earlier_rounds(sizes: Sizes, recent: Mapping[str, Sequence[float]], limits: Limits) -> dict[int, str]:
     """Return the clients of a round with fewer than three answers that sent something absurd, each with the reason."""
-    found: dict[int, str] = {}
+    absurd: dict[int, str] = {}
     for what, values in sizes.items():
         if limits.times_median is None or len(values) >= FEWEST_FOR_A_MEDIAN or not recent.get(what):
             continue
         median, times = statistics.median(recent[what]), FEW_ANSWERS * limits.times_median
         for client, value in values.items():
             if value > times * median > 0:
-                found.setdefault(
+                absurd.setdefault(
                     client, f"{what} {value:.4g}, more than {times:g} times the median of the last rounds, {median:.4g}"
                 )
-    return found
+    return absurd
+
+
+def judge_growth_of_data(examples: Mapping[int, int], before: Mapping[int, int], limits: Limits) -> dict[int, str]:
+    """Return the clients that claim far more examples than when they last took part, each with the reason."""
+    if limits.times_median is None:
+        return {}
+    return {
+        client: f"says {count} examples, more than {MOST_GROWTH} times the {before[client]} when it last took part"
+        for client, count in examples.items()
+        if client in before and count > MOST_GROWTH * before[client]
+    }
 
 
 def judge_counts(examples: Mapping[int, int], limits: Limits) -> dict[int, str]:
@@ -195,7 +178,7 @@ def absurd_losses(losses: Mapping[int, float], before: float | None) -> tuple[fl
 
 def _judge_vectors(
     title: str, vectors: Sequence[Tensor], weights: Tensor, steps: Tensor, layers: Layers, limits: Limits
-) -> dict[int, str]:
+) -> Reasons:
     """Find vectors that are much longer than the others, or long and opposed to them.
 
     A vector that is longer because its client took more local steps is not too long. Its weight in the mean counts
@@ -204,7 +187,6 @@ def _judge_vectors(
     assert limits.times_median is not None
     wider = _wider(len(vectors))
     credit = steps.clamp(max=STEPS_CREDIT * float(_median(steps)))
-    found: dict[int, str] = {}
     for where, products, more in _segments(vectors, layers):
         norms = products.diagonal().clamp(min=0).sqrt()
         median, per_step = _median(norms), _median(norms / steps)
@@ -214,23 +196,16 @@ def _judge_vectors(
         longest = limits.times_median * wider * more
         what = title + (f" of '{where}'" if where else "")
         for i in _where(ratio > longest):
-            found.setdefault(
-                i,
-                f"{what} has norm {float(norms[i]):.4g}, more than {longest:.3g} times the round's median, "
-                f"{float(median):.4g}",
-            )
+            norm = f"{what} has norm {norms[i]:.4g}"
+            yield i, f"{norm}, more than {longest:.3g} times the round's median, {median:.4g}"
         against = _opposition(products, norms, median) * weights
         most = limits.times_against * wider * more * (1.0 if title == "'delta'" else OTHER_FIELDS)
         for i in _where(against > most):
-            found.setdefault(
-                i,
-                f"{what} is opposed to the others with {float(against[i]):.3g} times the weight of a median one; "
-                f"at most {most:.3g} is allowed",
-            )
-    return found
+            opposition = f"{against[i]:.3g} times the weight of a median one; at most {most:.3g} is allowed"
+            yield i, f"{what} is opposed to the others with {opposition}"
 
 
-def _judge_drift(vectors: Sequence[Tensor], weights: Tensor, drift: Tensor, limits: Limits) -> dict[int, str]:
+def _judge_drift(vectors: Sequence[Tensor], weights: Tensor, drift: Tensor, limits: Limits) -> Reasons:
     """Find steps that take back what all rounds so far have moved, even if this round moves elsewhere.
 
     Nobody is judged while most clients move back: they may have gone too far.
@@ -239,17 +214,15 @@ def _judge_drift(vectors: Sequence[Tensor], weights: Tensor, drift: Tensor, limi
     median = _median(torch.linalg.vector_norm(rows, dim=1))
     length = torch.linalg.vector_norm(drift.double())
     if not float(median * length) > 0:
-        return {}
+        return
     back = -(rows @ (drift.double() / length)) / median
     if float(_median(back)) > RETREAT:
-        return {}
+        return
     back = back * weights
     most = limits.times_against * _wider(len(vectors))
-    return {
-        i: f"'delta' moves the model back towards its start by {float(back[i]):.3g} times the norm of a median "
-        f"one; at most {most:.3g} is allowed"
-        for i in _where(back > most)
-    }
+    for i in _where(back > most):
+        distance = f"{back[i]:.3g} times the norm of a median one; at most {most:.3g} is allowed"
+        yield i, f"'delta' moves the model back towards its start by {distance}"
 
 
 def _opposition(products: Tensor, norms: Tensor, median: Tensor) -> Tensor:
@@ -264,122 +237,116 @@ def _opposition(products: Tensor, norms: Tensor, median: Tensor) -> Tensor:
     return torch.where(lengths > 0, -along / (lengths * median), 0.0)
 
 
-def _segments(vectors: Sequence[Tensor], layers: Layers) -> list[Segment]:
-    """Return the inner products of the whole vectors and, for vectors of the model's size, of every module."""
+def _segments(vectors: Sequence[Tensor], layers: Layers) -> list[tuple[str, Tensor, float]]:
+    """Return the inner products of the whole vectors and, for vectors of the model's size, of every module.
+
+    Each has the module's name, the products [clients, clients], and how much wider its limits are.
+    """
     sizes = layers.group_sizes("module") if vectors[0].numel() == layers.size else [vectors[0].numel()]
     names = layers.group_names("module") if len(sizes) > 1 else ("",)
     pieces = zip(*(torch.split(vector.flatten(), sizes) for vector in vectors), strict=True)
     parts = []
     for name, rows in zip(names, pieces, strict=True):
         stacked = torch.stack(rows).double().cpu()
-        parts.append(Segment(name or "model", stacked @ stacked.T, PER_LAYER))
-    whole = Segment("", torch.stack([part.products for part in parts]).sum(0), 1.0)
+        parts.append((name or "model", stacked @ stacked.T, PER_LAYER))
+    whole = ("", torch.stack([products for _, products, _ in parts]).sum(0), 1.0)
     return [whole, *parts] if len(parts) > 1 else [whole]
 
 
-def _judge_second_moments(
-    name: str, vectors: Sequence[Tensor], inherited: Sequence[Tensor], steps: Tensor, known: Broadcast, times: float
-) -> dict[int, str]:
-    """Find second moments that grow more than the others' do: in the sum over a layer, or in a single coordinate.
+# --- second moments --------------------------------------------------------------------------------------------------
+
+
+def _second_moments(updates: Mapping[int, Update], known: Broadcast) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yield a field, a layer, what its second moments began with, and what was added: [clients, size].
 
     Only what a client added in this round is compared: what it inherited from the broadcast may have been poisoned
     before, and would hide or excuse more of it. Late in a run most clients add next to nothing, so the sum may be as
     large as is usual in any round so far.
     """
-    wider = _wider(len(vectors))
+    answers, layers = list(updates.values()), known.layers
+    inherited = [known.inherited(answer.steps) for answer in answers]
+    for name in inherited[0]:
+        vectors = [getattr(answer.up, name) for answer in answers]
+        if vectors[0] is None:
+            continue
+        sizes = layers.sizes if vectors[0].numel() == layers.size else [vectors[0].numel()]
+        names = layers.names if len(sizes) == len(layers.names) else (name,)
+        sent = zip(*(torch.split(vector, sizes) for vector in vectors), strict=True)
+        began = zip(*(torch.split(moments[name], sizes) for moments in inherited), strict=True)
+        for layer, rows, bases in zip(names, sent, began, strict=True):
+            base = torch.stack(bases).double()
+            yield name, layer, base, (torch.stack(rows).double() - base).clamp(min=0)
+
+
+def _judge_second_moments(updates: Mapping[int, Update], known: Broadcast, times: float) -> Reasons:
+    """Find second moments that grow more than the others' do: in the sum over a layer, or in a single coordinate."""
+    steps = _steps(updates)
     steps = steps.clamp(max=STEPS_CREDIT * float(_median(steps)))
-    found: dict[int, str] = {}
-    for layer, base, added in _added(name, vectors, inherited, known.layers):
+    most_in_sum, most = (times * factor * _wider(len(updates)) for factor in (SUM_OF_MOMENTS, ONE_MOMENT))
+    for name, layer, base, added in _second_moments(updates, known):
+        if name in known.implied:
+            continue
         sums = added.sum(1)
-        usual = _median(sums).clamp(min=known.growth.get(f"{name} of {layer}", 0.0))
+        usual = _usual(sums, name, layer, known)
         usual_per_step = torch.maximum(_median(sums / steps), usual / _median(steps))
-        most = times * SUM_OF_MOMENTS * wider
-        over = (sums > most * usual) & (sums / steps > most * usual_per_step)
-        for i in _where(over):
-            found.setdefault(
-                i, f"'{name}' of '{layer}' grew by {float(sums[i]):.4g} in sum, more than {most:.3g} times what the "
-                f"others' did, {float(usual):.4g}",
-            )  # fmt: skip
+        for i in _where((sums > most_in_sum * usual) & (sums / steps > most_in_sum * usual_per_step)):
+            growth = f"'{name}' of '{layer}' grew by {sums[i]:.4g} in sum"
+            yield i, f"{growth}, more than {most_in_sum:.3g} times what the others' did, {usual:.4g}"
         reference = torch.maximum(_believed_maximum(added), base.amin(0)).clamp(min=float(_median(added.amax(1))))
-        most = times * ONE_MOMENT * wider
         for i in _where((added > most * reference).any(1)):
-            found.setdefault(i, f"'{name}' of '{layer}' has entries more than {most:.3g} times as large as the others'")
-    return found
+            yield i, f"'{name}' of '{layer}' has entries more than {most:.3g} times as large as the others'"
 
 
-def _judge_growth(updates: Mapping[int, Update], known: Broadcast, times: float) -> dict[int, str]:
+def _judge_growth(updates: Mapping[int, Update], known: Broadcast, times: float) -> Reasons:
     """Find clients whose second moments have grown more than the others' in the rounds that they took part in.
 
     What passes in every single round may still add up: a server's second moments forget slowly, or never.
     """
     most = times * GROWTH_SO_FAR * _wider(len(updates))
-    grown = add_growth(updates, known).values()
-    return {
-        i: f"its second moments have grown by {own:.3g} in all its rounds (1: what is usual in a round), more than "
-        f"{most:.3g} times as much as the others', {others:.3g}"
-        for i, (own, others) in enumerate(grown)
-        if own > most * max(1.0, others)
-    }
+    for i, (own, others) in enumerate(add_growth(updates, known).values()):
+        if own > most * max(1.0, others):
+            growth = f"its second moments have grown by {own:.3g} in all its rounds (1: what is usual in a round)"
+            yield i, f"{growth}, more than {most:.3g} times as much as the others', {others:.3g}"
 
 
 def add_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[int, Growth]:
-    """Return `known.grown` of these clients with this round added."""
-    growth = _relative_growth(updates, known)
-    usual = statistics.median(growth.values())
-    before = {client: known.grown.get(client, Growth(0.0, 0.0)) for client in updates}
-    return {c: Growth(before[c].own + own, before[c].others + usual) for c, own in growth.items()}
-
-
-def _added(
-    name: str, vectors: Sequence[Tensor], inherited: Sequence[Tensor], layers: Layers
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield every layer's name, what its second moments began with, and what was added: [clients, size]."""
-    sizes = layers.sizes if vectors[0].numel() == layers.size else [vectors[0].numel()]
-    names = layers.names if len(sizes) == len(layers.names) else (name,)
-    sent = zip(*(torch.split(vector, sizes) for vector in vectors), strict=True)
-    began = zip(*(torch.split(vector, sizes) for vector in inherited), strict=True)
-    for layer, rows, bases in zip(names, sent, began, strict=True):
-        base = torch.stack(bases).double()
-        yield layer, base, (torch.stack(rows).double() - base).clamp(min=0)
-
-
-def _relative_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[int, float]:
-    """Return how much every client's second moments grew, in units of what is usual for a layer: the mean over layers.
+    """Return `known.grown` of these clients with this round added: the mean over layers of what is usual for each.
 
     More local steps excuse more growth.
     """
-    answers = list(updates.values())
-    inherited = [known.inherited(answer.steps) for answer in answers]
-    steps = torch.tensor([float(answer.steps) for answer in answers], dtype=torch.float64)
+    steps = _steps(updates)
     excused = (steps / _median(steps)).clamp(1.0, STEPS_CREDIT)
     ratios = [torch.zeros_like(steps)]
-    for name in inherited[0]:
-        vectors = [getattr(answer.up, name) for answer in answers]
-        if vectors[0] is not None:
-            for layer, _, added in _added(name, vectors, [base[name] for base in inherited], known.layers):
-                sums = added.sum(1).cpu() / excused
-                usual = _median(sums).clamp(min=known.growth.get(f"{name} of {layer}", 0.0))
-                ratios.append(torch.where(usual > 0, sums / usual, 0.0))
-    means = torch.stack(ratios).sum(0) / max(1, len(ratios) - 1)
-    return dict(zip(updates, means.tolist(), strict=True))
+    for name, layer, _, added in _second_moments(updates, known):
+        sums = added.sum(1).cpu() / excused
+        usual = _usual(sums, name, layer, known)
+        ratios.append(torch.where(usual > 0, sums / usual, 0.0))
+    growth = (torch.stack(ratios).sum(0) / max(1, len(ratios) - 1)).tolist()
+    median = statistics.median(growth)
+    before = [known.grown.get(client, Growth(0.0, 0.0)) for client in updates]
+    return {
+        client: Growth(old.own + own, old.others + median)
+        for client, old, own in zip(updates, before, growth, strict=True)
+    }
 
 
 def median_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[str, float]:
     """Return the medians over the clients of what every layer's second moments grew by, or nothing if they are few."""
     if len(updates) < FEWEST_FOR_A_MEDIAN:
         return {}  # a single hostile node could set them
-    answers = list(updates.values())
-    inherited = [known.inherited(answer.steps) for answer in answers]
-    medians: dict[str, float] = {}
-    for name in inherited[0]:
-        vectors = [getattr(answer.up, name) for answer in answers]
-        if vectors[0] is not None:
-            for layer, _, added in _added(name, vectors, [base[name] for base in inherited], known.layers):
-                medians[f"{name} of {layer}"] = float(_median(added.sum(1)))
-    return medians
+    return {
+        f"{name} of {layer}": float(_median(added.sum(1))) for name, layer, _, added in _second_moments(updates, known)
+    }
 
 
-def _judge_buffer(name: str, values: Sequence[Tensor], broadcast: Tensor, times: float) -> dict[int, str]:
+def _usual(sums: Tensor, name: str, layer: str, known: Broadcast) -> Tensor:
+    return _median(sums).clamp(min=known.growth.get(f"{name} of {layer}", 0.0))
+
+
+# --- buffers and statistics ------------------------------------------------------------------------------------------
+
+
+def _judge_buffer(name: str, values: Sequence[Tensor], broadcast: Tensor, times: float) -> Reasons:
     """Find buffers (BatchNorm's statistics) with entries that are much further from the median than the others' are."""
     rows = torch.stack([value.flatten() for value in values]).double()
     median = _median(rows)
@@ -387,10 +354,9 @@ def _judge_buffer(name: str, values: Sequence[Tensor], broadcast: Tensor, times:
     moved = (median - broadcast.flatten().double()).abs()
     reference = torch.maximum(_believed_maximum(distance), moved).clamp(min=float(_median(distance.amax(1))))
     most = times * _wider(len(values))
-    return dict.fromkeys(
-        _where((distance > most * reference).any(1)),
-        f"the buffer '{name}' has entries more than {most:.3g} times as far from the round's median as the others'",
-    )
+    for i in _where((distance > most * reference).any(1)):
+        far = f"more than {most:.3g} times as far from the round's median as the others'"
+        yield i, f"the buffer '{name}' has entries {far}"
 
 
 def _believed_maximum(rows: Tensor) -> Tensor:
@@ -405,10 +371,8 @@ def _median(values: Tensor) -> Tensor:
     return 0.5 * (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2])
 
 
-def _relative_weights(examples: Sequence[int], by_examples: bool) -> Tensor:
-    """Return every client's weight in the mean, relative to that of a client with the median number of examples."""
-    counts = torch.tensor(examples, dtype=torch.float64)
-    return counts / _median(counts) if by_examples else torch.ones_like(counts)
+def _steps(updates: Mapping[int, Update]) -> Tensor:
+    return torch.tensor([update.steps for update in updates.values()], dtype=torch.float64)
 
 
 def _where(mask: Tensor) -> list[int]:

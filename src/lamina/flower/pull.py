@@ -50,6 +50,7 @@ class Pull(threading.Thread):
         super().__init__(name=f"pull {message[:12]}", daemon=True)
         self.replies: list[Message] = []
         self.error: Exception | None = None
+        self.patience_ends = time.monotonic() + PATIENCE_S
         self._grid, self._message = grid, message
 
     def run(self) -> None:
@@ -73,34 +74,28 @@ class Puller:
 
         A message whose pull is still going on from an earlier look is not pulled a second time.
         """
-        wanted = list(messages)
-        self._pulls = {message: pull for message, pull in self._pulls.items() if message in set(wanted)}
-        fresh: list[Pull] = []
-        for message in wanted:
-            if message in self._pulls:
+        before, self._pulls = self._pulls, {}
+        for message in messages:
+            if message in before:
+                self._pulls[message] = before[message]
                 continue
-            if len(fresh) >= AT_ONCE:
-                fresh = _wait(fresh, AT_ONCE - 1)
-            pull = self._pulls[message] = Pull(self._grid, message)
-            pull.start()
-            fresh.append(pull)
-        _wait(fresh, 0)
-        finished = {message: self._pulls[message] for message in wanted if not self._pulls[message].is_alive()}
-        for message in finished:
-            del self._pulls[message]
+            self._wait_for_all_but(AT_ONCE - 1)
+            self._pulls[message] = Pull(self._grid, message)
+            self._pulls[message].start()
+        self._wait_for_all_but(0)
+        finished = {message: pull for message, pull in self._pulls.items() if not pull.is_alive()}
+        self._pulls = {message: pull for message, pull in self._pulls.items() if message not in finished}
         return finished
 
     def is_uploading(self, message: str) -> bool:
         """Return whether the reply to a message was announced and is not complete."""
         return message in self._pulls
 
-
-def _wait(pulls: list[Pull], most: int) -> list[Pull]:
-    """Wait until at most so many pulls are left, but not longer than the patience; return them, or none."""
-    until = time.monotonic() + PATIENCE_S
-    while len(pulls) > most:
-        pulls[0].join(max(0.0, until - time.monotonic()))
-        pulls = [pull for pull in pulls if pull.is_alive()]
-        if time.monotonic() >= until:
-            return []
-    return pulls
+    def _wait_for_all_but(self, most: int) -> None:
+        """Wait until at most so many pulls go on that are still worth the patience."""
+        while True:
+            now = time.monotonic()
+            going_on = [pull for pull in self._pulls.values() if pull.is_alive() and now < pull.patience_ends]
+            if len(going_on) <= most:
+                return
+            going_on[0].join(going_on[0].patience_ends - now)

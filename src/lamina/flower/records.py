@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lamina.storage.files import cannot_write, write_file
+from lamina.storage.files import write_file, writing_to
 
 
-@dataclass
 class Attendance:
-    """One attempt at a round. Node ids are text: they are too long for many readers of JSON."""
+    """One attempt at a round: who took part, who did not, and why."""
 
-    round: int
-    attempt: int = 1
-    complete: bool = False  # enough took part: the round counts
-    took_part: list[dict[str, Any]] = field(default_factory=list)
-    missing: list[dict[str, Any]] = field(default_factory=list)
-    refused: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    def __init__(self, round: int, attempt: int = 1, *, nodes: Mapping[int, int]) -> None:
+        self.round, self.attempt = round, attempt
+        self.complete = False  # enough took part: the round counts
+        self.took_part: list[dict[str, Any]] = []
+        self.missing: list[dict[str, Any]] = []
+        self.refused: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self._nodes = nodes  # by client
 
-    def miss(self, client: int | None, node: int | None, why: str) -> None:
-        """Record a client or node that did not answer."""
-        self.missing.append(_entry(client, node) | {"why": why})
-
-    def refuse(self, client: int | None, node: int | None, why: str) -> None:
-        """Record a client or node whose answer or claim is not used."""
-        self.refused.append(_entry(client, node) | {"why": why})
-
-    def accept(self, client: int, node: int) -> None:
+    def accept(self, client: int) -> None:
         """Record a client whose update is in the mean."""
-        self.took_part.append(_entry(client, node))
+        self.took_part.append(self._entry(client))
+
+    def miss(self, client: int, why: str) -> None:
+        """Record a client that did not answer."""
+        self.missing.append({**self._entry(client), "why": why})
+
+    def refuse(self, client: int, why: str) -> None:
+        """Record a client whose answer is not used."""
+        self.refused.append({**self._entry(client), "why": why})
+
+    def refuse_node(self, node: int, why: str) -> None:
+        """Record a node that is no client."""
+        self.refused.append({"client": None, "node": str(node), "why": why})
 
     def note(self, text: str) -> None:
         """Record anything else, once."""
@@ -46,9 +50,17 @@ class Attendance:
         refused = [f"{name_of(one['client'], one['node'])}: refused: {one['why']}" for one in self.refused]
         return [*missing, *refused, *self.notes]
 
+    def name(self, client: int) -> str:
+        """Return a client and its node in words."""
+        return name_of(client, self._nodes.get(client))
 
-def _entry(client: int | None, node: int | None) -> dict[str, Any]:
-    return {"client": client, "node": None if node is None else str(node)}
+    def json(self) -> str:
+        """Return the line of ``federation.jsonl``."""
+        return json.dumps({name: value for name, value in vars(self).items() if name != "_nodes"})
+
+    def _entry(self, client: int) -> dict[str, Any]:
+        node = self._nodes.get(client)
+        return {"client": client, "node": None if node is None else str(node)}  # too long a number for many readers
 
 
 def name_of(client: int | None, node: int | str | None) -> str:
@@ -80,10 +92,7 @@ class Journal:
 
     def write(self, attendance: Attendance) -> None:
         """Append a line."""
-        try:
-            with self.path.open("ab") as file:
-                file.write((json.dumps(vars(attendance)) + "\n").encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise cannot_write(self.path.parent, error) from error
+        with writing_to(self.path.parent), self.path.open("ab") as file:
+            file.write((attendance.json() + "\n").encode())
+            file.flush()
+            os.fsync(file.fileno())

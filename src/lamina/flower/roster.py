@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.app import ConfigRecord, MessageType, RecordDict
@@ -18,37 +19,39 @@ from lamina.flower.checks import read_problem
 from lamina.flower.mail import Mail
 from lamina.flower.records import Attendance, name_of
 
-ASK_FOR = 60.0  # seconds a round waits for the name of a node that has just come
-ANSWER_WITHIN = 600.0  # seconds until it is asked again
-ASK_AGAIN = 300.0  # seconds until a node is asked again whose answer was of no use: it may have been restarted
+ASK_FOR_S = 60.0  # that a round waits for the name of a node that has just come
+ANSWER_WITHIN_S = 600.0  # until a node is asked again that does not answer
+ASK_AGAIN_S = 300.0  # until a node is asked again whose answer was of no use: it may have been restarted
+
+
+@dataclass
+class Contact:
+    """A connected node that was asked who it is."""
+
+    question: str | None = None  # the message, while it is not answered
+    asked: float = 0.0  # time.monotonic() of the last question
+    heard: float | None = None  # time.monotonic() of the last answer
+    claim: int | None = None  # the client it says it is
+    fault: str = ""  # why it cannot be a client
 
 
 class Roster:
     """The clients and their nodes."""
 
-    def __init__(self, mail: Mail, clients: int, fixed: Mapping[int, int] | None) -> None:
-        self.mail = mail
-        self.clients = clients
+    def __init__(self, mail: Mail, clients: int, fixed: Mapping[int, int] | None, poll: float) -> None:
+        self.mail, self.clients, self.poll = mail, clients, poll
         self.fixed = fixed  # node to client; nobody else takes part
-        self.bound: dict[int, int] = {} if fixed is None else {client: node for node, client in fixed.items()}
+        self.bound: dict[int, int] = {client: node for node, client in (fixed or {}).items()}
         self.online: set[int] = set()
-        self._claims: dict[int, int] = {}  # what nodes say they are, in the order they said so
-        self._unusable: dict[int, str] = {}  # nodes that cannot say who they are, and why
-        self._asked: dict[str, tuple[int, float]] = {}  # unanswered questions: node, when
-        self._heard: dict[int, float] = {}  # when nodes last said who they are
+        self._contacts: dict[int, Contact] = {}  # by node, in the order of their claims
 
-    def node_of(self, client: int) -> int | None:
-        """Return the node of a client, if it is connected."""
-        node = self.bound.get(client)
-        return node if node in self.online else None
-
-    def client_of(self, node: int) -> int | None:
-        """Return the client of a node."""
-        return next((client for client, bound in self.bound.items() if bound == node), None)
+    def is_online(self, client: int) -> bool:
+        """Return whether the node of a client is connected."""
+        return self.bound.get(client) in self.online
 
     def name(self, node: int) -> str:
         """Return a node, and its client, in words."""
-        return name_of(self.client_of(node), node)
+        return name_of(next((client for client, bound in self.bound.items() if bound == node), None), node)
 
     def unlisted(self) -> list[int]:
         """Return the clients for which the list of nodes, if there is one, names no node."""
@@ -66,7 +69,7 @@ class Roster:
         record: Attendance,
         *,
         all_of_them: bool,
-        waits: Callable[[Iterable[int]], None] = lambda clients: None,
+        waits: Callable[[Iterable[int]], None],
     ) -> None:
         """Find out which nodes are connected, and wait for the clients of a round.
 
@@ -80,85 +83,84 @@ class Roster:
         """
         possible = [client for client in wanted if client not in self.unlisted()]
         while True:
-            self._look(record)
-            absent = [client for client in possible if self.node_of(client) is None]
-            present = len(possible) - len(absent)
+            self.online = set(self.mail.grid.get_node_ids())
+            if self.fixed is None:
+                self._ask_nodes(record)
+                self._bind_claims(record)
+            absent = [client for client in possible if not self.is_online(client)]
             now = time.monotonic()
-            asking = any(n not in self._heard and now - since < ASK_FOR for n, since in self._asked.values())
-            if not absent or now >= until or (present >= needed and not asking and not all_of_them):
+            asking = any(one.heard is None and now - one.asked < ASK_FOR_S for one in self._contacts.values())
+            is_enough = len(possible) - len(absent) >= needed and not asking and not all_of_them
+            if not absent or now >= until or is_enough:
                 break
             waits(absent)
-            time.sleep(min(self.mail.poll, max(0.0, until - now)))
+            time.sleep(min(self.poll, max(0.0, until - now)))
         self._record_strangers(record)
 
-    def _look(self, record: Attendance) -> None:
-        self.online = set(self.mail.grid.get_node_ids())
-        if self.fixed is not None:
-            return
+    def _ask_nodes(self, record: Attendance) -> None:
+        """Ask connected nodes that are no client yet who they are, and take their answers."""
         now = time.monotonic()
-        for node in [node for node in self._heard if node not in self.online]:  # it may come back as another
-            for table in (self._heard, self._claims, self._unusable):
-                table.pop(node, None)
-        fresh = {node for node, when in self._heard.items() if now - when < ASK_AGAIN}
-        known = {*self.bound.values(), *fresh, *(node for node, _ in self._asked.values())}
-        for node in sorted(self.online - known):
+        for node, contact in list(self._contacts.items()):
+            is_gone = node not in self.online  # it may come back as another
+            if contact.question is not None and (is_gone or now - contact.asked > ANSWER_WITHIN_S):
+                self.mail.give_up(contact.question)
+                contact.question = None
+            if is_gone:
+                del self._contacts[node]
+        for node in sorted(self.online - set(self.bound.values())):
+            contact = self._contacts.setdefault(node, Contact())
+            is_settled = contact.heard is not None and now - contact.heard < ASK_AGAIN_S
+            if contact.question is not None or is_settled:
+                continue
             # the token makes the message's id one that nobody can guess, see mail.py
             content = wire.content_of({"question": {"who": True, "token": secrets.token_hex(8)}})
-            asked, why = self.mail.send(node, content, MessageType.QUERY, "", ANSWER_WITHIN)
-            if asked is None:
+            contact.asked = now
+            contact.question, why = self.mail.send(node, content, MessageType.QUERY, "", ANSWER_WITHIN_S)
+            if contact.question is None:
                 record.note(f"node {node} could not be asked who it is: {why}")
-            else:
-                self._asked[asked] = (node, now)
-        waiting = {message: node for message, (node, _) in self._asked.items()}
-        for message, reply in self.mail.look(waiting, record).items():
-            node, _ = self._asked.pop(message)
+        asked = {one.question: node for node, one in self._contacts.items() if one.question is not None}
+        for question, reply in self.mail.look(asked, record).items():
+            node = asked[question]
+            self._contacts[node].question = None
             if isinstance(reply, str):
                 record.note(f"node {node} did not say who it is: {reply}")
             else:
                 self._hear(node, reply.content)
-        silent = [message for message, (_, since) in self._asked.items() if now - since > ANSWER_WITHIN]
-        self.mail.give_up(silent)
-        for message in silent:
-            del self._asked[message]  # it will be asked again
-        self._settle(record)
 
     def _hear(self, node: int, content: RecordDict) -> None:
-        self._heard[node] = time.monotonic()
-        self._unusable.pop(node, None)
         problem, who = read_problem(content), content.get("who")
         entries: dict[str, Any] = dict(who) if isinstance(who, ConfigRecord) else {}
-        claim: Any = entries.get("client")
+        client: Any = entries.get("client")
+        contact = self._contacts[node]
+        before, contact.claim, contact.heard, contact.fault = contact.claim, None, time.monotonic(), ""
         if problem is not None:
-            self._unusable[node] = problem.text
-        elif not is_whole(claim) or not 0 <= claim < self.clients:
-            self._unusable[node] = (
-                f"says it is client {wire.shorten(repr(claim), 40)}, but they are numbered 0 to {self.clients - 1}"
-            )
-        elif self._claims.get(node) != claim:
-            self._claims.pop(node, None)  # who changes its mind queues up anew
-            self._claims[node] = int(claim)
-        if node in self._unusable:
-            self._claims.pop(node, None)
+            contact.fault = problem.text
+        elif not is_whole(client) or not 0 <= client < self.clients:
+            number = wire.shorten(repr(client), 40)
+            contact.fault = f"says it is client {number}, but they are numbered 0 to {self.clients - 1}"
+        else:
+            contact.claim = int(client)
+        if contact.claim != before:  # who changes its mind queues up anew
+            self._contacts[node] = self._contacts.pop(node)
 
-    def _settle(self, record: Attendance) -> None:
+    def _bind_claims(self, record: Attendance) -> None:
         """Bind clients that have no node, or whose node has gone, to the first node that says it is theirs."""
-        for node, client in self._claims.items():
-            holder = self.bound.get(client)
-            if node not in self.online or holder == node or holder in self.online:
+        for node, contact in self._contacts.items():
+            holder = None if contact.claim is None else self.bound.get(contact.claim)
+            if contact.claim is None or holder == node or holder in self.online:
                 continue
-            self.bound[client] = node
+            self.bound[contact.claim] = node
             if holder is not None:
-                record.note(f"client {client} was node {holder}, which has gone, and is node {node} now")
+                record.note(f"client {contact.claim} was node {holder}, which has gone, and is node {node} now")
 
     def _record_strangers(self, record: Attendance) -> None:
         """Record the connected nodes that have no part in the run."""
-        if self.fixed is not None:
-            for node in sorted(self.online - self.fixed.keys()):
-                record.refuse(None, node, "it is not on the server's list of nodes")
-            return
         for node in sorted(self.online - set(self.bound.values())):
-            if node in self._unusable:
-                record.refuse(None, node, self._unusable[node])
-            elif node in self._claims:
-                client = self._claims[node]
-                record.refuse(None, node, f"says it is client {client}, and that is node {self.bound[client]}")
+            contact = self._contacts.get(node)
+            if contact is None:
+                record.refuse_node(node, "it is not on the server's list of nodes")
+            elif contact.fault:
+                record.refuse_node(node, contact.fault)
+            elif contact.claim is not None:
+                holder = self.bound[contact.claim]
+                record.refuse_node(node, f"says it is client {contact.claim}, and that is node {holder}")

@@ -23,9 +23,9 @@ from lamina.engines.state import RoundReport, State, Sums, client_weights, close
 from lamina.errors import Diverged, LaminaError
 from lamina.experiment.folder import RunFolder
 from lamina.flower import wire
-from lamina.flower.checks import Gradient, Update
+from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
-from lamina.flower.judge import Attempt, Judge
+from lamina.flower.judge import Judge
 from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal
 from lamina.flower.roster import Roster
@@ -61,8 +61,8 @@ class Server:
         self.history = History()
         self.journal = Journal(folder.path)
         self.judge = Judge(setup, self.objective, self.state)
-        self.mail = Mail(grid, setup.poll, lambda node: self.roster.name(node), signer)
-        self.roster = Roster(self.mail, self.plan.clients.count, nodes)
+        self.mail = Mail(grid, lambda node: self.roster.name(node), signer)
+        self.roster = Roster(self.mail, self.plan.clients.count, nodes, setup.poll)
         app = wire.fingerprint(self.algorithm, self.objective)
         self.exchange = Exchange(setup, app, self.mail, self.roster, self.judge)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
@@ -138,15 +138,15 @@ class Server:
         cohort = self.plan.cohort(number).tolist()
         needed = self.setup.needed(len(cohort))
         for attempt in range(1, attempts + 1):
-            record = Attendance(number, attempt)
-            self.exchange.waiting.restart()
+            record = Attendance(number, attempt, nodes=self.roster.bound)
+            self.exchange.begin_attempt()
             self.roster.call(
                 list(range(self.plan.clients.count)) if wait_for_all else cohort,
                 needed,
                 time.monotonic() + deadline,
                 record,
                 all_of_them=wait_for_all and attempt == 1,
-                waits=lambda clients: self.exchange.waiting.say(clients, "to connect"),
+                waits=lambda clients: self.exchange.log_waiting(clients, "to connect"),
             )
             down, updates = self._attempt(cohort, needed, record)
             self._warn(record)
@@ -164,7 +164,7 @@ class Server:
         advice = f"; if nodes need longer, raise deadline (now {deadline:g} s)" * late
         raise Stopped(
             f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); {kept}"
-            f"start the server again with the same folder '{self.folder.path}' to go on{advice}"
+            f"start the server again with the same folder '{self.folder.path}' to resume{advice}"
             + ", or lower quorum"
             * bool(updates)
         )
@@ -172,31 +172,26 @@ class Server:
     def _attempt(self, cohort: list[int], needed: int, record: Attendance) -> tuple[Any, dict[int, Update]]:
         """Ask the clients of a round for their updates; return what was broadcast, and the updates to use by client."""
         self.judge.begin_attempt()
-        self.exchange.diverged = {}
-        nodes = {}
         for client in cohort:
-            node = self.roster.node_of(client)
-            if node is None:
-                record.miss(client, self.roster.bound.get(client), self.roster.why_absent(client))
-            else:
-                nodes[client] = node
+            if not self.roster.is_online(client):
+                record.miss(client, self.roster.why_absent(client))
+        clients = [client for client in cohort if self.roster.is_online(client)]
         number = record.round
         needs = self.algorithm.needs(number)
         layers, rate = self.objective.layers, self.protocol.rate(number)
         info = ServerInfo(number, rate, layers, participation=len(cohort) / self.plan.clients.count)
-        gradients: dict[int, Gradient] = {}
+        gradients: dict[int, Update] = {}
         if needs.control_variate:
-            gradients = self.exchange.gradients(Attempt(self.state, nodes, record))
+            gradients = self.exchange.gradients(self.state, clients, record)
             if len(gradients) < needed:
                 return None, {}  # nobody need train for nothing
-            nodes = {client: nodes[client] for client in gradients}
+            clients = list(gradients)
             info = info._replace(mean_gradient=self._mean_gradient(number, gradients))
         down = self.algorithm.broadcast(self.state.server, info)
         example = self.state.server.x if needs.full_gradient else None
         expected = self.judge.expected(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
         last_loss = float(self.history[-1]["train_loss"]) if len(self.history) else None
-        attempt = Attempt(self.state, nodes, record)
-        return down, self.exchange.updates(attempt, down, expected, gradients, last_loss)
+        return down, self.exchange.updates(self.state, clients, record, down, expected, gradients, last_loss)
 
     def _refuse_divergence(self, number: int, needed: int) -> None:
         """Raise `Diverged` if a quorum of a round without enough updates reports that its training went non-finite."""
@@ -226,7 +221,7 @@ class Server:
         self, number: int, down: Any, updates: dict[int, Update], record: Attendance
     ) -> tuple[Round, RoundReport]:
         """Take the server's step on the mean of the updates, as the engines do."""
-        plan = self._as_round(number, {client: update.examples for client, update in updates.items()})
+        plan = self._as_round(number, updates)
         weights = client_weights(plan, self.protocol.by_examples)
         sums = Sums(weights=weights, aggregation=self.protocol.aggregation)
         for c, (update, weight) in enumerate(zip(updates.values(), weights, strict=True)):
@@ -243,14 +238,14 @@ class Server:
         self.exchange.accept(number, updates)
         self.judge.remember(updates, self.state, down, number)
         for client in updates:
-            record.accept(client, self.roster.bound[client])
+            record.accept(client)
         record.complete = True
         return plan, replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)
 
     def _add_to_totals(self, updates: Mapping[int, Update]) -> dict[int, Any]:
         """Return what every client has added so far in the fields of Up that the server adds up over the rounds.
 
-        A client that lost its state goes on from its old total: it is the server's sum that matters.
+        A client that lost its state continues from its old total: it is the server's sum that matters.
         """
         totals = dict(self.state.clients)
         for client, update in updates.items():
@@ -260,14 +255,14 @@ class Server:
                 totals[client] = before._replace(**{name: total})
         return totals
 
-    def _mean_gradient(self, number: int, gradients: Mapping[int, Gradient]) -> Tensor:
-        plan = self._as_round(number, {client: one.examples for client, one in gradients.items()})
-        weights = client_weights(plan, self.protocol.by_examples)
-        return combine_vectors(self.protocol.aggregation, [one.gradient for one in gradients.values()], weights)
+    def _mean_gradient(self, number: int, gradients: Mapping[int, Update]) -> Tensor:
+        weights = client_weights(self._as_round(number, gradients), self.protocol.by_examples)
+        return combine_vectors(self.protocol.aggregation, [one.up.gradient for one in gradients.values()], weights)
 
-    def _as_round(self, number: int, examples: Mapping[int, int]) -> Round:
+    def _as_round(self, number: int, updates: Mapping[int, Update]) -> Round:
         """Return the round as it really was: the clients that answered and their numbers of examples."""
-        cohort, sizes = np.array(list(examples), dtype=np.int64), np.array(list(examples.values()), dtype=np.int64)
+        cohort = np.array(list(updates), dtype=np.int64)
+        sizes = np.array([update.examples for update in updates.values()], dtype=np.int64)
         steps = self.protocol.steps(sizes)
         unknown = np.zeros((len(cohort), 1, 1), dtype=np.int64)  # only the nodes know which samples they used
         return Round(
@@ -296,7 +291,9 @@ class Server:
     def _evaluate_on_nodes(self, record: Attendance) -> dict[str, float | int]:
         """Return the means over the examples of all connected nodes."""
         self.mail.traffic = Traffic()
-        attendance = Attendance(record.round)  # a client that does not evaluate still took part in the round
+        attendance = Attendance(
+            record.round, nodes=self.roster.bound
+        )  # a client that does not evaluate still took part in the round
         results = self.exchange.evaluations(self.state, attendance).values()
         for line in attendance.lines():
             record.note(f"evaluation: {line}")

@@ -3,70 +3,80 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Unpack
 
 import torch
 from flwr.app import Context
 from torch import nn
 
+from lamina import algorithms
 from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.rehearsal import rehearse
+from lamina.clients import Clients
 from lamina.devices import choose_device
 from lamina.errors import BadInput, is_number, is_whole, unknown
 from lamina.flower.checks import Limits
 from lamina.objective import Objective
 from lamina.plan import Plan
-from lamina.protocol import Protocol
+from lamina.protocol import Protocol, Settings
 
 PLACES = ("central", "nodes", "both")
 
 
-@dataclass(kw_only=True, eq=False)
 class Setup:
     """The settings of a federation, validated; `lamina.flower.Federation` documents each of them."""
 
-    algorithm: Algorithm
-    plan: Plan
-    make_model: Callable[[], nn.Module]
-    data: Callable[[Context], Any]
-    test: Callable[[], Any] | None
-    node_test: Callable[[Context], Any] | None
-    device: str | torch.device
-    rounds: int
-    evaluate_every: int
-    evaluate_on: str
-    quorum: float | int
-    deadline: float
-    attempts: int
-    poll: float
-    limits: Limits
-    state_dir: str | Path | None
-
-    def __post_init__(self) -> None:
-        makers = {"model": self.make_model, "data": self.data, "test": self.test, "node_test": self.node_test}
-        for name, maker in makers.items():
+    def __init__(
+        self,
+        algorithm: Algorithm | str,
+        model: Callable[[], nn.Module],
+        data: Callable[[Context], Any],
+        *,
+        clients: int,
+        rounds: int = 50,
+        out: str | Path | None = None,
+        test: Callable[[], Any] | None = None,
+        node_test: Callable[[Context], Any] | None = None,
+        device: str | torch.device = "auto",
+        evaluate_every: int = 1,
+        evaluate_on: Literal["central", "nodes", "both"] = "central",
+        nodes: Mapping[int, int] | str | Path | None = None,
+        quorum: float | int = 0.5,
+        deadline: float = 600.0,
+        attempts: int = 3,
+        poll: float = 0.2,
+        limits: Limits | None = None,
+        state_dir: str | Path | None = None,
+        signing_key: str | Path | None = None,
+        **settings: Unpack[Settings],
+    ) -> None:
+        self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+        rehearse(self.algorithm)
+        self.protocol = Protocol.of(self.algorithm, settings)
+        self.plan = Plan(Clients.elsewhere(clients), self.protocol)
+        self.make_model, self.data, self.test, self.node_test, self.device = model, data, test, node_test, device
+        self.rounds, self.evaluate_every, self.evaluate_on = rounds, evaluate_every, evaluate_on
+        self.quorum, self.deadline, self.attempts, self.poll = quorum, deadline, attempts, poll
+        self.limits, self.state_dir, self.signing_key = limits or Limits(), state_dir, signing_key
+        self.out, self.nodes = out, nodes
+        self.resolved_config: Callable[[], dict[str, Any]] | None = None  # of an experiment file
+        for name, maker in {"model": model, "data": data, "test": test, "node_test": node_test}.items():
             if isinstance(maker, nn.Module) or (maker is not None and not callable(maker)):
                 raise BadInput(f"{name} is a {type(maker).__name__}: give a function that makes it, such as lambda: …")
-        if self.evaluate_on not in PLACES:
-            raise unknown("evaluate_on", self.evaluate_on, PLACES)
-        for name in ("rounds", "attempts", "evaluate_every"):
-            if not is_whole(value := getattr(self, name)) or value < 1:
-                raise BadInput(f"{name} = {value!r} is not a whole number >= 1")
-        for name in ("deadline", "poll", "quorum"):
-            if not (is_number(value := getattr(self, name)) and math.isfinite(value) and value > 0):
+        if evaluate_on not in PLACES:
+            raise unknown("evaluate_on", evaluate_on, PLACES)
+        for name, count in {"rounds": rounds, "attempts": attempts, "evaluate_every": evaluate_every}.items():
+            if not is_whole(count) or count < 1:
+                raise BadInput(f"{name} = {count!r} is not a whole number >= 1")
+        for name, value in {"deadline": deadline, "poll": poll, "quorum": quorum}.items():
+            if not (is_number(value) and math.isfinite(value) and value > 0):
                 raise BadInput(f"{name} = {value!r} is not a number > 0")
-        clients = self.plan.clients.count
-        if not is_whole(self.quorum) and self.quorum > 1:
-            raise BadInput(f"quorum = {self.quorum!r} is neither a fraction up to 1 nor a whole number of clients")
-        if is_whole(self.quorum) and self.quorum > clients:
-            raise BadInput(f"quorum = {self.quorum} of {clients} clients can never answer: give at most {clients}")
-
-    @property
-    def protocol(self) -> Protocol:
-        """The settings of training."""
-        return self.plan.protocol
+        if not is_whole(quorum) and quorum > 1:
+            raise BadInput(f"quorum = {quorum!r} is neither a fraction up to 1 nor a whole number of clients")
+        if is_whole(quorum) and quorum > clients:
+            raise BadInput(f"quorum = {quorum} of {clients} clients can never answer: give at most {clients}")
 
     def needed(self, cohort: int) -> int:
         """Return how many clients of a cohort of this size must answer."""

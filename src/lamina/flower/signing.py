@@ -12,18 +12,16 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
-from flwr.app import Array, ConfigRecord, Context, Message, RecordDict
+from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
+from flwr.app import Array, ConfigRecord, Context, Message
 from flwr.serverapp import Grid
 
 from lamina.errors import BadInput
-from lamina.flower.keys import private_folder, refuse_existing, write_key
 
 SIGNATURE = "signature"  # the record that holds it
 CONTEXT = b"lamina federation message 1\n"  # so that a signature means nothing elsewhere
@@ -31,61 +29,30 @@ SERVER_OPTION, NODE_OPTION = "signing-key", "server-key"  # in Flower's run conf
 HOW = "`lamina flower keys` makes both, tasks.key for the server and tasks.pub for the nodes"
 
 
-# --- keys ------------------------------------------------------------------------------------------------------------
-
-
-def key_files(folder: Path) -> tuple[Path, Path]:
-    """Return the paths of the server's private key and of the nodes' public key in a folder of keys."""
-    return folder / "tasks.key", folder / "tasks.pub"
-
-
-def make_signing_key(folder: Path) -> tuple[Path, Path]:
-    """Make the server's signing key and the public key for the nodes; never replaces an existing one."""
-    private, public = key_files(folder)
-    refuse_existing(private, public)
-    key = Ed25519PrivateKey.generate()
-    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    private_folder(folder)
-    write_key(private, key.private_bytes(pem, pkcs8, serialization.NoEncryption()), secret=True)
-    write_key(public, _public_pem(key.public_key()))
-    return private, public
-
-
 def is_pair(private: Path, public: Path) -> bool:
     """Return whether both key files are there and belong together."""
     try:
-        return _public_pem(_private_key(private).public_key()) == _public_pem(_public_key(public))
+        pair = _load(private, secret=True).public_key(), _load(public)
     except BadInput:
         return False
+    return bool(pair[0].public_bytes_raw() == pair[1].public_bytes_raw())
 
 
-def _private_key(path: Path) -> Ed25519PrivateKey:
-    load = lambda data: serialization.load_pem_private_key(data, None)  # noqa: E731
-    key: Ed25519PrivateKey = _load(path, "signing key", load, Ed25519PrivateKey)
-    if os.name == "posix" and path.stat().st_mode & 0o077:
-        raise BadInput(f"the signing key '{path}' can be read by others: chmod 600 '{path}'")
-    return key
-
-
-def _public_key(path: Path) -> Ed25519PublicKey:
-    key: Ed25519PublicKey = _load(path, "server's public key", serialization.load_pem_public_key, Ed25519PublicKey)
-    return key
-
-
-def _load(path: Path, what: str, load: Callable[[bytes], Any], kind: Any) -> Any:
+def _load(path: Path, *, secret: bool = False) -> Any:
+    """Return the server's signing key (secret), or its public key."""
+    what = "signing key" if secret else "server's public key"
     try:
-        key = load(path.read_bytes())
+        data = path.read_bytes()
+        key = load_pem_private_key(data, None) if secret else load_pem_public_key(data)
     except OSError as error:
         raise BadInput(f"cannot read the {what} '{path}': {error.strerror}; {HOW}") from error
     except (ValueError, TypeError) as error:
         raise BadInput(f"'{path}' is not a {what}; {HOW}") from error
-    if not isinstance(key, kind):
+    if not isinstance(key, Ed25519PrivateKey | Ed25519PublicKey):
         raise BadInput(f"'{path}' is not an Ed25519 key; {HOW}")
+    if secret and os.name == "posix" and path.stat().st_mode & 0o077:
+        raise BadInput(f"the signing key '{path}' can be read by others: chmod 600 '{path}'")
     return key
-
-
-def _public_pem(key: Ed25519PublicKey) -> bytes:
-    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -95,7 +62,7 @@ class Signer:
     """Signs messages with the server's private key."""
 
     def __init__(self, key: Path) -> None:
-        self._key = _private_key(key)
+        self._key = _load(key, secret=True)
 
     def sign(self, message: Message) -> None:
         """Add the signature to a message."""
@@ -131,7 +98,7 @@ def authenticate(message: Message, context: Context) -> None:
             "this node has no public key of its server, so it cannot tell whether a task is the server's: start it "
             f"with --node-config '{NODE_OPTION}=\"/path/to/tasks.pub\"'; {HOW}"
         )
-    key = _public_key(Path(str(path)).expanduser())
+    key = _load(Path(str(path)).expanduser())
     record = message.content.get(SIGNATURE)
     signature = record.get("ed25519") if isinstance(record, ConfigRecord) else None
     if not isinstance(signature, bytes):
@@ -160,23 +127,19 @@ def is_simulated() -> bool:
 def _statement(message: Message) -> bytes:
     """Return what a signature covers, in one canonical form on both sides."""
     metadata = message.metadata
+    content: dict[str, Any] = {}
+    for name, record in message.content.items():
+        if name != SIGNATURE:
+            entries: dict[str, Any] = dict(record)
+            content[name] = [type(record).__name__, {key: _value(value) for key, value in entries.items()}]
     facts = {
         "node": str(metadata.dst_node_id),
         "run": str(metadata.run_id),
         "type": metadata.message_type,
         "group": metadata.group_id,
-        "content": _facts_of(message.content),
+        "content": content,
     }
     return CONTEXT + json.dumps(facts, sort_keys=True).encode()
-
-
-def _facts_of(content: RecordDict) -> dict[str, Any]:
-    facts: dict[str, Any] = {}
-    for name, record in content.items():
-        if name != SIGNATURE:
-            entries: dict[str, Any] = dict(record)
-            facts[name] = [type(record).__name__, {key: _value(value) for key, value in entries.items()}]
-    return facts
 
 
 def _value(value: Any) -> list[Any]:

@@ -7,8 +7,8 @@ Under the node's state folder every run has one of its own, and in it every clie
 - ``issued``: when the server issued the newest task that was begun; an older one is a replay;
 - ``held-<field>-<digest>.safetensors``: a cached Down field, which the server need not send again.
 
-All of them carry a checksum. A damaged file counts as lost: the node says so, and the server begins the client anew or
-sends the field again.
+All of them carry a checksum. A damaged file counts as lost: the node says so, and the server starts the
+client again or sends the field again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lamina.errors import BadInput, is_whole
+from lamina.errors import BadInput
 from lamina.flower.wire import HEX, digest
 from lamina.storage.checkpoint import UNREADABLE, pack, unpack
-from lamina.storage.files import cannot_write, write_file
+from lamina.storage.files import write_file, writing_to
 
 log = logging.getLogger(__name__)
 STATE = re.compile(r"state-\d+-([0-9a-f]+)\.safetensors")
@@ -40,11 +40,7 @@ class Store:
     """One client of one run on this node's disk."""
 
     def __init__(self, root: Path, run: str, client: int) -> None:
-        if not HEX.fullmatch(run):
-            raise BadInput(f"'{run[:40]}' is not the name of a run: the server speaks another protocol")
-        if not is_whole(client) or client < 0:
-            raise BadInput(f"'{str(client)[:40]}' is not the number of a client: the server speaks another protocol")
-        self.folder = root / run / f"client-{int(client)}"
+        self.folder = root / _sound(run) / f"client-{client:d}"
 
     def refuse_replay(self, issued: int) -> None:
         """Refuse a task that is not newer than every one before it, and remember this one."""
@@ -55,26 +51,22 @@ class Store:
             last = 0
         if issued <= last:
             raise BadInput("refused a task that is older than one this node has already had: it is a replay")
-        try:
-            self._make_folder()
-            write_file(path, str(issued).encode())
-        except OSError as error:
-            raise cannot_write(self.folder, error) from error
+        self._write(path.name, str(issued).encode())
 
     def load_state(self, token: str, like: Any) -> Any | None:
         """Return the client's state after an exchange; None if it is missing or unusable."""
+        wanted = {name: (value.shape, value.dtype) for name, value in like._asdict().items() if value is not None}
         for path in self.folder.glob(f"state-*-{_sound(token)}.safetensors"):
             tensors = _read(path)
-            wanted = {name: value for name, value in zip(like._fields, like, strict=True) if value is not None}
-            if tensors is not None and _fit(tensors, wanted):
-                return type(like)(*(tensors.get(name) for name in like._fields))
+            if tensors is not None and {n: (t.shape, t.dtype) for n, t in tensors.items()} == wanted:
+                return like._replace(**tensors)
         return None
 
     def save_state(self, round: int, token: str, record: Any) -> None:
         """Keep the client's state after an exchange, beside those of earlier ones."""
-        tensors = {name: value for name, value in zip(record._fields, record, strict=True) if value is not None}
+        tensors = {name: value for name, value in record._asdict().items() if value is not None}
         if tensors:
-            self._write(f"state-{round:06}-{_sound(token)}.safetensors", tensors)
+            self._write(f"state-{round:06}-{_sound(token)}.safetensors", pack(tensors))
 
     def forget_all_but(self, tokens: Iterable[str]) -> None:
         """Delete the states after all other exchanges: the server will not ask for them again."""
@@ -95,27 +87,22 @@ class Store:
     def save_held(self, field: str, tag: str, value: Tensor) -> None:
         """Keep a field in place of its older versions."""
         name = f"held-{field}-{_sound(tag)[:16]}.safetensors"
-        self._write(name, {"value": value})
+        self._write(name, pack({"value": value}))
         for path in self.folder.glob(f"held-{field}-*"):
             if path.name != name:
                 path.unlink(missing_ok=True)
 
-    def _write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        try:
-            self._make_folder()
-            write_file(self.folder / name, pack(tensors))
-        except OSError as error:
-            raise cannot_write(self.folder, error) from error
-
-    def _make_folder(self) -> None:
-        self.folder.parent.parent.parent.mkdir(parents=True, exist_ok=True)
-        for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
-            folder.mkdir(mode=0o700, exist_ok=True)  # what a client remembers tells something about its data
+    def _write(self, name: str, data: bytes) -> None:
+        with writing_to(self.folder):
+            self.folder.parent.parent.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
+                folder.mkdir(mode=0o700, exist_ok=True)  # what a client remembers tells something about its data
+            write_file(self.folder / name, data)
 
 
 def _sound(name: str) -> str:
     if not HEX.fullmatch(name):
-        raise BadInput(f"'{name[:40]}' does not name an exchange: the server speaks another protocol")
+        raise BadInput(f"'{name[:40]}' is not the name of a run or an exchange: the server speaks another protocol")
     return name
 
 
@@ -127,9 +114,3 @@ def _read(path: Path) -> dict[str, Tensor] | None:
     except UNREADABLE as error:
         log.warning("'%s' is damaged (%s) and not used", path, error)
         return None
-
-
-def _fit(tensors: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
-    return tensors.keys() == wanted.keys() and all(
-        value.shape == wanted[name].shape and value.dtype == wanted[name].dtype for name, value in tensors.items()
-    )

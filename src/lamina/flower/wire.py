@@ -17,17 +17,17 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from flwr.common.serde import recorddict_to_proto
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, options
-from lamina.errors import BadInput, is_number, is_whole
+from lamina.errors import BadInput
 from lamina.objective import Buffers, Objective
 from lamina.protocol import Protocol
 
@@ -44,8 +44,7 @@ def encode(tensor: Tensor) -> Array:
     """Return a tensor as an array of Flower's."""
     if sys.byteorder != "little":
         raise BadInput("lamina.flower sends little-endian numbers, and this machine is big-endian: use another")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return Array(dtype_name(tensor), tuple(tensor.shape), RAW, flat.view(torch.uint8).numpy().tobytes())
+    return Array(dtype_name(tensor), tuple(tensor.shape), RAW, _bytes_of(tensor))
 
 
 def decode(array: Array, like: Tensor) -> Tensor:
@@ -71,8 +70,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 def pack(payload: Any) -> dict[str, Array]:
     """Return the fields of a Down or an Up that are not None, as arrays."""
-    pairs = zip(payload._fields, payload, strict=True)
-    return {name: encode(value) for name, value in pairs if value is not None}
+    return {name: encode(value) for name, value in payload._asdict().items() if value is not None}
 
 
 def floating(buffers: Mapping[str, Tensor]) -> Buffers:
@@ -82,15 +80,15 @@ def floating(buffers: Mapping[str, Tensor]) -> Buffers:
 
 def content_of(records: Mapping[str, Mapping[str, Any]]) -> RecordDict:
     """Return a message's content from plain mappings: arrays, numbers (a reply's figures) or settings."""
-    made = RecordDict()
+    content = RecordDict()
     for name, entries in records.items():
         if not entries:
             continue
         if all(isinstance(value, Array) for value in entries.values()):
-            made[name] = ArrayRecord(dict(entries))
+            content[name] = ArrayRecord(dict(entries))
         else:
-            made[name] = MetricRecord(dict(entries)) if name == "figures" else ConfigRecord(dict(entries))
-    return made
+            content[name] = MetricRecord(dict(entries)) if name == "figures" else ConfigRecord(dict(entries))
+    return content
 
 
 def arrays_of(content: RecordDict, name: str) -> dict[str, Array]:
@@ -118,8 +116,11 @@ def take_answer(content: RecordDict) -> str:
 
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
+    return hashlib.sha256(_bytes_of(tensor)).hexdigest()
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def payload_bytes(content: RecordDict) -> int:
@@ -147,29 +148,35 @@ def shorten(text: str, most: int = 200) -> str:
 # --- what a node is asked to do ------------------------------------------------------------------------------------
 
 HEX = re.compile(r"[0-9a-f]{8,64}")  # names of runs and exchanges, and digests: never a path
-FIELD = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")  # of a Down record
-MAX_SETTINGS_CHARACTERS = 10_000
 SAME_VERSION = "install the same version of lamina on both sides"
 
 
-@dataclass(frozen=True)
-class Task:
+Hex = Annotated[str, Field(pattern=f"^{HEX.pattern}$")]
+OptionalHex = Annotated[str, Field(pattern=f"^({HEX.pattern})?$")]
+FieldName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]  # of a Down record
+Number = Annotated[int, Field(ge=0, le=10**9)]
+Texts = Field(max_length=100)
+
+
+class Task(BaseModel):
     """Everything but tensors that a node needs for a round; it has no protocol settings of its own."""
 
-    run: str  # lamina's own name of the run: a restarted server goes on under it
-    token: str  # of this exchange: names the client state it makes
-    app: str  # what server and node must agree on, see `fingerprint`
-    issued: int  # microseconds since 1970, later for every task of a run: a node refuses an older one, a replay
-    round: int
-    client: int
-    clients: int
-    participation: float
-    settings: str  # JSON of `Protocol.local_record`
-    base: str = ""  # the token of the exchange whose client state the server last accepted; "": begin anew
-    keep: list[str] = field(default_factory=list)  # tokens the server may still name as base, beside this exchange's
-    held: list[str] = field(default_factory=list)  # Down fields the node should hold
-    held_digests: list[str] = field(default_factory=list)
-    gradient: str = ""  # the token of the exchange in which the node sent its full gradient (Mime)
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False)
+
+    run: Hex  # lamina's name of the run, which survives a restart of the server
+    token: Hex  # of this exchange: names the client state it makes
+    app: Hex  # what server and node must agree on, see `fingerprint`
+    issued: int = Field(ge=1, le=2**53)  # microseconds since 1970; a node refuses a task that is not the latest so far
+    round: int = Field(ge=1, le=10**9)
+    client: Number
+    clients: Number
+    participation: float = Field(gt=0, le=1)
+    settings: str = Field(max_length=10_000)  # JSON of `Protocol.local_record`
+    base: OptionalHex  # the token of the exchange whose client state the server last accepted; "": begin anew
+    keep: list[Hex] = Texts  # tokens the server may still name as base, beside this exchange's
+    held: list[FieldName] = Texts  # Down fields the node should hold
+    held_digests: list[Hex] = Texts
+    gradient: OptionalHex  # the token of the exchange in which the node sent its full gradient (Mime)
 
     @functools.cached_property
     def protocol(self) -> Protocol:
@@ -183,49 +190,22 @@ class Task:
     @classmethod
     def read(cls, content: RecordDict) -> Task:
         """Return the task in a message; everything is validated, because paths on the node's disk are made of it."""
-        record = content.get("task")
+        record, fault = content.get("task"), None
         entries: dict[str, Any] = dict(record) if isinstance(record, ConfigRecord) else {}
-        for name, is_sound in IS_SOUND.items():
-            if not is_sound(value := entries.get(name)):
-                raise BadInput(
-                    f"the server's message says {name} = {shorten(repr(value), 40)}: it speaks another protocol; "
-                    f"{SAME_VERSION}"
-                )
-        task = cls(**{name: entries[name] for name in IS_SOUND})
+        try:
+            task = cls(**entries)
+        except ValidationError as error:
+            fault = error.errors()[0]
+        if fault is not None:  # raised here, because what a node reports leaves out the words of other exceptions
+            value = None if fault["type"] == "missing" else fault["input"]
+            raise BadInput(
+                f"the server's message says {fault['loc'][0]} = {shorten(repr(value), 40)}: it speaks another "
+                f"protocol; {SAME_VERSION}"
+            )
         if task.client >= task.clients or len(task.held) != len(task.held_digests):
             raise BadInput(f"the server's message is for client {task.client} of {task.clients}, and makes no sense")
-        _ = task.protocol  # checked before anything is made of it
+        _ = task.protocol  # validates the settings
         return task
-
-
-def _whole(least: int, most: int) -> Callable[[Any], bool]:
-    return lambda value: is_whole(value) and least <= value <= most
-
-
-def _text(pattern: re.Pattern[str], *, optional: bool = False) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, str) and bool(pattern.fullmatch(value) or (optional and value == ""))
-
-
-def _texts(pattern: re.Pattern[str]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, list) and len(value) <= 100 and all(map(_text(pattern), value))
-
-
-IS_SOUND: dict[str, Callable[[Any], bool]] = {  # what every field of `Task` may be
-    "run": _text(HEX),
-    "token": _text(HEX),
-    "app": _text(HEX),
-    "issued": _whole(1, 2**53),
-    "round": _whole(1, 10**9),
-    "client": _whole(0, 10**9),
-    "clients": _whole(1, 10**9),
-    "participation": lambda value: is_number(value) and 0 < value <= 1,
-    "settings": lambda value: isinstance(value, str) and len(value) <= MAX_SETTINGS_CHARACTERS,
-    "base": _text(HEX, optional=True),
-    "keep": _texts(HEX),
-    "held": _texts(FIELD),
-    "held_digests": _texts(HEX),
-    "gradient": _text(HEX, optional=True),
-}
 
 
 def fingerprint(algorithm: Algorithm, objective: Objective) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -16,8 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from lamina.errors import BadInput
-from lamina.flower.keys import Authority, make_authority, make_node_key, private_folder, usable
+from lamina.flower.keys import (
+    Authority,
+    make_authority,
+    make_node_key,
+    make_signing_key,
+    private_folder,
+    signing_key_files,
+    usable,
+)
 from lamina.flower.local.processes import (
     COLOURS,
     HOST,
@@ -31,7 +40,7 @@ from lamina.flower.local.processes import (
     private_files,
     telling_line,
 )
-from lamina.flower.signing import NODE_OPTION, is_pair, key_files, make_signing_key
+from lamina.flower.signing import NODE_OPTION, is_pair
 from lamina.storage.locks import Lock
 from lamina.text import plural
 
@@ -110,7 +119,7 @@ class LocalFederation:
         self._make_keys()
         self.processes.start_guard()
         self._say("starting the SuperLink")
-        self._start_superlink()
+        self.start_superlink()
         ids: dict[int, int] = {}
         if self.secure:
             self._say(f"registering {plural(self.count, 'node')}")
@@ -143,7 +152,7 @@ class LocalFederation:
     @property
     def signing_key(self) -> Path:
         """The server's private key that signs tasks."""
-        return key_files(self.folder / "keys")[0]
+        return signing_key_files(self.folder / "keys")[0]
 
     def node_key(self, client: int) -> Path:
         """Return the path of the private key of a client's node."""
@@ -152,8 +161,8 @@ class LocalFederation:
     def _make_keys(self) -> None:
         """Make the keys that are missing, and replace those that cannot be used any more."""
         keys = self.folder / "keys"
-        if not is_pair(*key_files(keys)):
-            _delete(*key_files(keys))
+        if not is_pair(*signing_key_files(keys)):
+            _delete(*signing_key_files(keys))
             make_signing_key(keys)
         if not self.secure:
             return
@@ -168,7 +177,8 @@ class LocalFederation:
 
     # --- the SuperLink -----------------------------------------------------------------------------------------------
 
-    def _start_superlink(self) -> None:
+    def start_superlink(self) -> None:
+        """Start the SuperLink, and wait until it answers."""
         home = self.folder / "superlink"
         _delete(*home.glob("state.db*"))  # registrations of the last start, whose nodes would be refused for a minute
         safety, trust = ["--insecure"], "insecure = true"
@@ -182,29 +192,15 @@ class LocalFederation:
         self.superlink = self.processes.launch("superlink", command, "superlink")
         text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{HOST}:{self.port}"\n{trust}\n'
         (self.folder / "command" / "config.toml").write_text(text, encoding="utf-8")
-        deadline = time.monotonic() + START_S
-        while not self._is_healthy():
-            self._refuse_dead_superlink()
-            if time.monotonic() > deadline:
-                raise self.superlink.failed(f"the SuperLink does not answer on {HOST}:{self.port}")
-            time.sleep(0.1)
+        self.superlink.wait_for(self._is_healthy, "the SuperLink", START_S)
 
     def _is_healthy(self) -> bool:
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=5)
-        if self.secure:
-            trusted = ssl.create_default_context(cafile=str(self.authority.certificate))
-            connection = http.client.HTTPSConnection(HOST, self.port, timeout=5, context=trusted)
+        url = f"http{'s' * self.secure}://{HOST}:{self.port}/health"
+        trusted = ssl.create_default_context(cafile=str(self.authority.certificate)) if self.secure else True
         try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            return httpx.get(url, verify=trusted, timeout=5, trust_env=False).status_code == 200
+        except httpx.HTTPError:
             return False
-        finally:
-            connection.close()
-
-    def _refuse_dead_superlink(self) -> None:
-        if self.superlink is not None and self.superlink.ended is not None:
-            raise self.superlink.failed(f"the SuperLink ended with code {self.superlink.ended}")
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -219,7 +215,7 @@ class LocalFederation:
             "partition-id": client,
             "num-partitions": self.count,
             "state-dir": str(self.folder / node_name(client) / "state"),
-            NODE_OPTION: str(key_files(self.folder / "keys")[1]),
+            NODE_OPTION: str(signing_key_files(self.folder / "keys")[1]),
         }
         self.nodes[client] = self.start_supernode(node_name(client), settings)
         return self.nodes[client]
@@ -246,19 +242,13 @@ class LocalFederation:
 
     def _wait_for_node(self, client: int) -> int:
         """Wait until a node has joined, and return its number."""
-        deadline = time.monotonic() + START_S
         process = self.nodes[client]
-        while not (found := NODE_ID.search(process.output())):
-            if process.ended is not None:
-                raise process.failed(f"node {client} ended with code {process.ended}")
-            if time.monotonic() > deadline:
-                raise process.failed(f"node {client} has not joined after {START_S:.0f} s")
-            time.sleep(0.1)
-        return int(found[1])
+        return int(process.wait_for(lambda: NODE_ID.search(process.output()), f"node {client}", START_S)[1])
 
     def tend(self) -> None:
         """Restart nodes that have ended, and raise an error if the SuperLink has; call this now and then."""
-        self._refuse_dead_superlink()
+        if self.superlink is not None and self.superlink.ended is not None:
+            raise self.superlink.failed(f"the SuperLink ended with code {self.superlink.ended}")
         now = time.monotonic()
         for client, process in list(self.nodes.items()):
             if process.ended is None:
@@ -313,10 +303,10 @@ class LocalFederation:
 
     def status(self, run: int) -> RunStatus:
         """Return how a run is doing."""
-        found = self.flwr("ls", LINK, "--run-id", str(run), "--format", "json")["runs"][0]
-        traffic = found["network-traffic"]
-        details = str(found.get("status-details", ""))
-        return RunStatus(found["status"], details, int(traffic["inbound-bytes"]), int(traffic["outbound-bytes"]))
+        entry = self.flwr("ls", LINK, "--run-id", str(run), "--format", "json")["runs"][0]
+        traffic = entry["network-traffic"]
+        details = str(entry.get("status-details", ""))
+        return RunStatus(entry["status"], details, int(traffic["inbound-bytes"]), int(traffic["outbound-bytes"]))
 
     def stop_run(self, run: int) -> None:
         """Ask a run to stop."""

@@ -23,12 +23,12 @@ PATIENCE = 5.0  # seconds from asking to killing
 def marked(mark: str) -> list[int]:
     """Return the other processes that carry the mark; none where there is no /proc."""
     wanted = f"{VARIABLE}={mark}".encode()
-    found = []
+    pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if int(entry.name) != os.getpid() and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 def end_all(groups: Iterable[int], mark: str, patience: float = PATIENCE) -> None:

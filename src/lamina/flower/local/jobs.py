@@ -6,6 +6,7 @@ import contextlib
 import json
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -175,39 +176,8 @@ def write_app(
     }
     package = folder / "lamina_up"
     package.mkdir(parents=True, exist_ok=True)
-    (folder / "pyproject.toml").write_text(PROJECT, encoding="utf-8")
-    (package / "__init__.py").write_text(SHIM + more, encoding="utf-8")
+    template = resources.files("lamina").joinpath("flower", "template", "up")
+    shim = template.joinpath("shim.py.in").read_text(encoding="utf-8")
+    (folder / "pyproject.toml").write_bytes(template.joinpath("pyproject.toml.in").read_bytes())
+    (package / "__init__.py").write_text(shim + more, encoding="utf-8")
     (package / "settings.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
-PROJECT = """\
-[project]
-name = "lamina-up"
-version = "1.0.0"
-description = "An experiment of lamina's"
-license = { text = "Apache-2.0" }
-dependencies = []
-
-[tool.flwr.app]
-publisher = "lamina"
-
-[tool.flwr.app.components]
-serverapp = "lamina_up:server"
-clientapp = "lamina_up:client"
-
-[tool.flwr.app.config]
-"""
-SHIM = """\
-import json
-from pathlib import Path
-
-from lamina.experiment.config import parse
-from lamina.flower import Federation
-
-settings = json.loads((Path(__file__).parent / "settings.json").read_text(encoding="utf-8"))
-nodes = {int(node): client for node, client in settings["nodes"].items()}
-experiment = parse(settings["experiment"])
-federation = Federation.from_experiment(experiment, out=settings["out"], nodes=nodes, **settings["options"])
-server = federation.server_app()
-client = federation.client_app()
-"""

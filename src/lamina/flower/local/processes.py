@@ -11,13 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from lamina.errors import LaminaError
 from lamina.flower.local import guard
 from lamina.storage.files import cannot_write
 
+T = TypeVar("T")
 HOST = "127.0.0.1"
 GRACE_S = 8.0  # from SIGTERM to SIGKILL
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -71,6 +74,17 @@ class Process:
         """Return an error: what happened, what the log says about it, and where the log is."""
         why = telling_line(self.output())
         return FederationFailed(f"{what}{': ' + why if why else ''} (log: {self.log})")
+
+    def wait_for(self, ready: Callable[[], T | None], what: str, seconds: float) -> T:
+        """Return what `ready` returns as soon as it is true; raise an error if the process ends or time is up."""
+        deadline = time.monotonic() + seconds
+        while not (result := ready()):
+            if self.ended is not None:
+                raise self.failed(f"{what} ended with code {self.ended}")
+            if time.monotonic() > deadline:
+                raise self.failed(f"{what} is not ready after {seconds:.0f} s")
+            time.sleep(0.1)
+        return result
 
     def signal(self, number: int) -> None:
         """Send a signal to it and to its group."""
@@ -192,10 +206,10 @@ def telling_line(text: str) -> str:
 def executable(name: str) -> str:
     """Return a program of Flower's: the one installed beside this Python, else the one on the path."""
     beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
+    path = str(beside) if beside.exists() else shutil.which(name)
+    if path is None:
         raise FederationFailed(f"the program {name} is not installed: pip install -e '.[flower]'")
-    return found
+    return path
 
 
 def free_port() -> int:

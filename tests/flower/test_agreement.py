@@ -1,0 +1,167 @@
+"""A federation in one process computes the same numbers as its simulation."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+
+import lamina
+from flower_grid import LoopGrid
+from flower_setup import (
+    MIME,
+    NODE,
+    Setup,
+    assert_like_the_simulation,
+    assert_same_run,
+    is_train,
+    nodes,
+    other_weights,
+    small_model,
+)
+from lamina.clients import Clients
+from lamina.errors import BadInput
+from lamina.experiment import build as building
+from lamina.experiment.config import parse
+from lamina.experiment.records import read_record
+from lamina.flower import Federation
+from lamina.plan import Plan
+from lamina.protocol import Protocol
+
+
+@pytest.mark.parametrize("algorithm", sorted(lamina.algorithms.registry()))
+def test_a_federation_is_its_simulation(algorithm, tmp_path):
+    setup = Setup(tmp_path, algorithm, rounds=3)
+    setup.run()
+    assert_like_the_simulation(setup)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"weighting": "examples", "schedule": "exponential", "clip": 0.5, "seed": 2**70 + 1},
+        {"local_steps": 7, "sampling": "bernoulli", "participation": 0.5},
+        {"batch_size": 1000, "epochs": 2},
+        {"batch_size": None},
+    ],
+    ids=str,
+)
+def test_every_setting_of_the_protocol_reaches_the_nodes(given, tmp_path):
+    setup = Setup(tmp_path, "scaffold", rounds=3, **given)
+    setup.run()
+    assert_like_the_simulation(setup)
+
+
+def test_the_servers_weights_count_not_the_nodes(tmp_path):
+    setup = Setup(tmp_path, "fedlada", node_model=other_weights, rounds=2)
+    setup.run()
+    assert_like_the_simulation(setup)
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_dropout_and_augmentation_follow_the_plan(tmp_path, engine):
+    def images(context=None):
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randint(0, 256, (40, 1, 6, 6), generator=generator, dtype=torch.uint8)
+        y = torch.arange(40) % 3
+        own = slice(None) if context is None else slice(20 * (i := context.node_config["partition-id"]), 20 * (i + 1))
+        return x[own], y[own]
+
+    def model():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.3), nn.Linear(8, 3))
+
+    protocol = {"batch_size": 8, "augmentation": lamina.data.feed.Augment(2), "seed": 1, "device": "cpu"}
+    parts = [list(range(20)), list(range(20, 40))]
+    simulation = lamina.Simulation(model(), images(), "fedams", clients=parts, engine=engine, **protocol)
+    simulation.run(3)
+    federation = Federation("fedams", model, images, clients=2, rounds=3, out=tmp_path / "run", poll=0.005,
+                            state_dir=tmp_path / "state", **protocol)  # fmt: skip
+    grid = LoopGrid(federation.client_app(), nodes(2))
+    federation.server_app()(grid, grid.contexts[NODE])
+    rows = list(read_record(tmp_path / "run").history)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert_same_run(rows, weights, simulation.history, simulation.model.state_dict())
+
+
+def test_batch_norm_statistics_travel_with_the_model(tmp_path):
+    setup = Setup(tmp_path, "fedavg", model=lambda: small_model(norm=True), batch_size=16, rounds=3)
+    setup.run()
+    assert_like_the_simulation(setup)
+    assert not torch.equal(setup.weights()["1.running_mean"], torch.zeros(8))
+
+
+def test_the_original_mime_needs_two_exchanges(tmp_path):
+    setup = Setup(tmp_path, MIME, rounds=3, weighting="examples")
+    grid = setup.run()
+    assert_like_the_simulation(setup, without=("bytes_up",))
+    kinds = [message.metadata.message_type for _, message in grid.seen if message.metadata.group_id == "2"]
+    assert kinds == ["train.gradient"] * 3 + ["train"] * 3
+    # the nodes keep x of the first exchange, so only the gradient travels twice
+    second = [set(message.content["down"]) for _, message in grid.seen if is_train(message, 2)]
+    assert second == [{"v_hat", "m", "mean_gradient"}] * 3
+    simulation = setup.simulation()
+    simulation.run(1)
+    model = simulation.objective.start.numel() * 4
+    assert setup.rows[0]["bytes_up"] == simulation.history[0]["bytes_up"] + 3 * model
+
+
+def test_an_experiment_file_is_a_federation(tmp_path):
+    experiment = parse({
+        "data": {"name": "digits", "clients": 5, "partition": {"name": "dirichlet", "alpha": 0.5}},
+        "model": {"name": "mlp"}, "algorithm": {"name": "fedlamb", "sync_every": 2},
+        "train": {"rounds": 3, "participation": 0.6, "seed": 3}, "run": {"device": "cpu", "engine": "loop"},
+    })  # fmt: skip
+    simulation = building.build(experiment)
+    simulation.run(3)
+    federation = Federation.from_experiment(experiment, out=tmp_path / "run", state_dir=tmp_path / "state", poll=0.005)
+    grid = LoopGrid(federation.client_app(), nodes(5))
+    federation.server_app()(grid, grid.contexts[NODE])
+    rows = list(read_record(tmp_path / "run").history)
+    weights = load_file(tmp_path / "run" / "model.safetensors")
+    assert_same_run(rows, weights, simulation.history, simulation.model.state_dict())
+    config = read_record(tmp_path / "run").config
+    assert config["data"]["partition"]["alpha"] == 0.5
+    assert (config["run"]["engine"], config["federation"]) == ("flower", {"on": "flower"})
+
+
+def test_flowers_simulation_can_hand_the_apps_to_its_workers():
+    cloudpickle = pytest.importorskip("ray.cloudpickle")
+    federation = Federation.from_experiment(parse({"data": {"clients": 3}}))
+    cloudpickle.loads(cloudpickle.dumps(federation.client_app()))
+
+
+def test_a_partition_that_moves_is_refused():
+    experiment = parse({"data": {"partition": {"name": "reallocate"}}})
+    with pytest.raises(BadInput, match="'reallocate' gives clients other data in every round"):
+        Federation.from_experiment(experiment)
+
+
+@settings(max_examples=30)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    batch_size=st.none() | st.integers(1, 40),
+    epochs=st.none() | st.integers(1, 3),
+    local_steps=st.none() | st.integers(1, 9),
+    seed=st.integers(-(2**70), 2**70),
+    number=st.integers(1, 1000),
+)
+def test_a_client_that_knows_only_itself_plans_the_same_batches(sizes, batch_size, epochs, local_steps, seed, number):
+    bounds = np.cumsum([0, *sizes])
+    parts = [np.arange(a, b)[::-1] for a, b in itertools.pairwise(bounds)]
+    epochs = None if local_steps else epochs
+    settings = {"lr": 0.1, "batch_size": batch_size, "epochs": epochs, "local_steps": local_steps, "seed": seed}
+    whole = Plan(Clients(parts, int(bounds[-1])), Protocol(**settings)).round(number)
+    alone = Plan(Clients.elsewhere(len(sizes)), Protocol(**settings))
+    for client, part in enumerate(parts):
+        own = alone.round_of(number, np.array([client]), [np.arange(len(part))])
+        assert own.steps[0] == whole.steps[client]
+        assert own.streams[0] == whole.streams[client]
+        for k in range(own.steps[0]):
+            assert (part[own.batch(0, k)] == whole.batch(client, k)).all()
+            assert (own.augment_keys(0, k) == whole.augment_keys(client, k)).all()

@@ -1,0 +1,436 @@
+"""Bad updates, gradients and evaluations are refused with a reason, and the round continues."""
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+import lamina
+from flower_setup import (
+    MIME,
+    NODE,
+    Setup,
+    altered,
+    assert_weights,
+    change,
+    client_of,
+    is_train,
+    part_of,
+    reference,
+    small_model,
+)
+from lamina.algorithms.contract import Displacement
+from lamina.errors import Diverged
+from lamina.flower import Limits, Stopped, checks, outliers, wire
+
+
+def with_delta(make):
+    def spoil(content):
+        delta = torch.frombuffer(bytearray(content["up"]["delta"].data), dtype=torch.float32)
+        return change(content, "up", delta=make(delta))
+
+    return spoil
+
+
+def put(delta, value):
+    delta = delta.clone()
+    delta[3] = value
+    return wire.encode(delta)
+
+
+def extra_record(content):
+    made = RecordDict(dict(content.items()))
+    made["more"] = ConfigRecord({"text": "hello"})
+    return made
+
+
+def without(name):
+    return lambda content: RecordDict({key: value for key, value in content.items() if key != name})
+
+
+HOSTILE_PICKLE = (
+    b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'fortran_order': False, 'shape': (83,), }" + b" " * 58 + b"\ncos\n"
+)
+
+
+BAD = {
+    "a NaN": (with_delta(lambda d: put(d, float("nan"))), "'delta' holds a NaN or an infinity"),
+    "an infinity": (with_delta(lambda d: put(d, float("inf"))), "'delta' holds a NaN or an infinity"),
+    "a shape": (with_delta(lambda d: wire.encode(d[:-1])), "'delta' has shape [82], not [83]"),
+    "a dtype": (with_delta(lambda d: wire.encode(d.double())), "'delta' is float64, not float32"),
+    "too few bytes": (
+        with_delta(lambda d: Array("float32", (83,), wire.RAW, b"123")),
+        "'delta' holds 3 bytes, not 332",
+    ),
+    "a lying shape": (
+        with_delta(lambda d: Array("float32", (2**31 - 1, 2**31 - 1), wire.RAW, b"")),
+        "'delta' has shape",
+    ),
+    "a pickle": (
+        with_delta(lambda d: Array("object", (83,), "numpy.ndarray", HOSTILE_PICKLE)),
+        "'delta' is encoded as 'numpy.ndarray'",
+    ),
+    "a missing field": (lambda c: change(c, "up", delta_c=None), "the field 'delta_c' is missing"),
+    "an extra field": (
+        lambda c: change(c, "up", more=wire.encode(torch.zeros(3))),
+        "it has an unknown field 'more' in 'up'",
+    ),
+    "an extra record": (extra_record, "it has an unknown record 'more'"),
+    "no arrays": (without("up"), "the record 'up' is missing"),
+    "no figures": (without("figures"), "the record 'figures' is missing"),
+    "nothing": (lambda c: RecordDict(), "the record 'up' is missing"),
+    "the wrong kind of record": (
+        lambda c: RecordDict({"up": ConfigRecord({"delta": 1}), "figures": c["figures"]}),
+        "the record 'up' is missing",
+    ),
+    "buffers of no model": (
+        lambda c: change(c, "buffers", mean=wire.encode(torch.zeros(3))),
+        "it has an unknown field 'mean' in 'buffers'",
+    ),
+    "too large": (
+        lambda c: change(c, "up", delta=Array("float32", (83,), wire.RAW, bytes(10**6))),
+        "bytes, and the model explains",
+    ),
+    "a long text": (
+        lambda c: change(c, "figures", **{"x" * 10**6: 1.0}),
+        "bytes, and the model explains",
+    ),
+    "no examples": (lambda c: change(c, "figures", examples=0, steps=0), "says 0 examples"),
+    "negative examples": (lambda c: change(c, "figures", examples=-5), "says -5 examples"),
+    "absurdly many examples": (lambda c: change(c, "figures", examples=10**12, steps=10**12), "1000000000000 examples"),
+    "examples as a text": (lambda c: change(c, "figures", examples=[1, 2]), "says [1, 2] examples"),
+    "half an example": (lambda c: change(c, "figures", examples=0.5), "says 0.5 examples"),
+    "a wrong number of steps": (lambda c: change(c, "figures", steps=1), "says 1 local steps, but 25 examples make 4"),
+    "an infinite loss": (lambda c: change(c, "figures", loss=float("inf")), "its training loss is inf"),
+    "no loss": (lambda c: change(c, "figures", loss=None), "its figures are not examples, steps and loss"),
+    "an absurd norm": (
+        with_delta(lambda d: wire.encode(d * 1e6)),
+        "'delta_c' contradicts the other fields",
+    ),
+    "an absurd loss": (lambda c: change(c, "figures", loss=1.7e308), "its training loss is 1.7e+308"),
+    "an absurd other field": (
+        lambda c: change(c, "up", delta_c=wire.encode(torch.full((83,), 1e30))),
+        "'delta_c' contradicts the other fields",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def bad_run(tmp_path_factory):
+    """A run in which client 1 sends another bad update in every round after the first."""
+    setup = Setup(tmp_path_factory.mktemp("bad"), "scaffold", participation=1.0, rounds=1 + len(BAD))
+    kinds = [None, *BAD]
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message) and client_of(node) == 1 and not is_train(message, 1):
+            spoil, _ = BAD[kinds[int(message.metadata.group_id) - 1]]
+            return Message(spoil(reply.content), reply_to=message)
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    return setup
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_update_is_refused_and_the_round_goes_on(kind, bad_run):
+    position = 1 + list(BAD).index(kind)
+    (refused,) = bad_run.journal[position]["refused"]
+    assert (refused["client"], refused["node"]) == (1, str(NODE + 1))
+    assert BAD[kind][1] in refused["why"]
+    assert (bad_run.rows[position]["clients"], bad_run.rows[position]["refused"]) == (3, 1)
+
+
+def test_bad_updates_leave_no_trace(bad_run):
+    assert f"client 1 (node {NODE + 1}): refused: " in (bad_run.out / "log.txt").read_text()
+    absent = {(number, 1) for number in range(2, bad_run.rounds + 1)}
+    assert_weights(bad_run, reference(bad_run, absent=absent))  # the mean of the good ones, and no state run ahead
+
+
+def test_negative_second_moments_are_refused(tmp_path):
+    setup = Setup(tmp_path, "fedlada", participation=1.0, rounds=2)
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 2) and client_of(node) == 1:
+            return Message(change(reply.content, "up", v_hat=wire.encode(torch.full((83,), -1.0))), reply_to=message)
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert "'v_hat' has negative entries" in setup.journal[1]["refused"][0]["why"]
+    assert_weights(setup, reference(setup, absent={(2, 1)}))
+
+
+@pytest.mark.parametrize(
+    ("buffer", "value", "why"),
+    [
+        ("1.running_var", -1.0, "negative entries"),
+        ("1.running_mean", float("nan"), "NaN"),
+        ("1.running_mean", 1e30, "the buffer '1.running_mean' has entries more than 12.5 times as far"),
+    ],
+)
+def test_bad_buffers_are_refused(buffer, value, why, tmp_path):
+    setup = Setup(tmp_path, "fedavg", model=lambda: small_model(norm=True), batch_size=16, participation=1.0, rounds=2)
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 2) and client_of(node) == 1:
+            spoiled = change(reply.content, "buffers", **{buffer: wire.encode(torch.full((8,), value))})
+            return Message(spoiled, reply_to=message)
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert why in setup.journal[1]["refused"][0]["why"]
+    assert_weights(setup, reference(setup, absent={(2, 1)}))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_a_bad_gradient_keeps_a_client_out_of_mimes_round(value, tmp_path):
+    setup = Setup(tmp_path, lamina.algorithms.create("mime", "mime"), participation=1.0, rounds=2)
+
+    def on_reply(grid, node, message, reply):
+        if message.metadata.message_type == "train.gradient" and message.metadata.group_id == "2" and node == NODE + 1:
+            return Message(
+                change(reply.content, "up", gradient=wire.encode(torch.full((83,), value))), reply_to=message
+            )
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert "'gradient' h" in setup.journal[1]["refused"][0]["why"]
+    assert_weights(setup, reference(setup, absent={(2, 1)}))
+
+
+def test_large_updates_can_be_scaled_down(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"limits": Limits(0.01, "clip")})
+    deltas = []
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message):
+            deltas.append(torch.frombuffer(bytearray(reply.content["up"]["delta"].data), dtype=torch.float32))
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert all(delta.norm() > 0.01 for delta in deltas)
+    mean = sum(0.01 * delta / delta.norm() for delta in deltas) / 4
+    start = torch.cat([p.detach().flatten() for p in small_model().parameters()])
+    end = torch.cat([setup.weights()[n].flatten() for n, _ in small_model().named_parameters()])
+    torch.testing.assert_close(end - start, mean, rtol=1e-3, atol=1e-6)
+    assert all("scaled down to the limit" in note for note in setup.journal[0]["notes"])
+
+
+def test_large_updates_can_be_refused(tmp_path):
+    setup = Setup(tmp_path, "scaffold", participation=1.0, more={"limits": Limits({"delta_c": 1e-6}), "attempts": 1})
+    with pytest.raises(Stopped, match="'delta_c' has norm"):
+        setup.run()
+
+
+def test_a_diverging_node_stops_nobody_else(tmp_path):
+    """A node whose own training went wrong sends NaN, is refused, and goes on from its last good state."""
+    setup = Setup(tmp_path, "scaffold", participation=1.0)
+    broken = setup.federation()
+    broken.data = lambda context: (part_of(context)[0] * 1e30, part_of(context)[1])
+    good = setup.client_app()
+
+    def on_send(grid, node, message):
+        grid.apps[NODE + 1] = broken.client_app() if is_train(message, 3) else good
+        return message
+
+    setup.run(setup.grid(on_send))
+    assert setup.journal[2]["refused"][0]["client"] == 1
+    assert_weights(setup, reference(setup, absent={(3, 1)}))
+
+
+def scramble(random, content):
+    """A reply with a few things wrong at random."""
+    values = [0, -1, 3.5, float("nan"), 2**62, [1, 2], [0.5], "text", b"bytes", True, [True], ["a"]]
+    pick = lambda options: options[random.integers(len(options))]  # noqa: E731
+    made = RecordDict(dict(content.items()))
+    for _ in range(random.integers(1, 4)):
+        record, key = (
+            pick(["up", "figures", "buffers", "problem", "odd"]),
+            pick(["delta", "delta_c", "examples", "loss"]),
+        )
+        array = Array(pick(["float32", "object", "", "int8"]), pick([(83,), (), (-1,), (2**31 - 1,), (0,)]),
+                      pick([wire.RAW, "numpy.ndarray", ""]), pick([b"", bytes(332), HOSTILE_PICKLE]))  # fmt: skip
+        try:
+            made[record] = pick([ArrayRecord, MetricRecord, ConfigRecord])({key: pick([array, pick(values)])})
+        except TypeError:
+            made[record] = ArrayRecord({key: array})
+    return made
+
+
+def test_no_reply_makes_the_checks_fail():
+    class Up(lamina.algorithms.scaffold.Up):
+        pass
+
+    up = Up(torch.ones(83), torch.ones(83))
+    sound = wire.content_of({"up": wire.pack(up), "figures": {"examples": 5, "steps": 1, "loss": 0.5}})
+    expected = checks.Expected(up, {}, lambda n: 1, Limits(), ("v",))
+    gradient = checks.Expected(checks.FullGradient(up.delta), {}, None, Limits())
+    assert checks.read_update(sound, expected).examples == 5
+    random, refused = np.random.default_rng(0), 0
+    for _ in range(300):
+        content = scramble(random, sound)
+        for read in (
+            lambda c: checks.read_update(c, expected),
+            lambda c: checks.read_update(c, gradient),
+            lambda c: checks.read_evaluation(c, Limits()),
+            checks.read_problem,
+        ):
+            try:
+                read(content)
+            except checks.Refused:
+                refused += 1
+    assert refused > 600
+
+
+def test_few_answers_have_no_median():
+    known = outliers.Broadcast(lamina.Layers({"w": (2,)}), {}, lambda steps: {}, by_examples=False)
+
+    def odd(limits, recent=()):
+        sizes = outliers.sizes_of_updates(updates, known)
+        earlier = outliers.judge_by_earlier_rounds(sizes, {"'delta' has norm": recent}, limits)
+        return outliers.judge_updates(updates, known, limits) | earlier
+
+    updates = {c: checks.Update(Displacement(torch.full((2,), 10.0**c)), {}, 1, 1, 0.0) for c in (0, 9)}
+    assert odd(Limits()) == {}
+    assert list(odd(Limits(), [1.0, 2.0, 1e9])) == [9]  # then those of the last rounds count
+    assert outliers.medians(outliers.sizes_of_updates(updates, known), [0, 9]) == {}  # but not this one
+    updates[1] = checks.Update(Displacement(torch.full((2,), 2.0)), {}, 1, 1, 0.0)
+    assert list(odd(Limits())) == [9]
+    assert list(odd(Limits(), [1e-9])) == [9]  # and only then
+    assert odd(Limits(times_median=None)) == {}
+
+
+def is_gradient(message):
+    return message.metadata.message_type == "train.gradient"
+
+
+@pytest.mark.parametrize(
+    ("times", "figures", "why"),
+    [
+        (5000.0, {"examples": 10_000_000}, "its number of examples is 10000000"),
+        (5000.0, {}, "'gradient' has norm"),
+        (1.0, {"examples": 10_000_000}, "its number of examples is 10000000, more than 20 times the round's median"),
+        (1.0, {"examples": 100}, "says 25 examples, and said 100 when it sent its gradient"),
+    ],
+)
+def test_mimes_first_exchange_is_no_way_around_the_checks(times, figures, why, tmp_path):
+    setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, weighting="examples")
+
+    def on_reply(grid, node, message, reply):
+        return altered(message, reply, times, **figures) if is_gradient(message) and client_of(node) == 1 else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    for entry in setup.journal:
+        (refused,) = entry["refused"]
+        assert refused["client"] == 1
+        assert why in refused["why"]
+    if figures.get("examples") != 100:  # which is refused only after it was in the mean of the gradients
+        assert_weights(setup, reference(setup, absent={(1, 1), (2, 1)}))
+    assert setup.rows[-1]["loss"] < 2
+
+
+def test_a_gradient_may_have_a_limit(tmp_path):
+    limits = Limits(max_norm={"gradient": 10.0, "delta": 10.0}, times_median=None)
+    setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, more={"limits": limits})
+
+    def on_reply(grid, node, message, reply):
+        return altered(message, reply, 9000.0) if is_gradient(message) and client_of(node) == 1 else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    for entry in setup.journal:
+        (refused,) = entry["refused"]
+        assert refused["client"] == 1
+        assert "over the limit of 10" in refused["why"]
+    assert_weights(setup, reference(setup, absent={(1, 1), (2, 1)}))
+
+
+def test_with_two_answers_the_last_rounds_tell_what_is_absurd(tmp_path):
+    """Also after a restart: what is remembered is in the checkpoint."""
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, more={"deadline": 0.2, "quorum": 1})
+    setup.run()
+
+    def on_send(grid, node, message):
+        return None if is_train(message) and client_of(node) > 1 else message
+
+    def on_reply(grid, node, message, reply):
+        return altered(message, reply, 1e30) if is_train(message) and client_of(node) == 1 else reply
+
+    setup.rounds = 3
+    setup.run(setup.grid(on_send, on_reply))
+    (refused,) = setup.journal[2]["refused"]
+    assert refused["client"] == 1
+    assert "times the median of the last rounds" in refused["why"]
+    assert_weights(setup, reference(setup, absent={(3, 1), (3, 2), (3, 3)}))
+
+
+@pytest.mark.parametrize(
+    ("count", "first", "why"),
+    [(150_000, 1, "more than 20 times the round's median"), (300, 2, "more than 10 times the 25 when it last")],
+)
+def test_a_number_of_examples_cannot_buy_the_mean(count, first, why, tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=3, weighting="examples")
+    steps = int(setup.federation().protocol.steps(np.array([count]))[0])
+
+    def on_reply(grid, node, message, reply):
+        lies = is_train(message) and client_of(node) == 1 and int(message.metadata.group_id) >= first
+        return altered(message, reply, 60.0, examples=count, steps=steps) if lies else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    for entry in setup.journal[first - 1 :]:
+        (refused,) = entry["refused"]
+        assert (refused["client"], why in refused["why"]) == (1, True), refused
+    assert_weights(setup, reference(setup, absent={(number, 1) for number in range(first, 4)}))
+
+
+@pytest.mark.parametrize("weight", ["own data", "test data"])
+def test_an_evaluation_that_claims_too_much_is_not_used(weight, tmp_path):
+    more = {"evaluate_on": "nodes"} | ({"node_test": part_of} if weight == "test data" else {})
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more=more)
+
+    def on_reply(grid, node, message, reply):
+        lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
+        return altered(message, reply, examples=10_000_000, loss=1e20, accuracy=1.0) if lies else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert setup.rows[0]["evaluating_nodes"] == 3
+    assert setup.rows[0]["node_loss"] < 10
+    (note,) = setup.journal[0]["notes"]
+    assert note.startswith(f"evaluation: client 1 (node {NODE + 1}): refused: ")
+    assert ("said it trains on 25" in note) == (weight == "own data")
+
+
+def test_an_evaluation_loss_that_would_overflow_the_mean_is_not_used(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"evaluate_on": "nodes"})
+
+    def on_reply(grid, node, message, reply):
+        lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
+        return altered(message, reply, loss=1.7e308) if lies else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert "its evaluation loss is 1.7e+308" in setup.journal[0]["notes"][0]
+    assert setup.rows[0]["node_loss"] < 10
+
+
+def test_full_gradients_that_are_not_finite_are_divergence(tmp_path):
+    def too_large():
+        model = small_model()
+        for parameter in model.parameters():
+            parameter.data *= 1e25
+        return model
+
+    setup = Setup(tmp_path, MIME, model=too_large, participation=1.0)
+    grid = setup.grid()
+    with pytest.raises(Diverged, match="training went non-finite on 4 clients, on client 0 first in "):
+        setup.run(grid)
+    assert not any(is_train(message) for _, message in grid.seen)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "mime"])
+@pytest.mark.parametrize("lr", [1e12, 1e30])
+def test_divergence_is_called_divergence(algorithm, lr, tmp_path):
+    setup = Setup(tmp_path, MIME if algorithm == "mime" else "fedavg", participation=1.0, epochs=2, lr=lr)
+    for _ in range(2):  # and the run has ended
+        with pytest.raises(
+            Diverged, match=r"round \d: training went non-finite on \d clients.*lower the learning rate"
+        ):
+            setup.run()
+    assert (setup.out / "diverged.json").exists()

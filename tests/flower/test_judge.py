@@ -1,0 +1,95 @@
+"""Updates that were sent before, and losses out of all proportion, are not used."""
+
+import pytest
+from flwr.app import Message, RecordDict
+
+from flower_grid import over_the_wire
+from flower_setup import NODE, Setup, altered, assert_weights, client_of, is_train, reference
+from lamina.flower.outliers import absurd_losses
+
+
+@pytest.mark.parametrize("how", ["the whole reply", "only its arrays"])
+def test_an_old_update_is_not_accepted_again(how, tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=4)  # no field that contradicts an old one
+    old = {}
+
+    def on_reply(grid, node, message, reply):
+        if not is_train(message) or client_of(node) != 1:
+            return reply
+        if is_train(message, 1):
+            old["content"] = over_the_wire(reply).content
+        if is_train(message, 3):
+            content = RecordDict(dict(old["content"]))
+            if how == "only its arrays":
+                content["answer"] = reply.content["answer"]
+            return Message(content, reply_to=message)
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    (refused,) = setup.journal[2]["refused"]
+    assert refused["client"] == 1
+    why = {"the whole reply": "does not name the task it was sent", "only its arrays": "it has sent before"}[how]
+    assert why in refused["why"]
+    assert_weights(setup, reference(setup, absent={(3, 1)}))
+
+
+def test_an_old_update_is_not_accepted_after_a_restart_either(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2)
+    old = {}
+
+    def keep(grid, node, message, reply):
+        if is_train(message, 2) and client_of(node) == 1:
+            old["content"] = over_the_wire(reply).content
+        return reply
+
+    def replay(grid, node, message, reply):
+        if is_train(message, 3) and client_of(node) == 1:
+            content = RecordDict({**old["content"], "answer": reply.content["answer"]})
+            return Message(content, reply_to=message)
+        return reply
+
+    setup.run(setup.grid(on_reply=keep))
+    setup.rounds = 3
+    setup.run(setup.grid(on_reply=replay))
+    assert "sent before" in setup.journal[2]["refused"][0]["why"]
+
+
+def test_clients_that_do_not_move_are_not_taken_for_a_replay(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=3, lr=1e-45)
+    setup.run()
+    assert [len(entry["took_part"]) for entry in setup.journal] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("loss", [9e29, -9e29, 1e4])
+def test_an_absurd_training_loss_is_not_recorded(loss, tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2)
+
+    def on_reply(grid, node, message, reply):
+        return altered(message, reply, loss=loss) if is_train(message, 2) and client_of(node) == 1 else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert 0 < setup.rows[1]["train_loss"] < 10
+    (note,) = setup.journal[1]["notes"]
+    assert note == f"client 1 (node {NODE + 1}): its training loss {loss:.3g} is out of all proportion: not recorded"
+    assert_weights(setup, reference(setup))  # the update itself is sound
+
+
+def test_an_absurd_evaluation_loss_is_not_recorded(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"evaluate_on": "nodes"})
+
+    def on_reply(grid, node, message, reply):
+        lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
+        return altered(message, reply, loss=9e29) if lies else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert setup.rows[0]["node_loss"] < 10
+    assert "its evaluation loss 9e+29 is out of all proportion" in setup.journal[0]["notes"][0]
+
+
+def test_which_losses_are_out_of_all_proportion():
+    assert absurd_losses({}, None) == (0.0, [])
+    assert absurd_losses({3: 9e29}, None) == (0.0, [])  # nothing to compare it with
+    assert absurd_losses({3: 9e29}, 2.0) == (2.0, [3])
+    assert absurd_losses({0: 9e29, 3: 2.0}, None) == (2.0, [0])
+    assert absurd_losses({0: 1e-9, 1: 1e-9, 2: 5.0}, None)[1] == []  # who has not fitted yet may say so
+    assert absurd_losses({0: 1e9, 1: 2e9, 2: 5e9}, 1.0)[1] == []  # squares of large targets

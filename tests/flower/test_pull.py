@@ -1,0 +1,136 @@
+"""Stalled and slow uploads delay only their own node."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+from flwr.proto.message_pb2 import Message as FlowerMessage
+from flwr.proto.message_pb2 import Metadata as FlowerMetadata
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
+
+from flower_setup import NODE, Setup, assert_like_the_simulation, assert_weights, client_of, is_train, reference
+from lamina.flower import pull
+
+
+class Stall:
+    """Makes a grid's pull of some replies hang, as Flower's does while parts of a reply are missing."""
+
+    def __init__(self, grid, stalls):
+        self.grid, self.stalls, self.over = grid, stalls, threading.Event()
+        self.pull = grid.pull_messages
+        grid.pull_messages = self
+
+    def __call__(self, message_ids):
+        (wanted,) = list(message_ids)
+        message = self.grid.messages[wanted]
+        if self.stalls(message.metadata.dst_node_id, message):
+            self.over.wait(60)
+            return []
+        return self.pull([wanted])
+
+
+def test_a_stalled_upload_costs_only_its_own_node(tmp_path, monkeypatch):
+    monkeypatch.setattr(pull, "PATIENCE_S", 0.05)
+    setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=3, more={"deadline": 1.0, "attempts": 1})
+    grid = setup.grid()
+    stall = Stall(grid, lambda node, message: is_train(message, 2) and client_of(node) == 0)
+    started = time.monotonic()
+    try:
+        setup.run(grid)
+    finally:
+        stall.over.set()
+    assert time.monotonic() - started < 20
+    assert_weights(setup, reference(setup, absent={(2, 0)}))
+    (missing,) = setup.journal[1]["missing"]
+    assert missing["client"] == 0
+    assert missing["why"] == "no reply within 1.0 s (it began to send one, and did not complete it)"
+    assert len(setup.journal[1]["took_part"]) == 3
+
+
+def test_a_slow_upload_that_is_completed_in_time_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(pull, "PATIENCE_S", 0.02)
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2)
+    grid = setup.grid()
+    whole, asked = grid.pull_messages, []
+
+    def slow(message_ids):
+        (wanted,) = message_ids
+        if grid.messages[wanted].metadata.dst_node_id == NODE + 1 and is_train(grid.messages[wanted]):
+            asked.append(wanted)
+            time.sleep(0.2)
+        return whole([wanted])
+
+    grid.pull_messages = slow
+    setup.run(grid)
+    assert_like_the_simulation(setup)
+    assert len(asked) == len(set(asked))  # never pulled a second time while the first pull is going on
+
+
+def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):
+    monkeypatch.setattr(pull, "PATIENCE_S", 0.05)
+    over = threading.Event()
+
+    class Grid:
+        def pull_messages(self, message_ids):
+            (wanted,) = message_ids
+            if wanted.startswith("bad"):
+                over.wait(60)
+            return [wanted]
+
+    wanted = [f"bad{i}" for i in range(3 * pull.AT_ONCE)] + ["good"]
+    puller = pull.Puller(Grid())
+    try:
+        assert list(puller.look(wanted)) == ["good"]
+        assert all(map(puller.is_uploading, wanted[:-1]))
+        started = time.monotonic()
+        assert puller.look(wanted[:-1]) == {}
+        assert time.monotonic() - started < 1  # those that hang are not waited for again
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("pull "))
+    finally:
+        over.set()
+
+
+class HttpGrid:
+    """As much of Flower's Grid as `take_replies_only` knows: a client that hands out messages of the SuperLink."""
+
+    def __init__(self, *sent):
+        messages = [FlowerMessage(metadata=FlowerMetadata(message_id=f"r{i}", reply_to_message_id=about))
+                    for i, about in enumerate(sent)]  # fmt: skip
+        trees = [ObjectTree(object_id=message.metadata.message_id) for message in messages]
+        response = PullAppMessagesResponse(messages_list=messages, message_object_trees=trees)
+        self._runtime_client = SimpleNamespace(PullMessages=lambda request: response)
+
+    def pulled(self, *wanted):
+        response = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted))
+        trees = [tree.object_id for tree in response.message_object_trees]
+        assert trees == [message.metadata.message_id for message in response.messages_list]
+        return [message.metadata.reply_to_message_id for message in response.messages_list]
+
+
+def test_messages_to_the_server_that_are_no_replies_are_not_waited_for():
+    """Flower's SuperLink adds them to any pull, and its Grid would wait for their parts before it returns."""
+    grid = HttpGrid("m2", "", "m1", "m9", "")
+    assert grid.pulled("m1", "m2") == ["m2", "", "m1", "m9", ""]
+    pull.Puller(grid)
+    assert grid.pulled("m1", "m2") == ["m2", "m1"]
+    assert grid.pulled() == []
+
+
+def test_a_reply_the_superlink_cannot_hand_out_costs_only_its_node(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2)
+    response = httpx.Response(500, request=httpx.Request("POST", "https://superlink/v1/runtime/pull-messages"))
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 1) and client_of(node) == 1:
+            grid.box[message.metadata.message_id] = [httpx.HTTPStatusError("500", request=response.request,
+                                                                           response=response)]  # fmt: skip
+            return None
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    (missing,) = setup.journal[0]["missing"]
+    assert missing["client"] == 1
+    assert missing["why"] == "its reply cannot be read (HTTPStatusError: 500)"
+    assert_weights(setup, reference(setup, absent={(1, 1)}))

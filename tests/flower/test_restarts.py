@@ -1,0 +1,210 @@
+"""A server that is killed and started again, and what nodes keep on disk."""
+
+import json
+
+import pytest
+import torch
+from flwr.app import Message
+from safetensors.torch import load_file
+
+import lamina
+from flower_setup import MIME, NODE, Setup, assert_like_the_simulation, change, client_of, is_train, nodes
+from lamina.errors import BadInput
+from lamina.flower import wire
+from lamina.flower.records import Journal
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+ALGORITHMS = {
+    "scaffold": "scaffold",
+    "lazy fedlamb": lamina.algorithms.create("fedlamb", sync_every=2),
+    "mime": MIME,
+}
+ROUNDS = 5
+
+
+@pytest.fixture(scope="module", params=ALGORITHMS)
+def undisturbed(request, tmp_path_factory):
+    setup = Setup(tmp_path_factory.mktemp("undisturbed"), ALGORITHMS[request.param], rounds=ROUNDS)
+    setup.run()
+    return setup
+
+
+@pytest.fixture
+def restartable(undisturbed, tmp_path):
+    setup = Setup(tmp_path / "killed", undisturbed.algorithm, rounds=ROUNDS)
+    yield setup
+    assert [e["round"] for e in setup.journal] == list(range(1, ROUNDS + 1))
+    expected = undisturbed.weights()
+    assert all(torch.equal(value, expected[name]) for name, value in setup.weights().items())
+    for row, other in zip(setup.rows, undisturbed.rows, strict=True):
+        for name in row.keys() - {
+            "seconds",
+            "evaluation_seconds",
+            "wire_bytes_down",
+            "wire_bytes_up",
+            *setup.other_columns,
+        }:
+            assert row[name] == other[name], (row["round"], name)
+
+
+def test_a_killed_server_goes_on_in_the_middle_of_a_round(restartable):
+    def on_send(grid, node, message):
+        if is_train(message, 4) and len([1 for _, m in grid.seen if is_train(m, 4)]) == 2:
+            raise Killed
+        return message
+
+    with pytest.raises(Killed):
+        restartable.run(restartable.grid(on_send))
+    assert len(restartable.rows) == 3
+    restartable.run()
+
+
+def test_the_server_knows_the_sum_of_a_clients_changes_after_a_restart(tmp_path):
+    """They are the client's control variate, which it keeps to itself."""
+    setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=4)
+
+    def on_send(grid, node, message):
+        if is_train(message, 3):
+            raise Killed
+        return message
+
+    with pytest.raises(Killed):
+        setup.run(setup.grid(on_send))
+    setup.run()
+    simulation = setup.simulation()
+    simulation.run(setup.rounds)
+    clients = simulation.state.clients
+    (file,) = (setup.out / "checkpoints").glob("clients-000004-*.safetensors")
+    totals = load_file(file)
+    assert totals.keys() == {f"{client}/delta_c" for client in clients}
+    for client, record in clients.items():
+        torch.testing.assert_close(totals[f"{client}/delta_c"], record.c, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("moment", ["after the row", "after the attendance"])
+def test_a_server_killed_between_two_writes_never_mixes_rounds(restartable, moment, monkeypatch):
+    from lamina.experiment.folder import RunFolder
+    from lamina.storage.checkpoint import Checkpoints
+
+    with monkeypatch.context() as patch:
+        cls, method = {"after the row": (Checkpoints, "save"), "after the attendance": (RunFolder, "record")}[moment]
+        whole = getattr(cls, method)
+
+        def dies(self, *args):
+            state = args[0] if method == "save" else args[1].state
+            if state.round == 4:
+                raise Killed
+            return whole(self, *args)
+
+        patch.setattr(cls, method, dies)
+        with pytest.raises(Killed):
+            restartable.run()
+    assert len(restartable.journal) == 4
+    restartable.run()
+
+
+def test_a_damaged_newest_checkpoint_costs_one_round(restartable):
+    def on_send(grid, node, message):
+        if is_train(message, 5) and len([1 for _, m in grid.seen if is_train(m, 5)]) == 3:
+            raise Killed  # two nodes have trained round 5, and tidied up
+        return message
+
+    with pytest.raises(Killed):
+        restartable.run(restartable.grid(on_send))
+    (newest,) = (restartable.out / "checkpoints").glob("round-000004.json")
+    newest.write_text("{}")
+    restartable.run()  # from round 3: the nodes still have the states of that time, if not the cached fields
+    restartable.other_columns = {"bytes_down"} if restartable.algorithm.down_versions(1) else set()
+
+
+def test_other_nodes_after_a_restart_take_over_where_the_old_ones_have_gone(restartable):
+    """Flower's simulation draws node ids anew in every run; the nodes' disks are the same."""
+
+    def on_send(grid, node, message):
+        if is_train(message, 4):
+            raise Killed
+        return message
+
+    with pytest.raises(Killed):
+        restartable.run(restartable.grid(on_send))
+    grid = restartable.grid(configs={77 + i: {"partition-id": i} for i in range(4)})
+    restartable.run(grid)
+    assert f"client 0 was node {NODE}, which has gone, and is node 77 now" in restartable.journal[3]["notes"]
+
+
+def test_a_finished_run_is_left_alone(tmp_path):
+    setup = Setup(tmp_path, "fedavg", rounds=2)
+    setup.run()
+    grid = setup.run()
+    assert grid.seen == []
+    setup.rounds = 3
+    setup.run()
+    assert_like_the_simulation(setup)
+
+
+def test_another_run_in_the_folder_is_refused(tmp_path):
+    Setup(tmp_path, "fedavg", rounds=1).run()
+    with pytest.raises(BadInput, match="holds another run"):
+        Setup(tmp_path, "scaffold", rounds=1).run()
+
+
+def test_nodes_keep_only_the_states_the_server_may_ask_for(tmp_path):
+    setup = Setup(tmp_path, "scaffold", rounds=4, participation=1.0)
+    setup.run()
+    for client in range(4):
+        kept = sorted(path.name.split("-")[1] for path in (tmp_path / "state").glob(f"*/client-{client}/state-*"))
+        assert kept == ["000002", "000003", "000004"]
+
+
+def test_a_node_that_is_always_refused_keeps_no_more_states_than_others(tmp_path):
+    setup = Setup(tmp_path, "scaffold", rounds=4, participation=1.0)
+
+    def on_reply(grid, node, message, reply):
+        bad = is_train(message) and client_of(node) == 1 and not is_train(message, 1)
+        spoil = with_delta(lambda d: put(d, float("nan")))
+        return Message(spoil(reply.content), reply_to=message) if bad else reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    kept = sorted(path.name.split("-")[1] for path in (tmp_path / "state").glob("*/client-1/state-*"))
+    assert kept == ["000001", "000004"]  # what the server goes on from, and the last that may be it
+
+
+def test_a_nodes_state_is_for_its_owner_alone(tmp_path):
+    setup = Setup(tmp_path, "scaffold", rounds=1, participation=1.0)
+    setup.run()
+    folders = [tmp_path / "state", *(path for path in (tmp_path / "state").rglob("*") if path.is_dir())]
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
+
+
+def with_delta(make):
+    def spoil(content):
+        delta = torch.frombuffer(bytearray(content["up"]["delta"].data), dtype=torch.float32)
+        return change(content, "up", delta=make(delta))
+
+    return spoil
+
+
+def put(delta, value):
+    delta = delta.clone()
+    delta[3] = value
+    return wire.encode(delta)
+
+
+def test_a_torn_journal_is_mended(tmp_path):
+    journal = Journal(tmp_path)
+    lines = [{"round": 1, "complete": True}, {"round": 2, "complete": False}, {"round": 2, "complete": True}]
+    journal.path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"round": 3, "com')
+    journal.cut(1)
+    assert journal.path.read_text() == "".join(json.dumps(line) + "\n" for line in lines[:2])
+
+
+def test_a_nodes_state_folder_comes_from_its_own_configuration(tmp_path):
+    setup = Setup(tmp_path, "scaffold", rounds=2, participation=1.0)
+    configs = {node: {**config, "state-dir": str(tmp_path / f"disk{node}")} for node, config in nodes().items()}
+    setup.run(setup.grid(configs=configs))
+    assert not (tmp_path / "state").exists()
+    assert len(list((tmp_path / f"disk{NODE}").rglob("state-*.safetensors"))) == 2

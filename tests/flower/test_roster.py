@@ -1,0 +1,152 @@
+"""Which node is which client."""
+
+import json
+
+import pytest
+from torch import nn
+
+from flower_setup import NODE, Setup, assert_like_the_simulation, is_train, nodes, small_model
+from lamina.errors import BadInput
+from lamina.flower import Stopped
+from lamina.flower.federation import read_nodes
+
+
+def test_a_second_node_with_the_same_number_is_refused_and_named(tmp_path):
+    setup = Setup(tmp_path, "scaffold", participation=1.0)
+    rogue = NODE + 50
+    grid = setup.run(setup.grid(configs={**nodes(), rogue: {"partition-id": 2}}))
+    assert_like_the_simulation(setup)
+    assert all(e["refused"] == [{"client": None, "node": str(rogue), "why": f"says it is client 2, and that is node "
+               f"{NODE + 2}"}] for e in setup.journal)  # fmt: skip
+    assert [message.metadata.message_type for node, message in grid.seen if node == rogue] == ["query"]
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"partition-id": 4}, "says it is client 4, but they are numbered 0 to 3"),
+        ({"partition-id": -1}, "says it is client -1"),
+        ({}, "this node has no number: start it with --node-config 'partition-id=0'"),
+        ({"partition-id": "2"}, "this node has no number"),
+    ],
+)
+def test_a_node_without_a_place_is_named(config, why, tmp_path):
+    setup = Setup(tmp_path, "fedavg", rounds=2)
+    setup.run(setup.grid(configs={**nodes(), 5: config}))
+    assert_like_the_simulation(setup)
+    (refused,) = setup.journal[0]["refused"]
+    assert refused["node"] == "5"
+    assert why in refused["why"]
+
+
+def test_a_node_whose_configuration_is_corrected_is_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("lamina.flower.roster.ASK_AGAIN_S", 0.0)
+    configs = nodes()
+    del configs[NODE + 3]["partition-id"]
+    setup = Setup(tmp_path, "fedavg", rounds=4, participation=1.0, more={"deadline": 0.3})
+
+    def on_send(grid, node, message):
+        if is_train(message, 2):
+            grid.contexts[NODE + 3].node_config["partition-id"] = 3  # restarted with the same key, so the same id
+        return message
+
+    setup.run(setup.grid(on_send, configs=configs))
+    assert [len(entry["took_part"]) for entry in setup.journal] == [3, 3, 4, 4]
+    assert ["this node has no number" in entry["refused"][0]["why"] for entry in setup.journal[:2]] == [True, True]
+    assert setup.journal[2]["refused"] == []
+
+
+def test_a_node_that_comes_back_is_asked_again(tmp_path):
+    configs = nodes()
+    configs[NODE + 3]["partition-id"] = 7
+    setup = Setup(tmp_path, "fedavg", rounds=4, participation=1.0, more={"deadline": 0.3})
+
+    def on_send(grid, node, message):
+        if is_train(message, 2):
+            grid.offline.add(NODE + 3)
+        if is_train(message, 3) and NODE + 3 in grid.offline:
+            grid.offline.discard(NODE + 3)
+            grid.contexts[NODE + 3].node_config["partition-id"] = 3
+        return message
+
+    setup.run(setup.grid(on_send, configs=configs))
+    assert [len(entry["took_part"]) for entry in setup.journal] == [3, 3, 3, 4]
+
+
+def test_a_node_that_is_another_client_by_its_own_configuration_says_so(tmp_path):
+    listed = {NODE + i: i for i in range(4)}
+    configs = {**nodes(), NODE + 1: {"partition-id": 2}}
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"nodes": listed})
+    setup.run(setup.grid(configs=configs))
+    (missing,) = setup.journal[0]["missing"]
+    assert missing["client"] == 1
+    assert "is client 1 for the server, and its own partition-id is 2" in missing["why"]
+
+
+def test_only_listed_nodes_take_part(tmp_path):
+    """The list decides, not what a node says of itself."""
+    configs = {NODE + i: {"partition-id": i} for i in range(4)}
+    listed = {NODE + i: i for i in range(4)}
+    setup = Setup(tmp_path, "scaffold", more={"nodes": listed})
+    liar = {"partition-id": 0}
+    grid = setup.run(setup.grid(configs={99: liar, **configs}))
+    assert_like_the_simulation(setup)
+    assert setup.journal[0]["refused"] == [
+        {"client": None, "node": "99", "why": "it is not on the server's list of nodes"}
+    ]
+    assert not any(node == 99 or message.metadata.message_type == "query" for node, message in grid.seen)
+
+
+def test_a_silent_stranger_holds_nobody_up(tmp_path):
+    setup = Setup(tmp_path, "fedavg", more={"deadline": 30.0})
+
+    def on_send(grid, node, message):
+        return None if node == 99 else message
+
+    setup.run(setup.grid(on_send, configs={**nodes(), 99: {"partition-id": 1}}))
+    assert_like_the_simulation(setup)
+    assert max(row["seconds"] for row in setup.rows) < 5
+
+
+def test_a_list_of_nodes_may_be_a_file(tmp_path):
+    path = tmp_path / "nodes.json"
+    path.write_text(json.dumps({str(2**63 + 5): 1, "7": 0}))
+    assert read_nodes(str(path), 2) == {2**63 + 5: 1, 7: 0}
+    for text, why in (
+        ('{"7": 2}', "numbered 0 to 1"),
+        ('{"7": 0, "8": 0}', "two nodes are the same client"),
+        ("[1]", "must be a table"),
+        ("{", "not valid JSON"),
+    ):
+        path.write_text(text)
+        with pytest.raises(BadInput, match=why):
+            read_nodes(path, 2)
+    with pytest.raises(BadInput, match="cannot read the list of nodes"):
+        read_nodes(tmp_path / "none.json", 2)
+
+
+def test_another_model_or_algorithm_on_a_node_is_said_in_words(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0)
+    grid = setup.grid()
+    grid.apps[NODE + 1] = Setup(tmp_path, "scaffold").client_app()
+    grid.apps[NODE + 2] = setup.federation(
+        lambda: nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3))
+    ).client_app()
+    setup.run(grid)
+    assert [e["client"] for e in setup.journal[0]["missing"]] == [1, 2]
+    assert "run the same app on both sides" in setup.journal[0]["missing"][0]["why"]
+
+
+def test_frozen_weights_must_be_the_same_on_both_sides(tmp_path):
+    def frozen(value):
+        def make():
+            model = small_model()
+            nn.init.constant_(model[0].weight, value).requires_grad_(False)
+            return model
+
+        return make
+
+    Setup(tmp_path / "same", "fedavg", model=frozen(0.1)).run()
+    other = Setup(tmp_path / "other", "fedavg", model=frozen(0.1), node_model=frozen(0.2), more={"attempts": 1})
+    with pytest.raises(Stopped, match="frozen weights are not this node's"):
+        other.run()
