@@ -10,6 +10,7 @@ from torch import nn
 import lamina
 from lamina import models
 from lamina.engines.loop import Loop
+from lamina.engines.stacked.graphs import Graphs
 
 PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
 
@@ -153,11 +154,11 @@ def form(run):
 
 def set_chunk(run, clients):
     """Train so many clients at a time."""
-    run.engine.rows_per_chunk = clients
+    run.engine.memory.fixed_rows = clients
 
 
-def take_gpu_path(run, compiled=False, channels_last=False):
+def take_gpu_path(run, channels_last=False):
     """Use the buffers and in-place writes of a GPU on a CPU, without a graph."""
-    run.engine.always_graphed, run.engine.compiled = True, compiled
+    run.engine.graphs = Graphs()
     if channels_last:
         run.engine.forward.layout = run.objective.layers.channels_last()

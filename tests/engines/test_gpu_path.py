@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from lamina.engines.stacked.graphed import GraphedSteps
 from torch import nn
 
 import lamina
-from lamina.engines.stacked import engine as stacked_engine
+from lamina.engines.stacked import graphs
+from lamina.engines.stacked.graphs import CapturedSteps, Graphs, size_class
 from small_simulations import assert_as_in_the_loop, assert_same, reference, simulation, take_gpu_path
 
 
@@ -25,13 +25,13 @@ def test_control_variates():
 
 
 def test_one_graph_is_kept_while_the_number_of_steps_varies(monkeypatch):
-    graphs = []
+    captured = []
 
-    def counted(*arguments, **options):
-        graphs.append(1)
-        return GraphedSteps(*arguments, **options)
+    def counted(*arguments):
+        captured.append(1)
+        return CapturedSteps(*arguments)
 
-    monkeypatch.setattr(stacked_engine, "GraphedSteps", counted)
+    monkeypatch.setattr(graphs, "CapturedSteps", counted)
     settings = {"clients": [range(13), range(13, 24), range(24, 48)], "participation": 0.3}
     run = simulation("mlp", "fedlamb", "stacked", **settings)
     take_gpu_path(run)
@@ -40,7 +40,7 @@ def test_one_graph_is_kept_while_the_number_of_steps_varies(monkeypatch):
     rounds = [run.plan.round(r) for r in range(1, 7)]
     kinds = {(plan.steps.max() > 4, bool((plan.filled == 1).any()), bool((plan.filled < 4).any())) for plan in rounds}
     assert len(kinds) < 6  # room for 4 or for 8 steps, a lone sample or none, short batches or none
-    assert len(graphs) == len(kinds)
+    assert len(captured) == len(kinds)
     assert_same(run.state, reference("mlp", "fedlamb", 6, **settings).state, 1e-9)
 
 
@@ -54,13 +54,47 @@ def test_a_lone_sample_is_refused():
         run.run(1)
 
 
-def test_a_run_continues_uncompiled_if_the_compiler_fails(monkeypatch, caplog):
-    def fails(*_arguments, **_settings):
-        raise RuntimeError("no compiler here")
+def test_a_cohort_of_varying_size_needs_few_captures(monkeypatch):
+    """Bernoulli sampling: every cohort that is larger than all before takes new buffers, and smaller ones share them."""
+    sizes = []
 
-    monkeypatch.setattr(torch, "compile", fails)
-    run = simulation("mlp", "fedlamb", "stacked")
-    take_gpu_path(run, compiled=True)
-    run.run(2)
-    assert "torch.compile fails on this model, so it runs uncompiled: no compiler here" in caplog.text
-    assert_same(run.state, reference("mlp", "fedlamb", 2).state, 1e-9)
+    def counted(problem, work, pool):
+        sizes.append(work.rows)
+        return CapturedSteps(problem, work, pool)
+
+    monkeypatch.setattr(graphs, "CapturedSteps", counted)
+    settings = {"clients": [range(i, i + 4) for i in range(0, 48, 4)], "participation": 0.4, "sampling": "bernoulli"}
+    run = simulation("mlp", "fedlamb", "stacked", **settings)
+    take_gpu_path(run)
+    run.run(8)
+    cohorts = [len(run.plan.round(r).cohort) for r in range(1, 9)]
+    assert len(set(cohorts)) > 3
+    assert sizes == sorted(set(sizes))
+    assert max(sizes) == max(cohorts)
+    assert_same(run.state, reference("mlp", "fedlamb", 8, **settings).state, 1e-9)
+
+
+def test_one_capture_serves_all_numbers(monkeypatch):
+    """Rates, options and clipping limits are inputs: only the first of three runs captures."""
+    captured = []
+
+    def counted(*arguments):
+        captured.append(1)
+        return CapturedSteps(*arguments)
+
+    monkeypatch.setattr(graphs, "CapturedSteps", counted)
+    shared = Graphs()
+    for lr, decay, clip in ((0.01, 0.0, 0.5), (0.02, 0.1, 0.7), (0.005, 0.3, 10.0)):
+        run = simulation("mlp", lamina.FedLamb(decay=decay), "stacked", lr=lr, clip=clip)
+        run.engine.graphs = shared
+        run.run(2)
+        alone = simulation("mlp", lamina.FedLamb(decay=decay), "loop", lr=lr, clip=clip)
+        alone.run(2)
+        assert_same(run.state, alone.state, 1e-9)
+    assert len(captured) == 1
+
+
+def test_few_rows_of_a_captured_step_are_idle():
+    for rows in range(1, 2000):
+        assert rows <= size_class(rows) <= 1.125 * rows
+    assert len({size_class(rows) for rows in range(1, 1025)}) < 70

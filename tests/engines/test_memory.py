@@ -1,15 +1,15 @@
 """Clients that do not fit the GPU's memory are trained fewer at a time. These tests replace parts of the engine."""
 
+import weakref
+
 import pytest
 import torch
-from lamina.engines.stacked.graphed import GraphedSteps
 from torch import nn
 
 import lamina
-from lamina.engines.stacked import engine as stacked_engine
-from lamina.engines.stacked import memory
-from lamina.engines.stacked.engine import Member
-from lamina.engines.stacked.steps import Steps
+from lamina.engines.stacked import graphs, memory
+from lamina.engines.stacked.graphs import CapturedSteps
+from lamina.engines.stacked.steps import Problem
 from lamina.engines.state import Sums
 from small_simulations import PARTS, assert_same, set_chunk, simulation, take_gpu_path
 
@@ -23,19 +23,19 @@ def out_of_memory(*_arguments, **_options):
 def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatch, caplog):
     holds, sizes = 3, []
 
-    def step(self, local, down, buffers, index, *more):
-        sizes.append(len(index))
-        ended = usual(self, local, down, buffers, index, *more)
-        if len(index) > holds and len(sizes) > before:
+    def mean_losses(self, parameters, buffers, batch):
+        rows = len(batch.samples)
+        sizes.append(rows)
+        if rows > holds and len(sizes) > before:
             out_of_memory()
-        return ended
+        return usual(self, parameters, buffers, batch)
 
     run, alone = (
         simulation("mlp", name, engine, clients=[range(i, i + 9) for i in range(0, 45, 9)], participation=1.0)
         for engine in ("stacked", "loop")
     )
-    usual = Steps.step
-    monkeypatch.setattr(Steps, "step", step)
+    usual = Problem.mean_losses
+    monkeypatch.setattr(Problem, "mean_losses", mean_losses)
     set_chunk(run, 5)
     run.run(2)
     alone.run(2)
@@ -44,7 +44,7 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
     assert [line for line in caplog.messages if "memory" in line] == [
         "5 clients at a time do not fit the GPU's memory: from here on at most 3"
     ]
-    assert run.engine.rows_per_chunk == 5  # what was asked for
+    assert run.engine.memory.fixed_rows == 5  # what was asked for
     assert_same(run.state, alone.state, 1e-9)
 
     holds = 0
@@ -55,9 +55,9 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
 @pytest.mark.parametrize(
     ("place", "what", "which"),
     [
-        (GraphedSteps, "__init__", 1),
-        (stacked_engine.Stacked, "_means", 2),  # without those that have diverged
-        (stacked_engine.Stacked, "_explain", 2),
+        (CapturedSteps, "__init__", 1),
+        (torch, "tensordot", 2),  # of the mean; the second time without those that have diverged
+        (lamina.engines.loop.Loop, "explain", 2),
         (Sums, "plus", 2),
         (torch, "clone", 5),
     ],
@@ -91,7 +91,6 @@ def test_wherever_the_memory_runs_out_nothing_is_counted_twice(place, what, whic
     run = population()
     run.run(2)
     assert "16 clients at a time do not fit the GPU's memory: from here on at most 8" in caplog.text
-    assert run.simulations[0].engine.compiled is False
     assert list(run.diverged) == list(reference.diverged) == [2, 3]
     for one, other in zip(run.simulations[:2], reference.simulations[:2], strict=True):
         assert_same(one.state, other.state, 1e-9)
@@ -100,28 +99,22 @@ def test_wherever_the_memory_runs_out_nothing_is_counted_twice(place, what, whic
             assert row["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-9)
 
 
-def test_memory_that_runs_out_is_no_fault_of_the_compiler(monkeypatch, caplog):
-    run = simulation("mlp", "fedlamb", "stacked")
-    take_gpu_path(run, compiled=True)
-    monkeypatch.setattr(stacked_engine, "GraphedSteps", out_of_memory)
-    with pytest.raises(lamina.errors.BadInput, match="too small for one client"):
-        run.run(1)
-    assert "torch.compile fails" not in caplog.text
-    assert run.engine.compiled is True
-
-
 def test_one_client_fits_once_what_others_hold_is_given_back(monkeypatch):
     """Chunks of four and of one: the second captured step does not fit beside the first, but alone."""
     run, reference = (simulation("mlp", "fedlamb", "stacked", participation=1.0) for _ in range(2))
     take_gpu_path(run)
     reference.run(2)
 
-    def beside_none(*arguments, **options):
-        if run.engine._graphs:
-            out_of_memory()
-        return GraphedSteps(*arguments, **options)
+    captured = weakref.WeakSet()
 
-    monkeypatch.setattr(stacked_engine, "GraphedSteps", beside_none)
+    def beside_none(*arguments):
+        if captured:
+            out_of_memory()
+        steps = CapturedSteps(*arguments)
+        captured.add(steps)
+        return steps
+
+    monkeypatch.setattr(graphs, "CapturedSteps", beside_none)
     set_chunk(run, 4)
     run.run(2)
     assert_same(run.state, reference.state, 1e-9)
@@ -145,9 +138,10 @@ def test_the_memory_of_a_row_is_measured():
     """Linear(8, 64)-ReLU-Linear(64, 3): the saved activations grow by the batch, the vectors do not."""
     net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
     run = lamina.Simulation(net, (torch.randn(64, 8), torch.arange(64) % 3), "fedavg", clients=2, device="cpu")
-    small, large = (memory.row_bytes(run.engine, batch) for batch in (8, 32))
+    problem = Problem(run.objective, run.train_data, run.engine.forward)
+    small, large = (memory.row_bytes(problem, batch) for batch in (8, 32))
     p = sum(t.numel() for t in net.parameters())
-    assert small >= memory.VECTORS * 4 * p
+    assert small >= memory.VECTORS_PER_ROW * 4 * p
     assert large - small >= 2 * 24 * 64 * 4  # at least the hidden layer of 24 more samples, twice
 
 
@@ -155,5 +149,6 @@ def test_a_large_model_on_a_cpu_has_a_chunk_for_itself():
     data = (torch.randn(48, 8), torch.arange(48) % 3)
     for net, rows in ((nn.Linear(8, 40_000), 1), (nn.Linear(8, 100), 4660)):
         run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu")
-        member = Member(run.algorithm, run.state, run.plan.round(1), run.protocol)
-        assert memory.rows_that_fit(run.engine, member) == rows  # 16 MB / (900 parameters x 4 bytes)
+        problem = Problem(run.objective, run.train_data, run.engine.forward)
+        chunks = memory.Memory(torch.device("cpu")).cut(list(range(5000)), problem, batch=8, graphs=1)
+        assert len(chunks[0]) == rows  # 16 MB / (900 parameters x 4 bytes)

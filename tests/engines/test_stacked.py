@@ -192,7 +192,7 @@ def test_parameters_that_are_added_share_a_gradient_and_get_a_step_each():
 
 def test_client_state_may_live_elsewhere_than_the_model():
     run = simulation("mlp", "scaffold", "stacked")
-    run.engine.client_home = torch.device("cpu")
+    run.engine.memory.client_home = torch.device("cpu")
     run.run(2)
     assert_same(run.state, reference("mlp", "scaffold", 2).state, 1e-9)
 

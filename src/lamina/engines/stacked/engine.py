@@ -181,7 +181,7 @@ class Stacked:
         members, plans = [now.members[row.member] for row in chunk], now.plans(chunk)
         first = members[0]
         clients = first.state.ledger.clients * len(now.members)
-        home = self.memory.client_home(first.algorithm, first.state.server.x, self.objective, clients)
+        home = self.memory.choose_client_home(first.algorithm, first.state.server.x, self.objective, clients)
         algorithm = self._row_algorithm([member.algorithm for member in members])
         downs = {e: self._in_layout(now.downs[e]) for e in {row.member for row in chunk}}
         down = stack_records([downs[row.member] for row in chunk])

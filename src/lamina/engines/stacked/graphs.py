@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import LocalWork, Problem, where_active
 
+log = logging.getLogger(__name__)
+
 MAX_CAPTURED = 2  # kept at a time for each problem: rounds with and without short batches, say
 WARM_UP_RUNS = 1  # before a capture, so that libraries have their workspaces
 ALIGNMENT = 16  # elements between the starts of rows: wide loads
@@ -36,6 +39,7 @@ ALIGNMENT = 16  # elements between the starts of rows: wide loads
 class Graphs:
     """The captured steps of one engine."""
 
+    unfused: list[str] = field(default_factory=list)  # why steps run as single operations, slower than one kernel
     _captured: dict[Any, CapturedSteps] = field(default_factory=dict, repr=False)
     _pool: Any = field(default=None, repr=False)  # the memory that their activations share: one runs at a time
 
@@ -60,6 +64,7 @@ class Graphs:
             if not self._captured:  # a pool ends with the last graph that uses it
                 self._pool = torch.cuda.graph_pool_handle() if work.local.y.is_cuda else None
             steps = self._captured[kind] = CapturedSteps(problem, work, self._pool)
+            self.unfused += [steps.unfused] if steps.unfused else []
         return steps.train(work)
 
     def release(self) -> bool:
@@ -147,6 +152,7 @@ class CapturedSteps:
         self._work = dataclasses.replace(work, algorithm=algorithm, lr=self._lr, clip=self._clip)
         self._parameters, self._rounded = self._views_of_parameters()
         self._at_x = problem.layers.unflatten(self._down.x) if work.control else {}
+        self.unfused = ""  # why the algorithm's step is not one kernel, where it could be
         self._fused = self._fuse()
         self._graphs: dict[int, Callable[[], None]] = {}  # by number of rows
         self._tables: list[Tensor] = []
@@ -227,7 +233,9 @@ class CapturedSteps:
         work, layers = self._work, self._problem.layers
         try:
             return LocalStep(work.algorithm, self._local, self._down, self._lr, self._clip, layers, self._rounded)
-        except CannotFuse:
+        except CannotFuse as reason:
+            self.unfused = f"{type(work.algorithm).__name__}.step uses {reason}"
+            log.info("the local step is not fused into one kernel: %s", self.unfused)
             return None
 
     def _step(self, rows: int, addresses: Callable[[Tensor], Tensor]) -> None:

@@ -38,9 +38,9 @@ class Memory:
 
     device: torch.device
     fixed_rows: int | None = None  # rows per chunk; None: as many as memory, or a CPU's caches, suggest
+    client_home: torch.device | None = None  # where clients' state is kept; None: decided in the first round
     _row_limit: int | None = field(default=None, repr=False)  # once more rows were seen not to fit
     _fitting_rows: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)  # by batch size and graphs
-    _client_home: torch.device | None = field(default=None, repr=False)
 
     def cut(self, rows: list[R], problem: Problem, batch: int, graphs: int) -> list[list[R]]:
         """Cut rows into chunks that fit. On a GPU they are about equally long, so that one captured step serves all.
@@ -92,19 +92,16 @@ class Memory:
                 )
             waiting = self._within_limit([chunk, *waiting])
 
-    def client_home(self, algorithm: Algorithm, x: Tensor, objective: Objective, clients: int) -> torch.device:
-        """Return where clients' state is kept between rounds: with the model, or on the host if it may grow too large.
-
-        Decided once, in the first round.
-        """
-        if self._client_home is None:
-            self._client_home = self.device
+    def choose_client_home(self, algorithm: Algorithm, x: Tensor, objective: Objective, clients: int) -> torch.device:
+        """Return where clients' state is kept between rounds: with the model, or on the host if it may grow large."""
+        if self.client_home is None:
+            self.client_home = self.device
             if self.device.type == "cuda":
                 size = sum(payload_bytes(algorithm.client_init(x, objective.layers)).values())
                 if size * clients > CLIENT_STATE_FRACTION * free_bytes(self.device):
-                    self._client_home = torch.device("cpu")
+                    self.client_home = torch.device("cpu")
                     log.info("keeping the clients' state on the host: all of it would fill the GPU")
-        return self._client_home
+        return self.client_home
 
     def _within_limit(self, chunks: Sequence[list[R]]) -> list[list[R]]:
         most = self._row_limit or max(map(len, chunks), default=1)
