@@ -12,8 +12,9 @@ from lamina.algorithms.contract import Algorithm, options
 from lamina.contents import alike, same_tensor
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
-from lamina.engines.stacked.engine import Member, Stacked
+from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import arithmetic
+from lamina.engines.stacked.rows import Member
 from lamina.engines.stacked.steps import works_by_layer
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged

@@ -55,7 +55,7 @@ def test_a_lone_sample_is_refused():
 
 
 def test_a_cohort_of_varying_size_needs_few_captures(monkeypatch):
-    """Bernoulli sampling: every cohort that is larger than all before takes new buffers, and smaller ones share them."""
+    """Bernoulli sampling: a cohort larger than all before takes new buffers; smaller ones share them."""
     sizes = []
 
     def counted(problem, work, pool):

@@ -28,7 +28,20 @@ from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.memory import Memory
 from lamina.engines.stacked.ranks import Ranks
-from lamina.engines.stacked.rows import map_record, pad_plans, row_of, row_sums, rows_of, send, squares, stack_records
+from lamina.engines.stacked.rows import (
+    Member,
+    Outcome,
+    RoundInProgress,
+    Row,
+    map_record,
+    pad_plans,
+    row_of,
+    row_sums,
+    rows_of,
+    send,
+    squares,
+    stack_records,
+)
 from lamina.engines.stacked.steps import (
     Batches,
     LocalWork,
@@ -46,49 +59,6 @@ from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round, dropout_streams, sample_counters
 from lamina.protocol import Protocol
-
-
-@dataclass(frozen=True)
-class Member:
-    """One experiment of a population: its algorithm (with its own numbers), state, plan of the round and settings."""
-
-    algorithm: Algorithm
-    state: State
-    plan: Round
-    protocol: Protocol
-
-
-@dataclass(frozen=True)
-class Row:
-    """One client of one member."""
-
-    member: int
-    c: int  # position in the member's cohort
-    weight: float
-
-
-Outcome = tuple[State, RoundReport] | Diverged
-
-
-@dataclass
-class RoundInProgress:
-    """One round of all members, filled chunk by chunk."""
-
-    members: Sequence[Member]
-    rows: list[Row]
-    gradients: dict[Row, Tensor] = field(default_factory=dict)  # over all of a client's data, if the algorithm needs it
-    downs: list[Any] = field(default_factory=list)
-    sums: list[Sums] = field(default_factory=list)
-    clients: list[dict[int, Any]] = field(default_factory=list)
-    failed: dict[int, Diverged] = field(default_factory=dict)
-
-    def plans(self, chunk: Sequence[Row]) -> list[Round]:
-        """Return the plan of every row."""
-        return [self.members[row.member].plan for row in chunk]
-
-    def client_id(self, row: Row) -> int:
-        """Return the number of a row's client."""
-        return int(self.members[row.member].plan.cohort[row.c])
 
 
 @dataclass

@@ -228,7 +228,8 @@ class CapturedSteps:
         y = self._local.y
         if kernels_for(y.device, y.dtype) is None:
             return None
-        from lamina.engines.stacked.gpu.local_step import CannotFuse, LocalStep
+        from lamina.engines.stacked.gpu.local_step import LocalStep
+        from lamina.engines.stacked.gpu.trace import CannotFuse
 
         work, layers = self._work, self._problem.layers
         try:

@@ -1,15 +1,63 @@
-"""Rows: the records, numbers and plans of several clients as tensors with a leading axis."""
+"""Rows: pairs of an experiment and a client, whose records and plans become tensors with a leading axis."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from lamina.algorithms.contract import Algorithm
+from lamina.engines.state import RoundReport, State, Sums
+from lamina.errors import Diverged
 from lamina.plan import Round
+from lamina.protocol import Protocol
+
+
+@dataclass(frozen=True)
+class Member:
+    """One experiment of a population: its algorithm (with its own numbers), state, plan of the round and settings."""
+
+    algorithm: Algorithm
+    state: State
+    plan: Round
+    protocol: Protocol
+
+
+@dataclass(frozen=True)
+class Row:
+    """One client of one member."""
+
+    member: int
+    c: int  # position in the member's cohort
+    weight: float
+
+
+Outcome = tuple[State, RoundReport] | Diverged
+
+
+@dataclass
+class RoundInProgress:
+    """One round of all members, filled chunk by chunk."""
+
+    members: Sequence[Member]
+    rows: list[Row]
+    gradients: dict[Row, Tensor] = field(default_factory=dict)  # over all of a client's data, if the algorithm needs it
+    downs: list[Any] = field(default_factory=list)
+    sums: list[Sums] = field(default_factory=list)
+    clients: list[dict[int, Any]] = field(default_factory=list)
+    failed: dict[int, Diverged] = field(default_factory=dict)
+
+    def plans(self, chunk: Sequence[Row]) -> list[Round]:
+        """Return the plan of every row."""
+        return [self.members[row.member].plan for row in chunk]
+
+    def client_id(self, row: Row) -> int:
+        """Return the number of a row's client."""
+        return int(self.members[row.member].plan.cohort[row.c])
 
 
 def stack_records(records: list[Any]) -> Any:

@@ -1,0 +1,274 @@
+"""Record the operations of an algorithm's local step, so that they can be written down as a kernel.
+
+`Algorithm.step` is plain torch. It is run once on a tiny model while every operation is recorded. A step with an
+operation that is not listed in `EXPRESSIONS` cannot be fused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.primitives import clip_by_norm
+from lamina.algorithms.rehearsal import TINY
+from lamina.dispatch import WatchingMode
+from lamina.layers import Grouping, Layers
+
+TRACED_ROWS = 5
+
+# Triton expressions of torch's elementwise operations; None: the value itself
+EXPRESSIONS: dict[str, str | None] = {
+    "mul.Tensor": "({0} * {1})",
+    "mul.Scalar": "({0} * {1})",
+    "div.Tensor": "tl.div_rn({0}, {1})",
+    "div.Scalar": "tl.div_rn({0}, {1})",
+    "neg.default": "(-{0})",
+    "abs.default": "tl.abs({0})",
+    "sqrt.default": "tl.sqrt_rn({0})",
+    "rsqrt.default": "tl.div_rn(1.0, tl.sqrt_rn({0}))",
+    "reciprocal.default": "tl.div_rn(1.0, {0})",
+    "square.default": "({0} * {0})",
+    "exp.default": "tl.exp({0})",
+    "log.default": "tl.log({0})",
+    "maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum.default": "tl.minimum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
+    "where.self": "tl.where({0}, {1}, {2})",
+    "bitwise_and.Tensor": "({0} & {1})",
+    "bitwise_or.Tensor": "({0} | {1})",
+    "logical_and.default": "({0} & {1})",
+    "logical_or.default": "({0} | {1})",
+    "alias.default": None,
+    "clone.default": None,
+    "detach.default": None,
+    "expand.default": None,
+    "lift_fresh_copy.default": None,
+}
+for _name, _sign in {"eq": "==", "ne": "!=", "gt": ">", "ge": ">=", "lt": "<", "le": "<="}.items():
+    EXPRESSIONS[f"{_name}.Tensor"] = EXPRESSIONS[f"{_name}.Scalar"] = f"({{0}} {_sign} {{1}})"
+
+Kind = str  # "element", "tensor" or "module" (one number per layer), "row", or "number"
+
+
+class CannotFuse(Exception):
+    """A step has an operation without a Triton expression."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """A recorded value: an input (no `code`), an expression of earlier values, or the norm of one."""
+
+    name: str
+    kind: Kind
+    code: str = ""
+    uses: tuple[str, ...] = ()
+    norm_of: str = ""  # the value whose norm this is, over `over`
+    over: str = ""  # "tensor", "module" or "row"
+    number_of_pass: int = 0  # the first kernel that can compute it: the norms it needs are known by then
+
+
+class Trace(WatchingMode):
+    """The operations of a step on a tiny model, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[str, Value] = {}
+        self._names: dict[int, str] = {}
+        self._alive: list[Tensor] = []  # so that no id is used twice
+
+    def add_input(self, name: str, tensor: Tensor) -> None:
+        """Name a tensor that the step starts from."""
+        self._add(Value(name, _kind(tensor)), tensor)
+
+    def name_of(self, tensor: Tensor) -> str:
+        """Return the name of a value that was computed."""
+        return self._names[id(tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation and record it."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = func.__name__
+        if operation == "linalg_vector_norm.default":
+            order, axes = (args[1] if len(args) > 1 else 2), (args[2] if len(args) > 2 else None)
+            if order != 2 or axes not in ([-1], [1]):
+                raise CannotFuse(operation)
+            self.add_norm(args[0], result, "row")
+        elif not any(isinstance(argument, Tensor) and id(argument) in self._names for argument in args):
+            if not (isinstance(result, Tensor) and (result.dim() == 0 or _is_constant(result))):
+                raise CannotFuse(operation)
+            self._add(Value(self._new_name(), _kind(result), code=_literal(float(result.flatten()[0]))), result)
+        else:
+            code, operands = self._expression(operation, args, kwargs, result)
+            values = [self.values[name] for name in operands]
+            number = max(value.number_of_pass for value in values)
+            self._add(Value(self._new_name(), _kind(result), code, tuple(operands), number_of_pass=number), result)
+        return result
+
+    def add_norm(self, vector: Tensor, norms: Tensor, over: str) -> None:
+        """Record norms that a later kernel can read."""
+        operand = self.values[self.name_of(vector)]
+        name, number = self._new_name(), operand.number_of_pass + 1
+        self._add(Value(name, _kind(norms), "", (), operand.name, over, number_of_pass=number), norms)
+
+    def add_copy(self, source: Tensor, copy: Tensor) -> None:
+        """Record a tensor that is to a block the same number as another."""
+        value = self.values[self.name_of(source)]
+        name = self._new_name()
+        self._add(Value(name, _kind(copy), value.name, (value.name,), number_of_pass=value.number_of_pass), copy)
+
+    def _add(self, value: Value, tensor: Tensor) -> None:
+        self.values[value.name] = value
+        self._names[id(tensor)] = value.name
+        self._alive.append(tensor)
+
+    def _new_name(self) -> str:
+        return f"v{len(self.values)}"
+
+    def _expression(self, operation: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
+        """Return the Triton code of an operation, and the values it uses."""
+        operands: list[str] = []
+
+        def term(argument: Any) -> str:
+            if isinstance(argument, Tensor):
+                if id(argument) in self._names:
+                    operands.append(self._names[id(argument)])
+                    return operands[-1]
+                if argument.dim() == 0:
+                    return _literal(argument.item())
+                raise CannotFuse(operation)
+            if isinstance(argument, int | float):
+                return _literal(argument)
+            return ""
+
+        terms = [term(argument) for argument in args]
+        base = operation.partition(".")[0]
+        if base in ("add", "sub", "rsub"):
+            scale = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+            first, second = terms[:2] if base != "rsub" else (terms[1], terms[0])
+            if scale != 1:
+                scaled = f"({_literal(scale)} * {terms[1] if base != 'rsub' else terms[0]})"
+                first, second = (first, scaled)
+            return f"({first} {'+' if base == 'add' else '-'} {second})", operands
+        if base == "pow" and args[1] == 2:
+            return f"({terms[0]} * {terms[0]})", operands
+        if base == "clamp":
+            low, high = (*args[1:], None, None)[:2]
+            low, high = kwargs.get("min", low), kwargs.get("max", high)
+            code = terms[0]
+            for limit, function in ((low, "maximum"), (high, "minimum")):
+                if limit is not None:
+                    code = f"tl.{function}({code}, {term(limit)}, propagate_nan=tl.PropagateNan.ALL)"
+            return code, operands
+        if base == "lerp":
+            return f"({terms[0]} + {terms[2]} * ({terms[1]} - {terms[0]}))", operands
+        if base == "_to_copy":
+            return f"({terms[0]}).to(tl.float32)", operands
+        if base in ("zeros_like", "ones_like", "full_like"):
+            return _literal({"zeros_like": 0.0, "ones_like": 1.0}.get(base, args[-1])), operands
+        if operation not in EXPRESSIONS:
+            raise CannotFuse(operation)
+        template = EXPRESSIONS[operation]
+        return (terms[0] if template is None else template.format(*terms)), operands
+
+
+class TracedLayers(Layers):
+    """The tiny model's layers; what a step asks of them is recorded as one operation each."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(TINY.shapes)
+        self._trace = trace
+        self.matrices = torch.zeros(TRACED_ROWS, len(TINY.names))
+        trace.add_input("matrices", self.matrices)
+
+    def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
+        """Record the norms of all layers."""
+        with _paused(self._trace):
+            norms = super().norms(u, by)
+        self._trace.add_norm(u, norms, by)
+        return norms
+
+    def spread(self, per_layer: Tensor, by: Grouping = "tensor") -> Tensor:
+        """Record a value that every element of a layer reads."""
+        with _paused(self._trace):
+            elements = super().spread(per_layer, by)
+        self._trace.add_copy(per_layer, elements)
+        return elements
+
+    def matrix_mask(self, like: Tensor) -> Tensor:
+        """Record a value per tensor that the kernels read: the shapes are those of the real model."""
+        with _paused(self._trace):
+            flags = TINY.matrix_mask(like)
+        self._trace.add_copy(self.matrices, flags)
+        return flags
+
+
+class _paused:  # noqa: N801
+    """Suspend a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def __enter__(self) -> None:
+        self._trace.__exit__(None, None, None)
+
+    def __exit__(self, *_: object) -> None:
+        self._trace.__enter__()
+
+
+def _kind(tensor: Tensor) -> Kind:
+    sizes = {TINY.size: "element", len(TINY.group_sizes("tensor")): "tensor", len(TINY.group_sizes("module")): "module"}
+    sizes |= {1: "row"}
+    return "number" if tensor.dim() == 0 else sizes[tensor.shape[-1]]
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    return bool((tensor == tensor.flatten()[0]).all())
+
+
+def _literal(number: float) -> str:
+    number = float(number)
+    return repr(number) if math.isfinite(number) else f'float("{number}")'
+
+
+def trace_step(
+    algorithm: Algorithm, local: Any, down: Any, clipped: bool, kinds: Mapping[str, Kind]
+) -> tuple[dict[str, Value], dict[str, str]]:
+    """Run the step on a tiny model; return all values, and the name of the new value of every local field."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"element": TINY.size, "row": 1, "tensor": len(TINY.group_sizes("tensor"))}
+    sizes["module"] = len(TINY.group_sizes("module"))
+    trace = Trace()
+
+    def draw(name: str) -> Tensor:
+        tensor = torch.rand(TRACED_ROWS, sizes[kinds.get(name, "element")], generator=generator) + 0.5
+        trace.add_input(name, tensor)
+        return tensor
+
+    def record(prefix: str, like: Any) -> Any:
+        fields = zip(like._fields, like, strict=True)
+        return type(like)(*(None if value is None else draw(f"{prefix}_{name}") for name, value in fields))
+
+    tiny_local, tiny_down = record("local", local), record("down", down)
+    lr, grad = draw("lr"), draw("grad")
+    numbers = {name.removeprefix("number_"): draw(name) for name in kinds if name.startswith("number_")}
+    limit = draw("clip") if clipped else None
+    tiny = dataclasses.replace(algorithm, **numbers)  # type: ignore[type-var]
+    layers = TracedLayers(trace)
+    with trace:
+        if limit is not None:
+            grad = clip_by_norm(grad, limit)
+        after = tiny.step(tiny_local, tiny_down, grad, lr, layers)
+    outputs = {}
+    for field, old, new in zip(tiny_local._fields, tiny_local, after, strict=True):
+        if new is not None and new is not old:
+            if old is None or new.shape != old.shape:
+                raise CannotFuse(f"field '{field}' changes its shape")
+            outputs[field] = trace.name_of(new)
+    return trace.values, outputs
