@@ -16,7 +16,7 @@ from record import Result, labelled
 
 from lamina.experiment import reproduction
 from lamina.history import History
-from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw
+from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw_line
 
 # A method as given has the same colour in every figure; no two methods of one comparison share one.
 COLOUR = {
@@ -100,7 +100,8 @@ def figure(result: Result) -> Figure:
                     histories = result.histories[variant, name]
                     if any(histories):
                         means = [averaged(history, column, window) for history in histories]
-                        draw(axes, means, by_column[column], "round", labelled(name, variant), looks[variant, name], 1)
+                        metric, label = by_column[column], labelled(name, variant)
+                        draw_line(axes, means, metric, "round", label, looks[variant, name], unit=1)
                 axes.set_xlabel("round")
                 axes.set_ylabel(by_column[column].title)
                 axes.grid(alpha=0.25)

@@ -1,6 +1,7 @@
 """``lamina compare``: what it prints and draws, on wide, narrow and plain terminals."""
 
 import csv
+import dataclasses
 import io
 import json
 import sys
@@ -111,9 +112,7 @@ def test_a_diverged_seed_does_not_shorten_the_picture():
 
 
 def test_the_table_fits_eighty_columns():
-    names = [entry([0.1, 0.95], [0.2, 0.99]) for _ in algorithms.registry()]
-    for own, name in zip(names, algorithms.registry(), strict=True):
-        own.name = name
+    names = [dataclasses.replace(entry([0.1, 0.95], [0.2, 0.99]), name=name) for name in algorithms.registry()]
     console = Console(width=80, file=io.StringIO(), color_system=None)
     console.print(comparison_table(names, 0.9, console))
     text = console.file.getvalue()

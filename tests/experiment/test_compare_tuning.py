@@ -93,15 +93,15 @@ def untimed(folder):
 
 def test_settings_are_chosen_in_fewer_rounds(here, capsys):
     """The slow rate is ahead in the first rounds, the fast one at the end."""
-    rates = ("compare.grid.fedavg.lr=[0.02, 0.5]", "train.rounds=12")
+    rates = ("compare.grid.fedavg.lr=[0.02, 0.5]", "train.rounds=12", "train.seed=1")
     assert call(*command("whole", SHORT[0], *rates)) == 0
     assert call(*[word for word in command("c", *SHORT, *rates) if word != "--quiet"]) == 0
     for name in ("tuning/fedavg/lr0.02", "tuning/fedavg/lr0.5"):
         assert read_record(Path("c", name)).complete
         assert len(rows(Path("c", name))) == 4
         assert untimed(Path("c", name)) == untimed(Path("whole", name))[:4]
-    assert [len(rows(f"c/fedavg/seed{seed}")) for seed in (0, 1)] == [12, 12]
-    assert [read_record(f"{folder}/fedavg/seed0").lr for folder in ("c", "whole")] == [0.02, 0.5]
+    assert [len(rows(f"c/fedavg/seed{seed}")) for seed in (1, 2)] == [12, 12]
+    assert [read_record(f"{folder}/fedavg/seed1").lr for folder in ("c", "whole")] == [0.02, 0.5]
     assert "held out, in the first 4 rounds\n" in capsys.readouterr().out
     assert json.loads(Path("c/config.json").read_text())["compare"]["tuning_rounds"] == [4]
     assert call(*[word for word in command("whole", SHORT[0], *rates) if word != "--quiet"]) == 0

@@ -125,7 +125,7 @@ def test_a_damaged_client_state_counts_as_lost(where, tmp_path, caplog):
     setup.run(setup.grid(on_send))
     assert len(damaged) == 1
     assert_weights(setup, reference(setup, lost={(3, 1)}))
-    assert setup.journal[2]["notes"] == [f"client 1 (node {NODE + 1}) has lost its client state and begins anew"]
+    assert setup.journal[2]["notes"] == [f"client 1 (node {NODE + 1}) has lost its client state and starts again"]
     assert f"'{damaged[0]}' is damaged (" in caplog.text
 
 
