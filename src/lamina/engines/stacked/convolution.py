@@ -9,21 +9,80 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+Convolution = Callable[[Tensor, Tensor, Tensor | None, int], Tensor]  # of x, weight, bias and the number of groups
+CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
+
 
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
 ) -> Tensor:
-    """x [C * B, in, H, W], weight [C, out, in / groups, kh, kw], bias [C, out] -> [C * B, out, H', W']."""
+    """x [C * B, in, ...], weight [C, out, in / groups, ...], bias [C, out] -> [C * B, out, ...]; one to three axes."""
+    function = CONVOLUTIONS[x.dim() - 2]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        return function(x, weight, bias, stride, padding, dilation, groups)
+
+    return _of_all_clients(plain, x, weight, bias, groups)
+
+
+def _of_all_clients(plain: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Apply a plain convolution with the weights of every client, in the form that suits the device."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     by_client = x.reshape(weight.shape[0], -1, *x.shape[1:])
     form = grouped if x.is_cuda else one_by_one
-    return form(by_client, weight, bias, stride, padding, dilation, groups).flatten(0, 1)
+    return form(plain, by_client, weight, bias, groups).flatten(0, 1)
+
+
+class _StackedConvolution:
+    """A convolution of one or three axes. weight [C, out, in / groups, ...], bias [C, out]."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """[C * B, in, ...] -> [C * B, out, ...]."""
+        return convolve(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
+class StackedConv1d(_StackedConvolution, nn.Conv1d):
+    """Conv1d, client by client."""
+
+
+class StackedConv3d(_StackedConvolution, nn.Conv3d):
+    """Conv3d, client by client."""
+
+
+class _StackedTransposed:
+    """A transposed convolution. weight [C, in, out / groups, ...], bias [C, out]."""
+
+    def forward(self: Any, input: Tensor, output_size: Any = None) -> Tensor:
+        """[C * B, in, ...] -> [C * B, out, ...]."""
+        axes = input.dim() - 2
+        extra = self._output_padding(
+            input, output_size, self.stride, self.padding, self.kernel_size, axes, self.dilation
+        )
+
+        def plain(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+            return TRANSPOSED[axes](x, weight, bias, self.stride, self.padding, extra, groups, self.dilation)
+
+        return _of_all_clients(plain, input, self.weight, self.bias, self.groups)
+
+
+class StackedConvTranspose1d(_StackedTransposed, nn.ConvTranspose1d):
+    """ConvTranspose1d, client by client."""
+
+
+class StackedConvTranspose2d(_StackedTransposed, nn.ConvTranspose2d):
+    """ConvTranspose2d, client by client."""
+
+
+class StackedConvTranspose3d(_StackedTransposed, nn.ConvTranspose3d):
+    """ConvTranspose3d, client by client."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Any:
@@ -40,29 +99,21 @@ def kernels_apply(layer: nn.Conv2d) -> bool:
     return layer.dilation == (1, 1) and layer.groups == 1 and not isinstance(layer.padding, str)
 
 
-def one_by_one(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
-) -> Tensor:
-    """Client after client: x [C, B, in, H, W] -> [C, B, out, H', W']."""
+def one_by_one(plain: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """Client after client: x [C, B, in, ...] -> [C, B, out, ...]."""
     if len(x) == 1:  # squeezed, not taken apart: the backward pass then copies nothing
         shift = None if bias is None else bias.squeeze(0)
-        one = F.conv2d(x.squeeze(0), weight.squeeze(0), shift, stride, padding, dilation, groups)
-        return one.unsqueeze(0)
+        return plain(x.squeeze(0), weight.squeeze(0), shift, groups).unsqueeze(0)
     biases = [None] * len(x) if bias is None else bias.unbind(0)
-    parts = [
-        F.conv2d(one, w, b, stride, padding, dilation, groups)
-        for one, w, b in zip(x.unbind(0), weight.unbind(0), biases, strict=True)
-    ]
-    return torch.stack(parts)
+    parts = zip(x.unbind(0), weight.unbind(0), biases, strict=True)
+    return torch.stack([plain(one, w, b, groups) for one, w, b in parts])
 
 
-def grouped(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
-) -> Tensor:
-    """One convolution with C times as many groups: x [C, B, in, H, W] -> [C, B, out, H', W']."""
+def grouped(plain: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+    """One convolution with C times as many groups: x [C, B, in, ...] -> [C, B, out, ...]."""
     clients, batch = x.shape[:2]
-    wide = x.transpose(0, 1).flatten(1, 2).contiguous(memory_format=torch.channels_last)  # [B, C * in, H, W]
-    kernels = weight.flatten(0, 1).contiguous(memory_format=torch.channels_last)
-    shift = None if bias is None else bias.flatten()
-    out = F.conv2d(wide, kernels, shift, stride, padding, dilation, groups * clients)
+    wide, kernels = x.transpose(0, 1).flatten(1, 2), weight.flatten(0, 1)  # [B, C * in, ...]
+    order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(wide.dim(), torch.contiguous_format)
+    wide, kernels = wide.contiguous(memory_format=order), kernels.contiguous(memory_format=order)
+    out = plain(wide, kernels, None if bias is None else bias.flatten(), groups * clients)
     return out.reshape(batch, clients, -1, *out.shape[2:]).transpose(0, 1)

@@ -16,8 +16,9 @@ from torch.func import functional_call
 from lamina import rng
 from lamina.dropout import FromStreams, set_streams
 from lamina.engines.stacked.convolution import kernels_for
+from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
 from lamina.engines.stacked.fusion import fuse_norms
-from lamina.engines.stacked.modules import CannotStack, for_vmap, is_batch_norm, stack, unfold_clients, use_kernels
+from lamina.engines.stacked.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
 from lamina.engines.stacked.probe import PROBE_CLIENTS, value_read
 from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
@@ -92,6 +93,9 @@ class StackedForward:
         if objective.device.type == "cuda":
             self.module = fuse_norms(self.module)
         self.dropouts = [layer for layer in self.module.modules() if isinstance(layer, FromStreams)]
+        self.with_shared_inputs = [layer for layer in self.module.modules() if isinstance(layer, SharedInput)]
+        self.frozen_per_client = frozen_per_client(self.module)
+        self._frozen: dict[Precision, Parameters] = {}
         self.precision = precision
         self.layout = objective.layers.channels_last() if channels_last else None
         self.batch_norms = [layer for layer in self.module.modules() if is_batch_norm(layer)]
@@ -128,19 +132,34 @@ class StackedForward:
         """Per-sample losses [C, B]."""
         clients, batch = targets.shape[:2]
         inputs = inputs.flatten(0, 1)
-        fixed = self.rounded({n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()})
         if self.precision == "bf16" and inputs.is_floating_point():
             inputs = inputs.bfloat16()
         self.objective.set_mode(self.module, train)
         for layer in self.batch_norms:
             layer.sample_mask = mask  # type: ignore[assignment]
+        for layer in self.with_shared_inputs:
+            layer.batch = batch
         shared = {n: b if n in self.per_client_buffers else b[0] for n, b in buffers.items()}
-        state = self.objective.under_all_names({**parameters, **fixed, **shared})
+        state = self.objective.under_all_names({**parameters, **self.frozen(), **shared})
+        state |= {n: state[n].expand(clients, *state[n].shape) for n in self.frozen_per_client}
         set_streams(self.dropouts, self.objective.streams_or_zeros(streams, clients))
         outputs: Tensor = functional_call(self.module, state, (inputs,), tie_weights=False)
         outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
         losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
         return losses.reshape(clients, batch)
+
+    def frozen(self) -> Parameters:
+        """Return the frozen parameters in the type that the pass uses; rounded once, not in every step."""
+        if self.precision not in self._frozen:
+            rounded = {
+                n: p.is_floating_point() and (p.dim() > 1 or n not in self.frozen_per_client)
+                for n, p in self.objective.frozen.items()
+                if self.precision == "bf16"
+            }
+            self._frozen[self.precision] = {
+                n: p.bfloat16() if rounded.get(n) else p for n, p in self.objective.frozen.items()
+            }
+        return self._frozen[self.precision]
 
 
 class VmapForward:

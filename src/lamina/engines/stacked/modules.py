@@ -19,25 +19,21 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.dropout import StreamAttention, StreamDropout
-from lamina.engines.stacked.convolution import convolve, kernels_apply
+from lamina.engines.stacked.convolution import (
+    StackedConv1d,
+    StackedConv3d,
+    StackedConvTranspose1d,
+    StackedConvTranspose2d,
+    StackedConvTranspose3d,
+    convolve,
+    kernels_apply,
+)
+from lamina.engines.stacked.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
+from lamina.engines.stacked.folding import CannotStack, at_least_float32, linear, per_client, unfold_clients
+from lamina.engines.stacked.per_module import per_module
+from lamina.engines.stacked.recurrent import StackedGRU, StackedLSTM, StackedRNN
 from lamina.errors import BadInput
 from lamina.objective import ONE_SAMPLE
-
-
-class CannotStack(Exception):
-    """A module has a layer with no stacked form; the text names the layer and says why."""
-
-
-def _per_client(parameter: Tensor, x: Tensor, feature_axis: int) -> Tensor:
-    """View [C, F] so that it broadcasts over x [C, B, ...] with the features at `feature_axis`."""
-    shape = [1] * x.dim()
-    shape[0], shape[feature_axis] = parameter.shape
-    return parameter.reshape(shape)
-
-
-def unfold_clients(x: Tensor, clients: int) -> Tensor:
-    """[C * B, ...] -> [C, B, ...]."""
-    return x.reshape(clients, -1, *x.shape[1:])
 
 
 class StackedLinear(nn.Linear):
@@ -45,7 +41,7 @@ class StackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, ..., in] -> [C * B, ..., out]."""
-        return _linear(input, self.weight, self.bias)
+        return linear(input, self.weight, self.bias)
 
 
 class StackedConv2d(nn.Conv2d):
@@ -71,13 +67,13 @@ class StackedGroupNorm(nn.GroupNorm):
         if self.kernel is not None and input.dim() == 4:
             return self.kernel(input, self.weight, self.bias, self.num_groups, self.eps, residual, self.relu)
         shape = (input.shape[0], self.num_groups, -1, *input.shape[2:])
-        groups = input.view(shape).to(_at_least_float32(input))  # a view in any memory format: no copy
+        groups = input.view(shape).to(at_least_float32(input))  # a view in any memory format: no copy
         variance, mean = torch.var_mean(groups, dim=list(range(2, groups.dim())), correction=0, keepdim=True)
         out = ((groups - mean) * torch.rsqrt(variance + self.eps)).flatten(1, 2)
         if self.affine:
             clients = self.weight.shape[0]
             x = unfold_clients(out, clients)
-            out = (x * _per_client(self.weight, x, 2) + _per_client(self.bias, x, 2)).flatten(0, 1)
+            out = (x * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)).flatten(0, 1)
         out = out.to(input.dtype)
         out = out if residual is None else out + residual
         return F.relu(out) if self.relu else out
@@ -88,7 +84,7 @@ class StackedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, ..., *normalized_shape], the same shape out."""
-        x = input.to(_at_least_float32(input))
+        x = input.to(at_least_float32(input))
         out = F.layer_norm(x, self.normalized_shape, eps=self.eps)
         if self.elementwise_affine:
             clients, shape = self.weight.shape[0], tuple(self.normalized_shape)
@@ -99,6 +95,51 @@ class StackedLayerNorm(nn.LayerNorm):
                 y = y + self.bias.reshape(view)
             out = y.flatten(0, 1)
         return out.to(input.dtype)
+
+
+class StackedRMSNorm(nn.RMSNorm):
+    """Root mean square per position, scale per client."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[C * B, ..., *normalized_shape], the same shape out."""
+        out = F.rms_norm(x.to(at_least_float32(x)), self.normalized_shape, eps=self.eps)
+        clients, shape = self.weight.shape[0], tuple(self.normalized_shape)
+        y = unfold_clients(out, clients)
+        y = y * self.weight.reshape(clients, *[1] * (y.dim() - 1 - len(shape)), *shape)
+        return y.flatten(0, 1).to(x.dtype)
+
+
+class _StackedInstanceNorm:
+    """Statistics per sample and channel, scale and shift per client."""
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """[C * B, channels, ...], the same shape out."""
+        self._check_input_dim(input)
+        out = F.instance_norm(input.to(at_least_float32(input)), eps=self.eps)
+        x = unfold_clients(out, self.weight.shape[0])
+        return (x * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)).flatten(0, 1).to(input.dtype)
+
+
+class StackedInstanceNorm1d(_StackedInstanceNorm, nn.InstanceNorm1d):
+    """InstanceNorm1d, client by client."""
+
+
+class StackedInstanceNorm2d(_StackedInstanceNorm, nn.InstanceNorm2d):
+    """InstanceNorm2d, client by client."""
+
+
+class StackedInstanceNorm3d(_StackedInstanceNorm, nn.InstanceNorm3d):
+    """InstanceNorm3d, client by client."""
+
+
+class StackedPReLU(nn.PReLU):
+    """Slopes per client [C, 1 or channels]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[C * B, channels, ...], the same shape out."""
+        x = unfold_clients(input, self.weight.shape[0])
+        slopes = per_client(self.weight, x, min(2, x.dim() - 1)).to(x.dtype)
+        return torch.where(x > 0, x, slopes * x).flatten(0, 1)
 
 
 class PlainMaxPool2d(nn.MaxPool2d):
@@ -129,7 +170,7 @@ class _StackedBatchNorm:
 
     def normalise(self: Any, input: Tensor) -> Tensor:
         clients = (self.weight if self.affine else self.running_mean).shape[0]
-        x = unfold_clients(input, clients).to(_at_least_float32(input))  # [C, B, channels, ...]
+        x = unfold_clients(input, clients).to(at_least_float32(input))  # [C, B, channels, ...]
         if self.training or self.running_mean is None:
             mean, variance, count = self._moments(x)
             if self.training and self.running_mean is not None:
@@ -139,9 +180,9 @@ class _StackedBatchNorm:
                     self.running_var.lerp_(unbiased, self.momentum)
         else:
             mean, variance = self.running_mean, self.running_var
-        out = (x - _per_client(mean, x, 2)) * torch.rsqrt(_per_client(variance, x, 2) + self.eps)
+        out = (x - per_client(mean, x, 2)) * torch.rsqrt(per_client(variance, x, 2) + self.eps)
         if self.affine:
-            out = out * _per_client(self.weight, x, 2) + _per_client(self.bias, x, 2)
+            out = out * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)
         return out.flatten(0, 1).to(input.dtype)
 
     def _moments(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,7 +197,7 @@ class _StackedBatchNorm:
         mask = self.sample_mask.reshape(*x.shape[:2], *[1] * (x.dim() - 2)).to(x.dtype)
         count = (self.sample_mask.sum(1, keepdim=True) * positions).to(x.dtype).clamp(min=1)
         mean = (x * mask).sum(axes) / count
-        centred = (x - _per_client(mean, x, 2)) * mask
+        centred = (x - per_client(mean, x, 2)) * mask
         return mean, (centred**2).sum(axes) / count, count
 
 
@@ -174,31 +215,6 @@ class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, channels, H, W], the same shape out."""
         return self.normalise(input)
-
-
-class StackedEmbedding(nn.Embedding):
-    """A table per client. weight [C, number, features]."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Token ids [C * B, ...] -> [C * B, ..., features]."""
-        clients, number, features = self.weight.shape
-        ids = unfold_clients(input, clients)
-        offset = torch.arange(clients, device=ids.device).reshape(clients, *[1] * (ids.dim() - 1)) * number
-        rows = F.embedding((ids + offset).flatten(0, 1), self.weight.reshape(clients * number, features))
-        return _without_padding_gradient(rows, input, self.padding_idx)
-
-
-class VmapEmbedding(nn.Embedding):
-    """An Embedding as it is, but right under `torch.func.vmap`, which ignores `padding_idx` for all but one client."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Token ids [B, ...] -> [B, ..., features]."""
-        return _without_padding_gradient(F.embedding(input, self.weight), input, self.padding_idx)
-
-
-def _without_padding_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None) -> Tensor:
-    """Stop the gradient at the rows of the padding token."""
-    return rows if padding_idx is None else torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
 
 
 class StackedMultiheadAttention(StreamAttention):
@@ -220,69 +236,105 @@ class StackedMultiheadAttention(StreamAttention):
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[C * B, T, E] with a weight [C, out, E] per client."""
-        return _linear(x, weight, bias)
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Every client's x W^T + b, computed as (W x^T + b)^T: its backward pass gives W's gradient in W's own layout."""
-    clients, features = weight.shape[:2]
-    if clients == 1:  # squeezed, not indexed: the backward pass of an index fills and copies a tensor
-        return F.linear(x, weight.squeeze(0), None if bias is None else bias.squeeze(0).to(weight.dtype))
-    columns = x.reshape(clients, -1, x.shape[-1]).transpose(1, 2)
-    if bias is None:
-        out = torch.bmm(weight, columns)
-    else:
-        out = torch.baddbmm(bias.to(weight.dtype).unsqueeze(2), weight, columns)
-    return out.transpose(1, 2).reshape(*x.shape[:-1], features)
-
-
-def _at_least_float32(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+        return linear(x, weight, bias)
 
 
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: StackedLinear,
     nn.modules.linear.NonDynamicallyQuantizableLinear: StackedLinear,  # the out_proj of attention
     nn.Conv2d: StackedConv2d,
+    nn.Conv1d: StackedConv1d,
+    nn.Conv3d: StackedConv3d,
+    nn.ConvTranspose1d: StackedConvTranspose1d,
+    nn.ConvTranspose2d: StackedConvTranspose2d,
+    nn.ConvTranspose3d: StackedConvTranspose3d,
     nn.GroupNorm: StackedGroupNorm,
     nn.LayerNorm: StackedLayerNorm,
     nn.BatchNorm1d: StackedBatchNorm1d,
     nn.BatchNorm2d: StackedBatchNorm2d,
+    nn.RMSNorm: StackedRMSNorm,
+    nn.InstanceNorm1d: StackedInstanceNorm1d,
+    nn.InstanceNorm2d: StackedInstanceNorm2d,
+    nn.InstanceNorm3d: StackedInstanceNorm3d,
+    nn.PReLU: StackedPReLU,
     nn.Embedding: StackedEmbedding,
+    nn.EmbeddingBag: StackedEmbeddingBag,
+    nn.RNN: StackedRNN,
+    nn.GRU: StackedGRU,
+    nn.LSTM: StackedLSTM,
     nn.MultiheadAttention: StackedMultiheadAttention,
     StreamAttention: StackedMultiheadAttention,
 }
 
 
 def stack(module: nn.Module) -> nn.Module:
-    """A copy of the module whose parameters, given by `functional_call`, have a leading axis C: one copy per client.
+    """A copy of the module whose trainable parameters, given by `functional_call`, have a leading axis C.
 
-    Raises `CannotStack` for a layer that has parameters but no stacked form.
+    A layer whose parameters are all frozen is the same for every client, so it stays as it is. A module of another
+    class with parameters of its own runs under `torch.func.vmap` (see `per_module`). Raises `CannotStack` for a layer
+    with an option that has no stacked form, and for a model whose outermost module has parameters of its own.
     """
     stacked = copy.deepcopy(module)
+    units = {name: layer for name, layer in stacked.named_modules() if _runs_alone(layer)}
+    if "" in units:
+        raise CannotStack(f"the parameters of {type(module).__name__} itself have no stacked form")
     for name, layer in list(stacked.named_modules()):
-        own = [p for p in layer._parameters.values() if p is not None]
-        kind = STACKED.get(type(layer))
-        if kind is None and own:
-            raise CannotStack(f"layer '{name or type(layer).__name__}' ({type(layer).__name__}) has no stacked form")
         if type(layer) is nn.MaxPool2d and _windows_lie_apart(layer):
-            kind = PlainMaxPool2d
-        if kind is None:
+            layer.__class__ = PlainMaxPool2d
+        kind = STACKED.get(type(layer))
+        if kind is None or not _differs(layer) or any(name.startswith(f"{unit}.") for unit in units):
             continue
         _check_options(name, layer)
         layer.__class__ = kind
+        if isinstance(layer, nn.MultiheadAttention):  # it uses the parameters of this layer directly
+            layer.out_proj.__class__ = StackedLinear  # type: ignore[assignment]
+    for name, layer in units.items():
+        if not any(name.startswith(f"{unit}.") for unit in units):
+            _suit_vmap(layer)
+            per_module(layer)
     return stacked
+
+
+def frozen_per_client(stacked: nn.Module) -> set[str]:
+    """Return the names of the frozen parameters that a stacked module takes with a leading axis C, too."""
+    kinds = set(STACKED.values())
+    layers = [(name, layer) for name, layer in stacked.named_modules() if type(layer) in kinds]
+    return {
+        f"{name}.{own}" if name else own
+        for name, layer in layers
+        for own, parameter in layer._parameters.items()
+        if parameter is not None and not parameter.requires_grad
+    }
+
+
+def _differs(layer: nn.Module) -> bool:
+    """Whether a layer has something of its own for every client: trained parameters, or statistics."""
+    if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        return True
+    return any(p.requires_grad for p in layer.parameters(recurse=isinstance(layer, nn.MultiheadAttention)))
+
+
+def _runs_alone(layer: nn.Module) -> bool:
+    """Whether a layer has trainable parameters of its own but no stacked class."""
+    if type(layer) in STACKED or isinstance(layer, nn.ParameterList | nn.ParameterDict):
+        return False
+    lists = [child for child in layer.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
+    return any(p.requires_grad for one in (layer, *lists) for p in one.parameters(recurse=one is not layer))
 
 
 def for_vmap(module: nn.Module) -> nn.Module:
     """Return a copy of the module whose layers give their own gradients under `torch.func.vmap`."""
-    made = copy.deepcopy(module)
-    for layer in made.modules():
+    module = copy.deepcopy(module)
+    _suit_vmap(module)
+    return module
+
+
+def _suit_vmap(module: nn.Module) -> None:
+    for layer in module.modules():
         if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
             layer.__class__ = VmapEmbedding
         elif isinstance(layer, nn.EmbeddingBag):
             layer.sparse = False  # the gradient is the same, and vmap has no sparse ones
-    return made
 
 
 def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
@@ -304,13 +356,17 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
 def _check_options(name: str, layer: nn.Module) -> None:
     """Refuse options of a known layer that its stacked form does not have."""
     problem = ""
-    if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
+    if isinstance(layer, nn.modules.conv._ConvNd) and layer.padding_mode != "zeros":
         problem = f"padding_mode '{layer.padding_mode}'"
     elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and layer.momentum is None:
         problem = "a cumulative average (momentum=None)"
     elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and not layer.affine and not layer.track_running_stats:
         problem = "neither parameters nor running statistics"
-    elif isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq):
+    elif isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats:
+        problem = "running statistics"
+    elif isinstance(layer, nn.RNNBase) and layer.num_layers > 1 and layer.dropout > 0:
+        problem = "dropout"
+    elif isinstance(layer, nn.Embedding | nn.EmbeddingBag) and (layer.max_norm is not None or layer.scale_grad_by_freq):
         problem = "max_norm or scale_grad_by_freq"
     elif isinstance(layer, nn.MultiheadAttention) and (
         not layer._qkv_same_embed_dim or layer.bias_k is not None or layer.add_zero_attn
