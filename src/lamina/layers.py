@@ -31,7 +31,10 @@ class Layers:
 
     def __init__(self, shapes: Mapping[str, Sequence[int]]) -> None:
         if not shapes:
-            raise BadInput("the model has no trainable parameter: set requires_grad=True on at least one")
+            raise BadInput(
+                "the model has no trainable parameter: set requires_grad=True on at least one "
+                "(adapters of peft: inference_mode=False)"
+            )
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.names = tuple(self.shapes)
         self.sizes = [math.prod(shape) for shape in self.shapes.values()]

@@ -124,6 +124,14 @@ class Objective:
             return "their models have different frozen parameters"
         return "" if same_tensors(self.buffers, other.buffers) else "their models have different buffers"
 
+    def frozen_note(self) -> str:
+        """Return how many of the parameters are trained and sent, or an empty string if all are."""
+        if not self.frozen:
+            return ""
+        trained = self.layers.size
+        total = trained + sum(parameter.numel() for parameter in self.frozen.values())
+        return f"trains {trained:,} of {total:,} parameters; the others are frozen and not sent"
+
     def double(self) -> Objective:
         """Return the same objective in float64."""
         self.set_mode(self.module, True)  # so that the copy knows which layers the user froze with .eval()

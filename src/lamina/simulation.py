@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,8 @@ from lamina.storage.identity import Identity, of_run
 
 if TYPE_CHECKING:
     from lamina.storage.checkpoint import Checkpoints
+
+log = logging.getLogger(__name__)
 
 
 class Simulation:
@@ -118,6 +121,8 @@ class Simulation:
         check_model_fits(model, self.device)
         self.objective = Objective(copy.deepcopy(model).to(self.device), self.protocol.loss)
         self.objective.refuse_rate(self.protocol.lr)
+        if self.objective.frozen:
+            log.info("the model %s", self.objective.frozen_note())
 
         # the data, and which client trains on which of them in a round
         self.train_data = as_dataset(train).to(self.device)

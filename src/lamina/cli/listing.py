@@ -44,8 +44,11 @@ def list_(
 
 
 @app.command()
-def show(name: Annotated[str, typer.Argument(help="an algorithm")]) -> None:
-    """Show an algorithm's options, with defaults, and its presets."""
+def show(name: Annotated[str, typer.Argument(help="an algorithm, or an experiment file")]) -> None:
+    """Show an algorithm's options, with defaults, and its presets; or what an experiment file trains and sends."""
+    if name.endswith(".toml"):
+        _show_experiment(Path(name))
+        return
     cards = read_catalogue()["algorithms"]
     if ":" in name:  # a class of the user's own
         from lamina.algorithms import find
@@ -59,3 +62,29 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm")]) -> None:
     out.print(table(("option", "default", "allowed", "meaning"), card["options"]))
     for preset, values in card["presets"].items():
         tell(f"preset {preset}: {values}")
+
+
+def _show_experiment(file: Path) -> None:
+    """Show how many parameters of an experiment's model are trained, and what a client receives and sends."""
+    from lamina.algorithms import create
+    from lamina.experiment.build import build_algorithm, build_model, load_data
+    from lamina.experiment.config import load
+    from lamina.ledger import wire_cost
+    from lamina.objective import Objective, buffer_bytes
+
+    experiment = load(file)
+    if "compare" in experiment.model_fields_set:
+        options = experiment.compare.options
+        algorithms = {name: create(name, **options.get(name, {})) for name in experiment.compare.algorithms}
+    else:
+        algorithms = {experiment.algorithm.name: build_algorithm(experiment)}
+    objective = Objective(build_model(experiment, load_data(experiment).train))
+    note = objective.frozen_note() or f"trains and sends all of its {objective.layers.size:,} parameters"
+    tell(f"{experiment.model.name} {note}")
+    size, statistics = objective.layers.size * objective.dtype.itemsize, buffer_bytes(objective.buffers)
+    rows = []
+    for name, algorithm in algorithms.items():
+        cost = wire_cost(algorithm)
+        sent = [f"{(models * size + statistics) / 1e3:,.1f} kB" for models in (cost.down, cost.up)]
+        rows.append([name, *sent, f"{cost.client_state * size / 1e3:,.1f} kB"])
+    out.print(table(("algorithm", "down", "up", "keeps"), rows, caption="per active client and round"))

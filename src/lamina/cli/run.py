@@ -85,4 +85,6 @@ def run(
             f"{simulation.algorithm.card.title}: {plural(len(history), 'round')}, {base.best_and_last(history)}, "
             f"{sent / 1e6:.1f} MB sent, {seconds:.1f} s"
         )
+        if simulation.objective.frozen:
+            tell(f"the model {simulation.objective.frozen_note()}")
         tell(f"records and model in {path}/")

@@ -45,7 +45,8 @@ class _StackedRecurrent:
         weight_in, weight = getattr(self, "weight_ih" + suffix), getattr(self, "weight_hh" + suffix)
         projection = getattr(self, "weight_hr" + suffix, None)
         bias_in, bias = (getattr(self, f"bias_{kind}{suffix}", None) for kind in ("ih", "hh"))
-        inputs = _times(x.flatten(1, 2), weight_in, bias_in).unflatten(1, (batch, steps)).unbind(2)
+        projected = _times(x.flatten(1, 2), weight_in, bias_in)
+        inputs = projected.reshape(-1, batch, steps, projected.shape[-1]).unbind(2)
         state = start or self.zeros(x, projection)
         outputs = []
         for one in reversed(inputs) if suffix.endswith("reverse") else inputs:

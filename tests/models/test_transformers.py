@@ -1,0 +1,127 @@
+"""Hugging Face models, in full and with adapters, give the loop's trajectory in the stacked engine."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.layers import Layers
+from small_simulations import form
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+WORDS, LENGTH, SAMPLES = 20, 8, 40
+
+
+class Scores(nn.Module):
+    """A model of one tensor: the class scores of a sample, or those of the word that follows."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        scores = self.model(x).logits
+        return scores[:, -1] if scores.dim() == 3 else scores
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=WORDS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16, num_labels=3, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)  # its other dropout layers stay
+
+
+def gpt2():
+    config = transformers.GPT2Config(
+        vocab_size=WORDS, n_positions=16, n_embd=8, n_layer=1, n_head=2, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    config = transformers.LlamaConfig(
+        vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def vit():
+    config = transformers.ViTConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4,
+        num_labels=3,
+    )  # fmt: skip
+    return transformers.ViTForImageClassification(config)
+
+
+def with_adapters(model, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False, **options)
+        return peft.get_peft_model(model, config)
+
+
+def data(make):
+    generator = torch.Generator().manual_seed(1)
+    if make is vit:
+        return torch.randn(SAMPLES, 3, 8, 8, generator=generator, dtype=torch.float64), torch.arange(SAMPLES) % 3
+    words = torch.randint(1, WORDS, (SAMPLES, LENGTH), generator=generator)
+    return words, torch.arange(SAMPLES) % 3 if make is bert else words[:, 0]
+
+
+def simulate(make, adapters, engine, **more):
+    torch.manual_seed(0)
+    model = with_adapters(make(), lora_dropout=0.1) if adapters else make()
+    settings = {"clients": 4, "partition": "iid", "batch_size": 4, "lr": 0.1, "device": "cpu"}
+    return lamina.Simulation(Scores(model).double(), data(make), "fedavg", engine=engine, **settings | more)
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("make", [bert, gpt2, llama, vit])
+def test_models(make, adapters):
+    stacked, loop = (simulate(make, adapters, engine) for engine in ("auto", "loop"))
+    assert form(stacked) == "stacked"
+    for run in (stacked, loop):
+        run.run(1)
+    assert not torch.equal(stacked.state.server.x, stacked.objective.start)
+    assert torch.allclose(stacked.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-11)
+
+
+def test_only_adapters_are_trained_sent_and_counted(caplog):
+    with caplog.at_level("INFO", logger="lamina"):
+        run = simulate(gpt2, True, "stacked")
+    adapters = {name for name in run.objective.layers.names if "lora_" in name}
+    assert adapters == set(run.objective.layers.names)
+    row = run.run(1)[-1]
+    size = run.objective.layers.size
+    assert row["bytes_up"] == 4 * size * 8  # four clients, float64
+    total = sum(p.numel() for p in run.model.parameters())
+    assert f"the model trains {size:,} of {total:,} parameters; the others are frozen and not sent" in caplog.text
+    before = run.objective.module.state_dict()
+    for name, value in run.model.state_dict().items():
+        assert "lora_" in name or torch.equal(value, before[name])
+
+
+def test_adapters_with_nothing_to_train():
+    model = with_adapters(gpt2(), inference_mode=True)
+    with pytest.raises(lamina.BadInput, match=r"no trainable parameter.*inference_mode=False"):
+        Layers.of(model)
+
+
+def test_the_example_learns():
+    from experiments.text_lora import WORDS, gpt2, load
+
+    train, test = load(authors=6, words=200)
+    torch.manual_seed(0)
+    model = gpt2(len(WORDS))
+    run = lamina.Simulation(
+        model, train, "fedlada", test=test, clients=None, partition=lamina.data.ByColumn("author"), batch_size=16,
+        lr=0.1, device="cpu", engine="stacked",
+    )  # fmt: skip
+    losses = run.run(4).column("loss")
+    assert losses[-1] < losses[0]
