@@ -45,6 +45,17 @@ def test_show_lists_options_and_presets(capsys):
     assert "preset authors" in said
 
 
+def test_show_says_what_an_experiment_trains_and_sends(tmp_path, capsys):
+    file = tmp_path / "small.toml"
+    file.write_text('model = { name = "mlp", hidden = 4 }\nalgorithm = "fedlada"\n')
+    assert call("show", str(file)) == 0
+    said = capsys.readouterr().out
+    size = 65 * 4 + 5 * 10
+    assert f"mlp trains and sends all of its {size} parameters" in said
+    line = next(x for x in said.splitlines() if x.startswith("fedlada "))
+    assert line.split()[1:6:2] == [f"{size * 4 * models / 1e3:.1f}" for models in (3, 2, 0)]
+
+
 def test_the_catalogue_is_up_to_date():
     assert read_catalogue() == json.loads(json.dumps(catalogue.build())), (
         f"run: python -m lamina.cli.catalogue, which writes {CATALOGUE.name}"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import lamina
-from small_simulations import PARTS, form
+from small_simulations import PARTS, form, take_gpu_path
 
 SAMPLES = 48
 
@@ -117,17 +117,19 @@ def data(shape=None):
     return x, torch.arange(SAMPLES) % 3
 
 
-def run(model, samples, engine, rounds=2, **more):
+def run(model, samples, engine, rounds=2, gpu_path=False, **more):
     settings = {"clients": PARTS, "participation": 0.8, "batch_size": 4, "lr": 0.02, "device": "cpu", "seed": 3}
     simulation = lamina.Simulation(model, samples, "fedlamb", engine=engine, **settings | more)
+    if gpu_path:
+        take_gpu_path(simulation, channels_last=True)
     simulation.run(rounds)
     return simulation
 
 
-def assert_as_in_the_loop(make, samples, expected="stacked"):
+def assert_as_in_the_loop(make, samples, expected="stacked", gpu_path=False):
     torch.manual_seed(0)
     model = make().double()
-    stacked, loop = (run(model, samples, engine) for engine in ("auto", "loop"))
+    stacked, loop = run(model, samples, "auto", gpu_path=gpu_path), run(model, samples, "loop")
     assert form(stacked) == expected
     assert torch.allclose(stacked.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-11)
 
@@ -135,6 +137,16 @@ def assert_as_in_the_loop(make, samples, expected="stacked"):
 @pytest.mark.parametrize("make", WORDS.values(), ids=WORDS.keys())
 def test_layers_of_words(make):
     assert_as_in_the_loop(make, data())
+
+
+@pytest.mark.parametrize("kind", ["ConvTranspose2d", "and dropout"])
+def test_the_path_of_a_gpu(kind):
+    make, shape = TENSORS[kind]
+    assert_as_in_the_loop(make, data(shape), gpu_path=True)
+
+
+def test_a_recurrent_layer_on_the_path_of_a_gpu():
+    assert_as_in_the_loop(WORDS["LSTM"], data(), gpu_path=True)
 
 
 @pytest.mark.parametrize(("make", "shape"), TENSORS.values(), ids=TENSORS.keys())
@@ -165,6 +177,22 @@ def test_options_without_a_stacked_form_run_in_the_loop(make, shape):
 
 def test_a_model_with_parameters_of_its_own_runs_under_vmap():
     assert_as_in_the_loop(lambda: Scaled(6), data((6,)), "vmap")
+
+
+@pytest.mark.parametrize("make", [WORDS["LSTM"], Places], ids=["LSTM", "positions"])
+def test_bfloat16(make):
+    torch.manual_seed(0)
+    model, (x, y) = make(), data()
+    exact, rounded = (run(model, (x, y), "stacked", precision=precision) for precision in ("fp32", "bf16"))
+    assert torch.allclose(exact.state.server.x, rounded.state.server.x, atol=0.05)
+
+
+def test_bfloat16_of_own_and_frozen_parameters():
+    torch.manual_seed(0)
+    model, (x, y) = Masked(), data((6,))
+    model.scaled.inner.requires_grad_(False)
+    exact, rounded = (run(model, (x.float(), y), "stacked", precision=precision) for precision in ("fp32", "bf16"))
+    assert torch.allclose(exact.state.server.x, rounded.state.server.x, atol=0.05)
 
 
 def test_frozen_layers_are_shared_by_all_clients():

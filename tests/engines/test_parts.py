@@ -1,8 +1,11 @@
 """Parts of the stacked engine: convolutions, pooling, the samples of the probe, steps by layer."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 import lamina
 from engines.test_per_layer import PerLayer, PerModule
@@ -12,25 +15,35 @@ from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_sampl
 from lamina.engines.stacked.steps import works_by_layer
 
 
-@pytest.mark.parametrize(("padding", "kernel"), [((0, 0), (3, 3)), ((1, 1), (3, 3)), ((2, 1), (5, 2))])
-def test_a_grouped_convolution_is_one_per_client(padding, kernel):
+@pytest.mark.parametrize(
+    ("plain", "kernels", "groups"),
+    [
+        (functools.partial(F.conv2d, padding=(1, 1)), (5, 4, 3, 3), 1),
+        (functools.partial(F.conv2d, padding=(2, 1)), (5, 4, 5, 2), 1),
+        (functools.partial(F.conv2d, stride=(2, 1), padding=(1, 1), dilation=(1, 2)), (6, 2, 3, 3), 2),
+        (functools.partial(F.conv1d, stride=2), (6, 2, 3), 2),
+        (F.conv3d, (5, 4, 2, 3, 2), 1),
+        (functools.partial(F.conv_transpose1d, dilation=2), (4, 3, 3), 2),
+        (functools.partial(F.conv_transpose2d, stride=2, output_padding=1), (4, 3, 2, 3), 1),
+        (F.conv_transpose3d, (4, 1, 2, 2, 2), 4),
+    ],
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_grouped_convolution_is_one_per_client(plain, kernels, groups, biased):
     torch.manual_seed(0)
-    x = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(3, 5, 4, *kernel, dtype=torch.float64, requires_grad=True)
-    b = torch.randn(3, 5, dtype=torch.float64)
-    out = convolution.grouped(x, w, b, (1, 1), padding, (1, 1), 1)
-    expected = convolution.one_by_one(x, w, b, (1, 1), padding, (1, 1), 1)
+    x = torch.randn(3, 2, 4, *(7, 8, 5)[: len(kernels) - 2], dtype=torch.float64, requires_grad=True)
+    w = torch.randn(3, *kernels, dtype=torch.float64, requires_grad=True)
+
+    def convolve(x, weight, bias, groups):
+        return plain(x, weight, bias, groups=groups)
+
+    features = convolve(x[0], w[0], None, groups).shape[1]
+    b = torch.randn(3, features, dtype=torch.float64) if biased else None
+    out, expected = (form(convolve, x, w, b, groups) for form in (convolution.grouped, convolution.one_by_one))
     assert torch.allclose(out, expected, rtol=1e-12)
     seed = torch.randn_like(expected)
     for a, b in zip(torch.autograd.grad(out, (x, w), seed), torch.autograd.grad(expected, (x, w), seed), strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
-
-
-def test_grouped_with_stride_and_groups():
-    torch.manual_seed(0)
-    x, w = torch.randn(3, 2, 4, 7, 8, dtype=torch.float64), torch.randn(3, 6, 2, 3, 3, dtype=torch.float64)
-    settings = (None, (2, 1), (1, 1), (1, 2), 2)
-    assert torch.allclose(convolution.grouped(x, w, *settings), convolution.one_by_one(x, w, *settings), rtol=1e-12)
 
 
 def test_only_plain_max_pooling_has_a_kernel_of_ours():
