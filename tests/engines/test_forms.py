@@ -31,14 +31,16 @@ class Sneaky(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM: neither stacked nor vmap."""
+    """An LSTM of a packed sequence: neither stacked nor vmap."""
 
     def __init__(self):
         super().__init__()
         self.rnn, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 3)
 
     def forward(self, x):
-        return self.head(self.rnn(x.reshape(len(x), 2, 4))[0][:, -1])
+        lengths = torch.full((len(x),), 2)
+        packed = nn.utils.rnn.pack_padded_sequence(x.reshape(len(x), 2, 4), lengths, batch_first=True)
+        return self.head(self.rnn(packed)[1][0][-1])
 
 
 @pytest.mark.parametrize(("model", "expected"), [(Direct, "vmap"), (Recurrent, "loop")])

@@ -180,18 +180,22 @@ def test_a_model_with_parameters_of_its_own_runs_under_vmap():
 
 
 @pytest.mark.parametrize("make", [WORDS["LSTM"], Places], ids=["LSTM", "positions"])
-def test_bfloat16(make):
+def test_bfloat16(make, monkeypatch):
+    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
     torch.manual_seed(0)
     model, (x, y) = make(), data()
     exact, rounded = (run(model, (x, y), "stacked", precision=precision) for precision in ("fp32", "bf16"))
+    assert rounded.precision == "bf16"
     assert torch.allclose(exact.state.server.x, rounded.state.server.x, atol=0.05)
 
 
-def test_bfloat16_of_own_and_frozen_parameters():
+def test_bfloat16_of_own_and_frozen_parameters(monkeypatch):
+    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
     torch.manual_seed(0)
     model, (x, y) = Masked(), data((6,))
     model.scaled.inner.requires_grad_(False)
     exact, rounded = (run(model, (x.float(), y), "stacked", precision=precision) for precision in ("fp32", "bf16"))
+    assert rounded.precision == "bf16"
     assert torch.allclose(exact.state.server.x, rounded.state.server.x, atol=0.05)
 
 

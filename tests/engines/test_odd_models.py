@@ -229,7 +229,7 @@ def test_a_lazy_layer_is_refused_in_one_line():
     ("kind", "forms"),
     [
         (nn.Embedding, ("stacked", "vmap")),
-        pytest.param(nn.EmbeddingBag, ("vmap",), marks=pytest.mark.filterwarnings("ignore:There is a perf")),
+        pytest.param(nn.EmbeddingBag, ("stacked", "vmap"), marks=pytest.mark.filterwarnings("ignore:There is a perf")),
     ],
 )
 def test_sparse_embeddings(kind, forms):

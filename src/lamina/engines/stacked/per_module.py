@@ -2,6 +2,7 @@
 
 The rest of the network stays stacked. The module's inputs have the samples of all clients on their first axis, or one
 entry there that is meant for all samples (positions, masks). Whether that is true is checked by the engine's probe.
+In bfloat16 the module computes in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lamina.dropout import FromStreams
-from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
+from lamina.engines.stacked.folding import CannotStack, SharedInput, at_least_float32, unfold_clients
 
 
 class PerModule(SharedInput):
@@ -26,14 +27,15 @@ class PerModule(SharedInput):
 
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
         """Call the module of every client on its own samples."""
-        state = dict(self.named_parameters(remove_duplicate=False))
-        parameters = {name: state[name] for name in self.varying}
+        state = {name: _wide(p) for name, p in self.named_parameters(remove_duplicate=False)}
+        parameters = {name: state.pop(name) for name in self.varying}  # the others are the same for all clients
         clients = next(iter(parameters.values())).shape[0]
         leaves, structure = tree_flatten((inputs, options))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        parameters = _of_one_type(parameters, tensors)
-        by_client = [unfold_clients(t, clients) if _has_samples(t, clients) else t for t in tensors]
         axes = [0 if _has_samples(t, clients) else None for t in tensors]
+        by_client = [
+            _wide(t if axis is None else unfold_clients(t, clients)) for t, axis in zip(tensors, axes, strict=True)
+        ]
         if not tensors:
             raise CannotStack(f"{self.plain.__name__} uses its parameters without an input: it has no stacked form")
         is_shared = all(axis is None for axis in axes)
@@ -46,8 +48,8 @@ class PerModule(SharedInput):
             positional, named = tree_unflatten(arguments, structure)
             for layer in dropouts:
                 layer.streams = stream
-            state = {f"module.{name}": value for name, value in own.items()}
-            return functional_call(_Plain(self, self.plain), state, positional, named, tie_weights=False)
+            named_state = {f"module.{name}": value for name, value in (*state.items(), *own.items())}
+            return functional_call(_Plain(self, self.plain), named_state, positional, named, tie_weights=False)
 
         mapped = torch.func.vmap(call, in_dims=(0, None if streams is None else 0, axes))
         try:
@@ -92,8 +94,6 @@ def _has_samples(x: Tensor, clients: int) -> bool:
     return True
 
 
-def _of_one_type(parameters: Mapping[str, Tensor], inputs: list[Tensor]) -> dict[str, Tensor]:
-    """Return the parameters in the input's type: in bfloat16 the engine rounds some parameters and not others."""
-    dtypes = [t.dtype for t in (*inputs, *parameters.values()) if t.is_floating_point()]
-    dtype = dtypes[0] if any(t.is_floating_point() for t in inputs) else min(dtypes, key=lambda kind: kind.itemsize)
-    return {name: p.to(dtype) if p.is_floating_point() else p for name, p in parameters.items()}
+def _wide(x: Tensor) -> Tensor:
+    """Return x in float32 at least: what a module mixes with bfloat16 parameters is not known."""
+    return x.to(at_least_float32(x)) if x.is_floating_point() else x
