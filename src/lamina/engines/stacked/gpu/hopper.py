@@ -54,12 +54,12 @@ def _fetch(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _product(  # type: ignore[no-untyped-def]
-    x, w, y, steps, height, width,
+    x, w, y, bias, bias_client, steps, height, width,
     DEPTH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, COLUMNS: gl.constexpr,
     NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, BACK: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, BACK: gl.constexpr, BIASED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """y[pixel, n] = sum over taps and channels of x[pixel shifted by the tap, channel] w[n, tap, channel].
+    """y[pixel, n] = bias[n] + sum over taps and channels of x[pixel shifted by the tap, channel] w[n, tap, channel].
 
     BACK: the gradient of the input: the shift is the other way round, and w is read as [channel, tap, n].
     """
@@ -104,6 +104,10 @@ def _product(  # type: ignore[no-untyped-def]
         _fetch(step + STAGES - 1, steps, x, w, pixels, weights, ready, client, sample, first_row, first_column, column0,
                KW, CHUNKS, BK, STAGES, BACK)  # fmt: skip
     made = warpgroup_mma_wait(0, deps=[sums])
+    if BIASED:
+        column = column0 + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+        shift = gl.load(bias + client.to(gl.int64) * bias_client + column, mask=column < COLUMNS, other=0.0)
+        made += gl.expand_dims(shift.to(gl.float32), 0)
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
     out = gl.allocate_shared_memory(y.dtype, [1, NB, BH, BW, BN], y.layout)
@@ -199,11 +203,11 @@ Pair = tuple[int, int]
 ALIGNED = 8  # channels: the copy engine wants strides of 16 bytes
 
 
-def forward(x: Tensor, w: Tensor, padding: Pair, tile: Tile | None = None) -> Tensor:
+def forward(x: Tensor, w: Tensor, padding: Pair, tile: Tile | None = None, bias: Tensor | None = None) -> Tensor:
     """x [C * B, in, H, W], w [C, out, in, kh, kw], both bfloat16 with the channels last -> [C * B, out, H', W']."""
     kh, kw = w.shape[3:]
     size = x.shape[2] + 2 * padding[0] - kh + 1, x.shape[3] + 2 * padding[1] - kw + 1
-    return _multiply(x, w, w.shape[1], size, padding, False, tile)
+    return _multiply(x, w, w.shape[1], size, padding, False, tile, bias)
 
 
 def input_gradient(g: Tensor, w: Tensor, size: Pair, padding: Pair, tile: Tile | None = None) -> Tensor:
@@ -211,7 +215,10 @@ def input_gradient(g: Tensor, w: Tensor, size: Pair, padding: Pair, tile: Tile |
     return _multiply(g, w, w.shape[2], size, padding, True, tile)
 
 
-def _multiply(x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, back: bool, tile: Tile | None) -> Tensor:
+def _multiply(
+    x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, back: bool, tile: Tile | None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     clients, _, _, kh, kw = w.shape
     depth = x.shape[1]
     y = torch.empty(x.shape[0], columns, *size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
@@ -227,8 +234,9 @@ def _multiply(x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, bac
         _descriptor(x5, (1, *box, bk)),
         _descriptor(kernels, (1, bk, 1, bn) if back else (1, bn, 1, bk)),
         _descriptor(y5, (1, *box, bn)),
+        y if bias is None else bias, 0 if bias is None else bias.stride(0),
         kh * kw * triton.cdiv(depth, bk), *size,
-        depth, kw, *padding, columns, *box, bn, bk, tile.stages, back, num_warps=tile.warps,
+        depth, kw, *padding, columns, *box, bn, bk, tile.stages, back, bias is not None, num_warps=tile.warps,
     )  # fmt: skip
     return y
 

@@ -61,10 +61,9 @@ class _Convolution(torch.autograd.Function):
         ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         if not _suits_hopper(x, weight, stride):
             return kernels.forward(x, rounded, stride, padding, precision, bias=bias)
-        y = hopper.forward(x, rounded, padding)
-        if bias is not None:
-            y.reshape(len(bias), -1, *y.shape[1:]).add_(bias.to(y.dtype)[:, None, :, None, None])
-        return y
+        return hopper.forward(
+            x, rounded, padding, bias=bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,9 +138,10 @@ def _hopper_works(device: int) -> bool:
         return values.permute(*range(len(shape) - 3), -1, -3, -2)  # channels last in memory
 
     x, g, w = draw(6, 8, 8, 64), draw(6, 8, 8, 64), draw(2, 64, 3, 3, 64)
+    b = torch.randn(2, 64, generator=generator).to(device)
     one = (1, 1)
     works = [  # each with the portable kernel that it must agree with
-        lambda: (hopper.forward(x, w, one), kernels.forward(x, w, one, one, "ieee")),
+        lambda: (hopper.forward(x, w, one, bias=b), kernels.forward(x, w, one, one, "ieee", bias=b)),
         lambda: (hopper.input_gradient(g, w, (8, 8), one), kernels.input_gradient(g, w, (8, 8), one, one, "ieee")),
         lambda: (
             hopper.weight_gradient(g, x, 2, (3, 3), one),
