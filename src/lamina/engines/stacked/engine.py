@@ -197,11 +197,11 @@ class Stacked:
         totals = {e: now.sums[e].plus(*mean) for e, mean in means.items()}
         keeps_state = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
-        kept = [map_record(torch.clone, row) for row in rows_of(client)] if keeps_state else []
+        kept = rows_of(client) if keeps_state else []
         uploads = []
         if not isinstance(self.protocol.aggregation, Mean):  # copies: the next chunk writes over these results
             uploads = [
-                (map_record(torch.clone, row), {n: b[r].clone() for n, b in buffers.items()})
+                (row, {n: b[r].clone() for n, b in buffers.items()})
                 for r, row in enumerate(rows_of(self._in_usual_order(sent)))
             ]
         for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
