@@ -34,6 +34,7 @@ from lamina.engines.stacked.rows import (
     RoundInProgress,
     Row,
     map_record,
+    on_device,
     pad_plans,
     row_of,
     row_sums,
@@ -156,7 +157,7 @@ class Stacked:
         downs = {e: self._in_layout(now.downs[e]) for e in {row.member for row in chunk}}
         down = stack_records([downs[row.member] for row in chunk])
         client = stack_records(self._client_records(now, chunk, home))
-        client = self._in_layout(map_record(lambda value: value.to(self.objective.device), client))
+        client = self._in_layout(on_device(client, self.objective.device))
         buffers = {n: torch.stack([member.state.buffers[n] for member in members]) for n in self.objective.buffers}
         needs = algorithm.needs(plans[0].number)
         info = ClientInfo(
@@ -178,7 +179,7 @@ class Stacked:
 
         sent, client = algorithm.finish(local, down, client, info)
         up = sent if relative is None else undo_weighting(algorithm, sent, relative)
-        client = map_record(lambda value: value.to(home), self._in_usual_order(client))
+        client = on_device(self._in_usual_order(client), home)
         ratios = algorithm.trust_ratios(local) if self.record_trust_ratios else None
         means = self._means(up, buffers, chunk, shares)  # before the wait, in the hope that all is finite
         checks = [losses, *row_sums(up), *(total.to(losses.device) for total in row_sums(client))]
@@ -246,12 +247,12 @@ class Stacked:
         for row in chunk:
             record = now.clients[row.member].get(now.client_id(row))
             if record is not None:
-                records.append(map_record(lambda value: value.to(home), record))
+                records.append(on_device(record, home))
                 continue
             if row.member not in new:
                 member = now.members[row.member]
                 record = member.algorithm.client_init(member.state.server.x, self.objective.layers)
-                new[row.member] = map_record(lambda value: value.to(home), record)
+                new[row.member] = on_device(record, home)
             records.append(new[row.member])
         return records
 
@@ -411,7 +412,7 @@ class Stacked:
         plan, client_id = member.plan, now.client_id(row)
         client = member.state.clients.get(client_id)
         client = member.algorithm.client_init(member.state.server.x, layers) if client is None else client
-        client = map_record(lambda value: value.to(self.objective.device), client)  # it may be kept on the host
+        client = on_device(client, self.objective.device)  # it may be kept on the host
         gradient = self._vector_in_usual_order(now.gradients[row]) if row in now.gradients else None
         info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[row.c]), gradient)
         loop = Loop(member.algorithm, self.objective, self.data, member.protocol)
