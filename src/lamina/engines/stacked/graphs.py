@@ -80,7 +80,7 @@ class Graphs:
 
 def _structure(work: LocalWork) -> Any:
     """Return what a captured step depends on, apart from the number of rows: shapes and options, but no numbers."""
-    samples = work.batches.samples
+    samples, numbers = work.batches.samples, _numbers(work)
     return (
         _with_room(samples.shape[1]),
         samples.shape[2],
@@ -90,7 +90,7 @@ def _structure(work: LocalWork) -> Any:
         tuple(value is None for value in work.local),
         tuple(None if value is None else value.stride(0) == 0 for value in work.down),
         type(work.algorithm),
-        tuple((name, None if name in _numbers(work) else value) for name, value in _options(work).items()),
+        tuple((name, None if name in numbers else value) for name, value in _options(work).items()),
     )
 
 
