@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,20 @@ from lamina.data.feed import prepare
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
-from lamina.plan import Round, dropout_streams
+from lamina.plan import Round
 from lamina.protocol import Protocol
 
 FULL_GRADIENT_CHUNK = 512  # samples at a time in a full-data gradient; the result does not depend on it,
 WHOLE_BATCH = 64  # but for a model that evaluates samples by the batch they are in: those, in every engine
+
+
+class Batch(NamedTuple):
+    """The samples of one local step, and its randomness: every gradient of the step has the same dropout masks."""
+
+    inputs: Tensor
+    targets: Tensor
+    stream: Tensor  # of the masks of dropout layers [1]
+    seed: int  # for a module that draws random numbers itself
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class Loop:
             full_gradient = full_gradients[c] if needs.full_gradient else None
             info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)
             client = clients[client_id] if client_id in clients else algorithm.client_init(x, layers)
-            buffers = {n: b.clone() for n, b in state.buffers.items()}
+            buffers = _copy(state.buffers)
 
             local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
@@ -91,42 +100,53 @@ class Loop:
         watch: Callable[[int, Tensor, Tensor, Any, Any], None] | None = None,
     ) -> tuple[Any, Tensor]:
         """Train the c-th active client; return its final local state and the loss of every step [K_i]."""
-        algorithm, objective = self.algorithm, self.objective
+        algorithm, layers = self.algorithm, self.objective.layers
+        needs = algorithm.needs(plan.number)
+        control = down.x if needs.control_variate else None
         local = algorithm.begin(down, client, info)
         losses = []
-        streams = self._dropout_streams(plan, c)
-        with rng.forked(objective.device):  # the module may draw random numbers itself
+        with rng.forked(self.objective.device):  # the module may draw random numbers itself
             for k in range(int(plan.steps[c])):
-                inputs, targets = self._batch(plan, c, k)
-                own_seed = rng.torch_seed(int(plan.streams[c]), "dropout", k)
-                rng.seed_generators(objective.device, own_seed)
-                grad, loss = objective.gradient(local.y, buffers, inputs, targets, streams=streams[:, k])
-                if algorithm.needs(plan.number).control_variate:  # the same batch and dropout mask, at x
-                    rng.seed_generators(objective.device, own_seed)
-                    scratch = {n: b.clone() for n, b in buffers.items()}
-                    grad = grad - objective.gradient(down.x, scratch, inputs, targets, streams=streams[:, k])[0]
-                if self.protocol.clip is not None:
-                    grad = clip_by_norm(grad, self.protocol.clip)
-                after = algorithm.step(local, down, grad, info.lr, objective.layers)
+                batch = self._batch(plan, c, k)
+                grad, loss = self._gradient(local.y, buffers, batch, control)
+                second = {}
+                if needs.second_gradient:  # sharpness-aware and variance-reduced methods
+                    point = algorithm.second_point(local, down, grad, info.lr, layers)
+                    second["second_grad"], _ = self._gradient(point, _copy(buffers), batch, control)
+                after = algorithm.step(local, down, grad, info.lr, layers, **second)
                 losses.append(loss)
                 if watch is not None:
                     watch(k, loss, grad, local, after)
                 local = after
         return local, torch.stack(losses)
 
-    def _dropout_streams(self, plan: Round, c: int) -> Tensor:
-        """Return the random stream of every local step's dropout masks [1, K_i]."""
-        streams = dropout_streams(plan.streams[c : c + 1], int(plan.steps[c]))
-        return torch.from_numpy(streams).to(self.objective.device)
+    def _gradient(self, y: Tensor, buffers: Buffers, batch: Batch, control: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the gradient of a batch at y as the algorithm gets it, and the loss; update the buffers in place.
 
-    def _batch(self, plan: Round, c: int, k: int) -> tuple[Tensor, Tensor]:
-        """Gather, augment and normalise one batch."""
+        With a `control` point x (the original Mime) that is g(y) - g(x).
+        """
+
+        def gradient(at: Tensor, buffers: Buffers) -> tuple[Tensor, Tensor]:
+            rng.seed_generators(self.objective.device, batch.seed)
+            return self.objective.gradient(at, buffers, batch.inputs, batch.targets, streams=batch.stream)
+
+        grad, loss = gradient(y, buffers)
+        if control is not None:
+            grad = grad - gradient(control, _copy(buffers))[0]
+        if self.protocol.clip is not None:
+            grad = clip_by_norm(grad, self.protocol.clip)
+        return grad, loss
+
+    def _batch(self, plan: Round, c: int, k: int) -> Batch:
+        """Gather, augment and normalise the batch of step k."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
         x = data.x[index]
         if self.protocol.augmentation is not None:
             x = self.protocol.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
-        return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
+        inputs = prepare(x, data.mean, data.std, self.objective.dtype)
+        stream = torch.from_numpy(plan.dropout_stream(c, k)).to(device)
+        return Batch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
 
     def full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
         """Return the gradient over all of a client's data in evaluation mode (fixed BatchNorm statistics)."""
@@ -153,11 +173,9 @@ class Loop:
         leaves = [(n, m) for n, m in self.objective.seeded.named_modules() if not list(m.children())]
         handles = [m.register_forward_hook(look(n or type(m).__name__)) for n, m in leaves]
         try:
-            inputs, _ = self._batch(plan, c, k)
-            streams = self._dropout_streams(plan, c)[:, k]
+            batch = self._batch(plan, c, k)
             with torch.no_grad():
-                own = {n: b.clone() for n, b in buffers.items()}
-                self.objective.outputs(y, own, inputs, train=True, streams=streams)
+                self.objective.outputs(y, _copy(buffers), batch.inputs, train=True, streams=batch.stream)
         finally:
             for handle in handles:
                 handle.remove()
@@ -178,10 +196,14 @@ class Loop:
             where = after.y if _all_finite(grad) else grad
             raise diverged(layers, where, plan.number, plan.lr, client_id, step)
 
-        self.train_client(down, client, {n: b.clone() for n, b in buffers.items()}, info, plan, c, watch)
+        self.train_client(down, client, _copy(buffers), info, plan, c, watch)
         for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
+
+
+def _copy(buffers: Buffers) -> Buffers:
+    return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def _all_finite(*values: Tensor | None) -> bool:

@@ -172,7 +172,9 @@ class Stacked:
         clip = self._row_clip([member.protocol.clip for member in members])
         batches, filled = self._batches(plans, [row.c for row in chunk])
         local = algorithm.begin(down, client, info)
-        work = LocalWork(algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate)
+        work = LocalWork(
+            algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
+        )  # fmt: skip
         local, losses = self._take_steps(self._problem, work, lone_sample=bool((filled == 1).any()))
         losses = losses / send((filled > 0).sum(1), self.objective.device)
 
