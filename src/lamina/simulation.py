@@ -1,4 +1,8 @@
-"""`Simulation`: a federation on one machine. The Python API in one class."""
+"""`Simulation`: a federation on one machine. The Python API in one class.
+
+`__init__` checks the arguments and builds the parts. `run_round` is one round: plan, engine, evaluation, history.
+The maths of a round is in engines/loop.py.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +116,8 @@ class Simulation:
 
         # what trains, by which settings, where
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-        rehearse(self.algorithm)
-        self.protocol = Protocol.of(self.algorithm, settings)
+        rehearse(self.algorithm)  # one round of a tiny model, to refuse an algorithm that breaks the contract
+        self.protocol = Protocol.of(self.algorithm, settings)  # validated, with the defaults filled in
         self.device = choose_device(device)
         check_model_fits(model, self.device)
         self.objective = Objective(copy.deepcopy(model).to(self.device), self.protocol.loss)
@@ -132,7 +136,7 @@ class Simulation:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         lender = engine if isinstance(engine, Simulation) else None
         self.engine_name: str = engine.engine_name if isinstance(engine, Simulation) else engine
-        self.metric = "loss"  # or "accuracy", where the model and data have one
+        self.metric = "loss"  # or "accuracy": `_check_fit` finds out whether the model and data have one
         with rng.forked(self.device, seed=0):  # the module runs, and may draw random numbers itself
             self._check_fit(client_metrics)
             if lender is None or not lender.plan.same_rounds(self.plan):
@@ -170,14 +174,14 @@ class Simulation:
         plan = self.next_plan()
         if isinstance(self.engine, Stacked):
             self.engine.meanwhile = self.plan_ahead
-        with arithmetic(self.precision, self.deterministic):
+        with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
             self.state, report = self.engine.run_round(self.state, plan)
         seconds = time.perf_counter() - started
-        (metrics,) = evaluate_together([self], always=evaluate)
+        (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
         return self.record(plan, report, seconds, metrics)
 
     def next_plan(self) -> Round:
-        """Return the plan of the next round."""
+        """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
         number = self.state.round + 1
         planned, self._planned = self._planned, None
         if planned is None or planned.number != number:

@@ -23,7 +23,7 @@ from lamina import rng
 from lamina.aggregation import Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, options
 from lamina.data.dataset import Dataset
-from lamina.engines.loop import WHOLE_BATCH, Loop
+from lamina.engines.loop import FIXED_CHUNK, Loop
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.memory import Memory
@@ -173,7 +173,9 @@ class Stacked:
         clip = self._row_clip([member.protocol.clip for member in members])
         batches, filled = self._batches(plans, [row.c for row in chunk])
         local = algorithm.begin(down, client, info)
-        work = LocalWork(algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate)
+        work = LocalWork(
+            algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
+        )  # fmt: skip
         local, losses = self._take_steps(self._problem, work, lone_sample=bool((filled == 1).any()))
         losses = losses / send((filled > 0).sum(1), self.objective.device)
 
@@ -355,9 +357,9 @@ class Stacked:
         sizes = np.array([len(positions) for positions in samples])
         batch = plans[0].index.shape[2]  # as in training: what fits there fits here
         if self.objective.evaluates_by_batch:
-            batch = WHOLE_BATCH  # as in the loop, for it matters what is evaluated together
+            batch = FIXED_CHUNK  # as in the loop, for it matters what is evaluated together
         elif device.type == "cpu":
-            batch = max(batch, WHOLE_BATCH)
+            batch = max(batch, FIXED_CHUNK)
         steps = -(-int(sizes.max()) // batch)
         padded = np.zeros((len(chunk), steps * batch), dtype=np.int64)
         for line, positions in zip(padded, samples, strict=True):
