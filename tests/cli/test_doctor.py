@@ -90,7 +90,7 @@ def test_gpus(monkeypatch, capsys):
     assert call("doctor") == 0
     shown = capsys.readouterr().out
     assert "H200, 139.0 GiB, capability 9.0, without lamina's kernels" in shown
-    assert "compiled, as CUDA graphs" in shown
+    assert "captured as CUDA graphs" in shown
 
 
 def test_data_that_are_not_there(capsys):

@@ -37,7 +37,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] 
     import_torch()
     import torch
 
-    where = "compiled, as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
+    where = "captured as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
     engines = {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
     advice: list[str] = []
     sections = {
