@@ -20,22 +20,30 @@ def is_hub_dataset(data: Any) -> bool:
     return hasattr(data, "column_names") and hasattr(data, "with_format")
 
 
-def fetch(repository: str) -> Mapping[str, Any] | None:
-    """Return all splits of a data set on the hub (or in its local cache); None if `datasets` is not installed."""
+def fetch(repository: str, *subset: str) -> Mapping[str, Any] | None:
+    """Return all splits of a data set on the hub (or in its local cache); None if `datasets` is not installed.
+
+    `subset` is the name of the configuration, for a data set that has several.
+    """
     try:
         from datasets import load_dataset
     except ImportError:
         return None
     try:
-        splits: Mapping[str, Any] = load_dataset(repository)
+        splits: Mapping[str, Any] = load_dataset(repository, *subset)
     except Exception as error:  # offline, refused, moved: each layer below has its own exceptions
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"the Hugging Face hub did not deliver {repository} ({reason})") from error
     return splits
 
 
-def arrays(data: Any, x: str | None, y: str | None) -> tuple[Any, Any, dict[str, NDArray[Any]], int | None]:
-    """Return inputs, labels, other columns and the declared number of classes of one split."""
+def arrays(
+    data: Any, x: str | None, y: str | None, *, text_labels: bool = False
+) -> tuple[Any, Any, dict[str, NDArray[Any]], int | None]:
+    """Return inputs, labels, other columns and the declared number of classes of one split.
+
+    `text_labels` accepts labels that are text, for a caller that numbers them.
+    """
     if isinstance(data, Mapping):
         raise BadInput(f"this is a dictionary of splits; give one of them, for example data['{next(iter(data))}']")
     names = list(data.column_names)
@@ -50,7 +58,7 @@ def arrays(data: Any, x: str | None, y: str | None) -> tuple[Any, Any, dict[str,
         raise missing_extra("pillow", "images", f"decoding column '{x}'") from error
     if isinstance(first[x], str):
         raise BadInput(f"column '{x}' holds text; tokenise it to equal lengths and name that column with x=...")
-    if isinstance(first[y], str):
+    if isinstance(first[y], str) and not text_labels:
         raise BadInput(f"column '{y}' holds text labels; number them with data.class_encode_column('{y}')")
     inputs = stack_pictures(plain[x], len(plain), f"column '{x}'") if hasattr(first[x], "convert") else list(plain[x])
     others = {
