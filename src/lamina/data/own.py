@@ -94,7 +94,11 @@ def as_splits(name: str, result: Any) -> Splits:
     if isinstance(result, Mapping) and {"train", "test"} <= set(result):
         result = (result["train"], result["test"])
     if not isinstance(result, tuple | list) or len(result) != 2:
-        found = f"{len(result)} values" if isinstance(result, tuple | list) else f"a {type(result).__name__}"
+        found = (
+            f"{len(result)} values"
+            if isinstance(result, tuple | list)
+            else f"an object of type {type(result).__name__}"
+        )
         raise BadInput(f"the data '{name}' returned {found}: {GIVE_A_PAIR}")
     parts = [_with_columns(part) for part in result]
     class_names = None
