@@ -14,6 +14,7 @@ from lamina.data.own import as_splits
 from lamina.errors import BadInput
 from lamina.experiment import build
 from lamina.experiment.config import load, parse
+from lamina.experiment.tune import with_settings
 
 TABLE = """
 [data]
@@ -111,6 +112,8 @@ def test_compare_tune_and_report_take_a_table(folder):
     assert call("compare", "table.toml", "--out", "c", "--quiet") == 0
     assert {path.name for path in (folder / "c").iterdir()} >= {"fedavg", "fedlamb", "rounds.csv"}
     assert call("tune", "table.toml", "--out", "t", "--quiet") == 0
+    with pytest.raises(BadInput, match=r"'data.standardise' cannot be tuned: all trials share"):
+        with_settings(load("table.toml"), {"data.standardise": True})
     pytest.importorskip("plotly")
     assert call("report", "c", "--out", "page.html") == 0
     assert "by-column" in (folder / "page.html").read_text()

@@ -12,7 +12,7 @@ from lamina.data.images import stack_pictures
 from lamina.errors import BadInput, missing_extra, nearest
 
 _INPUT_COLUMNS = ("image", "img", "images", "pixel_values", "x", "input_ids", "features", "inputs")
-_LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "targets", "y", "class")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "targets", "y", "class")
 
 
 def is_hub_dataset(data: Any) -> bool:
@@ -48,7 +48,7 @@ def arrays(
         raise BadInput(f"this is a dictionary of splits; give one of them, for example data['{next(iter(data))}']")
     names = list(data.column_names)
     x = _column("input", "x", x, _INPUT_COLUMNS, names)
-    y = _column("label", "y", y, _LABEL_COLUMNS, [name for name in names if name != x])
+    y = _column("label", "y", y, LABEL_COLUMNS, [name for name in names if name != x])
     plain = data.with_format(None)  # ignore the user's format: read Python objects and pictures
     if len(plain) == 0:
         raise BadInput("the Hugging Face data set is empty; give at least one sample")

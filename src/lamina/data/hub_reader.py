@@ -71,7 +71,8 @@ def read(
     else:
         is_test = held_out_rows(path, len(y[0]), test)
     kept = {name: np.concatenate([part[name] for part in columns]) for name in columns[0] if name in columns[-1]}
-    names = getattr(parts[0].features.get(label or "label"), "names", None) if hasattr(parts[0], "features") else None
+    label = label or next(name for name in hub.LABEL_COLUMNS if name in parts[0].column_names)
+    names = getattr(parts[0].features.get(label), "names", None)
     return make_splits(
         path, np.concatenate(x), np.concatenate(y), is_test,
         task=task, columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
