@@ -20,11 +20,11 @@ from lamina.text import plural
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
 EXTRAS = {  # extra: its package, and what for
     "flower": ("flwr", "lamina flower"),
-    "hub": ("datasets", "data sets from the Hugging Face hub"),
+    "hub": ("datasets", "data sets from the Hugging Face hub, by name"),
     "images": ("pillow", "TinyImageNet and your own pictures"),
     "mlflow": ("mlflow", "lamina run --mlflow"),
     "report": ("plotly", "lamina report"),
-    "table": ("pandas", "history.to_pandas()"),
+    "table": ("pandas", "history.to_pandas() and data in tables"),
     "tensorboard": ("tensorboard", "lamina run --tensorboard"),
     "tune": ("optuna", "lamina tune"),
 }

@@ -21,6 +21,7 @@ from lamina.experiment.config import Experiment, Named
 from lamina.protocol import Protocol, Settings, describe
 from lamina.schedules import SCHEDULES, Schedule, make_schedule
 from lamina.simulation import Simulation
+from lamina.storage.identity import splits_digest
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
 PROTOCOL_FIELDS = [each.name for each in dataclasses.fields(Protocol)]
@@ -29,7 +30,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the las
 
 def load_data(experiment: Experiment) -> Splits:
     """Return the training and test data; with `data.validation`, held-out training data replace the test data."""
-    splits = sources.load(experiment.data.name, experiment.data.dir)
+    data = experiment.data
+    splits = sources.load(data.name, data.dir, client=data.client, **data.options())
     if experiment.data.validation is None:
         return splits
     return Splits(*splits.train.holdout(experiment.data.validation, experiment.train.seed))
@@ -180,6 +182,8 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     """Return the whole configuration, with every default and every "auto" replaced by the value used."""
     config = experiment.model_dump()
     partition = build_partition(experiment)
+    if experiment.data.client is None:
+        del config["data"]["client"]  # so that a report groups these runs with those from before there was the key
     config["data"]["clients"] = simulation.plan.clients.count
     if isinstance(partition, partitions.Reallocate):
         config["data"]["partition"] = {"name": "reallocate", "base": "iid", **experiment.data.partition.options()}
@@ -202,6 +206,10 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     config["run"]["ranks"] = Ranks.current().world
     if experiment.algorithm.name not in algorithms.registry():  # a report does not run the user's code to learn it
         config["title"] = simulation.algorithm.card.title
+    if experiment.data.name not in sources.SOURCES:  # files of the user's own may change between two runs
+        config["data_digest"] = splits_digest(simulation.train_data, simulation.test_data)
+        if simulation.train_data.class_names is not None:
+            config["class_names"] = list(simulation.train_data.class_names)
     return config
 
 

@@ -20,6 +20,7 @@ from lamina.text import listed
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
 NO_PART_OF_IDENTITY = {"lamina", "format", "title", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
+KEYS_IN_WORDS = {"data_digest": "the contents of the data (data_digest)"}
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
@@ -169,7 +170,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
             flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
     renamed = [key.removesuffix("name") for key in a if key.endswith(".name") and a[key] != b.get(key)]
     differing = [
-        f"{key} = {_shown(a.get(key))} (now {_shown(b.get(key))})"
+        f"{KEYS_IN_WORDS.get(key, key)} = {_shown(a.get(key))} (now {_shown(b.get(key))})"
         for key in {**a, **b}
         if a.get(key) != b.get(key)
         and key not in NO_PART_OF_IDENTITY

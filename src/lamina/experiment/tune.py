@@ -21,7 +21,7 @@ from lamina.experiment.config import Experiment, parse
 from lamina.experiment.records import CHOOSE_ANOTHER, FORMAT, delete_runs, differences, flatten, is_ours, read_json
 from lamina.experiment.settings import Grid, Range, Settings, folder_name, points, written
 from lamina.experiment.study import Study, find_space
-from lamina.experiment.toml import as_toml, set_keys
+from lamina.experiment.toml import GENERAL_DATA_KEYS, as_toml, set_keys
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_all_diverged
 from lamina.history import Row
 from lamina.storage.files import as_json, write_csv, write_file, write_json, writing_to
@@ -88,7 +88,10 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
         for refused in NOT_TUNED:
             if key == refused or key.startswith(f"{refused}."):
                 raise BadInput(f"'{key}' cannot be tuned")
-        if "." not in key:
+        section, _, option = key.partition(".")
+        if section == "data" and option.partition(".")[0] not in GENERAL_DATA_KEYS:
+            raise BadInput(f"'{key}' cannot be tuned: all trials share the data that the file names")
+        if not option:
             raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
     changed = parse(set_keys(tree, {tuple(key.split(".")): value for key, value in settings.items()}), source="tune")
     build_parts(changed)  # refuses a wrong option before anything runs

@@ -17,6 +17,7 @@ from lamina.experiment.records import Record, find_records
 from lamina.report import tables
 from lamina.report.curves import Curve, folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
+from lamina.storage.identity import splits_digest
 from lamina.text import plural
 
 
@@ -136,10 +137,18 @@ def deal_again(curves: Sequence[Curve]) -> tuple[list[Dealt], list[str]]:
 
 def _deal(run: Record) -> Dealt:
     data = run.config["data"]
-    needed = {key: data[key] for key in ("name", "dir", "clients", "partition") if key in data}
+    if ":" in str(data["name"]):
+        raise BadInput(f"a report does not run your function {data['name']}")
+    needed = {key: value for key, value in data.items() if key != "validation" and not key.startswith("augment")}
     experiment = parse({"data": needed, "train": {"seed": run.seed}}, source=folder_name(run))
     partition = build_partition(experiment)
-    train = sources.load(experiment.data.name, experiment.data.dir, hub=False).train  # a report uses no network
+    section = experiment.data
+    train, test = sources.load(  # a report uses no network
+        section.name, section.dir, hub=False, client=section.client, **section.options()
+    )
+    digest = run.config.get("data_digest")
+    if digest is not None and not run.on_validation_data and digest != splits_digest(train, test):
+        raise BadInput("the data have changed since the run")
     parts = split_dataset(partition, train, count_clients(experiment), run.seed)
     every_round = "; dealt anew in every round, this is an example" if isinstance(partition, Reallocate) else ""
     return Dealt(f"{describe(run)}, seed {run.seed}{every_round}", parts, train.labels)
