@@ -112,7 +112,7 @@ def devices(advice: list[str]) -> dict[str, Any]:
     if gpus and version("triton") is None:
         advice.append("stacked convolutions on the GPU are faster with lamina's kernels: pip install triton")
     if gpus and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        advice.append("torch.compile and triton need a C compiler on the GPU machine: install gcc")
+        advice.append("triton needs a C compiler on the GPU machine: install gcc")
     cores = {"cores": os.cpu_count() or 1, "usable cores": usable_cores()}
     return {"cpu": processor(), **cores, "gpus": gpus, "triton": version("triton")}
 

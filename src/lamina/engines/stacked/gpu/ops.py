@@ -1,4 +1,4 @@
-"""The kernels as differentiable functions."""
+"""Offer the GPU kernels as differentiable functions of torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGEST_WINDOW = 127  # pixels of max-pooling's window: where the largest was is
 
 
 def prepare(device: torch.device) -> None:
-    """Find out which kernels a GPU can run, before any work is recorded."""
+    """Check which kernels a GPU can run; call it before a step is captured."""
     _hopper_works(device.index or 0)
 
 
@@ -39,7 +39,7 @@ def convolve(
     precision: str = "tf32x3",
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x [C * B, in, H, W], weight [C, out, in, kh, kw], both with the channels last in memory -> [C * B, out, H', W'].
+    """Convolve x [C * B, in, H, W] with weight [C, out, in, kh, kw], both with the channels last in memory.
 
     The weights are rounded to the type of the images, products are summed in float32, and the weights' gradient is
     given in their own type. With float32 images, a product is made of three on tensor cores ("tf32x3"), which is as
@@ -88,7 +88,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def max_pool(x: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Max-pooling over windows that lie side by side: torch's own is slow where channels are last in memory."""
+    """Return the maxima of adjacent windows; torch's own max-pooling is slow for channels-last images."""
     y: Tensor = _MaxPool.apply(x, _pair(kernel))  # type: ignore[no-untyped-call]
     return y
 
