@@ -202,8 +202,8 @@ def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
         if is_long:
             figure.legend(handles, labels, loc="outside right center", **style)
         else:
-            empty_corner = "upper right" if smaller_is_better(column) else "lower right"
-            figure.axes[0].legend(loc=empty_corner, **style)
+            style["loc"] = "upper right" if smaller_is_better(column) else "lower right"  # the empty corner
+            figure.axes[0].legend(**style)
     figure.suptitle(title, fontsize=11)
     return figure
 
