@@ -27,7 +27,7 @@ name = "fedavg"
 [train]
 rounds = 3
 lr = 0.05
-metrics = ["own:size", "f1", "accuracy"]
+metrics = ["own_size:size", "f1", "accuracy"]
 [tune.grid]
 "train.lr" = [0.5, 0.0001]
 """
@@ -35,7 +35,7 @@ metrics = ["own:size", "f1", "accuracy"]
 
 @pytest.fixture
 def file(empty_folder):
-    (empty_folder / "own.py").write_text(OWN)
+    (empty_folder / "own_size.py").write_text(OWN)
     (empty_folder / "own.toml").write_text(FILE)
     return empty_folder
 
@@ -48,7 +48,7 @@ def test_the_first_metric_chooses_the_best_model_and_is_known_without_the_users_
     with safe_open(file / "run" / "best.safetensors", "pt") as best:
         assert int(best.metadata()["round"]) == sizes.index(min(sizes)) + 1
     assert {"heldout_f1", "client_size_worst10", "client_accuracy_mean"} <= set(rows[0])
-    (file / "own.py").unlink()
+    (file / "own_size.py").unlink()
     history = read_record("run").history
     assert history.metric == "size"
     assert history.best() == min(sizes)
