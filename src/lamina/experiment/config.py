@@ -98,6 +98,8 @@ class Data(_Section):
     augment_pad: Annotated[int, Field(ge=0)] = 4
     augment_flip: bool = True
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
+    heldout_clients: Fraction | NotEmpty[Annotated[int, Field(ge=0)]] | None = None  # never train: a share, or numbers
+    local_test: Fraction | None = None  # of every client's samples, to evaluate on
 
     def options(self) -> dict[str, Any]:
         """Return the options of a file format or of the user's own function."""
@@ -170,6 +172,7 @@ def _protocol_fields(**own: Any) -> dict[str, Any]:
 
 class _Train(_Section):
     rounds: AtLeastOne = 50
+    metrics: NotEmpty[str] | None = None  # names or module:function; the first is the primary one
 
     @model_validator(mode="after")
     def _one_length(self) -> _Train:
@@ -231,7 +234,7 @@ class Compare(_Section):
 
     algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
     seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 3
-    target: Annotated[float, Field(gt=0)] = 0.9  # test accuracy to reach; a loss where there is no accuracy
+    target: Annotated[float, Field(gt=0)] = 0.9  # value of the primary metric on the test data to reach
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on

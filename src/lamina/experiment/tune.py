@@ -1,8 +1,8 @@
 """Tune an experiment: try values of its keys, each as an ordinary run, and keep what scores best.
 
 The values are a grid (the file's own or a paper's, by name), whose runs train side by side as populations, or
-Optuna proposes them (`study.py`). The score is the best accuracy of a run, on held-out *training* data unless
-``tune.select = "test"``, and the mean over seeds decides; where nothing is classified it is the lowest loss.
+Optuna proposes them (`study.py`). The score is the best value of a run's first metric (accuracy, or the
+loss), on held-out *training* data unless ``tune.select = "test"``, and the mean over seeds decides.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lamina.experiment.study import Study, find_space
 from lamina.experiment.toml import GENERAL_DATA_KEYS, as_toml, set_keys
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_all_diverged
 from lamina.history import Row
+from lamina.metrics import smaller_is_better
 from lamina.storage.files import as_json, write_csv, write_file, write_json, writing_to
 from lamina.storage.locks import turn
 from lamina.text import plural
@@ -208,7 +209,7 @@ class Tuning(Trials):
     def _run_study(self, study: Study) -> bool:
         with self.turn():
             self._recognise(study)
-            study.open(maximise=self.metric == "accuracy")
+            study.open(maximise=not smaller_is_better(self.metric))
         finished = True
         while finished:
             with self.turn():
