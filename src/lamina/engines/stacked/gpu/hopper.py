@@ -59,7 +59,7 @@ def _product(  # type: ignore[no-untyped-def]
     NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, BACK: gl.constexpr, BIASED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Compute y[pixel, n] = bias[n] + sum over taps and channels of x[pixel shifted by tap, channel] w[n, tap, channel].
+    """Compute y[pixel, n] = bias[n] + the sum over taps and channels of x[shifted pixel, channel] w[n, tap, channel].
 
     BACK: the gradient of the input: the shift is the other way round, and w is read as [channel, tap, n].
     """
