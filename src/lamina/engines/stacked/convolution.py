@@ -1,8 +1,8 @@
-"""The convolution of many clients at once, in the form that suits the device.
+"""Convolve the images of many clients, each with its own weights, in the form that suits the device.
 
-- *one by one*: a convolution per client: on a CPU, where a grouped one is no faster than its parts.
-- *kernels*: our own in Triton, the client an axis of the launch: on a GPU, wherever they apply (see gpu/).
-- *grouped*: one convolution with C times as many groups, channels last: on a GPU for all others.
+- *one by one*, on a CPU: one convolution per client, because a grouped one is no faster there.
+- *kernels*, on a GPU where they apply: our own kernels in Triton, with the client as an axis of the launch (see gpu/).
+- *grouped*, on a GPU otherwise: one convolution with C times as many groups and the channels last.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StackedConvTranspose3d(_StackedTransposed, nn.ConvTranspose3d):
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Any:
-    """Our own kernels (the module gpu/ops.py), or None where there is no Triton, no tensor core, or no need."""
+    """Return our own kernels (the module gpu/ops.py); None without Triton or tensor cores, or for other types."""
     if device.type != "cuda" or dtype != torch.float32 or torch.version.hip is not None:
         return None
     if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device)[0] < 8:
@@ -95,7 +95,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def kernels_apply(layer: nn.Conv2d) -> bool:
-    """Whether our own kernels know a layer's options."""
+    """Return whether our own kernels support the options of a layer."""
     return layer.dilation == (1, 1) and layer.groups == 1 and not isinstance(layer.padding, str)
 
 
