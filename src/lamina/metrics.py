@@ -12,7 +12,6 @@ from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
 from lamina.engines.state import RoundReport
 from lamina.errors import Diverged
 from lamina.history import Row
@@ -46,11 +45,11 @@ def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) ->
     losses, correct = [], []
     batch = EVALUATION_BATCH
     if objective.device.type != "cpu":
-        batch = min(max(batch, EVALUATION_NUMBERS_GPU // data.x[0].numel()), MOST_EVALUATED)
+        batch = min(max(batch, EVALUATION_NUMBERS_GPU // data.sample_numbers), MOST_EVALUATED)
     with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers in evaluation, too
         for start in range(0, len(data), batch):
             part = slice(start, start + batch)
-            inputs = prepare(data.x[part], data.mean, data.std, objective.dtype)
+            inputs = data.inputs(part, objective.dtype)
             outputs = objective.outputs(x, buffers, inputs, train=False)
             targets = data.y[part]
             losses.append(objective.loss(outputs, targets))

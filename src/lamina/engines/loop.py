@@ -16,6 +16,7 @@ from lamina import rng
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
+from lamina.batch import Inputs, map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
@@ -119,11 +120,11 @@ class Loop:
         streams = dropout_streams(plan.streams[c : c + 1], int(plan.steps[c]))
         return torch.from_numpy(streams).to(self.objective.device)
 
-    def _batch(self, plan: Round, c: int, k: int) -> tuple[Tensor, Tensor]:
+    def _batch(self, plan: Round, c: int, k: int) -> tuple[Inputs, Tensor]:
         """Gather, augment and normalise one batch."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
-        x = data.x[index]
+        x = map_batch(lambda values: values[index], data.x)
         if self.protocol.augmentation is not None:
             x = self.protocol.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
         return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
@@ -133,7 +134,7 @@ class Loop:
         data, total = self.data, torch.zeros_like(x)
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
         for part in torch.split(index, WHOLE_BATCH if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
-            inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
+            inputs = data.inputs(part, self.objective.dtype)
             with rng.forked(x.device, seed=0):
                 grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
             total = total + grad * (len(part) / len(index))

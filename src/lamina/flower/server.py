@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
-from lamina.data.dataset import as_dataset
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
 from lamina.experiment.folder import RunFolder
@@ -56,7 +55,7 @@ class Server:
         self.objective.refuse_rate(self.protocol.lr)
         self.test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
-            self.test_data = as_dataset(setup.test()).to(self.objective.device)
+            self.test_data = setup.dataset(setup.test(), self.objective)
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)
