@@ -110,8 +110,6 @@ def _check_keys(module: nn.Module, keys: list[str], name: str) -> None:
 def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: str) -> None:
     try:
         losses: Any = objective.loss(outputs, targets)
-    except BadInput as error:
-        raise BadInput(f"the {name} data: {error}") from error
     except Exception as error:  # whatever a user's loss raises
         reason = " ".join(str(error).split())
         raise BadInput(f"the loss cannot compare the model's outputs with the {name} targets: {reason}") from error

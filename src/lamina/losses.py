@@ -163,8 +163,9 @@ def as_loss(loss: str | Loss) -> Loss:
         raise unknown("loss", loss, LOSSES)
     try:
         function: Loss = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"loss = '{loss}' cannot be imported ({error}): give module:function") from error
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInput(f"cannot load the loss '{loss}': {reason}") from error
     if not callable(function):
         raise BadInput(f"loss = '{loss}' is not a function of (outputs, targets)")
     return function

@@ -54,7 +54,8 @@ class Simulation:
         model: any module; it is copied, and its trainable parameters are the start. Its outputs are the tensor it
             returns, its result's `.logits` or ["logits"], or the first element of a tuple.
         train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor
-            (or array, list, table), a tuple or a dict of them: the model is called as model(x), model(*x), model(**x).
+            (or array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
+            ``model(**x)``.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, accuracy and loss are not reported. There is an accuracy for class labels
             and one output per class, or one logit for labels 0 and 1; never with loss="mse".

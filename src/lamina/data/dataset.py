@@ -35,7 +35,7 @@ class Dataset:
     x: Any
     """[n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features.
 
-    A tuple or a dict of such tensors if the model takes several: it is called as model(x), model(*x) or model(**x).
+    A tuple or a dict of such tensors if the model takes several, called as ``model(x)``, ``model(*x)``, ``model(**x)``.
     Arrays, lists and tables are converted; sequences of different length are padded at the end with 0 (see `mask`).
     uint8 with one or two axes is a table or tokens: it is stored as int64 and reaches the model unchanged."""
     y: Any
