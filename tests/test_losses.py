@@ -94,6 +94,7 @@ def one_number(outputs, targets):
     (lambda: simulate(NoTensor(4, 3), (X, Y)), "returns a dict without outputs.*tuple.*'logits'"),
     (lambda: simulate(conv(3), (draw(12, 2, 4, 4), Y)), "one integer target per position.*targets of shape"),
     (lambda: simulate(Tokens(5), (integers(9, 12, 6), integers(5, 12, 6))), "use loss='token_cross_entropy'"),
+    (lambda: simulate(Tokens(5), (integers(9, 12, 3), integers(5, 12, 3))), "or loss='token_cross_entropy'"),
     (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),
     (lambda: simulate(linear(3), (X, draw(12, 2)), loss="nll"), "nll needs .* one integer target"),
     (lambda: simulate(linear(3), (X, Y), loss="bce"), "the binary cross entropy needs outputs of the targets' shape"),

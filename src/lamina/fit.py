@@ -67,9 +67,11 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
     classes = data.classes if axis is not None else None
     if classes is not None and axis is not None and (outputs.dim() < 2 or outputs.shape[axis] < classes):
         shape = tuple(outputs.shape[1:])
+        is_last = axis == 1 and outputs.shape[:-1] == data.y[:2].shape and outputs.shape[-1] >= classes
+        hint = ", or loss='token_cross_entropy' or 'causal_lm' for classes on the last axis" if is_last else ""
         raise BadInput(
             f"the model's outputs have shape {shape} a sample, but the {name} labels go up to {classes - 1}: it needs "
-            f"{classes}",
+            f"{classes}{hint}",
             without_data=f"the model's outputs have shape {shape} a sample, but the {name} data have more classes",
         )
     _check_loss(objective, outputs, data.y[:2], name)
