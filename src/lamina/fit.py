@@ -14,9 +14,9 @@ from lamina.algorithms.contract import Algorithm
 from lamina.batch import map_batch, tensors
 from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest
+from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
 from lamina.losses import class_axis
-from lamina.metrics import EVALUATION_BATCH
 from lamina.models.allocation import LargestActivation
 from lamina.objective import Objective
 from lamina.plan import Plan

@@ -18,6 +18,7 @@ from lamina.experiment.records import Record
 from lamina.experiment.settings import shown_name
 from lamina.experiment.trials import Job, Trial
 from lamina.history import Row
+from lamina.metrics import is_percent
 from lamina.report.tables import NEVER, NONE, best_and_last, cost_to_target, fixed, metric_of, sent, values
 from lamina.text import plural
 
@@ -110,19 +111,19 @@ def write_page(comparison: Comparison) -> Path | None:
 
 
 def comparison_table(entries: Sequence[Trial], target: float | None, console: Console = out) -> Table:
-    """Return rounds and megabytes to a target, best and last accuracy or loss, and megabytes in all.
+    """Return rounds and megabytes to a target, best and last value of the first metric, and megabytes in all.
 
     Args:
         entries: the algorithms, a row each.
-        target: test accuracy, or loss where there is no accuracy; None leaves its columns out.
+        target: value of the metric on the test data; None leaves its columns out.
         console: where the table will be printed.
     """
     metric = metric_of(history for entry in entries for history in entry.histories)
     seeds = max(len(entry.histories) for entry in entries)
     title = f"mean ± std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
     if target is not None:
-        title += f"; target: test {metric} " + (f"{target:.0%}" if metric == "accuracy" else f"{target:g}")
-    unit = "acc. %" if metric == "accuracy" else metric
+        title += f"; target: test {metric} " + (f"{target:.0%}" if is_percent(metric) else f"{target:g}")
+    unit = "acc. %" if metric == "accuracy" else f"{metric} %" if is_percent(metric) else metric
     headings = ["algorithm", "lr", "rounds\nto target", "MB to\ntarget", f"best\n{unit}", f"last\n{unit}", "MB\nin all"]
     rows = []
     for entry in entries:

@@ -11,6 +11,7 @@ from rich.table import Table
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, out, say, tell
 from lamina.cli.run import TO_GO_ON, to_go_on
+from lamina.metrics import is_percent
 from lamina.text import plural
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def trials_table(tuning: Tuning) -> Table:
     from lamina.experiment.settings import short_names, shown
     from lamina.report.tables import mean_and_spread
 
-    scale, unit = (100, ", %") if tuning.metric == "accuracy" else (1, "")
+    scale, unit = (100, ", %") if is_percent(tuning.metric) else (1, "")
 
     def mean(numbers: list[float]) -> str:
         return mean_and_spread([scale * number for number in numbers], "{:.4g}".format)

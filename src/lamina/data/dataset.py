@@ -98,7 +98,8 @@ class Dataset:
         named = None if self.class_names is None else len(self.class_names)
         classes = int(self.classes) if self.classes is not None else named or largest + 1
         if named is not None and named != classes:
-            raise BadInput(f"{self.name}: {named} class names for {plural(classes, 'class', 'classes')}; give one each")
+            counts = f"{plural(named, 'name')} for {plural(classes, 'class', 'classes')}"
+            raise BadInput(f"{self.name}: class_names has {counts}; give one each")
         is_wrong = (labels < 0) | (labels >= classes)
         if labels.dim() > 1:
             is_wrong = (is_wrong & (labels != IGNORED)).flatten(1).any(1)

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from lamina.experiment.records import Record
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
+from lamina.metrics import with_unit
 from lamina.report.curves import RATE, SEED, group, identity
-from lamina.report.tables import NONE, Table, metric_of, score_text, with_unit
+from lamina.report.tables import NONE, Table, metric_of, score_text
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Response:
     on: str  # "test" or "validation"
     tried: list[tuple[float, Trial]]
     elsewhere: tuple[float, ...] = ()  # rates that other runs tried with the same configuration
-    metric: str = "accuracy"  # "loss" where there is no accuracy
+    metric: str = "accuracy"  # that runs are judged by
     joined: bool = True  # whether only the rate differs, so that a line through the points is meaningful
 
     @property
@@ -104,7 +105,7 @@ def metrics_in(responses: Sequence[Response]) -> str:
 
 
 def rates_table(responses: Sequence[Response]) -> Table:
-    """Return every rate with its best accuracy or loss; the best rate is marked."""
+    """Return every rate with its best score; the best rate is marked."""
     rows = []
     for response in responses:
         for rate, trial in response.tried:

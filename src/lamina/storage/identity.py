@@ -186,6 +186,11 @@ def _data_digest(data: Dataset) -> str:
     return _data_digests[data]
 
 
+def splits_digest(train: Dataset, test: Dataset | None) -> str:
+    """Return a digest of the contents of training and test data."""
+    return _hash([_data_digest(data) for data in (train, test) if data is not None])
+
+
 def content_digest(values: Tensor) -> str:
     """Return a digest of a tensor's type, shape and bytes that is the same on every device.
 
