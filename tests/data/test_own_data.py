@@ -8,6 +8,7 @@ from torch import nn
 import lamina
 from lamina.data import as_dataset
 from lamina.data.feed import prepare
+from lamina.data.own import as_splits
 
 
 class Seen(nn.Module):
@@ -194,3 +195,14 @@ def test_another_ignored_value_is_stored_as_minus_one_hundred():
     assert data.classes == 2
     assert data.y[0].tolist() == [[0, -100], [1, 1]]
     assert data.labels is None
+
+
+def test_a_function_may_return_token_labels_of_different_length():
+    train, test = as_splits("m:load", (([[1, 2], [3]], [[1, 0], [1]]), ([[1, 4]], [[1, 0]])))
+    assert (train.y.tolist(), test.y.tolist()) == ([[1, 0], [1, -100]], [[1, 0]])
+
+
+def test_a_function_may_return_datasets_that_number_their_classes_differently():
+    x = torch.zeros(3, 2)
+    train, test = as_splits("m:load", (lamina.Dataset(x, ["a", "b", "c"]), lamina.Dataset(x[:2], ["a", "c"])))
+    assert (test.y.tolist(), test.class_names) == ([0, 2], train.class_names)
