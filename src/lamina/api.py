@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lamina import aggregation, data, models, schedules
+from lamina import aggregation, data, losses, models, schedules
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
@@ -33,6 +33,7 @@ __all__ = [
     "algorithm",
     "data",
     "hyper",
+    "losses",
     "models",
     "schedules",
     *_algorithm_names,

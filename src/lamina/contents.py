@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from lamina.batch import Inputs, named_tensors
+
 HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
 HOOK_OPTIONS = {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs"}
 # Attributes of every module: compared elsewhere, or without influence on a forward pass. torch may add to them.
@@ -70,6 +72,11 @@ def same_tensor(one: Tensor, other: Tensor) -> bool:
     return one is other or (
         one.dtype == other.dtype and one.device == other.device and one.shape == other.shape and torch.equal(one, other)
     )
+
+
+def same_inputs(one: Inputs, other: Inputs) -> bool:
+    """Return whether two batches hold the same tensors."""
+    return type(one) is type(other) and same_tensors(named_tensors(one), named_tensors(other))
 
 
 def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,11 +14,11 @@ from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.clients import Reserved
 from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
 from lamina.data.partitions import Parts
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.history import Row
+from lamina.losses import is_regression
 from lamina.metrics import (
     ACCURACY,
     AUROC,
@@ -32,7 +32,7 @@ from lamina.metrics import (
     Values,
     mean,
 )
-from lamina.objective import REGRESSION_LOSSES, Buffers, Objective, mean_squared_error
+from lamina.objective import Buffers, Objective
 from lamina.plan import Round
 
 EVALUATION_BATCH = 1000  # samples at a time
@@ -88,7 +88,7 @@ def predict(
     kept: dict[Metric, list[Values]] = {}
     batch_size = EVALUATION_BATCH
     if objective.device.type != "cpu":
-        batch_size = min(max(batch_size, EVALUATION_NUMBERS_GPU // data.x[0].numel()), MOST_EVALUATED)
+        batch_size = min(max(batch_size, EVALUATION_NUMBERS_GPU // data.sample_numbers), MOST_EVALUATED)
     with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers in evaluation, too
         for start in range(0, len(data), batch_size):
             batch = run_batch(objective, x, buffers, data, slice(start, start + batch_size))
@@ -101,7 +101,7 @@ def predict(
 
 def run_batch(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, part: slice) -> Batch:
     """Return some samples with the model's outputs, their losses and whether the predictions are right."""
-    inputs = prepare(data.x[part], data.mean, data.std, objective.dtype)
+    inputs = data.inputs(part, objective.dtype)
     outputs = objective.outputs(x, buffers, inputs, train=False)
     targets = data.y[part]
     hits = objective.correct(outputs, targets, data.classes)
@@ -222,11 +222,6 @@ def check_metrics(objective: Objective, metrics: Sequence[Metric], data: Dataset
     own = [metric for metric in metrics if metric.name not in METRICS]
     if own:  # a user's function is tried on all samples: two of them may be too few for it
         measure(objective, x, buffers, data, own)
-
-
-def is_regression(loss: Any) -> bool:
-    """Return whether a loss compares numbers, not classes."""
-    return loss is mean_squared_error or isinstance(loss, REGRESSION_LOSSES)
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import logging
 from typing import Any
 
@@ -9,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lamina.algorithms.contract import Algorithm
+from lamina.batch import map_batch, tensors
 from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
-from lamina.errors import BadInput
+from lamina.errors import BadInput, nearest
 from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
+from lamina.losses import class_axis
 from lamina.models.allocation import LargestActivation
-from lamina.objective import Objective, cross_entropy
+from lamina.objective import Objective
 from lamina.plan import Plan
+from lamina.text import listed
 from lamina.vocabulary import check_vocabulary
 
 log = logging.getLogger(__name__)
@@ -28,8 +32,10 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
     `name` is what messages call the data, "train" or "test". `rows` is the number of samples whose activations are in
     memory at once, for the estimate of memory.
     """
+    if isinstance(data.x, dict):
+        _check_keys(objective.module, list(data.x), name)
     check_vocabulary(objective, data, name)
-    inputs = prepare(data.x[:2], data.mean, data.std, objective.dtype)
+    inputs, samples = data.inputs(slice(2), objective.dtype), len(data.y[:2])
     written = objective.written_parameter(inputs)
     if written is not None:
         raise BadInput(
@@ -37,11 +43,13 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
             "compute a new tensor instead"
         )
     try:
-        with torch.no_grad(), LargestActivation(len(inputs)) as activation:
+        with torch.no_grad(), LargestActivation(samples) as activation:
             outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
+    except BadInput:
+        raise
     except Exception as error:  # whatever a user's forward raises
-        shape, reason = tuple(data.x.shape[1:]), " ".join(str(error).split())
-        if not (data.x.is_floating_point() or data.x.dtype == torch.uint8):
+        shape, reason = map_batch(lambda values: tuple(values.shape[1:]), data.x), " ".join(str(error).split())
+        if not any(values.is_floating_point() or values.dtype == torch.uint8 for values in tensors(data.x)):
             reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
         raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
     check_memory(
@@ -50,18 +58,55 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         "take a smaller model or smaller batches",
         objective.device,
     )
-    if not isinstance(outputs, Tensor):
-        raise BadInput(f"the model returns a {type(outputs).__name__}; it must return one tensor, its outputs")
-    classes = data.classes if objective.loss is cross_entropy else None
-    if classes is not None and (outputs.dim() < 2 or outputs.shape[1] < classes):
+    if outputs.dim() == 0 or len(outputs) != samples:
+        raise BadInput(
+            f"the model's outputs have shape {tuple(outputs.shape)} for {samples} samples of the {name} data; the "
+            "first axis must be the samples'"
+        )
+    axis = class_axis(objective.loss)
+    classes = data.classes if axis is not None else None
+    if classes is not None and axis is not None and (outputs.dim() < 2 or outputs.shape[axis] < classes):
         shape = tuple(outputs.shape[1:])
+        is_last = axis == 1 and outputs.shape[:-1] == data.y[:2].shape and outputs.shape[-1] >= classes
+        hint = ", or loss='token_cross_entropy' or 'causal_lm' for classes on the last axis" if is_last else ""
         raise BadInput(
             f"the model's outputs have shape {shape} a sample, but the {name} labels go up to {classes - 1}: it needs "
-            f"{classes}",
+            f"{classes}{hint}",
             without_data=f"the model's outputs have shape {shape} a sample, but the {name} data have more classes",
         )
     _check_loss(objective, outputs, data.y[:2], name)
     return objective.correct(outputs, data.y[:2], data.classes) is not None
+
+
+def with_mask(data: Dataset, module: nn.Module) -> Dataset:
+    """Return data with padded sequences whose inputs include the mask, if the module's forward takes one.
+
+    The names are `attention_mask` (1 and 0), `mask` (bool) and `lengths`.
+    """
+    if data.mask is None:
+        return data
+    parameters = list(inspect.signature(module.forward).parameters)
+    masks = {"attention_mask": data.mask.long(), "mask": data.mask, "lengths": data.mask.sum(1)}
+    inputs = data.x if isinstance(data.x, dict) else dict(zip(parameters, tensors(data.x), strict=False))
+    missing = {name: values for name, values in masks.items() if name in parameters and name not in inputs}
+    return dataclasses.replace(data, x={**inputs, **missing}, mask=None) if missing else data
+
+
+def _check_keys(module: nn.Module, keys: list[str], name: str) -> None:
+    """Refuse inputs by name that the module's forward does not take, or lacks."""
+    parameters = inspect.signature(module.forward).parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = {key: one for key, one in parameters.items() if one.kind in kinds}
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    for key in keys:
+        if key not in known and not takes_any:
+            raise BadInput(
+                f"the {name} data have an input '{key}', which the model's forward does not take{nearest(key, known)} "
+                f"(it takes {listed(list(known))})"
+            )
+    for key, parameter in known.items():
+        if key not in keys and parameter.default is inspect.Parameter.empty:
+            raise BadInput(f"the {name} data lack the input '{key}' of the model's forward (they have {listed(keys)})")
 
 
 def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: str) -> None:
@@ -94,7 +139,7 @@ def check_clients(algorithm: Algorithm, objective: Objective, data: Dataset, pla
     batch = plan.protocol.batch_size
     sizes = plan.clients.parts.sizes
     if batch_norm and bool(((sizes if batch is None else sizes % batch) == 1).any()):
-        one = prepare(data.x[:1], data.mean, data.std, objective.dtype)
+        one = data.inputs(slice(1), objective.dtype)
         buffers = {n: b.clone() for n, b in objective.buffers.items()}
         with torch.no_grad():
             objective.outputs(objective.start, buffers, one, train=True)  # refuses a batch of one, or copes

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lamina import rng
+from lamina.batch import Inputs, arguments, outputs_of
 from lamina.contents import alike, attributes_digest, module_difference, same_tensors
 from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
-from lamina.errors import BadInput, unknown
+from lamina.errors import BadInput
 from lamina.layers import Layers
+from lamina.losses import Loss, as_loss, hits
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 Buffers = dict[str, Tensor]
 
 ONE_SAMPLE = (
@@ -30,41 +31,6 @@ REENTRANT = (
 )
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the cross entropy of every sample [n]; any further axes (tokens) are averaged."""
-    return _per_sample(nn.functional.cross_entropy(outputs, targets, reduction="none"))
-
-
-def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the squared error of every sample [n], averaged over any further axes.
-
-    Outputs must have the shape of the targets, but last axes of length one do not count: [n, 1] fits [n].
-    """
-    if _shape(outputs) != _shape(targets):
-        raise BadInput(
-            f"the squared error needs outputs of the targets' shape, but a sample has outputs of shape "
-            f"{list(outputs.shape[1:])} and targets of shape {list(targets.shape[1:])}"
-        )
-    return _per_sample((outputs.reshape(targets.shape) - targets) ** 2)
-
-
-def _shape(values: Tensor) -> tuple[int, ...]:
-    """Return the shape without last axes of length one, but always with the samples' axis."""
-    shape = tuple(values.shape)
-    while len(shape) > 1 and shape[-1] == 1:
-        shape = shape[:-1]
-    return shape
-
-
-def _per_sample(losses: Tensor) -> Tensor:
-    return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
-
-
-# with these, the sign of an output says nothing about a class
-REGRESSION_LOSSES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
-LOSSES: dict[str, Loss] = {"cross_entropy": cross_entropy, "mse": mean_squared_error}
-
-
 class Objective:
     """A module's loss and gradient as functions of (flat parameters, buffers).
 
@@ -73,12 +39,7 @@ class Objective:
     """
 
     def __init__(self, module: nn.Module, loss: str | Loss = "cross_entropy") -> None:
-        if isinstance(loss, str):
-            if loss not in LOSSES:
-                raise unknown("loss", loss, LOSSES)
-            loss = LOSSES[loss]
         _refuse_unusable_layers(module)
-        self.loss = loss
         self.module = module
         # the module that is trained: dropout draws its masks from the clients' random streams
         self.seeded, self.dropouts = with_streams(module)
@@ -94,6 +55,7 @@ class Objective:
         if bad is not None:
             raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
         self.dtype, self.device = self.start.dtype, self.start.device
+        self.loss = _on_device(as_loss(loss), self.start)
 
         # everything else that decides what the module computes
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
@@ -141,7 +103,7 @@ class Objective:
         self,
         x: Tensor,
         buffers: Mapping[str, Tensor],
-        inputs: Tensor,
+        inputs: Inputs,
         *,
         train: bool,
         streams: Tensor | None = None,
@@ -157,7 +119,7 @@ class Objective:
         self,
         parameters: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor],
-        inputs: Tensor,
+        inputs: Inputs,
         *,
         train: bool,
         streams: Tensor | None = None,
@@ -174,12 +136,13 @@ class Objective:
         module = self.seeded if module is None else module
         self.set_mode(module, train)
         state = self.under_all_names({**parameters, **self.frozen, **buffers})
+        args, kwargs = arguments(inputs)
         try:
             set_streams(dropouts, self.streams_or_zeros(streams, 1))
             if then is None:
-                return functional_call(module, state, (inputs,), tie_weights=False)
+                return outputs_of(functional_call(module, state, args, kwargs, tie_weights=False))
             state = {f"module.{name}": value for name, value in state.items()}
-            return functional_call(_Followed(module, dropouts, then), state, (inputs,), tie_weights=False)
+            return functional_call(_Followed(module, dropouts, then), state, args, kwargs, tie_weights=False)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise BadInput(ONE_SAMPLE) from error
@@ -208,7 +171,7 @@ class Objective:
         self,
         x: Tensor,
         buffers: Mapping[str, Tensor],
-        inputs: Tensor,
+        inputs: Inputs,
         targets: Tensor,
         *,
         train: bool = True,
@@ -222,9 +185,9 @@ class Objective:
 
         def differentiate(outputs: Tensor) -> tuple[Tensor, Tensor]:
             losses = self.loss(outputs, targets)
-            if losses.shape != (len(inputs),):
+            if losses.shape != (len(targets),):
                 raise BadInput(
-                    f"the loss must return one value per sample, shape ({len(inputs)},), not {tuple(losses.shape)}: "
+                    f"the loss must return one value per sample, shape ({len(targets)},), not {tuple(losses.shape)}: "
                     "use reduction='none'"
                 )
             loss = losses.mean()
@@ -247,22 +210,17 @@ class Objective:
         """Return whether each prediction is right (0 or 1), or None where accuracy has no meaning.
 
         The prediction is the largest of at least `classes` outputs a sample; of a single output and labels 0 and 1 it
-        is the output's sign (one logit). The squared error is regression, even on integers: no accuracy. `classes` is
-        None if the targets are not labels.
+        is the output's sign (one logit). In integer maps it is the share of right positions. The squared error is
+        regression, even on integers: no accuracy. `classes` is None if the targets are not integers.
         """
-        if classes is None or self.loss is mean_squared_error or isinstance(self.loss, REGRESSION_LOSSES):
-            return None
-        if _shape(outputs) == (len(labels),) and self.loss is not cross_entropy:
-            return ((outputs.flatten() > 0) == (labels == 1)).float() if classes <= 2 else None
-        fits = outputs.dim() == 2 and outputs.shape[1] >= classes
-        return (outputs.argmax(1) == labels).float() if fits else None
+        return None if classes is None else hits(self.loss, outputs, labels, classes)
 
-    def written_parameter(self, inputs: Tensor) -> str | None:
+    def written_parameter(self, inputs: Inputs) -> str | None:
         """Return the name of a parameter that the forward pass writes into, if there is one."""
         for train in (False, True):
             parameters = {n: p.clone() for n, p in self.layers.unflatten(self.start).items()}
             buffers = {n: b.clone() for n, b in self.buffers.items()}
-            with rng.forked(inputs.device), torch.no_grad(), contextlib.suppress(Exception):
+            with rng.forked(self.device), torch.no_grad(), contextlib.suppress(Exception):
                 self.outputs_at(parameters, buffers, inputs, train=train)  # an error is raised again in training
             for name, parameter in parameters.items():
                 if parameter._version > 0:
@@ -291,8 +249,8 @@ class _Followed(nn.Module):
         super().__init__()
         self.module, self.dropouts, self.then = module, dropouts, then
 
-    def forward(self, inputs: Tensor) -> Any:
-        outputs = self.module(inputs)
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
+        outputs = outputs_of(self.module(*args, **kwargs))
         set_streams(self.dropouts, None)  # a dropout layer that runs again would draw other masks
         return self.then(outputs)
 
@@ -307,6 +265,13 @@ class _WithDenseGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad.to_dense() if grad.is_sparse else grad
+
+
+def _on_device(loss: Loss, like: Tensor) -> Loss:
+    """Return the loss; a module with tensors (class weights) as a copy on the model's device, in its type."""
+    if isinstance(loss, nn.Module) and next(iter([*loss.parameters(), *loss.buffers()]), None) is not None:
+        return copy.deepcopy(loss).to(like)
+    return loss
 
 
 def _refuse_unusable_layers(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from lamina.algorithms.contract import Algorithm, options
-from lamina.contents import alike, same_tensor
+from lamina.contents import alike, same_inputs, same_tensor
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
@@ -154,7 +154,7 @@ def _steps_by_layer(algorithm: Algorithm) -> bool:
 
 def _data_difference(one: Dataset, other: Dataset) -> str:
     """Return how two data sets differ in the batches they give a model, or an empty string."""
-    if not same_tensor(one.x, other.x):
+    if not same_inputs(one.x, other.x):
         return "they have different training data"
     if not same_tensor(one.y, other.y):
         return "their training data have different labels or targets"

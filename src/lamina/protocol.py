@@ -20,7 +20,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.data.feed import Augment
 from lamina.errors import BadInput, nearest, short_repr, unknown
 from lamina.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
-from lamina.objective import LOSSES, Loss
+from lamina.losses import Loss, as_loss
 from lamina.schedules import CONSTANT, Schedule, make_schedule
 
 Sampling = Literal["exact", "bernoulli"]
@@ -86,9 +86,7 @@ class Protocol:
             raise BadInput(
                 f"schedule = {self.schedule!r} is neither a name nor a schedule such as lamina.schedules.Cosine(100)"
             )
-        if isinstance(self.loss, str) and self.loss not in LOSSES:
-            raise unknown("loss", self.loss, LOSSES)
-        if not isinstance(self.loss, str) and not callable(self.loss):
+        if not callable(as_loss(self.loss)):
             raise BadInput(f"loss = {self.loss!r} is neither a name nor a function of (outputs, targets)")
         if self.epochs is not None and self.local_steps is not None:
             raise BadInput(

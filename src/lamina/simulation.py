@@ -37,7 +37,7 @@ from lamina.evaluation import (
     reserved_samples,
     round_row,
 )
-from lamina.fit import check_clients, check_fit, evaluation_rows, training_rows
+from lamina.fit import check_clients, check_fit, evaluation_rows, training_rows, with_mask
 from lamina.history import History, Row
 from lamina.limits import check_count
 from lamina.metrics import ACCURACY, LOSS, Metric, find_all
@@ -66,8 +66,11 @@ class Simulation:
     (2, ['bytes_down', 'bytes_up', 'clients'])
 
     Args:
-        model: any module; it is copied, and its trainable parameters are the start.
-        train: the training data: a `Dataset`, a pair of arrays or tensors, or a `datasets.Dataset`.
+        model: any module; it is copied, and its trainable parameters are the start. Its outputs are the tensor it
+            returns, its result's `.logits` or ["logits"], or the first element of a tuple.
+        train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor
+            (or array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
+            ``model(**x)``.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, metrics and loss are not reported.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
@@ -90,7 +93,8 @@ class Simulation:
         aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean", "norm_clipping",
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
-        loss: "cross_entropy", "mse", or a function of (outputs, targets) to one loss per sample.
+        loss: a name in `lamina.losses.LOSSES`, "module:function", or a function of (outputs, targets) that returns one
+            loss per sample [n].
         augmentation: random crop and flip of training images.
         seed: the source of all randomness.
         device: "auto" (a GPU if there is one), or any torch device.
@@ -145,10 +149,15 @@ class Simulation:
             log.info("the model %s", self.objective.frozen_note())
 
         # the data, and which client trains on which of them in a round
-        self.train_data = as_dataset(train).to(self.device)
-        self.test_data = None if test is None else as_dataset(test).to(self.device)
-        if self.protocol.loss == "cross_entropy" and self.train_data.classes is None:
+        given = as_dataset(train)
+        self.train_data = with_mask(given, model).to(self.device)
+        self.test_data = None
+        if test is not None:
+            self.test_data = with_mask(as_dataset(test).with_labels_of(given), model).to(self.device)
+        if self.protocol.loss == "cross_entropy" and self.train_data.classes is None and self.train_data.y.dim() == 1:
             raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
+        if self.protocol.augmentation is not None and self.train_data.y.dim() > 2:
+            raise BadInput("augmentation moves the pixels of x, but not those of y: switch it off for target maps")
         dealt = deal(self.train_data, clients, partition, self.protocol.seed)
         self.reserved = reserve(dealt, heldout_clients, local_test, self.protocol.seed)
         self.plan = Plan(self.reserved.training, self.protocol)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lamina.batch import map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.errors import BadInput
@@ -26,10 +27,12 @@ def check_vocabulary(objective: Objective, data: Dataset, name: str) -> None:
     if not any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in objective.module.modules()):
         return
     # The largest and smallest values of every position, as two samples: cheap, but they need not occur together.
-    extremes = torch.stack([data.x.amax(0), data.x.amin(0)])
+    extremes = map_batch(lambda values: torch.stack([values.amax(0), values.amin(0)]), data.x)
     if not any(_is_outside(*ids) for ids in _token_ids(objective, data, [extremes]).values()):
         return
-    for layer_name, (layer, low, high) in _token_ids(objective, data, torch.split(data.x, CHUNK)).items():
+    starts = range(0, len(data), CHUNK)
+    chunks = (map_batch(lambda v, i=i: v[i : i + CHUNK], data.x) for i in starts)  # type: ignore[misc]
+    for layer_name, (layer, low, high) in _token_ids(objective, data, chunks).items():
         if _is_outside(layer, low, high):
             rows = (
                 f"layer '{layer_name}' ({type(layer).__name__}) has a vocabulary of {layer.num_embeddings} ids, 0 to "

@@ -25,6 +25,13 @@ def test_regression_has_no_labels():
 
 
 GREY = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
 TWO = torch.tensor([0, 1])
 
 
@@ -39,7 +46,16 @@ TWO = torch.tensor([0, 1])
             lambda: Dataset(torch.zeros(3, 2), torch.tensor([0, 7, 9]), classes=7),
             "the label of sample 1 is not one of 0..6",
         ),
-        (lambda: Dataset(torch.zeros(2, 2), torch.zeros(2, 3, dtype=torch.int64)), r"shape \[n\]"),
+        (lambda: Dataset(torch.zeros(2, 2), torch.tensor([[0, -100], [-1, 1]])), "the label of sample 1 is not one of"),
+        (lambda: Dataset(torch.zeros(2, 2), ["a", "c"], class_names=["a", "b"]), "'c' of sample 1 is not among"),
+        (lambda: Dataset(torch.zeros(2, 2), TWO, class_names=["a"]), "label of sample 1 is not one of"),
+        (lambda: Dataset(torch.zeros(2, 2), {"y": TWO}), "y is a dict"),
+        (lambda: Dataset({0: torch.zeros(2, 2)}, TWO), "under the name that the model's forward"),
+        (lambda: Dataset([{"a": 1.0}, {"b": 1.0}], TWO), "different keys"),
+        (lambda: Dataset((torch.zeros(2, 2), torch.zeros(3), TWO), TWO), r"x\[1\] and y must hold one row"),
+        (lambda: Dataset({"a": torch.zeros(2, 2), "b": torch.zeros(3)}, TWO), r"x\['b'\] and y must hold one row"),
+        (lambda: Dataset(torch.zeros(2, 2), [[0.5], [0.5, 1.0]]), "floating-point targets of different length"),
+        (lambda: Dataset([np.zeros((2, 3), np.uint8), np.zeros((3, 3), np.uint8)], TWO), "images of different sizes"),
         (lambda: Dataset(torch.zeros(2, 2), torch.zeros(2), classes=2), "must be integers"),
         (lambda: Dataset(torch.tensor([[0.0], [float("nan")]]), TWO), "sample 1 of x"),
         (lambda: Dataset(torch.tensor([[float("-inf")], [0.0]]), TWO), "sample 0 of x"),
@@ -59,7 +75,9 @@ TWO = torch.tensor([0, 1])
         (lambda: Dataset(GREY, TWO).holdout(float("nan"), 0), "one side empty"),
         (lambda: as_dataset(torch.zeros(3)), "pair"),
         (lambda: as_dataset((["a", "b"], [0, 1])), "x holds text"),
-        (lambda: as_dataset(([[1], [2, 3]], [0, 1])), "not an array of numbers"),
+        (lambda: as_dataset(([[1], [[2], [3]]], [0, 1])), "not an array of numbers"),
+        (lambda: as_dataset(([[1, 2], 3], [0, 1])), "not an array of numbers"),
+        (lambda: as_dataset(Stream()), "iterable"),
     ],
 )
 def test_bad_data_are_refused_in_one_line(make, message):

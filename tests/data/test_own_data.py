@@ -8,6 +8,7 @@ from torch import nn
 import lamina
 from lamina.data import as_dataset
 from lamina.data.feed import prepare
+from lamina.data.own import as_splits
 
 
 class Seen(nn.Module):
@@ -81,13 +82,9 @@ def test_images_of_bytes_are_still_intensities(shape):
 
 
 @pytest.mark.parametrize(("data", "what_to_do"), [
-    (([[0.0], [1.0]], ["cat", "dog"]), r"y holds text.*np\.unique\(labels, return_inverse=True\)"),
-    ((np.zeros((2, 1)), np.array(["cat", "dog"])), "y holds text"),
-    ((np.zeros((2, 1)), np.array(["cat", "dog"], dtype=object)), "y holds text"),
+    (([[0.0], [1.0]], [["cat"], ["dog"]]), "y holds text.*one text label per sample"),
     ((["a text", "another"], [0, 1]), "x holds text.*tokenise"),
-    (({"age": [1.0, 2.0], "dose": [3.0, 4.0]}, [0, 1]), "x is a dict.*one array.*np.column_stack"),
-    (([{"age": 1.0}, {"age": 2.0}], [0, 1]), "x holds dicts.*one array"),
-    (([[1.0], [2.0, 3.0]], [0, 1]), "x is not an array of numbers of one shape"),
+    (([[1.0], [[2.0], [3.0]]], [0, 1]), "x is not an array of numbers of one shape"),
     ({"x": [[1.0], [2.0]], "y": [0, 1]}, r"type dict.*pair \(x, y\)"),
 ])  # fmt: skip
 def test_data_that_are_no_arrays_say_what_to_do_in_one_line(data, what_to_do):
@@ -99,3 +96,113 @@ def test_data_that_are_no_arrays_say_what_to_do_in_one_line(data, what_to_do):
             make()
         assert "\n" not in str(error.value)
         assert str(error.value).count("data: ") <= 1
+
+
+class Pairs(torch.utils.data.Dataset):
+    """A map-style data set of these samples."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        return self.samples[i]
+
+
+A, B = torch.arange(6.0).reshape(3, 2), torch.tensor([4, 5, 6])
+
+
+@pytest.mark.parametrize(("data", "kind"), [
+    (Pairs([(A[i], i % 2) for i in range(3)]), "tensor"),
+    (torch.utils.data.Subset(Pairs([(A[i], torch.tensor(i % 2)) for i in range(3)]), [0, 1, 2]), "tensor"),
+    (([A[0], A[1], A[2]], [0, 1, 0]), "tensor"),
+    (((A[0], A[1], A[2]), (0, 1, 0)), "tensor"),
+    (Pairs([((A[i], B[i]), i % 2) for i in range(3)]), "tuple"),
+    (Pairs([(A[i].numpy(), int(B[i]), i % 2) for i in range(3)]), "tuple"),
+    (torch.utils.data.TensorDataset(A, B, torch.tensor([0, 1, 0])), "tuple"),
+    (((A.tolist(), B.numpy()), [0, 1, 0]), "tuple"),
+    (Pairs([{"a": A[i], "b": B[i], "label": i % 2} for i in range(3)]), "dict"),
+    (Pairs([({"a": A[i], "b": B[i]}, i % 2) for i in range(3)]), "dict"),
+    (([{"a": A[i].tolist(), "b": int(B[i])} for i in range(3)], [0, 1, 0]), "dict"),
+    (({"a": A.tolist(), "b": B.numpy()}, [0, 1, 0]), "dict"),
+])  # fmt: skip
+def test_every_way_to_give_samples_gives_the_same_tensors(data, kind):
+    read = as_dataset(data)
+    x = {"tensor": [read.x], "tuple": read.x, "dict": read.x.values() if kind == "dict" else None}[kind]
+    for values, expected in zip(x, (A, B), strict=False):
+        assert torch.equal(values.to(expected.dtype), expected)
+    assert read.y.tolist() == [0, 1, 0]
+    assert list(read.x) == ["a", "b"] if kind == "dict" else True
+    assert torch.equal(as_dataset(read.subset([2])).inputs(slice(1)) if kind == "tensor" else A[2:], A[2:])
+
+
+def test_text_labels_are_numbered_and_the_test_data_follow_the_training_data():
+    pandas = pytest.importorskip("pandas")
+    labels = pandas.Series(["dog", "cat", "eel", "dog"] * 3)
+    run = lamina.Simulation(nn.Linear(2, 3), (torch.randn(12, 2), labels), "fedavg", clients=2, device="cpu",
+                            test=(torch.randn(2, 2), ["eel", "dog"]))  # fmt: skip
+    assert run.train_data.class_names == ("cat", "dog", "eel")
+    assert run.train_data.y[:3].tolist() == [1, 0, 2]
+    assert run.test_data.y.tolist() == [2, 1]
+    with pytest.raises(lamina.BadInput, match="the class 'fox' appears only in the test data"):
+        lamina.Simulation(nn.Linear(2, 3), run.train_data, "fedavg", clients=2, test=(torch.zeros(1, 2), ["fox"]))
+
+
+def test_a_pandas_table_gives_features_targets_and_columns_to_split_by():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame(
+        {"rooms": [3, 2, 4, 1], "area": [70.0, 50.5, 90.0, 30.0], "town": list("abab"), "price": [3.5, 2.5, 4.5, 1.5]}
+    )
+    data = as_dataset(table, y="price", columns=["town"])
+    assert data.x.dtype == torch.float32
+    assert data.x[1].tolist() == [2.0, 50.5]
+    run = lamina.Simulation(nn.Linear(2, 1), data, "fedavg", partition=lamina.data.ByColumn("town"), loss="mae",
+                            device="cpu")  # fmt: skip
+    assert run.plan.clients.count == 2
+    for options, message in (
+        ({"y": "prize"}, "no column 'prize'; did you mean 'price'"),
+        ({}, "name the target column"),
+        ({"y": "price"}, "column 'town' of x holds no numbers"),
+    ):
+        with pytest.raises(lamina.BadInput, match=message):
+            as_dataset(table, **options)
+
+
+def test_sequences_are_padded_at_the_end_and_masked_where_the_forward_takes_a_mask():
+    class Lengths(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(9, 2), nn.Linear(2, 2)
+
+        def forward(self, ids, lengths, mask):
+            assert torch.equal(mask.sum(1), lengths)
+            return self.head(self.table(ids).sum(1) / lengths.unsqueeze(1))
+
+    data = lamina.Dataset([[1, 2], [3], [4, 5, 6]], [[1, 1], [0], [1, 0, 1]])
+    assert data.x.tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+    assert data.y.tolist() == [[1, 1, -100], [0, -100, -100], [1, 0, 1]]
+    assert data.mask.sum(1).tolist() == [2, 1, 3]
+    run = lamina.Simulation(Lengths(), ([[1, 2], [3], [4, 5, 6]], [0, 1, 0]), "fedavg", clients=1, device="cpu")
+    assert list(run.train_data.x) == ["ids", "mask", "lengths"]
+    assert run.train_data.x["lengths"].tolist() == [2, 1, 3]
+    run.run(1)
+
+
+def test_another_ignored_value_is_stored_as_minus_one_hundred():
+    data = lamina.Dataset(torch.zeros(2, 1, 2, 2), torch.tensor([[[0, 255], [1, 1]]] * 2), ignore_index=255)
+    assert data.classes == 2
+    assert data.y[0].tolist() == [[0, -100], [1, 1]]
+    assert data.labels is None
+
+
+def test_a_function_may_return_token_labels_of_different_length():
+    train, test = as_splits("m:load", (([[1, 2], [3]], [[1, 0], [1]]), ([[1, 4]], [[1, 0]])))
+    assert (train.y.tolist(), test.y.tolist()) == ([[1, 0], [1, -100]], [[1, 0]])
+
+
+def test_a_function_may_return_datasets_that_number_their_classes_differently():
+    x = torch.zeros(3, 2)
+    train, test = as_splits("m:load", (lamina.Dataset(x, ["a", "b", "c"]), lamina.Dataset(x[:2], ["a", "c"])))
+    assert (test.y.tolist(), test.class_names) == ([0, 2], train.class_names)

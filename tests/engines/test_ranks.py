@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import kinds
 import lamina
 from engines.test_dropout import simulation as dropout_simulation
 from engines.test_per_layer import PerLayer
@@ -42,11 +43,16 @@ CASES = [
     ("fedsam", "batch_norm", 0.6),
     ("fedlamb", "dropout", 0.6),
     ("mime", "dropout2d", 1.0),
+    ("fedlada", "dict", 1.0),
+    ("fedlamb", "tuple", 0.7),
+    ("fedlada", "segmentation", 1.0),
 ]
 
 
 def run_case(name, kind, share):
-    if kind.startswith("dropout"):
+    if kind in kinds.KINDS:
+        run = kinds.simulation(kind, "stacked", ALGORITHMS[name](), participation=share)
+    elif kind.startswith("dropout"):
         run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share, lr=0.01)
     else:
         aggregation = name if name == "median" else "mean"

@@ -329,7 +329,7 @@ def test_a_preset_as_given_is_not_called_changed(name):
         own = load(PAPERS[name], given[variant])
         own = with_algorithm(own, own.compare.algorithms[0])
         simulation = SimpleNamespace(
-            plan=SimpleNamespace(clients=SimpleNamespace(count=own.data.clients)),
+            reserved=SimpleNamespace(dealt=own.data.clients),
             protocol=SimpleNamespace(lr=own.train.lr, schedule=build_schedule(own), aggregation=Mean()),
             algorithm=build_algorithm(own),
             device="cuda",

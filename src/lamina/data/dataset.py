@@ -1,9 +1,9 @@
-"""`Dataset`: tensors indexed by sample, from arrays, tensors or a Hugging Face data set."""
+"""`Dataset`: tensors indexed by sample, from arrays, lists, tables, torch or Hugging Face data sets."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lamina import rng
-from lamina.data import hub
+from lamina.batch import Inputs, map_batch, named_tensors, tensors
+from lamina.data import convert, hub
+from lamina.data.feed import prepare
 from lamina.errors import BadInput
+from lamina.losses import IGNORED
 from lamina.text import plural
-
-ONE_ARRAY = "put the features into one array, for example np.column_stack([table[name] for name in names])"
-NUMBER_CLASSES = "names, y = np.unique(labels, return_inverse=True)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,17 +28,21 @@ class Dataset:
     >>> data = Dataset(torch.zeros(4, 2), torch.tensor([0, 1, 2, 1]))
     >>> len(data), data.classes
     (4, 3)
+    >>> Dataset({"ids": [[5, 2], [7, 1, 3]]}, ["spam", "ham"]).class_names
+    ('ham', 'spam')
     """
 
-    x: Tensor
+    x: Any
     """[n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features.
 
-    Arrays and lists are converted. uint8 with one or two axes is a table or tokens: it is stored as int64 and reaches
-    the model unchanged."""
-    y: Tensor
-    """[n] int64 labels; or floating-point targets [n, ...] for regression."""
+    A tuple or a dict of such tensors if the model takes several, called as ``model(x)``, ``model(*x)``, ``model(**x)``.
+    Arrays, lists and tables are converted; sequences of different length are padded at the end with 0 (see `mask`).
+    uint8 with one or two axes is a table or tokens: it is stored as int64 and reaches the model unchanged."""
+    y: Any
+    """[n] int64 labels, or text labels, which are numbered; integer maps [n, ...] (pixels, tokens), in which -100 does
+    not count; or floating-point targets [n, ...] (regression, soft labels)."""
     classes: int | None = None
-    """Number of classes; the largest label + 1 unless given, None for regression."""
+    """Number of classes; the largest label + 1 unless given, None for floating-point targets."""
     mean: tuple[float, ...] | None = None
     """Per channel, subtracted from x / 255 (uint8 images only) when a batch is prepared."""
     std: tuple[float, ...] | None = None
@@ -46,25 +50,34 @@ class Dataset:
     name: str = "data"
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Further values per sample, such as the writer of a digit, to split by (`ByColumn`)."""
-    class_names: tuple[str, ...] | None = None
-    """The name of every class, if the labels had names."""
+    class_names: Sequence[str] | None = None
+    """The names of the classes, by number; the sorted text labels unless given."""
+    ignore_index: int = IGNORED
+    """The integer target that does not count in maps; stored as -100."""
+    mask: Tensor | None = None
+    """[n, length] bool, true where a padded sequence holds values; a forward pass with a parameter `attention_mask`,
+    `mask` or `lengths` that the inputs do not name receives it."""
 
     def __post_init__(self) -> None:
-        for what in ("x", "y"):
-            object.__setattr__(self, what, _tensor(self.name, what, getattr(self, what)))
-        if self.x.dtype == torch.uint8 and self.x.dim() <= 2:  # a table or tokens: `prepare` would read intensities
-            object.__setattr__(self, "x", self.x.to(torch.int64))
-        object.__setattr__(self, "columns", {name: np.asarray(values) for name, values in self.columns.items()})
-        if self.x.dim() == 0 or self.y.dim() == 0 or len(self.x) != len(self.y):
-            shapes = f"{list(self.x.shape)} and {list(self.y.shape)}"
-            raise BadInput(f"{self.name}: x and y must hold one row per sample, found shapes {shapes}")
-        if len(self.x) == 0:
+        y, names = convert.convert_targets(self.name, self.y, self.class_names)
+        x, mask = convert.convert_inputs(self.name, self.x, len(y) if y.dim() else 0)
+        # uint8 with few axes is a table or tokens: `prepare` would read intensities
+        x = map_batch(lambda v: v.to(torch.int64) if v.dtype == torch.uint8 and v.dim() <= 2 else v, x)
+        columns = {name: np.asarray(values) for name, values in self.columns.items()}
+        mask = self.mask if mask is None else mask
+        for field_name, value in (("x", x), ("y", y), ("class_names", names), ("columns", columns), ("mask", mask)):
+            object.__setattr__(self, field_name, value)
+        for what, tensor in named_tensors(x).items():
+            if tensor.dim() == 0 or y.dim() == 0 or len(tensor) != len(y):
+                shapes = f"{list(tensor.shape)} and {list(y.shape)}"
+                raise BadInput(f"{self.name}: {what} and y must hold one row per sample, found shapes {shapes}")
+        if len(y) == 0:
             raise BadInput(f"{self.name}: the data set is empty; give at least one sample")
-        for what, tensor in (("x", self.x), ("y", self.y)):
+        for what, tensor in {**named_tensors(x), "y": y}.items():
             _check_numbers(self.name, what, tensor)
         for column, values in self.columns.items():
-            if len(values) != len(self.x):
-                counts = f"{plural(len(values), 'value')} for {plural(len(self.x), 'sample')}"
+            if len(values) != len(y):
+                counts = f"{plural(len(values), 'value')} for {plural(len(y), 'sample')}"
                 raise BadInput(f"{self.name}: column '{column}' has {counts}; give one each")
         self._check_labels()
         self._check_images()
@@ -77,37 +90,45 @@ class Dataset:
                     "for regression"
                 )
             return
-        if self.y.dim() != 1:
-            raise BadInput(f"{self.name}: labels must have shape [n], found {list(self.y.shape)}")
         labels = self.y.to(torch.int64)
-        classes = int(labels.max()) + 1 if self.classes is None else int(self.classes)
-        bad = torch.nonzero((labels < 0) | (labels >= classes)).flatten()
+        if labels.dim() > 1 and self.ignore_index != IGNORED:
+            labels = torch.where(labels == self.ignore_index, IGNORED, labels)
+            object.__setattr__(self, "ignore_index", IGNORED)
+        largest = max(0, int(labels.max())) if labels.numel() else 0
+        named = None if self.class_names is None else len(self.class_names)
+        classes = int(self.classes) if self.classes is not None else named or largest + 1
+        if named is not None and named != classes:
+            counts = f"{plural(named, 'name')} for {plural(classes, 'class', 'classes')}"
+            raise BadInput(f"{self.name}: class_names has {counts}; give one each")
+        is_wrong = (labels < 0) | (labels >= classes)
+        if labels.dim() > 1:
+            is_wrong = (is_wrong & (labels != IGNORED)).flatten(1).any(1)
+        bad = torch.nonzero(is_wrong).flatten()
         if len(bad):
             valid = f"0..{classes - 1}" if self.classes is not None else "0, 1, 2, ..."
             raise BadInput(f"{self.name}: the label of sample {int(bad[0])} is not one of {valid}")
-        if self.class_names is not None and len(self.class_names) != classes:
-            counts = f"{plural(len(self.class_names), 'name')} for {plural(classes, 'class', 'classes')}"
-            raise BadInput(f"{self.name}: class_names has {counts}; give one each")
         object.__setattr__(self, "y", labels)
         object.__setattr__(self, "classes", classes)
 
     def _check_images(self) -> None:
-        are_images = self.x.dtype == torch.uint8 and self.x.dim() == 4
-        channels = self.x.shape[1] if are_images else 0
-        if channels > 4 and self.x.shape[-1] in (1, 3, 4):
-            raise BadInput(
-                f"{self.name}: images of shape {list(self.x.shape[1:])} look channels-last; "
-                "give [n, channels, height, width], for example x.permute(0, 3, 1, 2)"
-            )
+        images = [values for values in tensors(self.x) if values.dtype == torch.uint8 and values.dim() == 4]
+        for values in images:
+            if values.shape[1] > 4 and values.shape[-1] in (1, 3, 4):
+                raise BadInput(
+                    f"{self.name}: images of shape {list(values.shape[1:])} look channels-last; "
+                    "give [n, channels, height, width], for example x.permute(0, 3, 1, 2)"
+                )
         if self.mean is None and self.std is None:
             return
         if self.mean is None or self.std is None:
             raise BadInput(f"{self.name}: give both mean and std, or neither")
-        if not are_images:
+        if not images:
+            values = tensors(self.x)[0]
             raise BadInput(
                 f"{self.name}: mean and std are for uint8 images [n, channels, height, width]; "
-                f"x is {self.x.dtype} of shape {list(self.x.shape)}: normalise it before, or leave them out"
+                f"x is {values.dtype} of shape {list(values.shape)}: normalise it before, or leave them out"
             )
+        channels = images[0].shape[1]
         if len(self.mean) != channels or len(self.std) != channels:
             counts = f"{len(self.mean)} and {len(self.std)}"
             raise BadInput(f"{self.name}: mean and std need {channels} values (one per channel), found {counts}")
@@ -115,17 +136,44 @@ class Dataset:
             raise BadInput(f"{self.name}: mean must be finite and std positive, found {self.mean} and {self.std}")
 
     def __len__(self) -> int:
-        return len(self.x)
+        return len(self.y)
 
     def __repr__(self) -> str:
         target = "regression" if self.classes is None else plural(self.classes, "class", "classes")
-        samples = f"{plural(len(self), 'sample')} of {list(self.x.shape[1:])} {self.x.dtype}"
+        kinds = [f"{list(values.shape[1:])} {values.dtype}" for values in tensors(self.x)]
+        if isinstance(self.x, dict):
+            kinds = [f"{name} {kind}" for name, kind in zip(self.x, kinds, strict=True)]
+        samples = f"{plural(len(self), 'sample')} of {', '.join(kinds)}"
         return f"Dataset('{self.name}', {samples}, {target})"
 
     @property
     def labels(self) -> NDArray[np.int64] | None:
-        """The labels as a numpy array, or None for regression."""
-        return None if self.classes is None else self.y.cpu().numpy()
+        """The labels [n] as a numpy array, or None for other targets."""
+        return None if self.classes is None or self.y.dim() > 1 else self.y.cpu().numpy()
+
+    @property
+    def sample_numbers(self) -> int:
+        """How many numbers the inputs of a sample hold."""
+        return sum(values[0].numel() for values in tensors(self.x))
+
+    def inputs(self, rows: Tensor | slice, dtype: torch.dtype = torch.float32) -> Inputs:
+        """Return the model's input for some samples."""
+        inputs: Inputs = prepare(map_batch(lambda values: values[rows], self.x), self.mean, self.std, dtype)
+        return inputs
+
+    def with_labels_of(self, train: Dataset) -> Dataset:
+        """Return test data whose text labels have the numbers of the training data's."""
+        if train.class_names is None or self.class_names is None or train.class_names == self.class_names:
+            return self
+        places = {name: place for place, name in enumerate(train.class_names)}
+        missing = [name for name in self.class_names if name not in places]
+        if missing:
+            raise BadInput(
+                f"the class '{missing[0]}' appears only in the test data; give all names to both: class_names=[…]",
+                without_data="a class appears only in the test data",
+            )
+        numbers = torch.tensor([places[name] for name in self.class_names], device=self.y.device)
+        return dataclasses.replace(self, y=numbers[self.y], classes=train.classes, class_names=train.class_names)
 
     def subset(self, indices: Any) -> Dataset:
         """Return the samples at `indices` (integers, in that order)."""
@@ -139,8 +187,9 @@ class Dataset:
         rows = torch.from_numpy(chosen)
         return dataclasses.replace(
             self,
-            x=self.x[rows.to(self.x.device)],
+            x=map_batch(lambda values: values[rows.to(values.device)], self.x),
             y=self.y[rows.to(self.y.device)],
+            mask=None if self.mask is None else self.mask[rows.to(self.mask.device)],
             columns={column: values[chosen] for column, values in self.columns.items()},
         )
 
@@ -157,8 +206,10 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """Return the same data on another device (the columns stay on the host)."""
-        x, y = self.x.to(device), self.y.to(device)
-        return self if x is self.x and y is self.y else dataclasses.replace(self, x=x, y=y)
+        x, y = map_batch(lambda values: values.to(device), self.x), self.y.to(device)
+        is_here = y is self.y and all(a is b for a, b in zip(tensors(x), tensors(self.x), strict=True))
+        mask = None if self.mask is None else self.mask.to(device)
+        return self if is_here else dataclasses.replace(self, x=x, y=y, mask=mask)
 
 
 class Splits(NamedTuple):
@@ -171,8 +222,10 @@ class Splits(NamedTuple):
 def as_dataset(
     data: Any,
     *,
-    x: str | None = None,
+    x: str | Sequence[str] | None = None,
     y: str | None = None,
+    columns: Sequence[str] = (),
+    class_names: Sequence[str] | None = None,
     classes: int | None = None,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
@@ -181,10 +234,14 @@ def as_dataset(
     """Convert data to a `Dataset`.
 
     Args:
-        data: A `Dataset` (returned unchanged), an ``(x, y)`` pair of arrays or tensors, a torch
-            `TensorDataset` of two tensors, or one split of a Hugging Face `datasets.Dataset`.
-        x: The column that holds the inputs (Hugging Face only; guessed from the usual names when None).
-        y: The column that holds the labels (likewise).
+        data: A `Dataset` (returned unchanged), an ``(x, y)`` pair as `Dataset` takes it, a map-style torch data set
+            whose samples are tuples (inputs, target) or dicts, a pandas table, or one split of a Hugging Face
+            `datasets.Dataset`.
+        x: The column that holds the inputs (Hugging Face: guessed from the usual names when None), or the feature
+            columns of a table (all others when None).
+        y: The column, or the key of a sample, that holds the targets.
+        columns: The columns of a table that are no features, such as the one that names the clients.
+        class_names: The names of the classes, by number, when some may be missing from the labels.
         classes: Number of classes, when some may be missing from the labels.
         mean: Per channel, for uint8 images.
         std: Per channel, for uint8 images.
@@ -195,52 +252,28 @@ def as_dataset(
     """
     if isinstance(data, Dataset):
         return data
-    columns: Mapping[str, NDArray[Any]] = {}
+    others: Mapping[str, NDArray[Any]] = {}
     if hub.is_hub_dataset(data):
-        inputs, targets, columns, known_classes = hub.arrays(data, x, y)
+        inputs, targets, others, known_classes = hub.arrays(data, x if isinstance(x, str) else None, y)
         classes = known_classes if classes is None else classes
+    elif convert.is_frame(data):
+        inputs, targets, others = convert.read_frame(name, data, x, y, columns)
+    elif isinstance(data, torch.utils.data.TensorDataset) and len(data.tensors) > 1:
+        *several, targets = data.tensors
+        inputs = several[0] if len(several) == 1 else tuple(several)
+    elif isinstance(data, torch.utils.data.Dataset):
+        inputs, targets = convert.read_samples(name, data, y)
     else:
-        if isinstance(data, torch.utils.data.TensorDataset):
-            data = data.tensors
         if not isinstance(data, tuple | list) or len(data) != 2:
             raise BadInput(
-                f"cannot read data of type {type(data).__name__}: give a pair (x, y) of arrays, a TensorDataset of "
-                "two tensors, or one split of a Hugging Face dataset"
+                f"cannot read data of type {type(data).__name__}: give a pair (x, y) of arrays, a torch data set, a "
+                "pandas table, or one split of a Hugging Face dataset"
             )
         inputs, targets = data
-    inputs, targets = _tensor(name, "x", inputs), _tensor(name, "y", targets)
-    if inputs.dtype == torch.uint8 and inputs.dim() == 3:
+    inputs, mask = convert.convert_inputs(name, inputs, len(targets) if hasattr(targets, "__len__") else 0)
+    if isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 and inputs.dim() == 3:
         inputs = inputs.unsqueeze(1)  # grey images are often stored without their only channel
-    return Dataset(inputs, targets, classes, mean, std, name, columns)
-
-
-def _tensor(name: str, what: str, values: Any) -> Tensor:
-    """Return a tensor, in writable memory, of anything numpy or torch can read."""
-    if isinstance(values, Tensor):
-        return values.detach()
-    if isinstance(values, Mapping):
-        raise BadInput(f"{name}: {what} is a dict, and a model gets one tensor; {ONE_ARRAY}")
-    try:
-        array = np.asarray(values)
-        _refuse_objects(name, what, array)
-        if array.dtype.kind == "u" and array.dtype != np.uint8:
-            array = array.astype(np.int64)  # torch computes little with the larger unsigned types
-        return torch.from_numpy(array if array.flags.writeable else array.copy())
-    except BadInput:
-        raise
-    except (TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadInput(f"{name}: {what} is not an array of numbers of one shape ({reason})") from error
-
-
-def _refuse_objects(name: str, what: str, array: NDArray[Any]) -> None:
-    """Refuse text and dicts, with advice."""
-    first = array.flat[0] if array.size and array.dtype.kind in "OUS" else None
-    if isinstance(first, str | bytes):
-        advice = "tokenise it into whole numbers" if what == "x" else "number the classes: " + NUMBER_CLASSES
-        raise BadInput(f"{name}: {what} holds text; {advice}")  # without the text: a node's messages reach the server
-    if isinstance(first, Mapping):
-        raise BadInput(f"{name}: {what} holds dicts, and a model gets one tensor; {ONE_ARRAY}")
+    return Dataset(inputs, targets, classes, mean, std, name, others, class_names, mask=mask)
 
 
 def _check_numbers(name: str, what: str, tensor: Tensor) -> None:

@@ -7,10 +7,12 @@ Pure tensor functions, the same on every device and in every engine, with any le
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lamina.batch import Inputs, map_batch, tensors
 from lamina.errors import BadInput
 from lamina.limits import check_count
 
@@ -18,14 +20,18 @@ MOST_PADDING = 1024  # pixels
 
 
 def prepare(
-    x: Tensor, mean: tuple[float, ...] | None, std: tuple[float, ...] | None, dtype: torch.dtype = torch.float32
-) -> Tensor:
+    x: Inputs, mean: tuple[float, ...] | None, std: tuple[float, ...] | None, dtype: torch.dtype = torch.float32
+) -> Any:
     """Return model input for stored samples [..., channels, height, width] (or any shape without mean and std).
+
+    Of a tuple or a dict, every tensor is prepared.
 
     uint8 is read as intensity, because a `Dataset` keeps nothing but images in it: x / 255, then (x - mean) / std per
     channel, computed in float32 or better and rounded to `dtype` once. Floating-point features are only cast. Other
     integers are tokens: untouched.
     """
+    if not isinstance(x, Tensor):
+        return map_batch(lambda values: prepare(values, mean, std, dtype), x)
     if x.is_floating_point():
         return x.to(dtype)
     if x.dtype != torch.uint8:
@@ -92,6 +98,8 @@ class Augment:
         if not isinstance(self.flip, bool):
             raise BadInput(f"augmentation: flip must be true or false, found {self.flip!r}")
 
-    def __call__(self, x: Tensor, keys: Tensor) -> Tensor:
-        """`augment` with these settings."""
-        return augment(x, keys, self.pad, self.flip)
+    def __call__(self, x: Inputs, keys: Tensor) -> Any:
+        """`augment` with these settings; of a tuple or a dict, the images are augmented."""
+        if not isinstance(x, Tensor) and any(values.dim() == keys.dim() + 3 for values in tensors(x)):
+            return map_batch(lambda values: self(values, keys) if values.dim() == keys.dim() + 3 else values, x)
+        return augment(x if isinstance(x, Tensor) else tensors(x)[0], keys, self.pad, self.flip)

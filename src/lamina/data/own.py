@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lamina.data import arrays, folders, hub_reader, leaf, table
 from lamina.data.dataset import Dataset, Splits, as_dataset
@@ -102,8 +103,9 @@ def as_splits(name: str, result: Any) -> Splits:
         raise BadInput(f"the data '{name}' returned {found}: {GIVE_A_PAIR}")
     parts = [_with_columns(part) for part in result]
     class_names = None
-    targets = [np.asarray(part[1]) for part, _ in parts if _is_pair(part) and not isinstance(part[1], torch.Tensor)]
-    if len(targets) == 2 and all(each.dtype.kind in "OUS" and each.ndim == 1 for each in targets):
+    named = [_text_labels(part[1]) for part, _ in parts if _is_pair(part)]
+    targets = [labels for labels in named if labels is not None]
+    if len(targets) == 2:
         numbers, class_names = number_classes(f"the data '{name}'", np.concatenate(targets))
         bounds = len(targets[0])
         parts = [
@@ -116,11 +118,25 @@ def as_splits(name: str, result: Any) -> Splits:
             splits.append(_dataset(name, part, columns, class_names))
         except BadInput as error:
             raise BadInput(f"the {which} data of '{name}': {error}") from error
-    return refuse_unseen_classes(f"the data '{name}'", Splits(*splits))
+    train, test = splits
+    return refuse_unseen_classes(f"the data '{name}'", Splits(train, test.with_labels_of(train)))
 
 
 def _is_pair(part: Any) -> bool:
     return isinstance(part, tuple | list) and len(part) == 2
+
+
+def _text_labels(y: Any) -> NDArray[Any] | None:
+    """Return labels that must be numbered [n]; None for numbers, and for maps or token labels of any lengths."""
+    if isinstance(y, torch.Tensor):
+        return None
+    try:
+        labels = np.asarray(y)
+    except (TypeError, ValueError):  # sequences of different length
+        return None
+    if labels.dtype.kind not in "OUS" or labels.ndim != 1:
+        return None
+    return None if any(isinstance(each, list | tuple | np.ndarray | torch.Tensor) for each in labels) else labels
 
 
 def _with_columns(part: Any) -> tuple[Any, Mapping[str, Any]]:
@@ -136,4 +152,4 @@ def _dataset(name: str, part: Any, columns: Mapping[str, Any], class_names: tupl
     data = as_dataset(part, name=name, classes=None if class_names is None else len(class_names))
     if not columns and class_names is None:
         return data
-    return dataclasses.replace(data, columns={**data.columns, **columns}, class_names=class_names)
+    return dataclasses.replace(data, columns={**data.columns, **columns}, class_names=class_names or data.class_names)

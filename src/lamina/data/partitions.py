@@ -130,7 +130,7 @@ class _Dealt:
     ) -> Parts:
         """Share the samples; see `Partition.split`."""
         if labels is None and self.needs_labels:
-            raise BadInput(f"{self.name}: regression data have no classes; use iid or by-column")
+            raise BadInput(f"{self.name}: regression data and maps have no class per sample; use iid or by-column")
         if labels is None:
             if samples is None:
                 raise BadInput(f"{self.name}: without labels, say how many samples there are (samples=...)")

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from lamina.contents import same_tensor
+from lamina.batch import same_kind
+from lamina.contents import same_inputs, same_tensor
 from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, choose_forward, is_random
@@ -59,16 +59,17 @@ def _recent_engines(name: str, precision: Precision, data: Dataset) -> Iterator[
         engine = reference()
         if engine is None or (other_name, other_precision) != (name, precision):
             continue
-        if same_tensor(engine.data.x, data.x) and same_tensor(engine.data.y, data.y):
+        if same_inputs(engine.data.x, data.x) and same_tensor(engine.data.y, data.y):
             yield engine
 
 
 def _lent_engine(lender: Engine, **settings: Any) -> Engine | None:
     """Return an engine like the lender's, or None if the model, data or algorithm must be tested again."""
     objective = settings["objective"]
-    kinds = [(d.x.shape[1:], d.x.dtype, d.y.shape[1:], d.y.dtype) for d in (lender.data, settings["data"])]
+    data, other = settings["data"], lender.data
+    same_data = same_kind(other.x, data.x) and same_kind(other.y, data.y)
     same_device = lender.objective.device == objective.device
-    if not same_device or kinds[0] != kinds[1] or lender.objective.difference(objective):
+    if not same_device or not same_data or lender.objective.difference(objective):
         return None
     if isinstance(lender, Loop):
         return Loop(**settings, why=lender.why)
@@ -82,7 +83,7 @@ def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Engine:
         return Loop(**settings)
     data, objective = settings["data"], settings["objective"]
     chosen = probe_samples(data.x)
-    sample = prepare(data.x[chosen], data.mean, data.std, objective.dtype), data.y[chosen]
+    sample = data.inputs(chosen, objective.dtype), data.y[chosen]
     if is_random(objective, sample[0]):
         forward, why = None, UNCONTROLLED
     else:

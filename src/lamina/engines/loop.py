@@ -25,6 +25,7 @@ from lamina import rng
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
+from lamina.batch import Inputs, map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
@@ -42,7 +43,7 @@ FIXED_CHUNK = 64
 class Batch(NamedTuple):
     """The samples of one local step, and its randomness: every gradient of the step has the same dropout masks."""
 
-    inputs: Tensor
+    inputs: Inputs
     targets: Tensor
     stream: Tensor  # of the masks of dropout layers [1]
     seed: int  # for a module that draws random numbers itself
@@ -160,7 +161,7 @@ class Loop:
         """Gather, augment and normalise the batch of step k."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
-        x = data.x[index]
+        x = map_batch(lambda values: values[index], data.x)
         if self.protocol.augmentation is not None:
             x = self.protocol.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
         inputs = prepare(x, data.mean, data.std, self.objective.dtype)
@@ -172,7 +173,7 @@ class Loop:
         data, total = self.data, torch.zeros_like(x)
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
         for part in torch.split(index, FIXED_CHUNK if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
-            inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
+            inputs = data.inputs(part, self.objective.dtype)
             with rng.forked(x.device, seed=0):  # for a module that draws random numbers even when it is evaluated
                 grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
             total = total + grad * (len(part) / len(index))

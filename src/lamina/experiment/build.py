@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from lamina import aggregation, algorithms, models, rng
+from lamina.batch import map_batch
 from lamina.clients import DEFAULT_CLIENTS
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
@@ -110,7 +111,7 @@ def build_model(experiment: Experiment, data: Dataset) -> torch.nn.Module:
     options = _checked_options("model", section, card and card.options)
     return models.create(
         section.name,
-        input_shape=tuple(data.x.shape[1:]),
+        input_shape=map_batch(lambda values: tuple(values.shape[1:]), data.x),
         classes=data.classes or 1,
         seed=rng.torch_seed(experiment.train.seed, "weights"),
         **options,

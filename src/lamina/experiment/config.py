@@ -27,6 +27,7 @@ from lamina.data.own import FORMATS
 from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.toml import DEFAULT_NAMES, read_tree, set_keys
 from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_CLIENTS, MOST_SEED, MOST_SEEDS, MOST_THREADS
+from lamina.losses import LOSSES
 from lamina.paths import checked_path
 from lamina.protocol import Protocol
 
@@ -43,6 +44,13 @@ def _batch_size(value: Any) -> Any:
     if value == "full" or (is_whole(value) and 1 <= value <= MOST_BATCH):
         return value
     raise PydanticCustomError("batch_size", f'must be a whole number from 1 to {MOST_BATCH}, or "full"')
+
+
+def _loss(name: str) -> str:
+    if ":" not in name and name not in LOSSES:  # a function of the user's own is imported when the run starts
+        names = ", ".join(LOSSES)
+        raise PydanticCustomError("loss", f"must be {names} or module:function{nearest(name, LOSSES)}")
+    return name
 
 
 BatchSize = Annotated[int | Literal["full"], PlainValidator(_batch_size)]  # "full": all of a client's samples
@@ -195,7 +203,7 @@ else:
         epochs=(AtLeastOne, 1),
         schedule=(Schedule, Schedule()),
         aggregation=(Aggregation, Aggregation()),
-        loss=(Literal["cross_entropy", "mse"], "cross_entropy"),
+        loss=(Annotated[str, AfterValidator(_loss)], "cross_entropy"),
         seed=(Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
     )
     del _fields["augmentation"]  # in the [data] section

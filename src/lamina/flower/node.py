@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.clients import Clients
-from lamina.data.dataset import Dataset, as_dataset
+from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
@@ -174,7 +174,7 @@ class Node(ClientApp):
         return task, store
 
     def _data(self, make: Callable[[Context], Any], context: Context) -> Dataset:
-        return as_dataset(make(context)).to(self.objective.device)
+        return self.setup.dataset(make(context), self.objective)
 
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
         """Return the round's Down, from the message and from disk; the buffers; and the client's state at its base."""

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
-from lamina.data.dataset import as_dataset
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
 from lamina.evaluation import Evaluation, check_metrics, refuse_nonfinite, round_row
 from lamina.experiment.folder import RunFolder
+from lamina.fit import with_mask
 from lamina.flower import wire
 from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
@@ -56,11 +56,12 @@ class Server:
         self.objective.refuse_rate(self.protocol.lr)
         self.test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
-            self.test_data = as_dataset(setup.test()).to(self.objective.device)
+            self.test_data = setup.dataset(setup.test(), self.objective)
             if setup.metrics is not None:
                 check_metrics(self.objective, setup.metrics, self.test_data, "test")
-        is_central = setup.evaluate_on != "nodes"
-        self.evaluation = Evaluation(setup.metrics, self.test_data, setup.client_samples() if is_central else ())
+        groups = setup.client_samples() if setup.evaluate_on != "nodes" else []
+        groups = [group._replace(data=with_mask(group.data, self.objective.module)) for group in groups]
+        self.evaluation = Evaluation(setup.metrics, self.test_data, groups)
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)

@@ -15,9 +15,11 @@ from lamina import algorithms
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import Clients
+from lamina.data.dataset import Dataset, as_dataset
 from lamina.devices import choose_device
 from lamina.errors import BadInput, is_number, is_whole, unknown
 from lamina.evaluation import ClientSamples
+from lamina.fit import with_mask
 from lamina.flower.checks import Limits
 from lamina.metrics import find_all
 from lamina.objective import Objective
@@ -88,6 +90,16 @@ class Setup:
         """Return how many clients of a cohort of this size must answer."""
         wanted = int(self.quorum) if is_whole(self.quorum) else math.ceil(self.quorum * cohort)
         return max(1, min(cohort, wanted))
+
+    def dataset(self, given: Any, objective: Objective) -> Dataset:
+        """Return data of the app on the model's device; refuse text labels that have no common numbers."""
+        data = as_dataset(given)
+        if data.class_names is not None and not isinstance(given, Dataset):
+            raise BadInput(
+                "text labels have no numbers that all nodes agree on: return lamina.Dataset(x, y, class_names=[…]) "
+                "with the names of all classes"
+            )
+        return with_mask(data, objective.module).to(objective.device)
 
     def objective(self) -> Objective:
         """Build the model on the device of this process."""

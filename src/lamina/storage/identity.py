@@ -21,12 +21,13 @@ from torch import Tensor
 
 from lamina import rng
 from lamina.algorithms.contract import Algorithm, options
+from lamina.batch import map_batch
 from lamina.clients import Clients
 from lamina.contents import function_digest
 from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
 from lamina.errors import BadInput
-from lamina.objective import LOSSES, Objective
+from lamina.losses import LOSSES
+from lamina.objective import Objective
 from lamina.plan import Plan
 from lamina.protocol import PROBED_ROUNDS, function_name
 from lamina.schedules import Schedule
@@ -69,7 +70,7 @@ def of_run(algorithm: Algorithm, objective: Objective, plan: Plan, data: Dataset
     if data is not None:
         facts |= {
             "samples": len(data),
-            "sample_shape": list(data.x.shape[1:]),
+            "sample_shape": map_batch(lambda values: list(values.shape[1:]), data.x),
             "partition": _partition_digest(plan.clients),
             "training_data": _data_digest(data),
             "loss_value": _loss_value(objective, data),
@@ -138,7 +139,7 @@ def _loss_value(objective: Objective, data: Dataset) -> float | None:
         return None
     try:
         with torch.no_grad():
-            inputs = prepare(data.x[:2], data.mean, data.std, objective.dtype)
+            inputs = data.inputs(slice(2), objective.dtype)
             like = objective.outputs(objective.start, objective.buffers, inputs, train=False)
             made_up = torch.linspace(-1, 1, like.numel(), dtype=like.dtype, device=like.device).reshape(like.shape)
             value = float(objective.loss(made_up, data.y[:2]).double().mean())
@@ -180,7 +181,7 @@ def _partition_digest(clients: Clients) -> str:
 def _data_digest(data: Dataset) -> str:
     """Return a digest of samples, labels and normalisation; made once per data set."""
     if data not in _data_digests:
-        facts = [_plain(data.mean), _plain(data.std), content_digest(data.x), content_digest(data.y)]
+        facts = [_plain(data.mean), _plain(data.std), map_batch(content_digest, data.x), content_digest(data.y)]
         _data_digests[data] = _hash(facts)
     return _data_digests[data]
 

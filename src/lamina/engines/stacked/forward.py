@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lamina import rng
+from lamina.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.dropout import FromStreams, set_streams
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
@@ -74,7 +75,7 @@ class Forward(Protocol):
         ...
 
     def losses(
-        self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
+        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the losses of all samples [C, B].
@@ -129,14 +130,19 @@ class StackedForward:
         return {name: parameter.to(self.dtype_of(parameter)) for name, parameter in parameters.items()}
 
     def losses(
-        self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
+        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the losses of all samples [C, B]."""
         clients, batch = targets.shape[:2]
+<<<<<<< HEAD
         inputs = inputs.flatten(0, 1)
         if self.precision == "bf16" and inputs.is_floating_point():
             inputs = inputs.bfloat16()
+=======
+        fixed = self.rounded({n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()})
+        args, kwargs = arguments(map_batch(self._folded, inputs))
+>>>>>>> h-q
         self.objective.set_mode(self.module, train)
         for layer in self.batch_norms:
             layer.sample_mask = mask  # type: ignore[assignment]
@@ -146,11 +152,12 @@ class StackedForward:
         state = self.objective.under_all_names({**parameters, **self.frozen(), **shared})
         state |= {n: state[n].expand(clients, *state[n].shape) for n in self.frozen_per_client}
         set_streams(self.dropouts, self.objective.streams_or_zeros(streams, clients))
-        outputs: Tensor = functional_call(self.module, state, (inputs,), tie_weights=False)
+        outputs = outputs_of(functional_call(self.module, state, args, kwargs, tie_weights=False))
         outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
         losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
         return losses.reshape(clients, batch)
 
+<<<<<<< HEAD
     def frozen(self) -> Parameters:
         """Return the frozen parameters in the type that the pass uses; rounded once, not in every step."""
         if self.precision not in self._frozen:
@@ -163,6 +170,12 @@ class StackedForward:
                 n: p.bfloat16() if rounded.get(n) else p for n, p in self.objective.frozen.items()
             }
         return self._frozen[self.precision]
+=======
+    def _folded(self, values: Tensor) -> Tensor:
+        """Return inputs [C, B, ...] as one batch [C * B, ...] in the precision of the pass."""
+        values = values.flatten(0, 1)
+        return values.bfloat16() if self.precision == "bf16" and values.is_floating_point() else values
+>>>>>>> h-q
 
 
 class VmapForward:
@@ -188,24 +201,24 @@ class VmapForward:
         return parameters
 
     def losses(
-        self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
+        self, parameters: Parameters, buffers: Buffers, inputs: Inputs, targets: Tensor, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Return the losses of all samples [C, B]."""
         objective = self.objective
 
-        def one(own: Parameters, own_buffers: Buffers, xs: Tensor, ys: Tensor, stream: Tensor | None) -> Tensor:
+        def one(own: Parameters, own_buffers: Buffers, xs: Inputs, ys: Tensor, stream: Tensor | None) -> Tensor:
             outputs = objective.outputs_at(own, own_buffers, xs, train=train, streams=stream, module=self.module)
             made: Tensor = objective.loss(outputs, ys)
             return made
 
-        streams = objective.streams_or_zeros(streams, len(inputs))
+        streams = objective.streams_or_zeros(streams, len(targets))
         axes = (0, 0, 0, 0, None if streams is None else 0)
         return torch.func.vmap(one, in_dims=axes)(dict(parameters), buffers, inputs, targets, streams)
 
 
 def choose_forward(
-    objective: Objective, sample: tuple[Tensor, Tensor], precision: Precision, name: str = "auto"
+    objective: Objective, sample: tuple[Inputs, Tensor], precision: Precision, name: str = "auto"
 ) -> tuple[Forward | None, str]:
     """Return the fastest forward pass that suits the module, and why it is not the stacked one.
 
@@ -238,7 +251,7 @@ def choose_forward(
     return None, "; ".join(reasons)
 
 
-def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs: Tensor, targets: Tensor) -> None:
+def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs: Inputs, targets: Tensor) -> None:
     """Raise `CannotStack` if a forward pass does not give the gradients of the module itself."""
     try:
         _probe(forward, objective, inputs, targets, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
@@ -247,26 +260,30 @@ def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs
             raise
         try:  # rounding may flip a ReLU in float32, which float64 tells from a real mismatch
             exact = objective.double()
-            inputs, targets = (v.double() if v.is_floating_point() else v for v in (inputs, targets))
-            _probe(type(forward)(exact), exact, inputs, targets, tolerance=1e-9)
+            _probe(type(forward)(exact), exact, map_batch(_doubled, inputs), _doubled(targets), tolerance=1e-9)
         except Exception:  # it is one, or the module cannot compute in float64
             raise mismatch from None
 
 
-def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tensor, tolerance: float) -> None:
+def _doubled(values: Tensor) -> Tensor:
+    return values.double() if values.is_floating_point() else values
+
+
+def _probe(forward: Forward, objective: Objective, inputs: Inputs, targets: Tensor, tolerance: float) -> None:
     """Compare clients trained together with clients trained alone, to find layers that mix the samples of a batch."""
     _refuse_changed_buffers(forward, objective, inputs)
     clients = PROBE_CLIENTS
-    stacked_inputs, stacked_targets = (unfold_clients(values, clients) for values in (inputs, targets))
+    stacked_targets = unfold_clients(targets, clients)
+    stacked_inputs = map_batch(lambda values: unfold_clients(values, clients), inputs)
     x = objective.start
     scale = 1 + 0.1 * torch.arange(clients, dtype=x.dtype, device=x.device).unsqueeze(1)
     flat = (x * scale).requires_grad_()
     buffers = {n: torch.stack([b] * clients) for n, b in objective.buffers.items()}
-    batch = stacked_inputs.shape[1]
+    batch = stacked_targets.shape[1]
     real = batch // 2
     mask = (torch.arange(batch, device=x.device) < real).expand(clients, -1)
     # padding must not count, so it is taken from the batch that differs most
-    padded_inputs = torch.cat([stacked_inputs[:, :real], stacked_inputs.flip(0)[:, real:]], 1)
+    padded_inputs = map_batch(lambda v: torch.cat([v[:, :real], v.flip(0)[:, real:]], 1), stacked_inputs)
     for train in (False, True):
         for padded in (False, True):
             if (padded and real < 2) or (real >= 2 and not padded and not train):
@@ -280,8 +297,9 @@ def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tens
             for i in range(clients):
                 part = slice(real if padded else None)
                 alone_buffers = {n: b.clone() for n, b in objective.buffers.items()}
+                own_inputs = map_batch(lambda v, i=i, part=part: v[i][part], stacked_inputs)  # type: ignore[misc]
                 alone, _ = objective.gradient(
-                    flat[i].detach(), alone_buffers, stacked_inputs[i][part], stacked_targets[i][part], train=train
+                    flat[i].detach(), alone_buffers, own_inputs, stacked_targets[i][part], train=train
                 )
                 # a NaN or an infinity at the start is for the run to report
                 odd = ~alone.isfinite() & ~gradient[i].isfinite()
@@ -293,10 +311,10 @@ def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tens
                     )
 
 
-def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tensor) -> None:
+def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Inputs) -> None:
     """Refuse modules whose buffers change in training, except BatchNorm's, which are stored per client."""
     buffers = {n: b.clone() for n, b in objective.buffers.items()}
-    with rng.forked(inputs.device), torch.no_grad():
+    with rng.forked(objective.device), torch.no_grad():
         objective.outputs(objective.start, buffers, inputs, train=True)
     known = forward.per_client_buffers if isinstance(forward, StackedForward) else set()
     for name, buffer in buffers.items():
@@ -304,15 +322,15 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tens
             raise CannotStack(f"{forward.name}: training changes the buffer '{name}', which has no stacked form")
 
 
-def is_random(objective: Objective, inputs: Tensor) -> bool:
+def is_random(objective: Objective, inputs: Inputs) -> bool:
     """Return whether the module draws random numbers itself in training mode, for example with `F.dropout`."""
     outputs = []
-    with rng.forked(inputs.device), torch.no_grad():
-        before = _generator_states(inputs.device)
+    with rng.forked(objective.device), torch.no_grad():
+        before = _generator_states(objective.device)
         for _ in range(2):
             buffers = {n: b.clone() for n, b in objective.buffers.items()}
             outputs.append(objective.outputs(objective.start, buffers, inputs, train=True).nan_to_num())
-        return _generator_states(inputs.device) != before or not torch.equal(*outputs)
+        return _generator_states(objective.device) != before or not torch.equal(*outputs)
 
 
 def _generator_states(device: torch.device) -> list[Any]:

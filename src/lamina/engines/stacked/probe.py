@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lamina import objective as objective_module
 from lamina import rng
+from lamina.batch import Inputs, map_batch, tensors
 from lamina.dispatch import WatchingMode
 from lamina.errors import LaminaError
 from lamina.objective import Objective
@@ -28,55 +29,56 @@ ODD_BATCHES = (31, 37, 41, 43, 47, 53, 59, 61)  # samples of the forward pass th
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, objective_module.__file__)
 
 
-def probe_samples(x: Tensor) -> Tensor:
+def probe_samples(x: Inputs) -> Tensor:
     """Return the indices of `PROBE_CLIENTS` batches, one after the other, that differ as much as the data allow.
 
     A module that computes something over its batch (a mean, a maximum, a threshold on one of them) gives other results
     for all batches together than for each alone: one batch has the most extreme values, one the largest mean, one the
     smallest mean, and one only ordinary samples.
     """
-    step = max(1, -(-x.numel() // MOST_SCANNED))
-    rows = x[::step].flatten(1) if x.dim() > 1 else x[::step].unsqueeze(1)
+    device = tensors(x)[0].device
+    step = max(1, -(-sum(values.numel() for values in tensors(x)) // MOST_SCANNED))
+    parts = [v[::step].flatten(1) if v.dim() > 1 else v[::step].unsqueeze(1) for v in tensors(x)]
+    rows = parts[0] if len(parts) == 1 else torch.cat([part.double() for part in parts], 1)
     if not rows.shape[1]:
-        return torch.zeros(PROBE_CLIENTS * PROBE_BATCH, dtype=torch.long, device=x.device)
+        return torch.zeros(PROBE_CLIENTS * PROBE_BATCH, dtype=torch.long, device=device)
     if rows.dtype in (torch.bool, torch.uint16, torch.uint32, torch.uint64):  # torch cannot compare all of them
         rows = rows.double()
     sums, high, low = rows.sum(1, dtype=torch.float64), rows.amax(1).double(), rows.amin(1).double()
     usable = torch.isfinite(sums).nonzero().flatten()  # a NaN in the data is for the run to report
-    usable = usable if len(usable) else torch.arange(len(rows), device=x.device)
+    usable = usable if len(usable) else torch.arange(len(rows), device=device)
     sums, high, low = sums[usable], high[usable], low[usable]
-    spread = torch.linspace(0, len(usable) - 1, PROBE_BATCH, device=x.device).long()[1:-1]
+    spread = torch.linspace(0, len(usable) - 1, PROBE_BATCH, device=device).long()[1:-1]
     batches = [
         torch.sort(sums, descending=True).indices,
         torch.cat([spread, torch.stack([low.argmin(), high.argmax()])]),
         torch.sort(high - low).indices,
         torch.sort(sums).indices,
     ]
-    places = torch.arange(PROBE_BATCH, device=x.device)
+    places = torch.arange(PROBE_BATCH, device=device)
     return usable[torch.cat([batch[places % len(batch)] for batch in batches])] * step
 
 
-def value_read(objective: Objective, module: torch.nn.Module, inputs: Tensor, targets: Tensor) -> str:
+def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, targets: Tensor) -> str:
     """Return how the module or the loss lets a result depend on the values of the whole batch, or an empty string.
 
     Several clients at once are one batch, so a Python branch on a value (``if x.max() > 3``) would decide for all.
     The same holds for a value that is computed over the whole batch (``torch.where(x.max() > 3, a, b)``).
     Samples reveal this only if their values cross the limit, so this function watches for the read itself.
     """
-    shapes = [*objective.layers.shapes.values(), *(b.shape for b in objective.buffers.values()), inputs.shape[1:]]
+    shapes = [*objective.layers.shapes.values(), *(b.shape for b in objective.buffers.values())]
+    shapes += [tuple(values.shape[1:]) for values in (*tensors(inputs), targets)]
     sizes = {size for shape in (*shapes, *(p.shape for p in objective.frozen.values())) for size in shape}
     # A number of samples that differs from every other size in the model.
     _Watched.batch = next((n for n in ODD_BATCHES if not any(size % n == 0 for size in sizes)), 0)
-    chosen = torch.arange(_Watched.batch or len(inputs), device=inputs.device) % len(inputs)
-    inputs, targets = inputs[chosen], targets[chosen]
+    chosen = torch.arange(_Watched.batch or len(targets), device=objective.device) % len(targets)
+    watched, targets = map_batch(lambda values: values[chosen].as_subclass(_Watched), inputs), targets[chosen]
     parameters = {n: p.as_subclass(_Watched) for n, p in objective.layers.unflatten(objective.start).items()}
-    with rng.forked(inputs.device):
+    with rng.forked(objective.device):
         for train in (True, False):
             buffers = {n: b.clone() for n, b in objective.buffers.items()}
             try:
-                outputs = objective.outputs_at(
-                    parameters, buffers, inputs.as_subclass(_Watched), train=train, module=module
-                )
+                outputs = objective.outputs_at(parameters, buffers, watched, train=train, module=module)
                 objective.loss(outputs, targets.as_subclass(_Watched))
             except _DependsOnBatch as found:
                 return str(found)

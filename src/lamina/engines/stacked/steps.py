@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, step_kinds
 from lamina.algorithms.rehearsal import TINY
+from lamina.batch import map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.engines.stacked.forward import Forward
@@ -115,7 +116,7 @@ class Problem:
 
     def mean_losses(self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches) -> Tensor:
         """Return every row's mean loss over the real samples of its batch [rows]; their sum if `summed`."""
-        x = _take(self.data.x, batch.samples)
+        x = map_batch(lambda values: _take(values, batch.samples), self.data.x)
         if self.augmentation is not None and batch.keys is not None:
             x = self.augmentation(x, batch.keys)
         x, y = prepare(x, self.data.mean, self.data.std, self.objective.dtype), _take(self.data.y, batch.samples)

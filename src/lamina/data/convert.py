@@ -1,0 +1,224 @@
+"""Convert arrays, lists, tables and torch data sets to tensors: the inputs and targets of a `Dataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lamina.data.images import stack_pictures
+from lamina.errors import BadInput, nearest
+from lamina.losses import IGNORED
+from lamina.text import listed
+
+TARGET_NAMES = ("label", "labels", "fine_label", "target", "targets", "y", "class")
+
+
+class Padded(NamedTuple):
+    """Tensors of one length per sample, and where they hold values of the sample [n, length]; None: everywhere."""
+
+    values: Any
+    mask: Tensor | None
+
+
+def convert_inputs(name: str, x: Any, count: int) -> Padded:
+    """Return a sample's inputs as one tensor, a tuple or a dict of tensors; sequences are padded at the end with 0.
+
+    `count` is the number of samples: it tells a tuple of inputs from a tuple of samples.
+    """
+    if isinstance(x, list | tuple) and x and isinstance(x[0], Mapping):  # a list of samples
+        if any(not isinstance(sample, Mapping) or sample.keys() != x[0].keys() for sample in x):
+            raise BadInput(f"{name}: the samples of x are dicts with different keys; give every sample the same")
+        x = {key: [sample[key] for sample in x] for key in x[0]}
+    if isinstance(x, Mapping):
+        if not x or not all(isinstance(key, str) for key in x):
+            raise BadInput(f"{name}: x is a dict: give every input under the name that the model's forward has for it")
+        parts = {key: convert(name, f"x[{key!r}]", values) for key, values in x.items()}
+        return Padded({key: part.values for key, part in parts.items()}, _common_mask(list(parts.values())))
+    if isinstance(x, tuple) and _are_inputs(x, count):
+        several = [convert(name, f"x[{i}]", values) for i, values in enumerate(x)]
+        return Padded(tuple(part.values for part in several), _common_mask(several))
+    return convert(name, "x", x)
+
+
+def convert_targets(name: str, y: Any, class_names: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...] | None]:
+    """Return targets as a tensor, and the classes' names; text labels become their positions among the names.
+
+    Token labels of different length are padded with -100, which the losses ignore.
+    """
+    if isinstance(y, Mapping):
+        raise BadInput(f"{name}: y is a dict; give one array of targets")
+    names = None if class_names is None else tuple(map(str, class_names))
+    if isinstance(y, Tensor):
+        return y.detach(), names
+    array = _object_array(y)
+    if array is None:
+        return convert(name, "y", y, IGNORED).values, names
+    if names is None:
+        names = tuple(sorted(set(array.tolist())))
+    places = {label: place for place, label in enumerate(names)}
+    for i, label in enumerate(array.tolist()):
+        if label not in places:
+            raise BadInput(
+                f"{name}: the label {label!r} of sample {i} is not among the class names{nearest(label, names)}",
+                without_data=f"{name}: the label of sample {i} is not among the class names",
+            )
+    return torch.tensor([places[label] for label in array.tolist()]), names
+
+
+def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
+    """Return a tensor, in writable memory, of anything numpy or torch can read; sequences are padded with `fill`."""
+    if isinstance(values, Tensor):
+        return Padded(values.detach(), None)
+    if isinstance(values, Mapping):
+        raise BadInput(f"{name}: {what} is a dict; only x may be one, with a tensor under every name")
+    if is_frame(values):
+        values = _numbers_of(name, what, values)
+    if isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.dtype.kind == "O"):
+        values = list(values)
+        if values and all(isinstance(item, Tensor) for item in values) and len({item.shape for item in values}) == 1:
+            return Padded(torch.stack([item.detach() for item in values]), None)
+        if values and _is_sequence(values[0]) and len({_first_size(item) for item in values}) > 1:
+            return _pad(name, what, values, fill)
+        if values and hasattr(values[0], "convert"):
+            values = stack_pictures(values, len(values), f"{name}: {what}")
+    try:
+        array = np.asarray(values)
+        _refuse_objects(name, what, array)
+        if array.dtype.kind == "u" and array.dtype != np.uint8:
+            array = array.astype(np.int64)  # torch computes little with the larger unsigned types
+        return Padded(torch.from_numpy(array if array.flags.writeable else array.copy()), None)
+    except BadInput:
+        raise
+    except (TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise BadInput(f"{name}: {what} is not an array of numbers of one shape ({reason})") from error
+
+
+def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
+    """Return the inputs and targets of a map-style torch data set, sample by sample.
+
+    A sample is a tuple whose last element is the target, or a dict with the target under `y` or a usual name.
+    """
+    try:
+        samples = [data[i] for i in range(len(data))]
+    except (TypeError, NotImplementedError) as error:
+        raise BadInput(f"{name}: a torch data set needs __len__ and __getitem__, which iterable ones lack") from error
+    first = samples[0] if samples else None
+    if isinstance(first, Mapping):
+        target = y if y is not None else next((key for key in TARGET_NAMES if key in first), None)
+        if target is None or target not in first:
+            raise BadInput(
+                f"{name}: a sample has no target '{y or 'label'}' (keys: {listed(list(first))}); name it with y=…"
+            )
+        inputs = [{key: value for key, value in sample.items() if key != target} for sample in samples]
+        return inputs, [sample[target] for sample in samples]
+    if not isinstance(first, tuple | list) or len(first) < 2:
+        raise BadInput(f"{name}: every sample of a torch data set must be a pair (inputs, target), or a dict")
+    targets = [sample[-1] for sample in samples]
+    if len(first) > 2:
+        return tuple(list(part) for part in zip(*(sample[:-1] for sample in samples), strict=True)), targets
+    if isinstance(first[0], tuple):
+        return tuple(list(part) for part in zip(*(sample[0] for sample in samples), strict=True)), targets
+    return [sample[0] for sample in samples], targets
+
+
+def read_frame(
+    name: str, frame: Any, x: Sequence[str] | str | None, y: str | None, columns: Sequence[str]
+) -> tuple[Any, Any, dict[str, NDArray[Any]]]:
+    """Return the features (float32), the targets and the other columns of a pandas table."""
+    names = list(frame.columns)
+    if y is None:
+        raise BadInput(f"{name}: name the target column with y=… (columns: {listed(names)})")
+    wanted = [x] if isinstance(x, str) else list(x or ())
+    for column in (*wanted, y, *columns):
+        if column not in names:
+            raise BadInput(f"{name}: no column '{column}'{nearest(column, names)} (columns: {listed(names)})")
+    features = wanted or [column for column in names if column != y and column not in columns]
+    others = {column: frame[column].to_numpy() for column in names if column not in features and column != y}
+    return _numbers_of(name, "x", frame[features]).astype(np.float32), frame[y].to_numpy(), others
+
+
+def is_frame(values: Any) -> bool:
+    """Return whether a value is a pandas table, without importing pandas."""
+    return hasattr(values, "columns") and hasattr(values, "to_numpy") and hasattr(values, "dtypes")
+
+
+def _numbers_of(name: str, what: str, frame: Any) -> NDArray[Any]:
+    """Return the columns of a table as one array; refuse those that hold no numbers."""
+    for column in frame.columns:
+        if getattr(frame[column].dtype, "kind", "O") not in "biuf":
+            raise BadInput(
+                f"{name}: column '{column}' of {what} holds no numbers; encode it, for example with "
+                f"pandas.get_dummies(table, columns=['{column}'])"
+            )
+    array = frame.to_numpy()
+    return array if array.dtype.kind != "O" else np.asarray(array, np.float64)
+
+
+def _are_inputs(x: tuple[Any, ...], count: int) -> bool:
+    """Return whether a tuple holds one array per input, and not one sample per element."""
+    if not all(isinstance(part, Tensor | np.ndarray | list) or is_frame(part) for part in x):
+        return False
+    return len(x) != count or all(getattr(part, "ndim", 1) > 0 and len(part) == count for part in x)
+
+
+def _common_mask(parts: Sequence[Padded]) -> Tensor | None:
+    """Return the mask of all padded inputs; None if there are none, or if they have different lengths."""
+    masks = [part.mask for part in parts if part.mask is not None]
+    same = all(mask.shape == masks[0].shape and torch.equal(mask, masks[0]) for mask in masks)
+    return masks[0] if masks and same else None
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
+
+
+def _first_size(value: Any) -> int:
+    return len(value) if _is_sequence(value) else -1
+
+
+def _pad(name: str, what: str, items: list[Any], fill: int) -> Padded:
+    """Return sequences of different length as one tensor, padded at the end."""
+    if not all(map(_is_sequence, items)):
+        raise BadInput(f"{name}: {what} is not an array of numbers of one shape (some samples are single numbers)")
+    rows = [convert(name, what, item).values if len(item) else None for item in items]
+    shapes = {row.shape[1:] for row in rows if row is not None}
+    dtypes = {row.dtype for row in rows if row is not None}
+    if len(shapes) > 1:
+        raise BadInput(f"{name}: {what} is not an array of numbers of one shape (samples differ in more than length)")
+    if torch.uint8 in dtypes and len(next(iter(shapes))) > 0:
+        raise BadInput(f"{name}: {what} holds images of different sizes; resize them to one size")
+    if fill and any(dtype.is_floating_point for dtype in dtypes):
+        raise BadInput(f"{name}: {what} holds floating-point targets of different length; pad them to one length")
+    dtype = torch.int64
+    for one in dtypes:
+        dtype = torch.promote_types(dtype, one)
+    lengths = torch.tensor([0 if row is None else len(row) for row in rows])
+    padded = torch.full((len(rows), int(lengths.max()), *next(iter(shapes))), fill, dtype=dtype)
+    for i, row in enumerate(rows):
+        if row is not None:
+            padded[i, : len(row)] = row
+    return Padded(padded, torch.arange(padded.shape[1]) < lengths.unsqueeze(1))
+
+
+def _object_array(y: Any) -> NDArray[Any] | None:
+    """Return text labels as an array of strings [n]; None for other targets."""
+    if isinstance(y, list | tuple) and not (y and isinstance(y[0], str)):
+        return None
+    array = np.asarray(y)
+    if array.ndim != 1 or array.dtype.kind not in "OU" or not all(isinstance(label, str) for label in array):
+        return None
+    return array.astype(object) if array.dtype.kind == "O" else array
+
+
+def _refuse_objects(name: str, what: str, array: NDArray[Any]) -> None:
+    """Refuse text, with advice."""
+    first = array.flat[0] if array.size and array.dtype.kind in "OUS" else None
+    if isinstance(first, str | bytes):
+        advice = "tokenise it into whole numbers" if what != "y" else "give one text label per sample, or numbers"
+        raise BadInput(f"{name}: {what} holds text; {advice}")  # without the text: a node's messages reach the server

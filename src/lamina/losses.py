@@ -1,0 +1,302 @@
+"""Losses: functions of (outputs, targets) that return one loss per sample.
+
+A loss averages over everything in a sample (pixels, tokens, labels), so that every sample counts the same, and returns
+a tensor of shape [n]. Engines average over the samples of a batch. Positions whose integer target is `IGNORED` do not
+count; a sample with no other positions has a loss of zero.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from lamina.errors import BadInput, unknown
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+IGNORED = -100  # the integer target of a position that does not count, as in torch
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy of every sample.
+
+    Args:
+        outputs: logits [n, classes, ...], the classes on axis 1.
+        targets: labels [n], integer maps [n, ...] (pixels, say), or soft labels of the outputs' shape.
+    """
+    return _classification(outputs, targets, 1)
+
+
+def token_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy of every sample; like `cross_entropy`, with the classes on the last axis.
+
+    Args:
+        outputs: logits [n, tokens, classes].
+        targets: integers [n, tokens].
+    """
+    return _classification(outputs, targets, -1)
+
+
+def causal_lm(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy of every sample's next tokens: outputs at position t predict the target at t + 1.
+
+    Args:
+        outputs: logits [n, tokens, vocabulary].
+        targets: the token ids [n, tokens] themselves, not shifted.
+    """
+    return _classification(*_next_tokens(outputs, targets), -1)
+
+
+def nll(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the negative log-likelihood of every sample: `cross_entropy` for a model that ends in log-softmax."""
+    _refuse_shapes("nll", outputs, targets, 1)
+    return _mean_over_positions(F.nll_loss(outputs, targets, reduction="none", ignore_index=IGNORED), targets)
+
+
+def bce(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the binary cross entropy of every sample.
+
+    Args:
+        outputs: logits of the targets' shape; [n, 1] fits [n].
+        targets: 0 and 1 (integers or floats), or probabilities; [n, labels] for several labels a sample.
+    """
+    return _binary(outputs, targets, None)
+
+
+def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the squared error of every sample [n], averaged over any further axes.
+
+    Outputs must have the shape of the targets, but last axes of length one do not count: [n, 1] fits [n].
+    """
+    return _per_sample((_like_targets("the squared error", outputs, targets) - targets) ** 2)
+
+
+def mean_absolute_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the absolute error of every sample; shapes as for `mean_squared_error`."""
+    return _per_sample((_like_targets("the absolute error", outputs, targets) - targets).abs())
+
+
+def huber(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the Huber loss of every sample, quadratic up to an error of 1 and linear beyond it.
+
+    Shapes as for `mean_squared_error`.
+    """
+    error = (_like_targets("the Huber loss", outputs, targets) - targets).abs()
+    return _per_sample(torch.where(error < 1, 0.5 * error**2, error - 0.5))
+
+
+class CrossEntropy(nn.Module):
+    """`cross_entropy` with class weights or label smoothing.
+
+    >>> loss = CrossEntropy(weight=[1.0, 5.0])
+    >>> loss(torch.zeros(2, 2), torch.tensor([0, 1])) / torch.tensor(2.0).log()
+    tensor([1., 5.])
+
+    Args:
+        weight: a factor per class. The losses are averaged over samples, not divided by the sum of the weights.
+        label_smoothing: the share of every target that is spread over all classes.
+        class_axis: the axis of the classes in the outputs; -1 for tokens.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self, weight: Sequence[float] | Tensor | None = None, label_smoothing: float = 0.0, class_axis: int = 1
+    ) -> None:
+        super().__init__()
+        if not 0 <= label_smoothing <= 1 or class_axis not in (1, -1):
+            raise BadInput(
+                f"CrossEntropy: label_smoothing = {label_smoothing} must lie in 0..1, and class_axis = {class_axis} be "
+                "1 or -1"
+            )
+        self.register_buffer("weight", _weights("CrossEntropy: weight", weight))
+        self.label_smoothing, self.class_axis = label_smoothing, class_axis
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of every sample."""
+        classes = outputs.shape[self.class_axis] if outputs.dim() > 1 else 1
+        if self.weight is not None and len(self.weight) != classes:
+            raise BadInput(f"CrossEntropy has {len(self.weight)} class weights, but the model has {classes} outputs")
+        return _classification(outputs, targets, self.class_axis, self.weight, self.label_smoothing)
+
+
+class BinaryCrossEntropy(nn.Module):
+    """`bce` with a factor on the loss of positive targets: a number, or one per label."""
+
+    positive_weight: Tensor
+
+    def __init__(self, positive_weight: float | Sequence[float] | Tensor) -> None:
+        super().__init__()
+        self.register_buffer("positive_weight", _weights("BinaryCrossEntropy: positive_weight", positive_weight))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of every sample."""
+        return _binary(outputs, targets, self.positive_weight)
+
+
+LOSSES: dict[str, Loss] = {
+    "cross_entropy": cross_entropy,
+    "token_cross_entropy": token_cross_entropy,
+    "causal_lm": causal_lm,
+    "nll": nll,
+    "bce": bce,
+    "mse": mean_squared_error,
+    "mae": mean_absolute_error,
+    "huber": huber,
+}
+# with these, the sign of an output says nothing about a class
+REGRESSION_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
+CLASS_AXES: dict[Loss, int] = {cross_entropy: 1, nll: 1, token_cross_entropy: -1, causal_lm: -1}
+
+
+def as_loss(loss: str | Loss) -> Loss:
+    """Return a loss by name, by "module:function", or the function itself."""
+    if not isinstance(loss, str):
+        return loss
+    if loss in LOSSES:
+        return LOSSES[loss]
+    module, colon, name = loss.partition(":")
+    if not colon:
+        raise unknown("loss", loss, LOSSES)
+    try:
+        function: Loss = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInput(f"cannot load the loss '{loss}': {reason}") from error
+    if not callable(function):
+        raise BadInput(f"loss = '{loss}' is not a function of (outputs, targets)")
+    return function
+
+
+def class_axis(loss: Loss) -> int | None:
+    """Return the axis of the outputs that holds the classes; None for a loss that says nothing about it."""
+    if isinstance(loss, CrossEntropy):
+        return loss.class_axis
+    return next((axis for known, axis in CLASS_AXES.items() if known is loss), None)
+
+
+def is_regression(loss: Loss) -> bool:
+    """Return whether the loss measures distances, even if the targets are integers."""
+    is_known = any(loss is known for known in (mean_squared_error, mean_absolute_error, huber))
+    return is_known or isinstance(loss, REGRESSION_MODULES)
+
+
+def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor | None:
+    """Return the share of right predictions in every sample of integer targets [n, ...], or None if there is none.
+
+    The prediction is the largest of at least `classes` outputs; with `bce`, and for a single output and labels 0 and 1,
+    it is the output's sign.
+    """
+    if is_regression(loss):
+        return None
+    is_binary = loss is bce or isinstance(loss, BinaryCrossEntropy)
+    axis = class_axis(loss)
+    if is_binary or (axis is None and targets.dim() == 1 and shape(outputs) == (len(targets),)):
+        if classes > 2 or shape(outputs) != shape(targets):
+            return None
+        right = (outputs.reshape(targets.shape) > 0) == (targets == 1)
+    elif axis is None and (targets.dim() > 1 or outputs.dim() != 2):
+        return None
+    else:
+        if loss is causal_lm:
+            outputs, targets = _next_tokens(outputs, targets)
+        axis = 1 if axis is None else axis
+        if outputs.dim() != targets.dim() + 1 or outputs.shape[axis] < classes:
+            return None
+        right = outputs.argmax(axis) == targets
+    return _mean_over_positions(right.float(), targets)
+
+
+def shape(values: Tensor) -> tuple[int, ...]:
+    """Return the shape without last axes of length one, but always with the samples' axis."""
+    sizes = tuple(values.shape)
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes = sizes[:-1]
+    return sizes
+
+
+def _classification(
+    outputs: Tensor, targets: Tensor, axis: int, weight: Tensor | None = None, smoothing: float = 0.0
+) -> Tensor:
+    if axis == -1 and outputs.dim() > 2:
+        outputs = outputs.movedim(-1, 1)
+        targets = targets.movedim(-1, 1) if targets.is_floating_point() else targets
+    _refuse_shapes("cross_entropy", outputs, targets, axis)
+    targets = targets.to(outputs.dtype) if targets.is_floating_point() else targets
+    losses = F.cross_entropy(
+        outputs, targets, weight, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
+    )  # fmt: skip
+    return _mean_over_positions(losses, targets)
+
+
+def _binary(outputs: Tensor, targets: Tensor, positive_weight: Tensor | None) -> Tensor:
+    outputs = _like_targets("the binary cross entropy", outputs, targets)
+    losses = F.binary_cross_entropy_with_logits(
+        outputs, targets.clamp(min=0).to(outputs.dtype), pos_weight=positive_weight, reduction="none"
+    )
+    return _mean_over_positions(losses, targets)
+
+
+def _next_tokens(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    if outputs.dim() != 3 or outputs.shape[:2] != targets.shape or targets.shape[1] < 2:
+        raise BadInput(
+            "causal_lm needs outputs [tokens, vocabulary] and targets [tokens] of at least two tokens a sample, but a "
+            f"sample has outputs of shape {list(outputs.shape[1:])} and targets of shape {list(targets.shape[1:])}"
+        )
+    return outputs[:, :-1], targets[:, 1:]
+
+
+def _mean_over_positions(losses: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean [n] over every sample's positions whose target counts."""
+    if losses.dim() == 1:
+        return losses
+    if targets.is_floating_point():
+        return _per_sample(losses)
+    counts = (targets != IGNORED).reshape(losses.shape)
+    return torch.where(counts, losses, 0.0).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)
+
+
+def _per_sample(losses: Tensor) -> Tensor:
+    return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+
+
+def _like_targets(what: str, outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the outputs in the shape of the targets, from which only last axes of length one may differ."""
+    if shape(outputs) != shape(targets):
+        raise BadInput(
+            f"{what} needs outputs of the targets' shape, but a sample has outputs of shape "
+            f"{list(outputs.shape[1:])} and targets of shape {list(targets.shape[1:])}"
+        )
+    return outputs.reshape(targets.shape)
+
+
+def _refuse_shapes(name: str, outputs: Tensor, targets: Tensor, axis: int) -> None:
+    """Refuse targets that are neither labels [n, ...] nor soft labels of the outputs' shape [n, classes, ...]."""
+    sizes = tuple(outputs.shape)
+    if targets.is_floating_point() and name != "nll":
+        fits, wanted = sizes == tuple(targets.shape), "soft labels of the outputs' shape"
+    else:
+        fits, wanted = (sizes[0], *sizes[2:]) == tuple(targets.shape), "one integer target per position"
+        fits = fits and not targets.is_floating_point()
+    if outputs.dim() > 1 and fits:
+        return
+    hint = ""
+    if axis == 1 and sizes[:-1] == tuple(targets.shape):
+        hint = "; the classes are on the last axis: use loss='token_cross_entropy' or 'causal_lm'"
+    given = f"{list(targets.shape[1:])} ({str(targets.dtype).removeprefix('torch.')})"
+    raise BadInput(
+        f"{name} needs outputs with a class axis and {wanted}, but a sample has outputs of shape "
+        f"{list(sizes[1:])} and targets of shape {given}{hint}"
+    )
+
+
+def _weights(what: str, values: float | Sequence[float] | Tensor | None) -> Tensor | None:
+    if values is None:
+        return None
+    weights = torch.as_tensor(values, dtype=torch.get_default_dtype())
+    if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
+        raise BadInput(f"{what} must hold finite numbers of at least 0")
+    return weights

@@ -1,0 +1,135 @@
+"""One small problem per kind of input, target and model output, for the tests of all engines."""
+
+import torch
+from torch import nn
+
+import lamina
+
+PARTS = [list(range(7)), list(range(7, 12)), list(range(12, 24))]  # ragged
+SAMPLES = 24
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def integers(most, *shape):
+    return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(2))
+
+
+class TwoInputs(nn.Module):
+    """A tuple of inputs, the second of which are integers; a tuple out."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(5, 3), nn.Linear(7, 3)
+
+    def forward(self, numbers, kind):
+        hidden = torch.cat([numbers, self.table(kind)], 1)
+        return self.head(hidden), hidden
+
+
+class Text(nn.Module):
+    """Token ids and a mask by name; the mean over real tokens; an object with .logits, or a dict of it."""
+
+    def __init__(self, as_dict):
+        super().__init__()
+        self.table, self.head, self.as_dict = nn.Embedding(9, 4), nn.Linear(4, 2), as_dict
+
+    def forward(self, input_ids, attention_mask=None):
+        mask = attention_mask.unsqueeze(2).to(self.head.weight.dtype)
+        logits = self.head((self.table(input_ids) * mask).sum(1) / mask.sum(1).clamp(min=1))
+        return {"logits": logits} if self.as_dict else Result(logits)
+
+
+class Result:
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Tokens(nn.Module):
+    """Logits [n, tokens, vocabulary]."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 4), nn.Linear(4, words)
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.table(ids)))
+
+
+def ignored(targets):
+    """Some positions without a class, and one sample with none at all."""
+    targets = targets.clone()
+    targets.flatten(1)[:, ::3] = -100
+    targets[5] = -100
+    return targets
+
+
+def sequences():
+    return [integers(8, 2 + i % 4).tolist() for i in range(SAMPLES)]
+
+
+def text_data():
+    return lamina.Dataset({"input_ids": sequences()}, ["spam" if i % 3 else "ham" for i in range(SAMPLES)])
+
+
+def conv(out):
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, out, 1))
+
+
+def linear(out):
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, out))
+
+
+def own_loss(outputs, targets):
+    """The pinball loss of the 0.9 quantile."""
+    error = targets - outputs.squeeze(1)
+    return torch.maximum(0.9 * error, -0.1 * error)
+
+
+KINDS = {
+    "tuple": (TwoInputs, lambda: ((draw(SAMPLES, 4), integers(5, SAMPLES)), integers(3, SAMPLES)), "cross_entropy"),
+    "dict": (lambda: Text(False), text_data, "cross_entropy"),
+    "dict_out": (lambda: Text(True), text_data, lamina.losses.CrossEntropy(weight=[1.0, 3.0], label_smoothing=0.1)),
+    "segmentation": (
+        lambda: conv(3), lambda: (draw(SAMPLES, 2, 5, 5), ignored(integers(3, SAMPLES, 5, 5))), "cross_entropy"
+    ),
+    "weighted_maps": (
+        lambda: conv(3), lambda: (draw(SAMPLES, 2, 5, 5), ignored(integers(3, SAMPLES, 5, 5))),
+        lamina.losses.CrossEntropy(weight=[1.0, 2.0, 0.5]),
+    ),
+    "binary_maps": (
+        lambda: conv(1), lambda: (draw(SAMPLES, 2, 5, 5), ignored(integers(2, SAMPLES, 1, 5, 5))), "bce"
+    ),
+    "tokens": (
+        lambda: Tokens(4), lambda: (integers(9, SAMPLES, 6), ignored(integers(4, SAMPLES, 6))), "token_cross_entropy"
+    ),
+    "causal_lm": (lambda: Tokens(9), lambda: (integers(9, SAMPLES, 6), integers(9, SAMPLES, 6)), "causal_lm"),
+    "padded_lm": (lambda: Tokens(9), lambda: (sequences(), sequences()), "causal_lm"),
+    "soft": (lambda: linear(3), lambda: (draw(SAMPLES, 4), draw(SAMPLES, 3).softmax(1)), "cross_entropy"),
+    "multi_label": (
+        lambda: linear(3), lambda: (draw(SAMPLES, 4), integers(2, SAMPLES, 3)),
+        lamina.losses.BinaryCrossEntropy([1.0, 2.0, 4.0]),
+    ),
+    "nll": (
+        lambda: nn.Sequential(linear(3), nn.LogSoftmax(1)), lambda: (draw(SAMPLES, 4), integers(3, SAMPLES)), "nll"
+    ),
+    "mae": (lambda: linear(2), lambda: (draw(SAMPLES, 4), draw(SAMPLES, 2)), "mae"),
+    "huber": (lambda: linear(1), lambda: (draw(SAMPLES, 4), 3 * draw(SAMPLES)), "huber"),
+    "own": (lambda: linear(1), lambda: (draw(SAMPLES, 4), draw(SAMPLES)), own_loss),
+}  # fmt: skip
+
+
+def model(kind):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return KINDS[kind][0]().double()
+
+
+def simulation(kind, engine="stacked", algorithm="fedlada", **settings):
+    _, data, loss = KINDS[kind]
+    return lamina.Simulation(
+        model(kind), data(), algorithm, test=data(), clients=PARTS, loss=loss, engine=engine, device="cpu",
+        **{"batch_size": 4, "participation": 0.7, "lr": 0.05, "seed": 3, **settings},
+    )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Losses: one value per sample, by name or of your own, and one line for what does not fit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import lamina
+from kinds import Text, Tokens, TwoInputs, conv, draw, integers, linear
+from lamina import losses
+
+X, Y = draw(12, 4), integers(3, 12)
+LOGITS, MAP = draw(2, 3, 4, 4), integers(3, 2, 4, 4)
+
+
+def simulate(model, data, **settings):
+    return lamina.Simulation(model.double(), data, "fedavg", clients=2, device="cpu", **settings)
+
+
+def test_positions_that_do_not_count_leave_the_mean_of_the_sample():
+    targets = MAP.clone()
+    targets[0, :2] = -100
+    targets[1] = -100
+    found = losses.cross_entropy(LOGITS, targets)
+    expected = F.cross_entropy(LOGITS[:1, :, 2:], targets[:1, 2:])  # torch's mean over what counts
+    torch.testing.assert_close(found, torch.stack([expected, torch.zeros_like(expected)]))
+
+
+def test_torchs_own_losses_agree():
+    soft, weight = LOGITS[:, :, 0, 0].softmax(1), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    outputs, labels, tokens = LOGITS[:, :, 0, 0], MAP[:, 0, 0], MAP[:, 0]
+    pairs = [
+        (losses.cross_entropy(outputs, labels), F.cross_entropy(outputs, labels)),
+        (losses.cross_entropy(outputs, soft), F.cross_entropy(outputs, soft)),
+        (losses.token_cross_entropy(LOGITS[:, :, 0].mT, tokens), F.cross_entropy(LOGITS[:, :, 0], tokens)),
+        (losses.causal_lm(LOGITS[:, :, 0].mT, tokens), F.cross_entropy(LOGITS[:, :, 0, :-1], tokens[:, 1:])),
+        (losses.nll(outputs.log_softmax(1), labels), F.cross_entropy(outputs, labels)),
+        (losses.bce(outputs, soft), F.binary_cross_entropy_with_logits(outputs, soft)),
+        (losses.mean_absolute_error(outputs, soft), F.l1_loss(outputs, soft)),
+        (losses.huber(3 * outputs, soft), F.huber_loss(3 * outputs, soft)),
+        (
+            losses.CrossEntropy(weight, label_smoothing=0.2).double()(outputs, labels),
+            F.cross_entropy(outputs, labels, weight, label_smoothing=0.2, reduction="none").mean(),
+        ),
+        (
+            losses.BinaryCrossEntropy([1.0, 2.0, 3.0]).double()(outputs, soft),
+            F.binary_cross_entropy_with_logits(outputs, soft, pos_weight=weight),
+        ),
+    ]
+    for found, expected in pairs:
+        assert found.shape == (2,)
+        torch.testing.assert_close(found.mean(), expected)
+
+
+def test_accuracy_is_the_share_of_positions_that_are_right():
+    right = F.one_hot(MAP, 3).movedim(-1, 1).double()
+    half = MAP.clone()
+    half[:, :2] = (half[:, :2] + 1) % 3
+    assert losses.hits(losses.cross_entropy, right, half, 3).tolist() == [0.5, 0.5]
+    half[:, :2] = -100
+    assert losses.hits(losses.cross_entropy, right, half, 3).tolist() == [1.0, 1.0]
+    assert losses.hits(losses.bce, torch.tensor([[-1.0, 2.0]]), torch.tensor([[0, 0]]), 2).tolist() == [0.5]
+    assert losses.hits(losses.huber, right, MAP, 3) is None
+
+
+def test_a_loss_of_ones_own_is_found_by_name():
+    run = simulate(linear(1), (X, draw(12)), loss="kinds:own_loss")
+    assert run.objective.loss.__name__ == "own_loss"
+
+
+@pytest.mark.parametrize("make", [lambda t: t, lambda t: (t, "hidden"), lambda t: {"logits": t}, lambda t: [t]])
+def test_outputs_may_be_wrapped(make):
+    class Wrapped(nn.Linear):
+        def forward(self, input):
+            return make(super().forward(input))
+
+    assert simulate(Wrapped(4, 3), (X, Y)).run(1)[0]["round"] == 1
+
+
+class NoTensor(nn.Linear):
+    def forward(self, input):
+        return {"hidden": super().forward(input)}
+
+
+def one_number(outputs, targets):
+    return (outputs[:, 0] - targets).mean()
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: simulate(Text(True), ({"ids": integers(8, 12, 3), "attention_mask": X}, Y % 2)),
+     r"an input 'ids', which the model's forward does not take.*it takes input_ids, attention_mask"),
+    (lambda: simulate(TwoInputs(), ({"numbers": X}, Y)), "the train data lack the input 'kind'.*they have numbers"),
+    (lambda: simulate(TwoInputs(), (X, Y)), "cannot take the train data"),
+    (lambda: simulate(NoTensor(4, 3), (X, Y)), "returns a dict without outputs.*tuple.*'logits'"),
+    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), Y)), "one integer target per position.*targets of shape"),
+    (lambda: simulate(Tokens(5), (integers(9, 12, 6), integers(5, 12, 6))), "use loss='token_cross_entropy'"),
+    (lambda: simulate(Tokens(5), (integers(9, 12, 3), integers(5, 12, 3))), "or loss='token_cross_entropy'"),
+    (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),
+    (lambda: simulate(linear(3), (X, draw(12, 2)), loss="nll"), "nll needs .* one integer target"),
+    (lambda: simulate(linear(3), (X, Y), loss="bce"), "the binary cross entropy needs outputs of the targets' shape"),
+    (lambda: simulate(linear(3), (X, Y), loss="causal_lm"), "causal_lm needs outputs"),
+    (lambda: simulate(linear(3), (X, Y), loss=losses.CrossEntropy([1.0, 2.0])), "2 class weights, but .* 3 outputs"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=one_number), "one value per sample"),
+    (lambda: simulate(linear(3), (X, Y), loss="kinds:no_such"), "cannot load the loss 'kinds:no_such'"),
+    (lambda: simulate(linear(3), (X, Y), loss="hubert"), "did you mean 'huber'"),
+    (lambda: losses.CrossEntropy([1.0, -1.0]), "finite numbers of at least 0"),
+    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4)), augmentation=lamina.data.Augment()),
+     "augmentation moves the pixels of x"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_in_one_line(make, message):
+    with pytest.raises(lamina.BadInput, match=message) as refused:
+        make()
+    assert "\n" not in str(refused.value)
