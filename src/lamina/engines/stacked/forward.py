@@ -135,14 +135,7 @@ class StackedForward:
     ) -> Tensor:  # fmt: skip
         """Return the losses of all samples [C, B]."""
         clients, batch = targets.shape[:2]
-<<<<<<< HEAD
-        inputs = inputs.flatten(0, 1)
-        if self.precision == "bf16" and inputs.is_floating_point():
-            inputs = inputs.bfloat16()
-=======
-        fixed = self.rounded({n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()})
         args, kwargs = arguments(map_batch(self._folded, inputs))
->>>>>>> h-q
         self.objective.set_mode(self.module, train)
         for layer in self.batch_norms:
             layer.sample_mask = mask  # type: ignore[assignment]
@@ -157,7 +150,6 @@ class StackedForward:
         losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
         return losses.reshape(clients, batch)
 
-<<<<<<< HEAD
     def frozen(self) -> Parameters:
         """Return the frozen parameters in the type that the pass uses; rounded once, not in every step."""
         if self.precision not in self._frozen:
@@ -170,12 +162,11 @@ class StackedForward:
                 n: p.bfloat16() if rounded.get(n) else p for n, p in self.objective.frozen.items()
             }
         return self._frozen[self.precision]
-=======
+
     def _folded(self, values: Tensor) -> Tensor:
         """Return inputs [C, B, ...] as one batch [C * B, ...] in the precision of the pass."""
         values = values.flatten(0, 1)
         return values.bfloat16() if self.precision == "bf16" and values.is_floating_point() else values
->>>>>>> h-q
 
 
 class VmapForward:
