@@ -136,6 +136,8 @@ def deal_again(curves: Sequence[Curve]) -> tuple[list[Dealt], list[str]]:
 
 def _deal(run: Record) -> Dealt:
     data = run.config["data"]
+    if "content" in data or "content" in data.get("partition", {}):
+        raise BadInput("the data or the partition were passed from Python as objects")
     needed = {key: data[key] for key in ("name", "dir", "clients", "partition") if key in data}
     experiment = parse({"data": needed, "train": {"seed": run.seed}}, source=folder_name(run))
     partition = build_partition(experiment)

@@ -185,6 +185,16 @@ def _data_digest(data: Dataset) -> str:
     return _data_digests[data]
 
 
+def dataset_digest(data: Dataset) -> str:
+    """Return a digest of a data set's samples, labels and normalisation, the same on every device."""
+    return _data_digest(data)
+
+
+def structure_digest(objective: Objective) -> str:
+    """Return a digest of a model's layers, plain attributes and frozen weights; trainable weights do not count."""
+    return _hash([_model_digest(objective), objective.attributes, sorted(objective.always_evaluated)])
+
+
 def content_digest(values: Tensor) -> str:
     """Return a digest of a tensor's type, shape and bytes that is the same on every device.
 
