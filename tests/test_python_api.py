@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import call
 from torch import nn
 
 import lamina
+from helpers import call
 from lamina import progress
 from lamina.experiment.records import read_record
 from lamina.progress import Bars, IntervalLines, NotebookBars
