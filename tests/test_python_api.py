@@ -306,3 +306,8 @@ def test_a_log_gets_lines_at_intervals(monkeypatch):
         clock[0] += 31
         log.round_finished({"round": number, "train_loss": 1.0})
     assert len(lines) == 1  # after a minute
+
+
+def test_a_population_refuses_folders(tmp_path):
+    with pytest.raises(lamina.BadInput, match="a population writes no folders"):
+        lamina.Population([simulate(out=tmp_path / "r"), simulate()])

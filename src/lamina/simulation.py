@@ -90,7 +90,7 @@ class Simulation:
         client_metrics: also report the accuracy on every client's own data (mean and worst 10 %).
         trust_ratios: also report the trust ratios of the layer-wise methods, of every client's last local step.
         out: a folder for the records, checkpoints and the trained model, as `lamina run` writes it. A simulation with
-            the same arguments and folder resumes there: the rounds that the folder holds are not trained again.
+            the same arguments and folder resumes there: `run` does not train the rounds again that the folder holds.
         overwrite: whether `run` may replace an earlier run in the folder.
     """
 
@@ -168,15 +168,16 @@ class Simulation:
         self._planned: Round | None = None  # the next round's plan, if it was computed ahead
         self._requested = 0  # rounds, by all calls of `run`
         self._recorder: Recorder | None = None
-        if out is not None:
+        self.out = None if out is None else checked_path(out, "out")
+        if self.out is not None:
             from lamina.experiment.recorder import Recorder  # here: it imports this module
 
             self._recorder = Recorder(
-                checked_path(out, "out"),
+                self.out,
                 overwrite=overwrite,
                 model=model,
-                data=train,
-                test=test,
+                data=train if isinstance(train, str) else train_data,  # converted only once
+                test=test if isinstance(train, str) else test_data,
                 algorithm=self.algorithm,
                 clients=clients,
                 partition=partition,

@@ -33,7 +33,8 @@ class Objects:
     data: Splits | None = None
     model: nn.Module | Factory | None = None  # a module, or a function that returns a new one
     partition: Partition | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the protocol: schedule, aggregation, loss
+    settings: Mapping[str, Any] = field(default_factory=dict)  # of the protocol: schedule, aggregation, loss, …
+    _model_digests: dict[str, str] = field(default_factory=dict)  # by the model's options
 
     @property
     def is_empty(self) -> bool:
@@ -46,13 +47,16 @@ class Objects:
             config["data"]["content"] = self._data_digest(config["data"]["partition"].get("column"))
         if self.model is not None:
             options = {key: value for key, value in config["model"].items() if key != "name"}
-            config["model"]["content"] = self._model_digest(simulation, options)
+            key = json.dumps(options, default=str)
+            if key not in self._model_digests:
+                self._model_digests[key] = self._model_digest(simulation, options)
+            config["model"]["content"] = self._model_digests[key]
         if self.partition is not None:
             config["data"]["partition"]["content"] = function_digest(self.partition)[:16]
-        loss = self.settings.get("loss")
-        if loss is not None:
-            config["train"]["loss"] = function_name(loss)
-            config["train"]["loss_content"] = _digest([function_digest(loss), code_facts(loss)])
+        for key, value in self.settings.items():
+            if key not in ("schedule", "aggregation"):  # which have a section of their own
+                config["train"][key] = function_name(value)
+                config["train"][f"{key}_content"] = _digest([function_digest(value), code_facts(value)])
 
     def _data_digest(self, column: str | None) -> str:
         """Return a digest of the given data, before any are held out, and of the column that names the clients."""

@@ -147,12 +147,12 @@ def _set(tree: dict[str, Table], own: Table, key: str, value: Any) -> None:
         if type(value) not in aggregation.AGGREGATIONS.values():
             own[key] = value
         value = {"name": aggregation.name_of(value), **_fields(value)}
-    elif key == "loss" and callable(value):
-        own[key], value = value, None
     elif isinstance(value, torch.device):
         value = str(value)
     elif isinstance(value, np.generic):
         value = value.item()
+    elif section == "train" and not isinstance(value, str | int | float | list | tuple | Mapping):  # a loss function
+        own[key], value = value, None
     if value is not None:
         tree[section][key] = value
 

@@ -17,7 +17,7 @@ from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Train
 from lamina.experiment.python import algorithm_section, describe
 from lamina.experiment.recorder import kept_threads
-from lamina.experiment.records import find_records
+from lamina.experiment.records import Record, find_records
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Job, Trials, refuse_all_diverged
 from lamina.experiment.tune import Tuning
@@ -250,7 +250,11 @@ def compare(
                 state = "tuning" if job.tuning else "running"
                 bars.update(job.algorithm, row, state=state, completed=row["round"], total=job.rounds)
 
-            comparison.on_round = show
+            def show_end(job: Job, record: Record) -> None:
+                if not job.tuning:
+                    bars.update(job.algorithm, state="done", completed=len(record.history), total=job.rounds)
+
+            comparison.on_round, comparison.on_end = show, show_end
             comparison.run()
     refuse_all_diverged(comparison.entries)
     return ComparisonResult(comparison, temporary)
