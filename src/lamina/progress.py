@@ -67,6 +67,22 @@ class Bars:
         self._bars.update(self._tasks[name], **changes)
 
 
+class NoBars(Bars):
+    """Bars that are not shown, and cost nothing."""
+
+    def __init__(self) -> None:
+        self.live = False
+
+    def __enter__(self) -> NoBars:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, name: str, row: Row | None = None, **changes: Any) -> None:
+        """Do nothing."""
+
+
 class NotebookBars(Bars):
     """The same bars as HTML in a notebook's output; rich would need ipywidgets for them."""
 
@@ -123,8 +139,9 @@ def python_bars(names: Iterable[str], progress: bool | None, **options: Any) -> 
     """Return bars for the Python API; `progress` is None for bars in a terminal or notebook only."""
     if in_notebook() and progress is not False:
         return NotebookBars(names, **options)
-    console = Console(stderr=True, force_terminal=progress or None)
-    return Bars(names, console, is_shown=console.is_terminal if progress is None else progress, **options)
+    if progress is None:
+        progress = sys.stderr is not None and sys.stderr.isatty()
+    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=True, **options) if progress else NoBars()
 
 
 class IntervalLines:
