@@ -1,4 +1,4 @@
-"""The part that all contenders share: arguments, a stopwatch and the line to print. It needs numpy only."""
+"""What all contenders share: arguments, a stopwatch, and the line with the result. It imports only numpy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import workloads
 
-RESULT = "RESULT "  # starts the one line that the table is made from; libraries print what they like beside it
+RESULT = "RESULT "  # the start of the line that speed.py reads; libraries may print other lines
 JUDGED_SAMPLES = 2000
 
 
 def arguments() -> argparse.Namespace:
+    """Parse the command line of a contender."""
     parser = argparse.ArgumentParser()
     parser.add_argument("workload", choices=list(workloads.WORKLOADS))
     parser.add_argument("--data", type=Path, required=True, help="folder that workloads.save wrote to")
@@ -30,13 +31,14 @@ def arguments() -> argparse.Namespace:
 
 
 class Stopwatch:
-    """A stopwatch that starts at once; `lap` ends the set-up, then every round."""
+    """A stopwatch that starts when it is created. The first lap is the set-up; each later lap is a round."""
 
     def __init__(self, device: str) -> None:
         self.on_gpu = device.startswith("cuda")
         self.times = [time.perf_counter()]
 
     def lap(self) -> None:
+        """End a lap; on a GPU, wait for its work first."""
         if self.on_gpu:
             import torch
 
@@ -45,11 +47,12 @@ class Stopwatch:
 
     @property
     def seconds(self) -> list[float]:
+        """The duration of every lap."""
         return np.diff(self.times).tolist()
 
 
 def accuracy(predict: Callable[[np.ndarray], np.ndarray], x: np.ndarray, y: np.ndarray) -> float:
-    """Return the accuracy on a few training samples after the last round: proof that the contender trained."""
+    """Return the accuracy on a few training samples, which shows that the contender trained."""
     return float(np.mean(predict(workloads.normalised(x[:JUDGED_SAMPLES])) == y[:JUDGED_SAMPLES]))
 
 
@@ -76,7 +79,7 @@ def report(
     version: str,
     **more: Any,
 ) -> None:
-    """Print the result. `samples`: processed in one round, as counted rather than as intended."""
+    """Print the result. `samples` is the mean number of samples that a round processed, as counted."""
     setup, *rounds = watch.seconds
     assert len(rounds) == a.warmup + a.rounds, f"{len(rounds)} rounds were run, not {a.warmup + a.rounds}"
     result = {"setup": setup, "warmup": rounds[: a.warmup], "seconds": rounds[a.warmup :], "parameters": parameters}

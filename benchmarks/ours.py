@@ -10,6 +10,7 @@ import lamina
 
 
 def main() -> None:
+    """Run lamina and print its result."""
     a = contender.arguments()
     torch.set_num_threads(a.threads)
     w, stored = workloads.WORKLOADS[a.workload], workloads.load(a.workload, a.data)
@@ -28,18 +29,15 @@ def main() -> None:
         runner.run(1)
         watch.lap()
 
-    # a member that diverged stands still, and its samples are missing here: the table then shows the mismatch
-    last = [m.plan.round(m.state.round) for m in members if m.state.round == a.warmup + a.rounds]
-    processed = sum(
-        len(plan.batch(c, k)) for plan in last for c in range(len(plan.cohort)) for k in range(plan.steps[c])
-    )
+    # A member that diverged has finished fewer rounds: the table then says that it did other work.
+    processed = sum(int(m.plan.round(number).filled.sum()) for m in members for number in range(1, m.state.round + 1))
     engine = members[0].engine
-    judged = members[len(members) // 2].model  # of a population: a middle rate
+    judged = members[len(members) // 2].model  # in a population: one with a middle rate
     contender.report(
         a,
         watch,
         parameters=sum(p.numel() for p in judged.parameters()),
-        samples=processed,
+        samples=processed / (a.warmup + a.rounds),
         accuracy=contender.accuracy(contender.torch_predict(judged), *stored),
         version=f"lamina {lamina.__version__}, torch {torch.__version__}",
         engine=engine.forward.name if hasattr(engine, "forward") else "loop",

@@ -1,7 +1,7 @@
-"""The loop that a user would write: one client after another, torch.optim.SGD for every workload, averaging.
+"""The plain PyTorch loop: one client after another with torch.optim.SGD, then the mean of their weights.
 
-Images are normalised once, beforehand, unless they are augmented. torch's own defaults: on a GPU, its convolutions
-use TF32.
+It trains the clients that lamina's round plan selects. Images are normalised once, beforehand, unless they are
+augmented. torch keeps its defaults: on a GPU, convolutions use TF32.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lamina.data.feed import Augment, prepare
 
 
 def main() -> None:
+    """Run the loop and print its result."""
     a = contender.arguments()
     torch.set_num_threads(a.threads)
     torch.manual_seed(0)
@@ -30,10 +31,11 @@ def main() -> None:
     model = workloads.model(w).to(a.device)
     local, generator, processed = copy.deepcopy(model), np.random.default_rng(0), 0
     watch.lap()
-    for _ in range(a.warmup + a.rounds):
+    for number in range(1, a.warmup + a.rounds + 1):
+        cohort = workloads.cohort(w, number)
         start = model.state_dict()
         mean = {k: torch.zeros_like(v) for k, v in start.items()}
-        for user in generator.choice(w.users, w.active, replace=False):
+        for user in cohort:
             local.load_state_dict(start)
             local.train()
             optimiser = torch.optim.SGD(local.parameters(), lr=w.lr)
@@ -47,10 +49,12 @@ def main() -> None:
                         images = prepare(images, pixel_mean, pixel_std)
                     optimiser.zero_grad()
                     F.cross_entropy(local(images), y[batch]).backward()
+                    if w.clip is not None:
+                        torch.nn.utils.clip_grad_norm_(local.parameters(), w.clip)
                     optimiser.step()
                     processed += len(batch)
             for k, v in local.state_dict().items():
-                mean[k] += v / w.active
+                mean[k] += v / len(cohort)
         model.load_state_dict(mean)
         watch.lap()
 

@@ -1,12 +1,12 @@
-"""Seconds per round: lamina, its peers and a plain PyTorch loop in one table, in one sitting, on the same work.
+"""Measure the seconds per round of lamina, its peers and a plain PyTorch loop on the same work; print one table.
 
-    python benchmarks/speed.py --install                # the peers' environments, once
-    python benchmarks/speed.py                          # on a CPU: W1 and W2, one thread each
+    python benchmarks/speed.py --install                # once: install the peers, each in its own environment
+    python benchmarks/speed.py                          # on a CPU: W1 and W2 with one thread
     python benchmarks/speed.py W2 --only pfl,lamina --rounds 3 --json w2.json
-    python benchmarks/speed.py --device cuda            # W1 to W4, fp32 and bf16
+    python benchmarks/speed.py --device cuda            # W1 to W5; lamina in fp32 and bf16
 
-One process at a time, each contender between two runs of the plain loop; warm-up rounds are left out. README.md beside
-this file says how the comparison is kept fair.
+Contenders run one at a time, each between two runs of the plain loop. Warm-up rounds are not counted. README.md in this
+folder says how the comparison is kept fair.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from contender import RESULT
 from peers.install import BENCHMARKS, REQUIREMENTS, install, interpreter
 
 PEER_WORKLOADS = ("W1", "W2")
-PEERS_ON_GPU = ("pfl",)
-FORCED_ON_CPU = {"W1": "stacked", "W2": "loop"}  # the engine that the automatic choice does not take
-PROJECTED = {"W1": 1500, "W4": 100}  # rounds of a whole experiment
-MOST_EXTRA_SAMPLES = 0.02  # how much more or less than the others a contender may process
+PEERS_ON_GPU = ("pfl", "blazefl")
+OTHER_ENGINE_ON_CPU = {"W1": "stacked", "W2": "loop"}  # a second engine to measure
+PROJECTED_ROUNDS = {"W1": 1500, "W4": 100, "W5": 20}
+MAX_SAMPLE_DIFFERENCE = 0.02  # relative to the plan's
 COLUMNS = "{:9} {:24} {:>11} {:>14} {:>10} {:>7} {:>9} {:>8} {:>7}"
 
 
 @dataclass(frozen=True)
 class Contender:
-    family: str  # plain, lamina, or a peer
+    """A module to run, and what the table calls it."""
+
+    family: str  # "plain", "lamina", or the name of a peer
     label: str
     module: str
     options: tuple[str, ...] = ()
@@ -51,14 +53,15 @@ class Row:
 
     workload: str
     contender: str
-    problem: str = ""  # not installed, failed, or other work than the plain loop's
-    note: str = ""  # the whole story of the problem, or what else a reader should know
-    seconds: float | None = None  # median of a round
-    plain: float | None = None  # the plain loop's, mean of the runs just before and after
-    start: float | None = None  # what the first rounds and setting up took beyond the later rounds
+    problem: str = ""  # not installed, failed, or did other work
+    note: str = ""  # the details, printed below the table
+    seconds: float | None = None  # the median of the timed rounds
+    plain: float | None = None  # the plain loop's seconds: the mean of the runs just before and after
+    start: float | None = None  # the set-up, and the time by which the warm-up exceeds later rounds
     result: dict[str, Any] = field(default_factory=dict)
 
     def line(self) -> str:
+        """Return the row as a line of the table."""
         if self.seconds is None:
             return f"{self.workload:9} {self.contender:24} {self.problem}"
         ratio, speed_up = ("", "") if self.plain is None else (self.seconds / self.plain, self.plain / self.seconds)
@@ -77,39 +80,40 @@ def _digits(value: float | str, digits: int) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}f}"
 
 
-# --- who runs what ----------------------------------------------------------------------------------------------
+# --- contenders -----------------------------------------------------------------------------------------------
 
 
 def contenders(workload: str, a: argparse.Namespace) -> list[Contender]:
+    """Return the chosen contenders of a workload, without the plain loop."""
     ours = [Contender("lamina", f"lamina {p}", "ours", ("--precision", p)) for p in a.precision]
-    if not a.on_gpu and workload in FORCED_ON_CPU:
-        engine = FORCED_ON_CPU[workload]
+    if not a.on_gpu and workload in OTHER_ENGINE_ON_CPU:
+        engine = OTHER_ENGINE_ON_CPU[workload]
         ours.append(Contender("lamina", f"lamina fp32, {engine}", "ours", ("--engine", engine)))
     peers = [Contender(p, p, f"peers.{p}") for p in (PEERS_ON_GPU if a.on_gpu else REQUIREMENTS)]
     return [c for c in ours + (peers if workload in PEER_WORKLOADS else []) if c.family in a.only]
 
 
 def run(contender: Contender, workload: str, data: Path, a: argparse.Namespace) -> Row:
-    """Run one contender in a process of its own."""
+    """Run one contender in a process of its own, and return its row of the table."""
     row = Row(workload, contender.label)
     installation = (Path(sys.executable), [BENCHMARKS.parent / "src"])
     if contender.family in REQUIREMENTS:
         installation = interpreter(contender.family)
     if installation is None:
         row.problem = f"not installed: python benchmarks/speed.py --install {contender.family}"
-        row.problem += " (or peers/carry_pfl.sh)" if a.on_gpu else ""
+        row.problem += " (or peers/carry.sh)" if a.on_gpu else ""
         return row
     python, folders = installation
     command = [python, "-m", contender.module, workload, "--data", data, "--device", a.device]
     command += ["--rounds", a.rounds, "--warmup", a.warmup, "--threads", a.threads, *contender.options]
     print(f"{workload}: {contender.label} …", end=" ", file=sys.stderr, flush=True)
-    # the folder also takes ray's and flwr's own files
+    # ray and flwr write their files to the same folder
     with tempfile.TemporaryDirectory(prefix="bench") as scratch, Path(scratch, "output").open("w+b") as output:
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=scratch,
             env=environment(a, [BENCHMARKS, *folders], scratch),
-            stdout=output,  # a file, not a pipe: a helper process that lives on would keep a pipe open
+            stdout=output,  # a pipe would stay open as long as any helper process lives
             stderr=subprocess.STDOUT,
             process_group=0,
         )
@@ -130,7 +134,7 @@ def run(contender: Contender, workload: str, data: Path, a: argparse.Namespace) 
 
 
 def environment(a: argparse.Namespace, path: list[Path], scratch: str) -> dict[str, str]:
-    """The same for every contender; most of it is read when a library is imported."""
+    """Return the environment variables of all contenders; libraries read most of them when they are imported."""
     n = str(a.threads)
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(str(folder) for folder in path),
@@ -138,7 +142,7 @@ def environment(a: argparse.Namespace, path: list[Path], scratch: str) -> dict[s
         "MKL_NUM_THREADS": n,
         "OPENBLAS_NUM_THREADS": n,
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads would slow their neighbours
-        "NPROC": n,  # the size of XLA's thread pools, which its flag alone does not bound
+        "NPROC": n,  # the size of XLA's thread pools, which XLA_FLAGS does not limit
         "XLA_FLAGS": f"--xla_cpu_multi_thread_eigen={str(a.threads > 1).lower()}",
         "PFL_PYTORCH_DEVICE": a.device,
         "FLWR_HOME": scratch,
@@ -147,18 +151,18 @@ def environment(a: argparse.Namespace, path: list[Path], scratch: str) -> dict[s
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_TMPDIR": scratch,
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_worker_niceness": "0",  # ray would give way to whatever else the machine does, the others would not
+        "RAY_worker_niceness": "0",  # ray's default is a lower priority than that of the other contenders
     }
 
 
 def end_group(group: int) -> None:
-    """End what a contender left behind (ray's helpers, after a crash or an interrupt)."""
+    """Kill the processes that a contender left behind, such as ray's after a crash."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
 
 
 def take(row: Row, result: dict[str, Any], contender: Contender, a: argparse.Namespace) -> None:
-    """Fill a row with what a contender reported, after checking that it did the same work."""
+    """Fill a row with a contender's result, and check that it did the work of the plan."""
     w = workloads.WORKLOADS[row.workload]
     scale = w.members if contender.family == "plain" else 1  # the plain loop runs one member of a population
     row.result = result | {"samples": result["samples"] * scale}
@@ -170,17 +174,17 @@ def take(row: Row, result: dict[str, Any], contender: Contender, a: argparse.Nam
     elif "engine" in result and "--engine" not in contender.options:
         row.contender += f" ({result['engine']})"
 
-    expected = w.samples * w.members
+    expected = w.samples(a.warmup + a.rounds) * w.members
     excess = row.result["samples"] / expected - 1
-    if result["parameters"] != w.parameters or abs(excess) > MOST_EXTRA_SAMPLES:
+    if result["parameters"] != w.parameters or abs(excess) > MAX_SAMPLE_DIFFERENCE:
         row.problem = "not the same work"
-        row.note = f"not {w.parameters:,} parameters and {expected:,} samples a round"
+        row.note = f"expected {w.parameters:,} parameters and {expected:,.0f} samples a round"
     elif excess:
         row.note = f"processes {100 * excess:+.1f} % samples"
 
 
 def one_workload(workload: str, data: Path, a: argparse.Namespace) -> list[Row]:
-    """Plain loop, contender, plain loop, contender, …, plain loop."""
+    """Run a workload: plain loop, contender, plain loop, contender, …, plain loop; return its rows of the table."""
     w = workloads.WORKLOADS[workload]
     workloads.save(workload, data)
     plain = Contender("plain", "plain loop", "plain")
@@ -216,6 +220,7 @@ def one_workload(workload: str, data: Path, a: argparse.Namespace) -> list[Row]:
 
 
 def heading(a: argparse.Namespace) -> str:
+    """Return the lines above the table."""
     pinned = f" on {a.threads} core(s)" if a.cores else ""
     return (
         f"{a.device}, {a.threads} thread(s){pinned}, Python {platform.python_version()}, "
@@ -227,33 +232,39 @@ def heading(a: argparse.Namespace) -> str:
 
 
 def footnotes(rows: list[Row], a: argparse.Namespace) -> list[str]:
-    lines = ["", "ratio: seconds of a round to those of the plain loop just before and after; speed-up: the inverse."]
-    lines += [
-        "start: setting up, and what the warm-up took beyond later rounds. acc.: on training samples, at the end."
+    """Return the lines below the table."""
+    lines = [
+        "",
+        "ratio: seconds per round divided by those of the plain loop just before and after; speed-up: the inverse.",
+        "start: the set-up, and the time by which the warm-up exceeds later rounds.",
+        "acc.: accuracy on training samples after the last round.",
     ]
     versions = dict.fromkeys(row.result["version"] for row in rows if row.result)
     lines += [f"versions: {'; '.join(versions)}"]
     lines += [f"{row.workload} {row.contender}: {row.note}" for row in rows if row.note]
     if a.on_gpu:
-        lines += ["not run on a GPU: flower, fedjax"]
-        for workload, rounds in PROJECTED.items():
+        lines += [f"not run on a GPU: {', '.join(peer for peer in REQUIREMENTS if peer not in PEERS_ON_GPU)}"]
+        for workload, rounds in PROJECTED_ROUNDS.items():
             times = {r.contender: r.start + rounds * r.seconds for r in rows if r.workload == workload and r.seconds}
-            shown = ", ".join(f"{name} {seconds / 60:.1f} min" for name, seconds in times.items())
-            lines += [f"projected, {workload} x {rounds} rounds with the start: {shown}"] if times else []
+            shown = ", ".join(f"{name} {_seconds(seconds)} s" for name, seconds in times.items())
+            lines += [f"projected, {workload}, the start and {rounds} rounds: {shown}"] if times else []
     return lines
 
 
 def arguments() -> argparse.Namespace:
+    """Parse and check the command line."""
     families = ["lamina", *REQUIREMENTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workloads", nargs="*", help="W1 W2 W3 W4; default: W1 W2 on a CPU, all on a GPU")
-    parser.add_argument("--only", default=",".join(families), help=f"of {', '.join(families)} (plain always runs)")
+    parser.add_argument("workloads", nargs="*", help="W1 to W5; default: W1 W2 on a CPU, all on a GPU")
+    parser.add_argument(
+        "--only", default=",".join(families), help=f"some of {', '.join(families)}; the plain loop always runs"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--no-pin", action="store_true", help="on a CPU: more cores than threads may be used")
+    parser.add_argument("--no-pin", action="store_true", help="let contenders use more cores than threads (CPU)")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", help="lamina's, one or more: fp32,tf32,bf16; default: fp32, on a GPU fp32,bf16")
+    parser.add_argument("--precision", help="lamina's precisions; default: fp32, on a GPU fp32,bf16")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--install", nargs="?", const=",".join(REQUIREMENTS), metavar="PEERS", help="default: all")
     a = parser.parse_args()
@@ -268,6 +279,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    """Run all chosen workloads and print the table."""
     a = arguments()
     if a.install:
         for peer in a.install:
@@ -276,8 +288,8 @@ def main() -> None:
     a.cores = []
     if not a.on_gpu and not a.no_pin and hasattr(os, "sched_setaffinity"):
         a.cores = sorted(os.sched_getaffinity(0))[-a.threads :]
-        os.sched_setaffinity(0, a.cores)  # inherited by every contender: helper threads and processes count too
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `run`, which ends the contender's processes
+        os.sched_setaffinity(0, a.cores)  # all contenders inherit it, with their helper threads and processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `run` then kills the contender's processes
     print(heading(a), flush=True)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as data:

@@ -1,17 +1,17 @@
-"""The workloads every contender runs, on synthetic data of the right shape.
+"""The workloads that all contenders run, on synthetic data.
 
 W1  pfl-research's CIFAR-10 benchmark: 1000 users x 50 images, 50 active, batch 10, 1 epoch, FedAvg 0.1, CNN, dropout
-W2  MLP 784-200-10, 50 clients x 1200, 25 active, batch 32, 1 epoch, FedAvg 0.1
-W3  ResNet-18-GN, 100 clients x 500, 10 active, batch 50, 5 epochs, FedLADA, random crop and flip
-W4  21,840-parameter CNN, 25 active x batch 128, K = 19, Fed-LAMB, a population of 9 rates x 3 seeds
-W5  FedLADA's simulator: as W3 with ImageNet's stem, clipping, and every client active with probability 0.1
+W2  MLP 784-200-10, 50 users x 1200, 25 active, batch 32, 1 epoch, FedAvg 0.1
+W3  ResNet-18-GN, 100 users x 500, 10 active, batch 50, 5 epochs, FedLADA, random crop and flip
+W4  21,840-parameter CNN, 50 users x 2400, 25 active, batch 128, Fed-LAMB, a population of 9 rates x 3 seeds
+W5  W3 with ImageNet's 7x7 stem and gradient clipping; every user is active with probability 0.1 in each round
 
-torch and lamina are imported where they are needed: a peer's environment has no lamina, FedJAX's has no torch.
+torch and lamina are imported inside functions: a peer's environment has no lamina, and FedJAX's has no torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
 
 CLASSES = 10
 PIXEL_MEAN, PIXEL_STD = 0.5, 0.2  # of pixels / 255, the same in every channel
-RATES = (0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01)  # of W4's members: none diverges
-SEEDS = (0, 1, 2)
+RATES = (0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.006, 0.008, 0.01)  # W4's: no member diverges
+SEEDS = (0, 1, 2)  # W4's
 
 
 @dataclass(frozen=True)
 class Workload:
-    model: tuple[str, dict[str, Any]]
+    """A model, its data, and one round."""
+
+    model: tuple[str, dict[str, Any]]  # the name and options of `lamina.models.create`
     parameters: int
     shape: tuple[int, ...]
     users: int
     per_user: int
-    active: int
+    active: int  # users in a round; the expected number if sampling is "bernoulli"
     batch: int
     epochs: int
     lr: float
@@ -43,12 +45,16 @@ class Workload:
     augment: bool = False
     uint8: bool = True
     members: int = 1  # experiments that run side by side
-    settings: dict[str, Any] = field(default_factory=dict)  # other arguments of lamina.Simulation
+    sampling: str = "exact"
+    clip: float | None = None  # the largest norm of a gradient
 
-    @property
-    def samples(self) -> int:
-        """Samples that one member processes in a round."""
-        return self.active * self.per_user * self.epochs
+    def samples(self, rounds: int) -> float:
+        """Return the number of samples that one member processes per round, as the mean of the first rounds."""
+        if self.sampling == "exact":
+            users = float(self.active)
+        else:
+            users = sum(len(cohort(self, number)) for number in range(1, rounds + 1)) / rounds
+        return users * self.per_user * self.epochs
 
 
 WORKLOADS = {
@@ -60,7 +66,7 @@ WORKLOADS = {
     ),
     "W5": Workload(
         ("resnet18", {"stem": "imagenet"}), 11_181_642, (3, 32, 32), 100, 500, 10, 50, 5, 1e-3, "fedlada", augment=True,
-        settings={"sampling": "bernoulli", "clip": 10.0},
+        sampling="bernoulli", clip=10.0,
     ),
 }  # fmt: skip
 
@@ -69,7 +75,7 @@ WORKLOADS = {
 
 
 def arrays(w: Workload) -> tuple[np.ndarray, np.ndarray]:
-    """Class templates plus noise: something to learn, in the right shape and type."""
+    """Return inputs and labels: a template for each class plus noise, so that there is something to learn."""
     g = np.random.default_rng(0)
     n = w.users * w.per_user
     y = g.integers(0, CLASSES, n)
@@ -79,26 +85,26 @@ def arrays(w: Workload) -> tuple[np.ndarray, np.ndarray]:
 
 
 def save(name: str, folder: Path) -> None:
-    """Write the arrays once for all contenders, so that none spends its time on making them."""
+    """Write a workload's arrays to files, once for all contenders."""
     for axis, array in zip("xy", arrays(WORKLOADS[name]), strict=True):
         np.save(folder / f"{name}_{axis}.npy", array)
 
 
 def load(name: str, folder: Path, *, mapped: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """What `save` wrote; mapped: only the parts that are looked at are read."""
+    """Read the arrays that `save` wrote; with `mapped`, only the parts that are used are read."""
     mode = "r" if mapped else None
     return np.load(folder / f"{name}_x.npy", mmap_mode=mode), np.load(folder / f"{name}_y.npy", mmap_mode=mode)
 
 
 def normalised(x: np.ndarray) -> np.ndarray:
-    """Model input of stored samples, for contenders that normalise once and beforehand."""
+    """Return stored samples as model inputs, for contenders that normalise all of them beforehand."""
     if x.dtype != np.uint8:
         return x
     return (x / np.float32(255) - np.float32(PIXEL_MEAN)) / np.float32(PIXEL_STD)
 
 
 def owned(w: Workload, user: int) -> slice:
-    """Where a user's samples are."""
+    """Return the range of a user's samples."""
     return slice(user * w.per_user, (user + 1) * w.per_user)
 
 
@@ -106,6 +112,7 @@ def owned(w: Workload, user: int) -> slice:
 
 
 def data(w: Workload, x: np.ndarray | None = None, y: np.ndarray | None = None) -> lamina.Dataset:
+    """Return the training data; without arrays, new ones are made."""
     import torch
 
     from lamina.data import Dataset
@@ -119,30 +126,44 @@ def data(w: Workload, x: np.ndarray | None = None, y: np.ndarray | None = None) 
     return Dataset(torch.from_numpy(x), torch.from_numpy(y), mean=mean, std=std)
 
 
+def cohort(w: Workload, number: int) -> np.ndarray:
+    """Return the users that lamina's round plan selects in a round, counted from 1."""
+    from lamina.clients import Clients
+    from lamina.plan import Plan
+    from lamina.protocol import Protocol
+
+    protocol = Protocol(lr=w.lr, participation=w.active / w.users, sampling=w.sampling)
+    return Plan(Clients.elsewhere(w.users), protocol).cohort(number)
+
+
 def parts(w: Workload) -> list[np.ndarray]:
+    """Return the indices of every user's samples."""
     return [np.arange(w.users * w.per_user)[owned(w, user)] for user in range(w.users)]
 
 
 def model(w: Workload) -> torch.nn.Module:
+    """Return the model with its initial weights."""
     from lamina import models
 
     return models.create(w.model[0], w.shape, CLASSES, seed=0, **w.model[1])
 
 
 def simulation(name: str, train: lamina.Dataset, **more: Any) -> lamina.Simulation:
+    """Return a workload as a simulation that does not evaluate; `more` overrides its settings."""
     import lamina
     from lamina.data import Augment
 
     w = WORKLOADS[name]
     settings = {
         "clients": parts(w), "participation": w.active / w.users, "batch_size": w.batch, "epochs": w.epochs, "lr": w.lr,
-        "augmentation": Augment() if w.augment else None, "evaluate_every": 10**8,
+        "augmentation": Augment() if w.augment else None, "sampling": w.sampling, "clip": w.clip,
+        "evaluate_every": 10**8,
     }  # fmt: skip
-    return lamina.Simulation(model(w), train, w.algorithm, **settings | w.settings | more)
+    return lamina.Simulation(model(w), train, w.algorithm, **settings | more)
 
 
 def population(name: str, train: lamina.Dataset, **more: Any) -> lamina.Population:
-    """W4's members: every rate with every seed."""
+    """Return W4's population: a member for every rate and seed."""
     import lamina
 
     return lamina.Population([simulation(name, train, lr=lr, seed=seed, **more) for lr in RATES for seed in SEEDS])

@@ -10,8 +10,8 @@ from torch import nn
 import lamina
 from flower_grid import LoopGrid
 from helpers import call
+from lamina.evaluation import evaluate
 from lamina.flower import Federation
-from lamina.metrics import evaluate
 from lamina.report import figures
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def test_regression_on_integers_has_no_accuracy(targets):
     assert row["loss"] > 0
     assert run.metric == "loss"
     with pytest.raises(lamina.BadInput, match="use 'loss'"):
-        run.history.rounds_to(0.5)
+        run.history.rounds_to(0.5, "accuracy")
 
 
 def test_a_regression_loss_of_torchs_has_no_accuracy():

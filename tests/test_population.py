@@ -13,7 +13,7 @@ import lamina
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.contents import alike, module_difference
 from lamina.data import Augment, Dataset
-from small_simulations import PARTS, assert_same
+from small_simulations import PARTS, assert_same, take_gpu_path
 
 IMAGES = torch.randint(0, 256, (48, 1, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(48) % 3
@@ -33,7 +33,8 @@ def simulation(model=None, data=None, algorithm="fedavg", **more):
 
 def assert_each_is_as_if_alone(make, settings, *, graphed=False):
     members, alone = ([make(**own) for own in settings] for _ in range(2))
-    members[0].engine.always_graphed, members[0].engine.compiled = graphed, False
+    if graphed:
+        take_gpu_path(members[0])
     population = lamina.Population(members)
     for _ in range(3):
         population.run(1)

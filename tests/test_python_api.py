@@ -311,3 +311,40 @@ def test_a_log_gets_lines_at_intervals(monkeypatch):
 def test_a_population_refuses_folders(tmp_path):
     with pytest.raises(lamina.BadInput, match="a population writes no folders"):
         lamina.Population([simulate(out=tmp_path / "r"), simulate()])
+
+
+def bias(outputs, targets):
+    return (outputs.argmax(1) - targets).float().mean().abs()
+
+
+def sharper_bias(outputs, targets):
+    return (outputs.argmax(1) - targets).float().mean().abs() ** 2
+
+
+def own_metric(function=bias):
+    return lamina.Metric("bias", function, larger_is_better=False)
+
+
+def test_a_folder_keeps_own_metrics_and_held_out_clients(tmp_path):
+    settings = {"metrics": [own_metric(), "accuracy"], "heldout_clients": (0,), "local_test": 0.2, "out": tmp_path}
+    simulate(**settings).run(1)
+    history = simulate(**settings).run(2)
+    assert (history.metric, len(history), read_record(tmp_path).history.metric) == ("bias", 2, "bias")
+    for changed in ({"metrics": [own_metric(sharper_bias), "accuracy"]}, {"local_test": 0.3}, {"heldout_clients": [1]}):
+        with pytest.raises(lamina.BadInput, match="holds another run"):
+            simulate(**settings | changed).run(2)
+
+
+def test_comparisons_and_tunings_judge_by_the_first_metric():
+    table = compare(metrics=[own_metric()], target=0.01, seeds=1).table()
+    assert "test bias 0.01" in table.title
+    assert "best\nbias" in table.head
+    tuned = lamina.tune(net, DATA, "fedavg", rounds=2, clients=4, grid={"lr": [1e-6, 0.5]}, device="cpu", metrics="f1")
+    assert "best validation f1, %" in tuned.table().head
+    assert tuned.plot().axes[0].get_ylabel() == "best validation f1, %"
+
+
+def test_data_may_have_the_name_of_a_file_format(tmp_path):
+    named = lamina.Dataset(X, Y, name="images")
+    simulate(data=named, out=tmp_path).run(1)
+    assert read_record(tmp_path).config["data"]["name"] == "own images"

@@ -1,4 +1,4 @@
-"""Where the peers are installed, and how: a virtual environment each, with pip, every version that matters pinned."""
+"""Install the peers with pinned versions, each in its own virtual environment, and find their interpreters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = BENCHMARKS / ".venvs"
-CARRIED = BENCHMARKS / ".carried"  # pfl's pure wheels, unpacked by carry_pfl.sh, for machines without pip's internet
+CARRIED = BENCHMARKS / ".carried"  # peers in pure Python, unpacked by carry.sh for machines without internet
 
 REQUIREMENTS = {
     "pfl": ["torch==2.13.0", "pfl[pytorch]==0.6.0"],
+    "blazefl": ["torch==2.13.0", "blazefl[contrib,reproducibility]==2.0.3"],
     "flower": ["torch==2.13.0", "flwr[simulation]==1.41.0", "ray==2.55.1"],
     "fedjax": ["fedjax==0.0.17", "dm-haiku==0.0.17", "jax==0.10.2", "jaxlib==0.10.2"],
 }
+MIN_PYTHON = {"blazefl": (3, 12)}  # newer than lamina's
 
 
 def install(peer: str) -> None:
+    """Install a peer into its own environment."""
+    least = MIN_PYTHON.get(peer, (3, 11))
+    if sys.version_info < least:
+        version = ".".join(map(str, least))
+        print(f"{peer}: skipped, because it needs Python {version} or newer: run this command with one", flush=True)
+        return
     folder = ENVIRONMENTS / peer
     print(f"{peer}: {' '.join(REQUIREMENTS[peer])}", flush=True)
     if not _python(peer).exists():
@@ -28,10 +36,10 @@ def install(peer: str) -> None:
 
 
 def interpreter(peer: str) -> tuple[Path, list[Path]] | None:
-    """The Python that can import a peer and the folders it needs on its path, or None if it is not installed."""
+    """Return the Python that can import a peer and the folders to put on its path; None if it is not installed."""
     if _stamp(peer).exists() and _stamp(peer).read_text() == "\n".join(REQUIREMENTS[peer]):
         return _python(peer), []
-    if peer == "pfl" and (CARRIED / "pfl").exists():
+    if (CARRIED / peer).exists():
         return Path(sys.executable), [CARRIED]
     return None
 
@@ -41,4 +49,4 @@ def _python(peer: str) -> Path:
 
 
 def _stamp(peer: str) -> Path:
-    return ENVIRONMENTS / peer / ".installed"  # written last, so that half an installation does not count
+    return ENVIRONMENTS / peer / ".installed"  # written last, so that an unfinished installation is not used

@@ -13,6 +13,7 @@ from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.history import History
 from lamina.layers import Layers
+from lamina.metrics import Metric
 from lamina.population import Population
 from lamina.simulation import Simulation
 
@@ -27,6 +28,7 @@ __all__ = [
     "History",
     "LaminaError",
     "Layers",
+    "Metric",
     "MissingExtra",
     "Needs",
     "Number",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -12,8 +12,8 @@ from lamina.contents import alike
 from lamina.data.dataset import Dataset
 from lamina.data.partitions import ByColumn, Indices, Partition, Parts, Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
-from lamina.errors import BadInput, is_whole
-from lamina.limits import MOST_CLIENTS, check_count
+from lamina.errors import BadInput, is_number, is_whole, short_repr
+from lamina.limits import MOST_CLIENTS, check_count, check_number
 from lamina.text import plural
 
 DEFAULT_CLIENTS = 10
@@ -122,3 +122,70 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
     if isinstance(partition, Reallocate):
         return Clients.reallocated(partition, data.labels, count, seed, samples=len(data))
     return Clients(split_dataset(partition, data, count, seed), samples=len(data))
+
+
+# --- samples that no client trains on ---------------------------------------------------------------------------------
+
+
+class Reserved(NamedTuple):
+    """Clients that train, and the samples to evaluate on that none of them trains on."""
+
+    training: Clients
+    heldout: Parts  # of the clients that never train
+    local_tests: Parts  # of every training client that has more than one sample
+
+    @property
+    def dealt(self) -> int:
+        """The number of clients before some were held out."""
+        return self.training.count + len(self.heldout)
+
+
+def reserve(clients: Clients, heldout: float | Sequence[int] | None, local_test: float | None, seed: int) -> Reserved:
+    """Take clients and samples out of training.
+
+    Args:
+        clients: all clients; those that train are numbered again from 0, in the same order.
+        heldout: the clients that never train: a fraction of them, or their numbers.
+        local_test: the fraction of every other client's samples that it is evaluated on, and does not train on.
+        seed: the source of the choice.
+    """
+    if heldout is None and local_test is None:
+        return Reserved(clients, NO_PARTS, NO_PARTS)
+    if clients.moving is not None:
+        raise BadInput("held-out clients and local test splits need clients that keep their data, not 'reallocate'")
+    out = _heldout_clients(clients.count, heldout, seed)
+    parts = [clients.parts[client] for client in range(clients.count)]
+    training, tests = [part for client, part in enumerate(parts) if client not in out], []
+    if local_test is not None:
+        check_number("local_test", local_test, above=0, below=1)
+        for i, part in enumerate(training):
+            held = min(max(1, round(local_test * len(part))), len(part) - 1)
+            if held:  # a client with a single sample trains on it
+                order = rng.permutation(rng.key(seed, "local_test", i), len(part))
+                training[i], test = (part[np.sort(order[side])] for side in (slice(held, None), slice(held)))
+                tests.append(test)
+        if not tests:
+            raise BadInput("local_test needs clients with more than one sample")
+    samples = int(clients.parts.samples.max()) + 1
+    return Reserved(Clients(training, samples), Parts.of([parts[client] for client in sorted(out)]), Parts.of(tests))
+
+
+def _heldout_clients(count: int, heldout: float | Sequence[int] | None, seed: int) -> set[int]:
+    if heldout is None:
+        return set()
+    if is_number(heldout) and not is_whole(heldout):
+        check_number("heldout_clients", heldout, above=0, below=1)
+        chosen = rng.sample(rng.key(seed, "heldout_clients"), count, max(1, round(cast(float, heldout) * count)))
+        out = set(chosen.tolist())
+    else:
+        numbers = [] if isinstance(heldout, str) or not isinstance(heldout, Iterable) else list(heldout)
+        if not numbers or not all(is_whole(number) for number in numbers):
+            raise BadInput(
+                f"heldout_clients = {short_repr(heldout)} is neither a fraction nor a list of client numbers"
+            )
+        out = {int(number) for number in numbers}
+        if not 0 <= min(out) <= max(out) < count:
+            raise BadInput(f"heldout_clients = {numbers}: the clients are numbered 0 to {count - 1}")
+    if len(out) >= count:
+        raise BadInput(f"heldout_clients holds out all {plural(count, 'client')}: leave at least one to train")
+    return out

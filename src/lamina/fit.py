@@ -12,8 +12,8 @@ from lamina.algorithms.contract import Algorithm
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.errors import BadInput
+from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
-from lamina.metrics import EVALUATION_BATCH
 from lamina.models.allocation import LargestActivation
 from lamina.objective import Objective, cross_entropy
 from lamina.plan import Plan

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any, overload
 
 from lamina.errors import BadInput, missing_extra, nearest
+from lamina.metrics import is_metric, smaller_is_better
 from lamina.text import html_table
 
 Row = Mapping[str, float | int]
 
 # What to do about a column that a run records only under some condition, by the start of its name.
 REMEDIES = {
-    "client_accuracy": "pass client_metrics=True",
+    "client_": "pass client_metrics=True, or local_test=0.2",
+    "heldout_": "pass heldout_clients=0.2",
     "trust_ratio": "pass trust_ratios=True and use a layer-wise method",
     "node_": "evaluate on the nodes: Federation(evaluate_on='nodes')",
     "accuracy": "accuracy needs class labels, one output per class (or one logit for two classes), and a loss that is "
@@ -23,15 +25,6 @@ REMEDIES = {
 }
 LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
 NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
-
-
-def smaller_is_better(name: str) -> bool:
-    """Return whether a column improves as it falls: losses, consistency, spreads and costs.
-
-    >>> [name for name in ("accuracy", "loss", "consistency", "update_norm") if smaller_is_better(name)]
-    ['loss', 'consistency']
-    """
-    return name.endswith(("loss", "seconds", "_std")) or name == "consistency" or "bytes" in name
 
 
 def rank(value: float, name: str) -> float:
@@ -45,13 +38,6 @@ def rank(value: float, name: str) -> float:
     return -value if smaller_is_better(name) else value
 
 
-def score(row: Row) -> float:
-    """Return how good an evaluated model is, larger is better: accuracy, or minus the loss where there is none."""
-    if "accuracy" in row:
-        return row["accuracy"]
-    return -row["loss"] if "loss" in row else -math.inf
-
-
 class History(Sequence[Row]):
     """A table with one row per round; it behaves like a list of dicts.
 
@@ -60,8 +46,9 @@ class History(Sequence[Row]):
     (0.9, 2, 2)
     """
 
-    def __init__(self, rows: Sequence[Row] = ()) -> None:
+    def __init__(self, rows: Sequence[Row] = (), metric: str | None = None) -> None:
         self.rows: list[Row] = list(rows)
+        self._metric = metric
 
     def append(self, row: Row) -> None:
         """Add the row of a finished round."""
@@ -72,7 +59,7 @@ class History(Sequence[Row]):
     @overload
     def __getitem__(self, index: slice) -> History: ...
     def __getitem__(self, index: int | slice) -> Row | History:
-        return History(self.rows[index]) if isinstance(index, slice) else self.rows[index]
+        return History(self.rows[index], self._metric) if isinstance(index, slice) else self.rows[index]
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -87,9 +74,12 @@ class History(Sequence[Row]):
 
     @property
     def metric(self) -> str:
-        """The column that tells how good the model is: accuracy, or the loss where there is no accuracy."""
+        """The column that tells how good the model is: the run's first metric, or the loss where there is none."""
+        if self._metric is not None:
+            return self._metric
         columns = self.columns
-        return "loss" if "loss" in columns and "accuracy" not in columns else "accuracy"
+        metrics = [column for column in columns if is_metric(column) and column != "loss"]
+        return metrics[0] if metrics else "loss" if "loss" in columns else "accuracy"
 
     def column(self, name: str, *, optional: bool = False) -> list[float]:
         """Return one column, with NaN where a round has no such value (it was not evaluated).
@@ -100,21 +90,27 @@ class History(Sequence[Row]):
             raise self._no_column(name)
         return [float(row.get(name, math.nan)) for row in self.rows]
 
-    def best(self, name: str = "accuracy", *, optional: bool = False) -> float:
-        """Return the best value of a column, NaN if there is none: the smallest loss, the largest accuracy."""
+    def best(self, name: str | None = None, *, optional: bool = False) -> float:
+        """Return the best value of a column, NaN if there is none: the smallest loss, the largest accuracy.
+
+        The column is `metric` unless given.
+        """
+        name = self.metric if name is None else name
         best = min if smaller_is_better(name) else max
         return best((v for v in self.column(name, optional=optional) if not math.isnan(v)), default=math.nan)
 
-    def last(self, name: str = "accuracy", *, optional: bool = False) -> float:
-        """Return the newest value of a column, NaN if there is none."""
+    def last(self, name: str | None = None, *, optional: bool = False) -> float:
+        """Return the newest value of a column, `metric` unless given; NaN if there is none."""
+        name = self.metric if name is None else name
         return next((v for v in reversed(self.column(name, optional=optional)) if not math.isnan(v)), math.nan)
 
     def total(self, name: str, *, optional: bool = False) -> float:
         """Return the sum of a column (bytes, seconds)."""
         return sum(v for v in self.column(name, optional=optional) if not math.isnan(v))
 
-    def rounds_to(self, target: float, name: str = "accuracy", *, optional: bool = False) -> int | None:
+    def rounds_to(self, target: float, name: str | None = None, *, optional: bool = False) -> int | None:
         """Return the first round whose value reaches the target (a loss: falls to it), or None."""
+        name = self.metric if name is None else name
         sign = -1 if smaller_is_better(name) else 1
         pairs = zip(self.rows, self.column(name, optional=optional), strict=True)
         return next((int(row["round"]) for row, value in pairs if sign * value >= sign * target), None)
@@ -123,7 +119,7 @@ class History(Sequence[Row]):
         """Build the error for a column that no row has: what to do, or the nearest name."""
         columns = self.columns
         remedy = next((words for start, words in REMEDIES.items() if name.startswith(start)), "")
-        if name in ("accuracy", "loss") and "loss" not in columns:
+        if is_metric(name) and "loss" not in columns:
             remedy = NOT_EVALUATED
         if remedy:
             return BadInput(f"the history has no column '{name}': {remedy}")
@@ -151,8 +147,10 @@ class History(Sequence[Row]):
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and cells of the usual columns; of a long history the first and last rows."""
-        usual: tuple[str, ...] = ("round", "accuracy", "loss", "train_loss", "consistency", "seconds")
-        names = [name for name in usual if name in self.columns]
+        columns = self.columns
+        metrics = [self.metric, *(name for name in columns if is_metric(name))]
+        usual = dict.fromkeys(["round", *metrics, "train_loss", "consistency", "seconds"])
+        names = [name for name in usual if name in columns]
         shown: list[Row | None] = list(self.rows)
         if len(shown) > LONGEST_SHOWN:
             shown = [*shown[:SHOWN_AT_ENDS], None, *shown[-SHOWN_AT_ENDS:]]

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
+from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo, trial_step
 from lamina.layers import Layers
 
 
@@ -75,7 +75,7 @@ def wire_cost(algorithm: Algorithm, rounds: int | None = None) -> WireCost:
         info = ClientInfo(r, 0.1, layers, full_gradient=x if needs.full_gradient else None)
         down = algorithm.broadcast(server, server_info)
         down_bytes += ledger.down(_vectors(down), algorithm.down_versions(r), np.zeros(1, dtype=np.int64))
-        local = algorithm.step(algorithm.begin(down, client, info), down, x, 0.1, layers)
+        local = trial_step(algorithm, algorithm.begin(down, client, info), down, x, info)
         up, client = algorithm.finish(local, down, client, info)
         up_bytes += sum(payload_bytes(_vectors(up)).values())
         server = algorithm.update(server, up, server_info)

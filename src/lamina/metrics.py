@@ -1,106 +1,404 @@
-"""The metrics of a round: its row in the history, and the evaluation of the new model."""
+"""The registry of metrics: how each is computed, which direction is better, and how it is shown.
+
+All other modules ask here about the columns of a history: targets, the best model, tuning, tables, plots. To add a
+metric of lamina's own, add a line to `METRICS`; users give functions or `Metric` objects. This module does not import
+torch, because the listing commands ask it, too.
+"""
 
 from __future__ import annotations
 
-import math
+import importlib
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
+from lamina.errors import BadInput, short_repr, unknown
 
-from lamina import rng
-from lamina.algorithms.contract import Algorithm
-from lamina.clients import Clients
-from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
-from lamina.engines.state import RoundReport
-from lamina.errors import Diverged
-from lamina.history import Row
-from lamina.objective import Buffers, Objective
-from lamina.plan import Round
+if TYPE_CHECKING:
+    from torch import Tensor
 
-EVALUATION_BATCH = 1000  # samples at a time
-# input numbers at a time on a GPU, if that is more: small images come in large batches
-EVALUATION_NUMBERS_GPU = 8 << 20
-MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
+Values = tuple["Tensor", ...]
 
-
-def evaluate(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> dict[str, float]:
-    """Return the mean loss of a model on data and, where it is defined (see `Objective.correct`), its accuracy."""
-    return named(measure(objective, x, buffers, data))
+# columns that a metric's name must not hide
+OTHER_COLUMNS = {
+    "round", "lr", "clients", "steps", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "seconds",
+    "paper_bytes", "evaluation_seconds", "asked", "missing", "refused", "wire_bytes_down", "wire_bytes_up",
+    "evaluating_nodes", "evaluation_bytes",
+}  # fmt: skip
+CLIENT_PREFIXES = ("client_", "heldout_", "node_")
+CLIENT_SUFFIXES = ("_mean", "_worst10", "_std")
+NEEDS_LABELS = "needs class labels, and one output per class or one logit for two classes"
 
 
-def measure(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> Tensor:
-    """Return the mean loss and the accuracy, if there is one, as a tensor on the device."""
-    losses, correct = predict(objective, x, buffers, data)
-    return torch.stack([values.double().mean() for values in (losses, correct) if values is not None])
+class Batch(NamedTuple):
+    """Some samples and what the model makes of them; the first axis of every tensor counts the samples."""
+
+    outputs: Tensor
+    targets: Tensor
+    losses: Tensor  # [n]
+    hits: Tensor | None  # [n] whether each prediction is right, where the targets are labels
+    classes: int | None  # None if the targets are not labels
 
 
-def named(measured: Tensor) -> dict[str, float]:
-    """Return the values of `measure` by name; this waits for the GPU once."""
-    return dict(zip(("loss", "accuracy"), measured.tolist(), strict=False))
+def _outputs_and_targets(batch: Batch) -> Values:
+    return batch.outputs, batch.targets
 
 
-def predict(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset) -> tuple[Tensor, Tensor | None]:
-    """Return the loss of every sample and, where there is an accuracy, whether its prediction is right (0 or 1)."""
-    losses, correct = [], []
-    batch = EVALUATION_BATCH
-    if objective.device.type != "cpu":
-        batch = min(max(batch, EVALUATION_NUMBERS_GPU // data.x[0].numel()), MOST_EVALUATED)
-    with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers in evaluation, too
-        for start in range(0, len(data), batch):
-            part = slice(start, start + batch)
-            inputs = prepare(data.x[part], data.mean, data.std, objective.dtype)
-            outputs = objective.outputs(x, buffers, inputs, train=False)
-            targets = data.y[part]
-            losses.append(objective.loss(outputs, targets))
-            hits = objective.correct(outputs, targets, data.classes)
-            if hits is not None:
-                correct.append(hits)
-    return torch.cat(losses), torch.cat(correct) if correct else None
+@dataclass(frozen=True)
+class Metric:
+    """A number that tells how good a model is, with its direction.
+
+    >>> import lamina
+    >>> Metric("bias", lambda outputs, targets: (outputs.flatten() - targets).mean().abs(), larger_is_better=False)
+    Metric('bias', smaller is better)
+
+    Args:
+        name: the name of its column.
+        function: a function of the outputs and the targets of all samples, as tensors, to one number.
+        larger_is_better: its direction.
+        percent: whether tables and plots show the value, a fraction, in per cent.
+        keep: what is kept of every batch, instead of outputs and targets, for `function`: tensors with the samples on
+            their first axis. A metric of large outputs saves memory with it.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    larger_is_better: bool = True
+    percent: bool = False
+    keep: Callable[[Batch], Values] = _outputs_and_targets
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.name, str) and self.name.isidentifier()):
+            raise BadInput(f"a metric's name is a word such as 'top3', not {short_repr(self.name)}")
+        if self.name in OTHER_COLUMNS:
+            raise BadInput(f"'{self.name}' is another column of the history: give the metric another name")
+        if not callable(self.function):
+            raise BadInput(f"metric '{self.name}': {short_repr(self.function)} is not a function of (outputs, targets)")
+
+    def __repr__(self) -> str:
+        return f"Metric({self.name!r}, {'larger' if self.larger_is_better else 'smaller'} is better)"
 
 
-def client_metrics(correct: Tensor, clients: Clients) -> dict[str, float]:
-    """Return the accuracy on every client's own training data: how evenly the model serves them."""
-    hits, parts = correct.cpu().numpy(), clients.parts
-    accuracies = np.sort(np.add.reduceat(hits[parts.samples], parts.bounds[:-1]) / parts.sizes.astype(hits.dtype))
-    worst = max(1, round(0.1 * len(accuracies)))
-    return {
-        "client_accuracy": float(accuracies.mean()),
-        "client_accuracy_worst10": float(accuracies[:worst].mean()),
-        "client_accuracy_std": float(accuracies.std()),
-    }
+# --- what is kept of a batch ------------------------------------------------------------------------------------------
 
 
-def round_row(
-    algorithm: Algorithm, x: Tensor, plan: Round, report: RoundReport, seconds: float
-) -> dict[str, float | int]:
-    """Return the metrics of a round without its evaluation."""
-    models = algorithm.paper_models(plan.number)
-    row: dict[str, float | int] = {
-        "round": plan.number,
-        "lr": plan.lr,
-        "clients": len(plan.cohort),
-        "steps": int(plan.steps.sum()),
-        "train_loss": report.train_loss,
-        "consistency": report.consistency,
-        "update_norm": report.update_norm,
-        "bytes_down": report.bytes_down,
-        "bytes_up": report.bytes_up,
-        "seconds": seconds,
-    }
-    if models is not None:  # the bytes as the papers count them, beside those sent
-        row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
-    return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
+def _losses(batch: Batch) -> Values:
+    return (batch.losses,)
 
 
-def refuse_nonfinite(row: Row) -> None:
-    """Raise `Diverged` for a round whose weights are finite but whose test loss is not."""
-    if not math.isfinite(row.get("loss", 0.0)):
-        raise Diverged(
-            f"round {row['round']}: the test loss of the new model is {row['loss']}; "
-            f"lower the learning rate (now {row['lr']:g}) or clip the gradients. All rounds are kept",
-            round=int(row["round"]),
-            client=None,
-            layer="loss",
-        )
+def _hits(batch: Batch) -> Values:
+    """Return the share of right predictions of every sample; 0 or 1 unless a sample has several labels."""
+    if batch.hits is not None:
+        return (batch.hits,)
+    if _has_one_target_per_output(batch):
+        if batch.targets.dim() == 1:
+            return (((batch.outputs.flatten() > 0) == (batch.targets > 0)).float(),)
+        return (((batch.outputs > 0) == (batch.targets > 0)).flatten(1).float().mean(1),)
+    predicted, actual, classes = _predictions(batch)
+    counted = ((actual >= 0) & (actual < classes)).reshape(len(actual), -1)
+    right = (predicted == actual).reshape(len(actual), -1) & counted
+    return (right.sum(1) / counted.sum(1).clamp(min=1),)
+
+
+def _top5_hits(batch: Batch) -> Values:
+    outputs, targets = batch.outputs, batch.targets
+    if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2 or outputs.shape[1] < 6:
+        raise BadInput(f"needs class labels and more than five outputs a sample, not {_shapes(batch)}")
+    return ((outputs.topk(5, dim=1).indices == targets[:, None]).any(1).float(),)
+
+
+def _predictions(batch: Batch) -> tuple[Tensor, Tensor, int]:
+    """Return the predicted and the true class of every label, and the number of classes."""
+    outputs, targets = batch.outputs, batch.targets
+    if not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
+        for axis in (1, outputs.dim() - 1):  # the classes of a token may also be on the last axis
+            if outputs.shape[:axis] + outputs.shape[axis + 1 :] == targets.shape:
+                return outputs.argmax(axis), targets, outputs.shape[axis]
+    if _has_one_target_per_output(batch) and targets.dim() == 1:
+        return (outputs.flatten() > 0).long(), targets.long(), 2
+    raise BadInput(f"{NEEDS_LABELS}, not {_shapes(batch)}")
+
+
+def _has_one_target_per_output(batch: Batch) -> bool:
+    """Return whether targets are 0 or 1 and every one has a logit: two classes, or several labels a sample."""
+    outputs, targets = batch.outputs, batch.targets
+    if targets.dim() == 1:
+        is_binary = targets.is_floating_point() or batch.hits is not None  # integers may be a regression's
+        return is_binary and outputs.numel() == len(targets)
+    return outputs.shape == targets.shape
+
+
+def _counts(batch: Batch) -> Values:
+    """Return for every sample how often each class is predicted rightly, predicted, and true [n, 3, classes]."""
+    if batch.targets.dim() > 1 and _has_one_target_per_output(batch):
+        predicted, actual = batch.outputs > 0, batch.targets > 0
+        sides = (predicted & actual, predicted, actual)
+        counts = [side.reshape(*side.shape[:2], -1).sum(2) for side in sides]
+        return (_stacked(counts),)
+    predicted, actual, classes = _predictions(batch)
+    predicted, actual = (side.reshape(len(side), -1) for side in (predicted, actual))
+    counted = (actual >= 0) & (actual < classes)  # others, such as -100, are ignored
+
+    def count(side: Tensor, where: Tensor) -> Tensor:
+        zeros = batch.outputs.new_zeros((len(side), classes))
+        return zeros.scatter_add_(1, side.where(where, 0).long(), where.to(zeros.dtype))
+
+    counts = [count(actual, counted & (predicted == actual)), count(predicted, counted), count(actual, counted)]
+    return (_stacked(counts),)
+
+
+def _stacked(counts: list[Tensor]) -> Tensor:
+    import torch
+
+    return torch.stack(counts, dim=1).float()
+
+
+def _scores(batch: Batch) -> Values:
+    """Return a score for each of several yes-or-no questions, and the answers [n, questions]."""
+    outputs, targets = batch.outputs, batch.targets
+    if _has_one_target_per_output(batch) and targets.dim() < 3:
+        return outputs.reshape(len(targets), -1), targets.reshape(len(targets), -1) > 0
+    if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2:
+        raise BadInput(f"needs class scores: {NEEDS_LABELS.removeprefix('needs ')}, not {_shapes(batch)}")
+    if outputs.shape[1] == 2:
+        return outputs[:, 1:] - outputs[:, :1], targets[:, None] == 1
+    classes = targets.new_tensor(range(outputs.shape[1]))
+    return outputs.softmax(1), targets[:, None] == classes
+
+
+def _errors(batch: Batch) -> Tensor:
+    """Return outputs minus targets [n, …]."""
+    outputs, targets = batch.outputs, batch.targets
+    if outputs.numel() != targets.numel() or outputs.dim() - targets.dim() > 1:
+        raise BadInput(f"needs one output for every target number, not {_shapes(batch)}")
+    return (outputs.reshape(targets.shape) - targets).reshape(len(targets), -1).double()
+
+
+def _absolute_errors(batch: Batch) -> Values:
+    return (_errors(batch).abs().mean(1),)
+
+
+def _squared_errors(batch: Batch) -> Values:
+    return ((_errors(batch) ** 2).mean(1),)
+
+
+def _errors_and_targets(batch: Batch) -> Values:
+    return _errors(batch), batch.targets.reshape(len(batch.targets), -1).double()
+
+
+def _shapes(batch: Batch) -> str:
+    outputs, targets = ([int(n) for n in side.shape[1:]] for side in (batch.outputs, batch.targets))
+    kind = str(batch.targets.dtype).removeprefix("torch.")
+    return f"outputs of shape {outputs} and {kind} targets of shape {targets} a sample"
+
+
+# --- the number of all samples ----------------------------------------------------------------------------------------
+
+
+def mean(values: Tensor) -> Tensor:
+    """Return the mean in float64."""
+    return values.double().mean()
+
+
+def _perplexity(losses: Tensor) -> Tensor:
+    return mean(losses).exp()
+
+
+def _root_mean(values: Tensor) -> Tensor:
+    return mean(values).sqrt()
+
+
+def _r2(errors: Tensor, targets: Tensor) -> Tensor:
+    """Return the coefficient of determination, averaged over the numbers of a target; NaN for constant targets."""
+    spread = ((targets - targets.mean(0)) ** 2).sum(0)
+    return (1 - (errors**2).sum(0) / spread.where(spread > 0, float("nan"))).mean()
+
+
+def _f1_macro(counts: Tensor) -> Tensor:
+    right, predicted, actual = counts.double().sum(0)
+    return _mean_of_present(2 * right, predicted + actual)
+
+
+def _f1_micro(counts: Tensor) -> Tensor:
+    right, predicted, actual = counts.double().sum(0)
+    shared: Tensor = 2 * right.sum() / (predicted + actual).sum()
+    return shared
+
+
+def _mean_iou(counts: Tensor) -> Tensor:
+    right, predicted, actual = counts.double().sum(0)
+    return _mean_of_present(right, predicted + actual - right)
+
+
+def _mean_of_present(part: Tensor, whole: Tensor) -> Tensor:
+    """Return the mean ratio of the classes that are true or predicted at least once."""
+    return (part / whole.clamp(min=1)).sum() / (whole > 0).sum()
+
+
+def _auroc(scores: Tensor, answers: Tensor) -> Tensor:
+    """Return the area under the ROC curve, averaged over the questions that have both answers; equal scores tie."""
+    import torch
+
+    areas = []
+    for score, answer in zip(scores.double().T, answers.T, strict=True):
+        _, inverse, counts = score.unique(return_inverse=True, return_counts=True)
+        ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]  # from 1; the mean rank of equal scores
+        yes = answer.sum()
+        no = len(answer) - yes
+        areas.append((ranks.double()[answer].sum() - yes * (yes + 1) / 2) / (yes * no))
+    return torch.stack(areas).nanmean()
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+LOSS = Metric("loss", mean, larger_is_better=False, keep=_losses)
+ACCURACY = Metric("accuracy", mean, percent=True, keep=_hits)
+PERPLEXITY = Metric("perplexity", _perplexity, larger_is_better=False, keep=_losses)
+AUROC = Metric("auroc", _auroc, percent=True, keep=_scores)
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        ACCURACY,
+        LOSS,
+        Metric("top5_accuracy", mean, percent=True, keep=_top5_hits),
+        Metric("f1", _f1_macro, percent=True, keep=_counts),
+        Metric("f1_macro", _f1_macro, percent=True, keep=_counts),
+        Metric("f1_micro", _f1_micro, percent=True, keep=_counts),
+        Metric("mean_iou", _mean_iou, percent=True, keep=_counts),
+        AUROC,
+        PERPLEXITY,
+        Metric("mae", mean, larger_is_better=False, keep=_absolute_errors),
+        Metric("rmse", _root_mean, larger_is_better=False, keep=_squared_errors),
+        Metric("r2", _r2, keep=_errors_and_targets),
+    )
+}
+LABEL_METRICS = ("accuracy", "f1", "f1_macro", "f1_micro", "mean_iou", "auroc")
+_own: dict[str, Metric] = {}  # the users' metrics by name, so that their columns have a direction
+
+
+def find(given: Any) -> Metric:
+    """Return a metric: by name, as ``package.module:function``, from a function, or as it is.
+
+    A function is larger-is-better unless its name ends like a cost ("…loss", "…error"): give a `Metric` to say so.
+
+    >>> find("rmse")
+    Metric('rmse', smaller is better)
+    """
+    if isinstance(given, str) and ":" not in given:
+        if given not in METRICS:
+            raise unknown("metric", given, METRICS)
+        return METRICS[given]
+    metric = _imported(given) if isinstance(given, str) else given
+    if not isinstance(metric, Metric):
+        if not callable(metric) or isinstance(metric, type):
+            raise BadInput(
+                f"metric {short_repr(given)} is neither a name nor a function of (outputs, targets) nor a lamina.Metric"
+            )
+        name = str(getattr(metric, "__name__", type(metric).__name__)).replace("<lambda>", "metric")
+        metric = Metric(name, metric, larger_is_better=not smaller_is_better(name))
+    own: Metric = metric
+    if own.name in METRICS and own is not METRICS[own.name]:
+        raise BadInput(f"'{own.name}' is a metric of lamina's own: give yours another name")
+    return own
+
+
+def find_all(metrics: Any) -> tuple[Metric, ...] | None:
+    """Return several metrics, the primary one first; None, as given, stands for the default."""
+    if metrics is None:
+        return None
+    if isinstance(metrics, str | Metric) or callable(metrics):
+        metrics = [metrics]
+    if not isinstance(metrics, Sequence) or not metrics:
+        raise BadInput(f"metrics = {short_repr(metrics)}: give a list of at least one, such as ['accuracy', 'f1']")
+    every = tuple(find(metric) for metric in metrics)
+    names = [metric.name for metric in every]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInput(f"metrics: there are two of the name '{name}'")
+    _own.update({metric.name: metric for metric in every if metric.name not in METRICS})
+    return every
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        return operator.attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(f"cannot load the metric '{name}': {error}") from error
+    except (Exception, SystemExit) as error:  # importing the user's module may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInput(f"cannot load the metric '{name}': {reason}") from error
+
+
+# --- descriptions in a run's folder -----------------------------------------------------------------------------------
+
+
+def description(metrics: Iterable[Metric]) -> list[dict[str, Any]]:
+    """Return metrics as a run's config.json stores them: a report does not run the user's code."""
+    return [{"name": m.name, "larger_is_better": m.larger_is_better, "percent": m.percent} for m in metrics]
+
+
+def read_primary(config: Mapping[str, Any]) -> str | None:
+    """Register the metrics that a run's configuration describes; return the name of the first, None for the default."""
+    described = config.get("metrics")
+    names: list[str] = []
+    for one in described if isinstance(described, list) else []:
+        if isinstance(one, Mapping) and isinstance(one.get("name"), str):
+            names.append(one["name"])
+            if one["name"] not in METRICS and one["name"] not in _own:
+                larger, percent = (one.get(key) is True for key in ("larger_is_better", "percent"))
+                _own[one["name"]] = Metric(one["name"], _not_computed, larger, percent)
+    return names[0] if names else None
+
+
+def _not_computed(*_: Any) -> float:
+    return float("nan")
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def of_column(column: str) -> Metric | None:
+    """Return the metric behind a column, such as f1 behind ``client_f1_worst10``; None if there is none.
+
+    >>> of_column("client_accuracy_worst10"), of_column("bytes_up")
+    (Metric('accuracy', larger is better), None)
+    """
+    known = METRICS | _own
+    if column in known:
+        return known[column]
+    prefix = next((prefix for prefix in CLIENT_PREFIXES if column.startswith(prefix)), None)
+    if prefix is None:
+        return None
+    name = column.removeprefix(prefix)
+    suffix = next((suffix for suffix in CLIENT_SUFFIXES if name.endswith(suffix)), "")
+    return known.get(name) or known.get(name.removesuffix(suffix))
+
+
+def is_metric(column: str) -> bool:
+    """Return whether a column is a metric itself, not one of clients."""
+    return column in METRICS or column in _own
+
+
+def smaller_is_better(column: str) -> bool:
+    """Return whether a column improves as it falls: losses, consistency, spreads and costs.
+
+    >>> [name for name in ("accuracy", "loss", "consistency", "update_norm", "rmse") if smaller_is_better(name)]
+    ['loss', 'consistency', 'rmse']
+    """
+    metric = of_column(column)
+    if metric is not None and (metric.name == column or not column.endswith("_std")):
+        return not metric.larger_is_better
+    return column.endswith(("loss", "error", "seconds", "_std")) or column == "consistency" or "bytes" in column
+
+
+def is_percent(column: str) -> bool:
+    """Return whether tables and plots show a column in per cent."""
+    metric = of_column(column)
+    return metric is not None and metric.percent and not column.startswith("node_")
+
+
+def with_unit(column: str) -> str:
+    """Return a column as a heading: ``accuracy, %``."""
+    return f"{column}, %" if is_percent(column) else column

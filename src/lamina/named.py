@@ -1,8 +1,10 @@
-"""Create schedules, aggregations and partitions, which are dataclasses, from their name and options."""
+"""Create schedules, aggregations and partitions, which are dataclasses, by name, and import objects of the user's."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -34,3 +36,21 @@ def refuse_unknown_options(what: str, options: Iterable[str], known: Sequence[st
         if option not in known:
             choices = f"its options: {', '.join(known)}" if known else "it has none"
             raise BadInput(f"{what} has no option '{option}'{nearest(option, known)} ({choices})")
+
+
+def import_named(what: str, name: str) -> Any:
+    """Return the user's object ``package.module:attribute``; `what` says what it should be, for messages.
+
+    >>> import_named("model", "math:sqrt")(4)
+    2.0
+    """
+    module, _, attribute = name.partition(":")
+    if not module or not attribute or module.startswith("."):
+        raise BadInput(f"your own {what} is named 'package.module:name', not '{name}'")
+    try:
+        return operator.attrgetter(attribute)(importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise BadInput(f"cannot load the {what} '{name}': {error}") from error
+    except (Exception, SystemExit) as error:  # importing the user's module may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise BadInput(f"cannot load the {what} '{name}': {reason}") from error

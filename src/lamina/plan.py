@@ -57,6 +57,10 @@ class Round:
         counters = sample_counters(k + 1, int(self.filled[c, k]))[k]
         return np.asarray(rng.bits(int(self.streams[c]), counters), dtype=np.int64)
 
+    def dropout_stream(self, c: int, k: int) -> Indices:
+        """Return the random stream of a batch's dropout masks [1]."""
+        return dropout_streams(self.streams[c : c + 1], k + 1)[:, k]
+
 
 def sample_counters(steps: int, width: int) -> Indices:
     """Return a counter for every sample of a client's round [steps, width]; it does not depend on the batch size."""

@@ -18,9 +18,9 @@ from lamina.engines.stacked.rows import Member
 from lamina.engines.stacked.steps import works_by_layer
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged
+from lamina.evaluation import refuse_nonfinite
 from lamina.history import History, Row
 from lamina.limits import check_count
-from lamina.metrics import refuse_nonfinite
 from lamina.plan import Round
 from lamina.simulation import Simulation, evaluate_together
 

@@ -76,10 +76,7 @@ def fork(stream: Ints, counter: Ints) -> Ints:
 
 
 def words(stream: Ints, counter: Ints) -> Ints:
-    """Return one random word for every ``stream`` x ``counter``, faster than `fork` and not to be forked further.
-
-    The counters are not multiplied: torch's compiler would do that with the numbers of an `arange` in exact arithmetic.
-    """
+    """Return one random word for every ``stream`` x ``counter``, faster than `fork` and not to be forked further."""
     return _mix(stream ^ counter)
 
 

@@ -1,4 +1,8 @@
-"""`Simulation`: a federation on one machine. The Python API in one class."""
+"""`Simulation`: a federation on one machine. The Python API in one class.
+
+`__init__` checks the arguments and builds the parts. `run_round` is one round: plan, engine, evaluation, history.
+The maths of a round is in engines/loop.py.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +20,26 @@ from torch import Tensor, nn
 from lamina import algorithms, rng
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
-from lamina.clients import deal
+from lamina.clients import deal, reserve
 from lamina.devices import check_model_fits, choose_device, usable_precision
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, arithmetic
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, unknown
+from lamina.evaluation import (
+    ClientSamples,
+    Evaluation,
+    check_metrics,
+    refuse_nonfinite,
+    reserved_samples,
+    round_row,
+)
 from lamina.fit import check_clients, check_fit, evaluation_rows, training_rows
 from lamina.history import History, Row
 from lamina.inputs import as_model, as_splits
 from lamina.limits import check_count
-from lamina.metrics import client_metrics, measure, named, predict, refuse_nonfinite, round_row
+from lamina.metrics import ACCURACY, LOSS, Metric, find_all
 from lamina.models.registry import Factory
 from lamina.objective import Objective
 from lamina.paths import checked_path
@@ -61,11 +73,15 @@ class Simulation:
         train: the training data: a `Dataset`, a pair of arrays or tensors, or a `datasets.Dataset`. Or training and
             test data: the result of `lamina.data.load`, or the name of a data set.
         algorithm: an algorithm, or the name of one (its defaults).
-        test: data to evaluate on; without it, accuracy and loss are not reported. There is an accuracy for class labels
-            and one output per class, or one logit for labels 0 and 1; never with loss="mse".
+        test: data to evaluate on; without it, metrics and loss are not reported.
+        metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
+            the first is the one that runs are judged by. Unless given: the accuracy where there is one (class labels
+            and one output per class, or one logit for labels 0 and 1; never with loss="mse"), else the loss.
         clients: number of clients (10 unless the partition names them), or a list of sample indices for each; no
             sample may be given out twice.
         partition: how samples are dealt to a number of clients: a partition object or the name of one; default "iid".
+        heldout_clients: clients that never train, to evaluate on: a fraction of the clients, or their numbers.
+        local_test: fraction of every client's samples that it does not train on, to evaluate on.
         participation: fraction of the clients that take part in a round.
         sampling: exactly that fraction, or an independent coin per client ("bernoulli").
         batch_size: samples per local step; None: all of the client's.
@@ -87,7 +103,7 @@ class Simulation:
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
-        client_metrics: also report the accuracy on every client's own data (mean and worst 10 %).
+        client_metrics: also report the metrics on every client's own training data (mean, worst 10 % and spread).
         trust_ratios: also report the trust ratios of the layer-wise methods, of every client's last local step.
         out: a folder for the records, checkpoints and the trained model, as `lamina run` writes it. A simulation with
             the same arguments and folder resumes there: `run` does not train the rounds again that the folder holds.
@@ -101,8 +117,11 @@ class Simulation:
         algorithm: Algorithm | str = "fedlamb",
         *,
         test: Any = None,
+        metrics: Any = None,
         clients: int | Sequence[Any] | None = None,
         partition: Any = None,
+        heldout_clients: float | Sequence[int] | None = None,
+        local_test: float | None = None,
         device: str | torch.device = "auto",
         engine: Literal["auto", "stacked", "vmap", "loop"] | Simulation = "auto",
         precision: Precision = "fp32",
@@ -120,11 +139,12 @@ class Simulation:
         if precision not in get_args(Precision):
             raise unknown("precision", precision, get_args(Precision))
         check_count("evaluate_every", evaluate_every)
+        chosen = find_all(metrics)
 
         # what trains, by which settings, where
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-        rehearse(self.algorithm)
-        self.protocol = Protocol.of(self.algorithm, settings)
+        rehearse(self.algorithm)  # one round of a tiny model, to refuse an algorithm that breaks the contract
+        self.protocol = Protocol.of(self.algorithm, settings)  # validated, with the defaults filled in
         self.device = choose_device(device)
         train_data, test_data = as_splits(train, test)
         module = as_model(model, train_data, self.protocol.seed)
@@ -137,7 +157,9 @@ class Simulation:
         self.test_data = None if test_data is None else test_data.to(self.device)
         if self.protocol.loss == "cross_entropy" and self.train_data.classes is None:
             raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
-        self.plan = Plan(deal(self.train_data, clients, partition, self.protocol.seed), self.protocol)
+        dealt = deal(self.train_data, clients, partition, self.protocol.seed)
+        self.reserved = reserve(dealt, heldout_clients, local_test, self.protocol.seed)
+        self.plan = Plan(self.reserved.training, self.protocol)
 
         # the engine; another simulation lends the engine it has chosen, compiled and measured
         self.precision, self.deterministic = usable_precision(precision, self.device), deterministic
@@ -145,9 +167,13 @@ class Simulation:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         lender = engine if isinstance(engine, Simulation) else None
         self.engine_name: str = engine.engine_name if isinstance(engine, Simulation) else engine
-        self.metric = "loss"  # or "accuracy", where the model and data have one
         with rng.forked(self.device, seed=0):  # the module runs, and may draw random numbers itself
-            self._check_fit(client_metrics)
+            has_accuracy = self._check_fit()
+            self.metrics = (ACCURACY if has_accuracy else LOSS,) if chosen is None else chosen
+            self.evaluation = Evaluation(chosen, self.test_data, self._client_samples(client_metrics, chosen))
+            if chosen is not None:
+                tested = self.train_data if self.test_data is None else self.test_data
+                check_metrics(self.objective, chosen, tested, "train" if self.test_data is None else "test")
             if lender is None or not lender.plan.same_rounds(self.plan):
                 self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
@@ -161,9 +187,9 @@ class Simulation:
                 record_trust_ratios=trust_ratios,
             )
 
-        self.evaluate_every, self.client_metrics = evaluate_every, client_metrics
+        self.evaluate_every = evaluate_every
         self.state, _ = self.start()
-        self.history = History()
+        self.history = History(metric=self.metric)
         self._checkpoints: Checkpoints | None = None
         self._planned: Round | None = None  # the next round's plan, if it was computed ahead
         self._requested = 0  # rounds, by all calls of `run`
@@ -190,6 +216,9 @@ class Simulation:
                     "evaluate_every": evaluate_every,
                     "client_metrics": client_metrics,
                     "trust_ratios": trust_ratios,
+                    "metrics": metrics,
+                    "heldout_clients": heldout_clients,
+                    "local_test": local_test,
                 },
             )
 
@@ -239,14 +268,14 @@ class Simulation:
         plan = self.next_plan()
         if isinstance(self.engine, Stacked):
             self.engine.meanwhile = self.plan_ahead
-        with arithmetic(self.precision, self.deterministic):
+        with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
             self.state, report = self.engine.run_round(self.state, plan)
         seconds = time.perf_counter() - started
-        (metrics,) = evaluate_together([self], always=evaluate)
+        (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
         return self.record(plan, report, seconds, metrics)
 
     def next_plan(self) -> Round:
-        """Return the plan of the next round."""
+        """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
         number = self.state.round + 1
         planned, self._planned = self._planned, None
         if planned is None or planned.number != number:
@@ -285,7 +314,7 @@ class Simulation:
         if loaded is None:
             raise BadInput(f"no checkpoint of this simulation in '{folder}'")
         ((self.state, rows),) = loaded
-        self.history = History(rows)
+        self.history = History(rows, metric=self.metric)
         self._checkpoints = checkpoints
 
     def _identity(self) -> Identity:
@@ -322,7 +351,7 @@ class Simulation:
             "rounds": str(self.state.round),
         }
         if len(self.history) and self.history.metric in self.history.columns:
-            facts[f"best {self.history.metric}"] = f"{self.history.best(self.history.metric):.4f}"
+            facts[f"best {self.history.metric}"] = f"{self.history.best():.4f}"
         return facts
 
     @property
@@ -330,47 +359,54 @@ class Simulation:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
         return copy.deepcopy(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
 
+    @property
+    def metric(self) -> str:
+        """The name of the metric that the run is judged by."""
+        return self.metrics[0].name
+
     def evaluate(self) -> dict[str, float]:
-        """Return the loss and accuracy of the current model on the test data, and the client metrics if enabled."""
-        return self.metrics(self.measure())
+        """Return the loss and the metrics of the current model on the test data, and on clients' data if enabled."""
+        return self.finish_evaluation(self.start_evaluation())
 
-    def measure(self) -> Tensor | None:
+    def start_evaluation(self) -> Tensor | None:
         """Start evaluating the current model on the test data, without waiting for a GPU."""
-        if self.test_data is None:
-            return None
         with arithmetic(self.precision, self.deterministic):
-            return measure(self.objective, self.state.server.x, self.state.buffers, self.test_data)
+            return self.evaluation.start(self.objective, self.state.server.x, self.state.buffers)
 
-    def metrics(self, measured: Tensor | None) -> dict[str, float]:
-        """Return the measured values by name, with the client metrics if enabled."""
-        metrics = {} if measured is None else named(measured)
-        if self.client_metrics:
-            with arithmetic(self.precision, self.deterministic):
-                _, correct = predict(self.objective, self.state.server.x, self.state.buffers, self.train_data)
-            assert correct is not None  # checked when the simulation was created
-            metrics |= client_metrics(correct, self.plan.clients)
-        return metrics
+    def finish_evaluation(self, measured: Tensor | None) -> dict[str, float]:
+        """Return the measured values by name, with those of clients if enabled."""
+        with arithmetic(self.precision, self.deterministic):
+            return self.evaluation.finish(measured, self.objective, self.state.server.x, self.state.buffers)
 
-    def _check_fit(self, client_metrics: bool) -> None:
-        """Refuse a model that does not fit the data when the simulation is created, not in round 1."""
-        if check_fit(self.objective, self.train_data, "train", training_rows(self.plan)):
-            self.metric = "accuracy"
+    def _check_fit(self) -> bool:
+        """Refuse a model that does not fit the data now, not in round 1; return whether there is an accuracy."""
+        has_accuracy = check_fit(self.objective, self.train_data, "train", training_rows(self.plan))
         if self.test_data is not None:
             check_fit(self.objective, self.test_data, "test", evaluation_rows(self.test_data))
-        if client_metrics and (not self.plan.clients.parts or self.metric != "accuracy"):
+        check_clients(self.algorithm, self.objective, self.train_data, self.plan)
+        return has_accuracy
+
+    def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
+        """Return the clients' samples to evaluate on."""
+        reserved, parts = reserved_samples(self.reserved, self.train_data, self.device), self.plan.clients.parts
+        if not client_metrics:
+            return reserved
+        if self.reserved.local_tests:
+            raise BadInput("client_metrics evaluates on the clients' training data, local_test does not: give one")
+        if not parts or (chosen is None and self.metric != "accuracy"):
             raise BadInput(
                 "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "
                 "other than 'mse') and clients that keep their data"
             )
-        check_clients(self.algorithm, self.objective, self.train_data, self.plan)
+        return [ClientSamples("client_", "", self.train_data, parts, pooled=False), *reserved]
 
 
 def evaluate_together(simulations: Sequence[Simulation], *, always: bool = False) -> list[dict[str, float]]:
     """Evaluate the simulations that are due, or all of them; start every one before waiting for a GPU."""
     started = time.perf_counter()
     due = [one for one in simulations if always or one.state.round % one.evaluate_every == 0]
-    measured = {one: one.measure() for one in due}
-    metrics = {one: one.metrics(values) for one, values in measured.items()}
+    measured = {one: one.start_evaluation() for one in due}
+    metrics = {one: one.finish_evaluation(values) for one, values in measured.items()}
     seconds = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}
     return [metrics[one] | seconds if one in metrics else {} for one in simulations]
 

@@ -58,7 +58,7 @@ def test_a_missing_extra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "version", lambda package: None if package == "pandas" else "1.0")
     found = examined(capsys)
     assert found["extras"]["pandas"] is None
-    assert "history.to_pandas(): pip install -e '.[table]'" in found["advice"]
+    assert "history.to_pandas() and data in tables: pip install -e '.[table]'" in found["advice"]
 
 
 def test_spinning_threads_are_warned_about(monkeypatch):
@@ -90,7 +90,7 @@ def test_gpus(monkeypatch, capsys):
     assert call("doctor") == 0
     shown = capsys.readouterr().out
     assert "H200, 139.0 GiB, capability 9.0, without lamina's kernels" in shown
-    assert "compiled, as CUDA graphs" in shown
+    assert "captured as CUDA graphs" in shown
 
 
 def test_data_that_are_not_there(capsys):

@@ -1,5 +1,8 @@
 """Which form is taken: stacked layers, vmap or the loop; and why."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -137,3 +140,17 @@ def test_every_algorithm_of_ours_can_be_stacked(name):
     """`engine="stacked"` refuses an algorithm whose step mixes clients."""
     for preset in (None, *lamina.algorithms.find(name).card.presets):
         assert form(simulation("mlp", lamina.create(name, preset), "stacked")) == "stacked"
+
+
+def test_a_run_does_not_import_the_compiler():
+    """torch.compile's package takes seconds to import, and many corners of torch import it by the way."""
+    code = """
+import sys, torch, lamina
+x, y = torch.randn(40, 1, 8, 8), torch.arange(40) % 3
+net = lamina.models.create("small_cnn", (1, 8, 8), 3, seed=0)
+for engine in ("stacked", "loop"):
+    lamina.Simulation(net, (x, y), "fedlamb", clients=4, test=(x, y), device="cpu", engine=engine).run(1)
+print("torch._dynamo" in sys.modules)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.strip().endswith("False")

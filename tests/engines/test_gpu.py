@@ -10,6 +10,7 @@ import lamina
 from lamina import models
 from lamina.engines.stacked.memory import free_bytes
 from lamina.engines.stacked.steps import Problem
+from second_gradients import FedSam, VarianceReduced
 from small_simulations import set_chunk
 
 if not torch.cuda.is_available():
@@ -187,6 +188,15 @@ def test_a_step_that_cannot_be_fused_runs_as_it_is():
     reference.run(2)
     assert len(run.engine.graphs.unfused) == 1
     assert "sin" in run.engine.graphs.unfused[0]
+    assert_same(run, reference)
+
+
+@pytest.mark.parametrize("kind", [FedSam, VarianceReduced])
+def test_a_second_gradient_is_part_of_the_captured_step(kind):
+    run, reference = (simulation(kind(), engine, "cnn", clip=1.0) for engine in ("stacked", "loop"))
+    run.run(2)
+    reference.run(2)
+    assert all("a second gradient" in reason for reason in run.engine.graphs.unfused)
     assert_same(run, reference)
 
 

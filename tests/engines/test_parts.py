@@ -1,5 +1,7 @@
 """Parts of the stacked engine: convolutions, pooling, the samples of the probe, steps by layer."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import lamina
 from engines.test_per_layer import PerLayer, PerModule
 from lamina.engines.stacked import convolution
+from lamina.engines.stacked.fusion import fuse_norms
 from lamina.engines.stacked.modules import PlainMaxPool2d, stack
 from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_samples
 from lamina.engines.stacked.steps import works_by_layer
@@ -69,3 +72,60 @@ def test_a_small_data_set_can_be_probed(samples, shape, dtype):
     chosen = probe_samples(torch.ones(samples, *shape).to(dtype))
     assert len(chosen) == PROBE_CLIENTS * PROBE_BATCH
     assert set(chosen.tolist()) <= set(range(samples))
+
+
+class Residual(nn.Module):
+    """Two norms, a residual sum and ReLUs in all their spellings."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm1, self.norm2, self.norm3 = (nn.GroupNorm(2, 4) for _ in range(3))
+        self.relu, self.head = nn.ReLU(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.relu(self.norm1(self.first(x)))
+        x = torch.relu(x + self.norm2(self.second(x)))
+        return self.head(self.norm3(x).relu().mean((2, 3)))
+
+
+def test_norms_take_over_the_sum_and_the_relu_after_them():
+    torch.manual_seed(0)
+    plain = stack(Residual().double())
+    fused = fuse_norms(copy.deepcopy(plain))
+    assert [fused.get_submodule(f"norm{i}").relu for i in (1, 2, 3)] == [True] * 3
+    assert "relu" not in {node.target for node in fused.graph.nodes}
+    parameters = {n: torch.stack([p, 1.5 * p]).requires_grad_() for n, p in plain.named_parameters()}
+    x = torch.randn(6, 3, 5, 5, dtype=torch.float64)  # two clients with three samples
+    outputs = [torch.func.functional_call(module, parameters, (x,)) for module in (plain, fused)]
+    torch.testing.assert_close(*outputs)
+    gradients = [torch.autograd.grad(output.square().sum(), list(parameters.values())) for output in outputs]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_norm_whose_result_is_used_twice_stays_as_it_is():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.GroupNorm(1, 3)
+
+        def forward(self, x):
+            y = self.norm(x)
+            return torch.relu(y) + y
+
+    assert not fuse_norms(stack(Twice())).get_submodule("norm").relu
+
+
+def test_a_network_that_branches_is_not_fused():
+    class Branches(nn.Module):
+        def __init__(self, condition):
+            super().__init__()
+            self.norm, self.condition = nn.GroupNorm(1, 3), condition
+
+        def forward(self, x):
+            return torch.relu(self.norm(x)) if self.condition(self, x) else self.norm(x)
+
+    for condition in (lambda module, x: module.training, lambda module, x: bool(x.sum() > 0)):
+        module = stack(Branches(condition))
+        assert fuse_norms(module) is module
+        assert not module.norm.relu

@@ -16,6 +16,7 @@ import lamina
 from engines.test_dropout import simulation as dropout_simulation
 from engines.test_per_layer import PerLayer
 from helpers import processes
+from second_gradients import FedSam
 from small_simulations import simulation
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ ALGORITHMS = {
     "fedlada": lambda: lamina.FedLada(v_init=1e-6),
     "median": lambda: lamina.create("mime", "mime"),  # needs the uploads, and the first gradients, of all clients
     "per_layer": PerLayer,
+    "fedsam": FedSam,
 }
 # 3 of 5 clients active, and 1 of 5: with three ranks some have nothing to do
 CASES = [
@@ -37,6 +39,7 @@ CASES = [
     ("median", "mlp", 0.6),
     ("median", "batch_norm", 0.2),
     ("per_layer", "mlp", 0.6),
+    ("fedsam", "batch_norm", 0.6),
     ("fedlamb", "dropout", 0.6),
     ("mime", "dropout2d", 1.0),
 ]

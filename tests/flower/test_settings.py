@@ -22,7 +22,7 @@ def test_evaluation_on_nodes_is_weighted_by_examples(tmp_path):
     held = [i for part in PARTS for i in part]
     model = setup.simulation()
     model.run(5)
-    whole = lamina.metrics.evaluate(
+    whole = lamina.evaluation.evaluate(
         model.objective, model.state.server.x, model.state.buffers, lamina.data.dataset.as_dataset((x[held], y[held]))
     )
     last = setup.rows[-1]

@@ -327,8 +327,8 @@ def test_a_model_of_your_own(own: types.ModuleType) -> None:
     [
         ("no_such_package:net", {}, "cannot load the model 'no_such_package:net': No module named 'no_such_package'"),
         ("users_models:Owm", {}, "cannot load the model 'users_models:Owm'"),
-        (":net", {}, "a model of your own is named 'package.module:factory', not ':net'"),
-        ("users_models:", {}, "a model of your own is named"),
+        (":net", {}, "your own model is named 'package.module:name', not ':net'"),
+        ("users_models:", {}, "your own model is named"),
         ("users_models:number", {}, "is of type int, not a function or class"),
         (
             "users_models:text",

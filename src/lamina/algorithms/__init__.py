@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from typing import Any
 
@@ -21,6 +20,7 @@ from lamina.algorithms.mime import Mime
 from lamina.algorithms.mimelamb import MimeLamb
 from lamina.algorithms.scaffold import Scaffold
 from lamina.errors import BadInput, unknown
+from lamina.named import import_named
 
 __all__ = [
     "BUILT_IN",
@@ -57,14 +57,7 @@ def find(name: str) -> type[Algorithm]:
     'Fed-LAMB'
     """
     if ":" in name:
-        module, _, attribute = name.partition(":")
-        try:
-            cls = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise BadInput(f"cannot load the algorithm '{name}': {error}") from error
-        except (Exception, SystemExit) as error:  # importing the user's module may raise anything
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise BadInput(f"cannot load the algorithm '{name}': {reason}") from error
+        cls: Any = import_named("algorithm", name)
         if not (isinstance(cls, type) and issubclass(cls, Algorithm) and hasattr(cls, "card")):
             raise BadInput(f"'{name}' is not an algorithm class: decorate it with @lamina.algorithm")
         if inspect.isabstract(cls):

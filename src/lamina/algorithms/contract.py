@@ -8,7 +8,11 @@
     finish(local, down, client, info)    -> Up, Client   what is sent back, and the client's new state; default: y_K - x
     update(server, up, info)             -> Server       the server's step, on the mean of all Ups
 
-Only `step` and `update` have no default. These rules let one definition run in every engine:
+Only `step` and `update` have no default. An algorithm whose `needs` asks for a second gradient also has
+
+    second_point(local, down, grad, lr, layers) -> Tensor   where to take it; `step` gets it as `second_grad`
+
+These rules let one definition run in every engine:
 
 - States are NamedTuples. A field is a tensor ``[..., p]`` (like the model), ``[..., layers]`` (one number per layer) or
   ``[..., 1]`` (one number per client), or None where an option switches it off. The engine owns the leading axes.
@@ -73,6 +77,7 @@ class Needs(NamedTuple):
 
     full_gradient: bool = False  # `finish` gets grad F_i(x), over all of the client's data
     control_variate: bool = False  # `step` gets g(y) - g(x) on the same batch; `broadcast` gets the mean of grad F_i(x)
+    second_gradient: bool = False  # `step` also gets the gradient of the same batch at `second_point`, as `second_grad`
 
 
 class Nothing(NamedTuple):
@@ -155,7 +160,18 @@ class Algorithm(ABC):
 
     @abstractmethod
     def step(self, local: Any, down: Any, grad: Tensor, lr: Number, layers: Layers) -> Any:
-        """Return the local state after one step with the gradient at ``local.y``."""
+        """Return the local state after one step with the gradient at ``local.y``.
+
+        In rounds whose `needs` ask for a second gradient, `step` is called with one more argument, ``second_grad``.
+        """
+
+    def second_point(self, local: Any, down: Any, grad: Tensor, lr: Number, layers: Layers) -> Tensor:
+        """Return the point ``[..., p]`` of the second gradient, from the state and the gradient at ``local.y``.
+
+        The engine computes both gradients with the same samples, augmentation and dropout masks. Clipping and control
+        variates act on both. Buffers such as BatchNorm statistics are updated at ``local.y`` only.
+        """
+        raise NotImplementedError
 
     def finish(self, local: Any, down: Any, client: Any, info: ClientInfo) -> tuple[Any, Any]:
         """Return what is sent to the server, and the client's new state."""
@@ -202,6 +218,24 @@ class Algorithm(ABC):
     def trust_ratios(self, local: Any) -> Tensor | None:
         """Return the trust ratio of every layer ``[..., layers]`` in the last local step, or None."""
         return None
+
+
+def has_second_point(algorithm: Algorithm) -> bool:
+    """Return whether the algorithm can ask for a second gradient."""
+    return type(algorithm).second_point is not Algorithm.second_point
+
+
+def step_kinds(algorithm: Algorithm) -> list[bool]:
+    """Return whether `step` gets a second gradient: in every round, in none, or, by `needs`, in some."""
+    if algorithm.needs(1).second_gradient:
+        return [True]
+    return [False, True] if has_second_point(algorithm) else [False]
+
+
+def trial_step(algorithm: Algorithm, local: Any, down: Any, grad: Tensor, info: ClientInfo) -> Any:
+    """Return the local state after a step without data: every gradient that the algorithm needs is `grad`."""
+    second = {"second_grad": grad} if algorithm.needs(info.round).second_gradient else {}
+    return algorithm.step(local, down, grad, info.lr, info.layers, **second)
 
 
 def hyper(

@@ -1,8 +1,10 @@
 """Fed-AMS: local AMSGrad; all clients divide by the server's second moment v_hat, which is frozen within a round.
 
 Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", as used in the Fed-LAMB paper:
-Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1 ("l." below), without
-the layer-wise step. Readings of the text (docs/reference/algorithms.md): A1 to A6, A16. Mime shares `LocalMomentum`.
+Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, without the
+layer-wise step. "l.11" is a line of it. "A1" is an entry in the list of choices where the text is ambiguous:
+docs/reference/algorithms.md; those of Fed-AMS are A1 to A6 and A16. Mime shares `LocalMomentum`. Functions without a
+docstring are those of every algorithm, which contract.py explains.
 
 Bias correction (A6) divides a copy of a moment by its *share*: the fraction of the moment that comes from gradients, as
 opposed to its initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. A moment that
@@ -92,7 +94,7 @@ class LocalMomentum(Algorithm):
     momentum: str = "carry"  # each method lists its choices
 
     def check(self) -> None:
-        """Refuse moments that never change."""
+        """Refuse moments that never change. Creating an algorithm calls the `check` of each of its classes."""
         refuse_dead_moments(self, self.eps)
 
     def refuse_zero_divisor(self, when: str = "in round 1") -> None:
@@ -214,7 +216,7 @@ class FedAms(LocalMomentum):
         return local
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
-        g = add_l2(grad, local.y, self)
+        g = add_l2(grad, local.y, self)  # + lambda * y, if decay_form is "l2"
         v = ema(local.v, g * g, self.beta2)  # l.11, A1
         v_share = next_share(local.v_share, self.beta2)
         local = local._replace(
@@ -227,7 +229,8 @@ class FedAms(LocalMomentum):
         )
         psi = precondition(corrected(local.m, local.m_share), self.divisor(local, down), self.eps)  # l.12
         direction, ratio = self.rescale(psi, local.y, layers)  # Fed-LAMB: eq. 3
-        return local._replace(y=descend(local.y, add_decoupled(direction, local.y, self), lr), ratio=ratio)  # l.13
+        direction = add_decoupled(direction, local.y, self)  # + lambda * y, if decay_form is "decoupled"
+        return local._replace(y=descend(local.y, direction, lr), ratio=ratio)  # l.13
 
     def divisor(self, local: Local, down: Server) -> Tensor:
         """Return the second moment to divide by: v_hat of the round, its running maximum, or v in round 1 (A2)."""

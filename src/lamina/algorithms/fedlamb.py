@@ -1,10 +1,14 @@
 """Fed-LAMB: Fed-AMS whose step is rescaled layer by layer.
 
-Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, blue boxes.
-Readings of the text (docs/reference/algorithms.md): A1 to A6, A10 to A12, A16.
+Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, blue boxes. "l.12" is
+a line of it. "A10" is an entry in the list of choices where the text is ambiguous: docs/reference/algorithms.md. Those
+of Fed-LAMB are A1 to A6, A10 to A12 and A16.
 
 Fed-AMS steps along psi = m / sqrt(v_hat). Fed-LAMB steps along u = psi + lambda * y and multiplies every layer of u by
 its trust ratio phi(||y||) / ||u||. So the step of a layer is as long as the layer itself, times the learning rate.
+
+Everything else is inherited: `FedAms.step` computes psi and calls `rescale`, the function that this file replaces.
+contract.py explains the functions of an algorithm, and what `hyper` and `algorithm` do.
 """
 
 from __future__ import annotations
@@ -24,7 +28,10 @@ from lamina.layers import Grouping, Layers
 
 @dataclass(frozen=True, eq=False)
 class Layerwise(Algorithm):
-    """The layer-wise step: inherit from it first, then from the method whose `rescale` it replaces."""
+    """The layer-wise step: inherit from it first, then from the method whose `rescale` it replaces.
+
+    The option `layers` says what counts as a layer; the argument `layers` of the functions knows where each one lies.
+    """
 
     trust_ratio: bool = hyper(True, "normalise the step layer by layer")
     phi_min: Number = hyper(1e-2, "floor of phi (A10)", low=0.0)
@@ -40,7 +47,7 @@ class Layerwise(Algorithm):
     decay_on: Literal["all", "matrices"] = hyper("all", "tensors that decay under form 'ratio' (A12)")
 
     def check(self) -> None:
-        """Refuse options that contradict each other."""
+        """Refuse options that contradict each other. Creating an algorithm calls the `check` of each of its classes."""
         limits = (self.phi_min, self.phi_max)
         if not any(isinstance(limit, Tensor) for limit in limits) and self.phi_min > self.phi_max:
             raise BadInput(f"phi_min = {self.phi_min:g} is above phi_max = {self.phi_max:g}")
@@ -49,22 +56,24 @@ class Layerwise(Algorithm):
 
     @property
     def grouping(self) -> Grouping:
+        """What one layer is, for the engines and the report."""
         return self.layers
 
     def begin(self, down: Any, client: Any, info: ClientInfo) -> Any:
+        """Return the other method's local state, with room for the trust ratio of every layer."""
         local = super().begin(down, client, info)
         return local._replace(ratio=per_layer(down.x, info.layers, by=self.layers)) if self.trust_ratio else local
 
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
         """Return the update with every layer rescaled to length phi(||y||), and the trust ratio of every layer."""
-        u = psi
+        u = psi  # the decay forms "l2" and "decoupled" act elsewhere in the step, as in Fed-AMS
         if self.decay_form == "ratio" and is_on(self.decay):
-            decays = 1.0 if self.decay_on == "all" else layers.matrix_mask(y)  # A12
+            decays = 1.0 if self.decay_on == "all" else layers.matrix_mask(y)  # A12: 1 on weights, 0 on biases
             u = psi + self.decay * decays * y  # l.12
         if not self.trust_ratio:
             return u, None
         ratio = self.ratios(y, u, layers)
-        return layers.spread(ratio, self.layers) * u, ratio  # eq. 3
+        return layers.spread(ratio, self.layers) * u, ratio  # eq. 3: every element by its layer's ratio
 
     def ratios(self, y: Tensor, u: Tensor, layers: Layers) -> Tensor:
         """Return phi(||y||) / ||u|| for every layer. A layer with ||u|| = 0 does not move.
@@ -83,6 +92,7 @@ class Layerwise(Algorithm):
         return ratio
 
     def trust_ratios(self, local: Any) -> Tensor | None:
+        """Return the ratios of the last step, for the report."""
         ratios: Tensor | None = local.ratio
         return ratios
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Needs, ServerInfo
+from lamina.algorithms.contract import Algorithm, ClientInfo, Needs, ServerInfo, has_second_point, step_kinds
 from lamina.errors import BadInput, LaminaError
 from lamina.layers import Layers
 
@@ -30,10 +30,11 @@ def rehearse(algorithm: Algorithm) -> None:
     def broken(name: str, what: str) -> BadInput:
         return BadInput(f"the algorithm '{algorithm.card.name}' breaks the contract: {name} {what}")
 
-    def call(name: str, *arguments: Any) -> Any:
-        before = [value.clone() for value in _tensors(arguments)]
+    def call(name: str, *arguments: Any, **more: Any) -> Any:
+        tensors = _tensors((*arguments, *more.values()))
+        before = [value.clone() for value in tensors]
         try:
-            result = getattr(algorithm, name)(*arguments)
+            result = getattr(algorithm, name)(*arguments, **more)
         except LaminaError:
             raise
         except Exception as error:
@@ -41,7 +42,7 @@ def rehearse(algorithm: Algorithm) -> None:
             reason = " ".join(str(error).split())
             where = f"{Path(last.filename).name}:{last.lineno}"
             raise broken(name, f"fails on a small model: {type(error).__name__}: {reason} ({where})") from error
-        if not all(map(_same, before, _tensors(arguments))):
+        if not all(map(_same, before, tensors)):
             raise broken(name, "writes into its arguments: return new tensors, y - lr * grad and not y.sub_(lr * grad)")
         return result
 
@@ -61,6 +62,8 @@ def rehearse(algorithm: Algorithm) -> None:
     needs = algorithm.needs(1)
     if not isinstance(needs, Needs):
         raise broken("needs", f"must return a Needs, found {_describe(needs)}")
+    if needs.second_gradient and not has_second_point(algorithm):
+        raise broken("needs", "asks for a second gradient, but second_point is missing: define it to say where")
     server_info = ServerInfo(1, 0.1, TINY, mean_gradient=gradient if needs.control_variate else None)
     info = ClientInfo(1, 0.1, TINY, full_gradient=gradient if needs.full_gradient else None)
 
@@ -68,7 +71,14 @@ def rehearse(algorithm: Algorithm) -> None:
     client = checked("client_init", call("client_init", x, TINY))
     down = checked("broadcast", call("broadcast", server, server_info), "x")
     local = checked("begin", call("begin", down, client, info), "y")
-    local = checked("step", call("step", local, down, gradient, 0.1, TINY), "y", like=local)
+    begun = local
+    for has_second in step_kinds(algorithm):
+        second = {"second_grad": gradient} if has_second else {}
+        if has_second:
+            point = call("second_point", begun, down, gradient, 0.1, TINY)
+            if not isinstance(point, Tensor) or point.shape != x.shape:
+                raise broken("second_point", f"must return a point like local.y, [..., p], found {_describe(point)}")
+        local = checked("step", call("step", begun, down, gradient, 0.1, TINY, **second), "y", like=begun)
     ratios = call("trust_ratios", local)
     if ratios is not None and not (isinstance(ratios, Tensor) and ratios.shape[-1:] == sizes[1:2]):
         raise broken("trust_ratios", f"must return a tensor, one ratio per layer, or None, found {_describe(ratios)}")

@@ -11,6 +11,7 @@ from lamina.algorithms import BUILT_IN, Algorithm, find, options
 from lamina.algorithms.contract import allowed
 from lamina.cli.listing import CATALOGUE
 from lamina.data import partitions, sources
+from lamina.data.own import FORMATS
 from lamina.experiment.config import load
 from lamina.experiment.reproduction import papers
 from lamina.ledger import wire_cost
@@ -27,7 +28,7 @@ def build() -> dict[str, Any]:
             [name, card.description, ", ".join(f"{key}={value}" for key, value in card.options.items())]
             for name, card in models.registry().items()
         ],
-        "datasets": [[name, source.description] for name, source in sources.SOURCES.items()],
+        "datasets": [[name, each.description] for name, each in (sources.SOURCES | FORMATS).items()],
         "partitions": [
             [name, description, ", ".join(_partition_options(name))]
             for name, description in partitions.describe().items()

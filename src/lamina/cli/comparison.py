@@ -111,7 +111,7 @@ def comparison_table(entries: Sequence[Trial], target: float | None, console: Co
 
     Args:
         entries: the algorithms, a row each.
-        target: test accuracy, or loss where there is no accuracy; None leaves its columns out.
+        target: value of the metric on the test data; None leaves its columns out.
         console: where the table will be printed.
     """
     _, headings, rows, title = algorithms_table(entries, target)

@@ -20,11 +20,11 @@ from lamina.text import plural
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
 EXTRAS = {  # extra: its package, and what for
     "flower": ("flwr", "lamina flower"),
-    "hub": ("datasets", "data sets from the Hugging Face hub"),
+    "hub": ("datasets", "data sets from the Hugging Face hub, by name"),
     "images": ("pillow", "TinyImageNet and your own pictures"),
     "mlflow": ("mlflow", "lamina run --mlflow"),
     "report": ("plotly", "lamina report"),
-    "table": ("pandas", "history.to_pandas()"),
+    "table": ("pandas", "history.to_pandas() and data in tables"),
     "tensorboard": ("tensorboard", "lamina run --tensorboard"),
     "tune": ("optuna", "lamina tune"),
 }
@@ -37,7 +37,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] 
     import_torch()
     import torch
 
-    where = "compiled, as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
+    where = "captured as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
     engines = {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
     advice: list[str] = []
     sections = {
@@ -112,7 +112,7 @@ def devices(advice: list[str]) -> dict[str, Any]:
     if gpus and version("triton") is None:
         advice.append("stacked convolutions on the GPU are faster with lamina's kernels: pip install triton")
     if gpus and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        advice.append("torch.compile and triton need a C compiler on the GPU machine: install gcc")
+        advice.append("triton needs a C compiler on the GPU machine: install gcc")
     cores = {"cores": os.cpu_count() or 1, "usable cores": usable_cores()}
     return {"cpu": processor(), **cores, "gpus": gpus, "triton": version("triton")}
 

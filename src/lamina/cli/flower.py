@@ -256,11 +256,12 @@ class Display:
                 self.line(text)
         self._log_lines = len(lines)
         history, rounds = self._job.history(), self._job.rounds
+        metric = history.metric if history.metric != "loss" else ""  # without a metric, a line names the round only
         for row in history[self._rounds :]:
-            what, accuracy = f"round {row['round']}", f"accuracy {row['accuracy']:.4f}" if "accuracy" in row else ""
-            self._bar.update(self._task, total=rounds, completed=row["round"], description=what, note=accuracy)
+            what, score = f"round {row['round']}", f"{metric} {row[metric]:.4f}" if metric in row else ""
+            self._bar.update(self._task, total=rounds, completed=row["round"], description=what, note=score)
             if not self._live:
-                self.line(f"{what}/{rounds or '?'}{': ' + accuracy if accuracy else ''}")
+                self.line(f"{what}/{rounds or '?'}{': ' + score if score else ''}")
         self._rounds = max(self._rounds, len(history))
 
     def _read_log(self) -> list[str]:

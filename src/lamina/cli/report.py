@@ -18,7 +18,7 @@ def report(
     out_file: Annotated[Path, typer.Option("--out", help="the page")] = Path("report.html"),
     targets: Annotated[
         list[float] | None,
-        typer.Option("--target", help="test accuracy (or loss) to reach, e.g. 0.9; may be repeated"),
+        typer.Option("--target", help="value of the metric to reach on the test data, e.g. 0.9; may be repeated"),
     ] = None,
     baseline: Annotated[str | None, typer.Option("--baseline", help="algorithm that ratios refer to")] = None,
     title: Annotated[str | None, typer.Option("--title", help="heading of the page")] = None,

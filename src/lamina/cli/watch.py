@@ -23,6 +23,7 @@ from rich.text import Text
 from lamina.cli.base import app, import_torch, out, table
 from lamina.cli.export import short
 from lamina.errors import BadInput
+from lamina.metrics import is_metric
 from lamina.text import plural
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class View:
         lines = Table.grid(padding=(0, 2))
         lines.add_row("round", Group(f"{len(history)}/{rounds}", ProgressBar(rounds, len(history), width=40)))
         data = "validation" if record.on_validation_data else "test"
-        titles = {"accuracy": f"{data} accuracy", "loss": f"{data} loss", "train_loss": "training loss"}
+        metrics = dict.fromkeys([history.metric, *filter(is_metric, history.columns)])
+        titles = {name: f"{data} {name}" for name in metrics} | {"train_loss": "training loss"}
         for name, title in titles.items():
             values = finite(history.column(name, optional=True))
             if values:

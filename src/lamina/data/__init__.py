@@ -5,6 +5,7 @@ from __future__ import annotations
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.feed import Augment, augment, prepare
 from lamina.data.files import data_directory
+from lamina.data.own import FORMATS, Format
 from lamina.data.partitions import (
     IID,
     PARTITIONS,
@@ -21,6 +22,7 @@ from lamina.data.picture import partition_picture
 from lamina.data.sources import SOURCES, Source, load
 
 __all__ = [
+    "FORMATS",
     "IID",
     "PARTITIONS",
     "SOURCES",
@@ -29,6 +31,7 @@ __all__ = [
     "Classes",
     "Dataset",
     "Dirichlet",
+    "Format",
     "Partition",
     "Reallocate",
     "Source",

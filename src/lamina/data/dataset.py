@@ -46,6 +46,8 @@ class Dataset:
     name: str = "data"
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Further values per sample, such as the writer of a digit, to split by (`ByColumn`)."""
+    class_names: tuple[str, ...] | None = None
+    """The name of every class, if the labels had names."""
 
     def __post_init__(self) -> None:
         for what in ("x", "y"):
@@ -83,6 +85,9 @@ class Dataset:
         if len(bad):
             valid = f"0..{classes - 1}" if self.classes is not None else "0, 1, 2, ..."
             raise BadInput(f"{self.name}: the label of sample {int(bad[0])} is not one of {valid}")
+        if self.class_names is not None and len(self.class_names) != classes:
+            counts = f"{plural(len(self.class_names), 'name')} for {plural(classes, 'class', 'classes')}"
+            raise BadInput(f"{self.name}: class_names has {counts}; give one each")
         object.__setattr__(self, "y", labels)
         object.__setattr__(self, "classes", classes)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lamina.data.dataset import Dataset, Splits
 from lamina.errors import BadInput
-from lamina.paths import checked_path
+from lamina.paths import checked_path, refuse_special
 
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
 Arrays = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images [n, channels, height, width], labels [n, 1] or [n, 2]
@@ -187,3 +187,13 @@ def verify_md5(path: Path, expected: str | None) -> None:
             f"{path} is damaged or another version: md5 expected {expected}, found {actual}; "
             f"download it again and put the good file at that path"
         )
+
+
+def own_path(root: Path, path: str) -> Path:
+    """Return the path of the user's own file or folder, which must exist; a relative path starts at `root`."""
+    given = checked_path(root / Path(path).expanduser(), "data.path")
+    if not given.exists():
+        raise BadInput(f"there is no file or folder '{given}': correct data.path, data.test or data.dir")
+    if not given.is_dir():
+        refuse_special(given)
+    return given

@@ -12,7 +12,7 @@ from lamina.data.images import stack_pictures
 from lamina.errors import BadInput, missing_extra, nearest
 
 _INPUT_COLUMNS = ("image", "img", "images", "pixel_values", "x", "input_ids", "features", "inputs")
-_LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "targets", "y", "class")
+LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "targets", "y", "class")
 
 
 def is_hub_dataset(data: Any) -> bool:
@@ -20,27 +20,35 @@ def is_hub_dataset(data: Any) -> bool:
     return hasattr(data, "column_names") and hasattr(data, "with_format")
 
 
-def fetch(repository: str) -> Mapping[str, Any] | None:
-    """Return all splits of a data set on the hub (or in its local cache); None if `datasets` is not installed."""
+def fetch(repository: str, *subset: str) -> Mapping[str, Any] | None:
+    """Return all splits of a data set on the hub (or in its local cache); None if `datasets` is not installed.
+
+    `subset` is the name of the configuration, for a data set that has several.
+    """
     try:
         from datasets import load_dataset
     except ImportError:
         return None
     try:
-        splits: Mapping[str, Any] = load_dataset(repository)
+        splits: Mapping[str, Any] = load_dataset(repository, *subset)
     except Exception as error:  # offline, refused, moved: each layer below has its own exceptions
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInput(f"the Hugging Face hub did not deliver {repository} ({reason})") from error
     return splits
 
 
-def arrays(data: Any, x: str | None, y: str | None) -> tuple[Any, Any, dict[str, NDArray[Any]], int | None]:
-    """Return inputs, labels, other columns and the declared number of classes of one split."""
+def arrays(
+    data: Any, x: str | None, y: str | None, *, text_labels: bool = False
+) -> tuple[Any, Any, dict[str, NDArray[Any]], int | None]:
+    """Return inputs, labels, other columns and the declared number of classes of one split.
+
+    `text_labels` accepts labels that are text, for a caller that numbers them.
+    """
     if isinstance(data, Mapping):
         raise BadInput(f"this is a dictionary of splits; give one of them, for example data['{next(iter(data))}']")
     names = list(data.column_names)
     x = _column("input", "x", x, _INPUT_COLUMNS, names)
-    y = _column("label", "y", y, _LABEL_COLUMNS, [name for name in names if name != x])
+    y = _column("label", "y", y, LABEL_COLUMNS, [name for name in names if name != x])
     plain = data.with_format(None)  # ignore the user's format: read Python objects and pictures
     if len(plain) == 0:
         raise BadInput("the Hugging Face data set is empty; give at least one sample")
@@ -50,7 +58,7 @@ def arrays(data: Any, x: str | None, y: str | None) -> tuple[Any, Any, dict[str,
         raise missing_extra("pillow", "images", f"decoding column '{x}'") from error
     if isinstance(first[x], str):
         raise BadInput(f"column '{x}' holds text; tokenise it to equal lengths and name that column with x=...")
-    if isinstance(first[y], str):
+    if isinstance(first[y], str) and not text_labels:
         raise BadInput(f"column '{y}' holds text labels; number them with data.class_encode_column('{y}')")
     inputs = stack_pictures(plain[x], len(plain), f"column '{x}'") if hasattr(first[x], "convert") else list(plain[x])
     others = {

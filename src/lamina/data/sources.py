@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from lamina import rng
-from lamina.data import cifar, hub, idx, tinyimagenet
+from lamina.data import cifar, hub, idx, own, tinyimagenet
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.files import ENVIRONMENT_VARIABLE, Place, PublishedSet, data_directory
-from lamina.errors import BadInput, unknown
+from lamina.data.own import FORMATS, load_format, load_own
+from lamina.errors import BadInput, nearest, unknown
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,34 @@ class Source:
         return f"{self.files} (from {self.published})" if self.published else self.files
 
 
-def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = True) -> Splits:
-    """Load a data set of `SOURCES` by name, from `data_dir`, else from the directory LAMINA_DATA, else from ./data.
+def load(
+    name: str,
+    data_dir: str | os.PathLike[str] | None = None,
+    hub: bool = True,
+    *,
+    client: str | None = None,
+    **options: Any,
+) -> Splits:
+    """Load a data set by name, as the `[data]` section of an experiment file does.
 
-    If there are no files and `hub` is true, it is fetched from the Hugging Face hub.
+    Args:
+        name: A data set of `SOURCES`, a file format of `FORMATS`, or ``package.module:function``: a function of your
+            own that returns training and test data.
+        data_dir: Where the files are: by default, the directory LAMINA_DATA, else ./data; for a file format, the
+            current folder.
+        hub: Whether a data set without files is fetched from the Hugging Face hub.
+        client: The column that names the client of every sample.
+        options: The options of a file format or of your own function.
 
     >>> train, test = load("digits")
     >>> train
     Dataset('digits', 1438 samples of [1, 8, 8] torch.float32, 10 classes)
     """
-    if name not in SOURCES:
-        raise unknown("data set", name, SOURCES)
+    if ":" in name:
+        return load_own(name, data_dir, options, client)
+    if name in FORMATS:
+        return load_format(name, data_dir, options, client, online=hub)
+    check_options(name, options)
     source = SOURCES[name]
     root = data_directory(data_dir, source.expected) if source.files else Path()
     splits = source.read(root)
@@ -79,6 +98,23 @@ def load(name: str, data_dir: str | os.PathLike[str] | None = None, hub: bool = 
         f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install -e '.[hub]' and "
         "be online"
     )
+
+
+def check_options(name: str, options: Mapping[str, Any], other_keys: Mapping[str, Any] | None = None) -> None:
+    """Refuse an unknown name, and options that the data set or format does not have.
+
+    The options of a user's own function are checked when it is loaded.
+    """
+    if ":" in name:
+        return
+    if name in FORMATS:
+        own.check_options(name, options, other_keys or {})
+        return
+    if name not in SOURCES:
+        raise unknown("data set", name, [*SOURCES, *FORMATS])
+    for option in options:
+        keys = ["name", *(other_keys or {})]
+        raise BadInput(f"[data] has no key '{option}'{nearest(option, keys)} (keys: {', '.join(keys)})")
 
 
 def _from_hub(name: str, copy: HubCopy) -> Splits | None:

@@ -1,13 +1,22 @@
 """The reference engine: one client after another, as the papers' pseudo-code reads. Any `nn.Module`, any device.
 
-Every other engine is tested against this one. Read `run_round` from top to bottom: it is the whole method.
+Every other engine is tested against this one. Read `run_round`, then `train_client`: they are the whole method. Models
+and gradients are flat vectors [p]. The words of this file:
+
+    algorithm   the seven functions of a method, and the records that they pass on (algorithms/contract.py)
+    objective   the module and the loss as a function of a flat vector; `objective.layers` knows where each layer lies
+    buffers     the module's tensors that are not trained, such as BatchNorm statistics, by name
+    protocol    the settings of training: learning rate, clipping, weighting, aggregation, ...
+    plan        one round of the random choices: `plan.cohort` are the ids of its active clients, and client
+                number c of the cohort takes `plan.steps[c]` local steps
+    state       what carries over from round to round: `state.server` with the model x, and the clients' own records
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +30,22 @@ from lamina.data.feed import prepare
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
-from lamina.plan import Round, dropout_streams
+from lamina.plan import Round
 from lamina.protocol import Protocol
 
-FULL_GRADIENT_CHUNK = 512  # samples at a time in a full-data gradient; the result does not depend on it,
-WHOLE_BATCH = 64  # but for a model that evaluates samples by the batch they are in: those, in every engine
+FULL_GRADIENT_CHUNK = 512  # samples at a time in a gradient over all of a client's data
+# The same for BatchNorm without running statistics: its output for a sample depends on the samples evaluated with it,
+# so every engine must evaluate the same ones together.
+FIXED_CHUNK = 64
+
+
+class Batch(NamedTuple):
+    """The samples of one local step, and its randomness: every gradient of the step has the same dropout masks."""
+
+    inputs: Tensor
+    targets: Tensor
+    stream: Tensor  # of the masks of dropout layers [1]
+    seed: int  # for a module that draws random numbers itself
 
 
 @dataclass(frozen=True)
@@ -37,16 +57,17 @@ class Loop:
     data: Dataset  # on the objective's device
     protocol: Protocol
     record_trust_ratios: bool = False
-    why: str = "engine='loop' was asked for"  # why this engine, for messages
+    why: str = "engine='loop' was asked for"  # the reason for this engine, which messages quote
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
         """Run one round: broadcast, local training of every active client, mean, server update."""
         algorithm, layers, x = self.algorithm, self.objective.layers, state.server.x
-        needs = algorithm.needs(plan.number)
-        weights = client_weights(plan, self.protocol.by_examples)
+        needs = algorithm.needs(plan.number)  # what it asks for besides mini-batch gradients
+        weights = client_weights(plan, self.protocol.by_examples)  # of the cohort's clients in the mean; their sum is 1
 
+        # Mime: grad F_i(x) over all of a client's data, for `finish`, and its mean over the cohort, for `broadcast`
         full_gradients: list[Any] = [None] * len(plan.cohort)
-        if needs.full_gradient or needs.control_variate:  # Mime: grad F_i(x) over all local data
+        if needs.full_gradient or needs.control_variate:
             full_gradients = [self.full_gradient(x, state.buffers, plan, c) for c in range(len(plan.cohort))]
         mean_gradient = (
             combine_vectors(self.protocol.aggregation, full_gradients, weights) if needs.control_variate else None
@@ -60,17 +81,18 @@ class Loop:
             full_gradient = full_gradients[c] if needs.full_gradient else None
             info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)
             client = clients[client_id] if client_id in clients else algorithm.client_init(x, layers)
-            buffers = {n: b.clone() for n, b in state.buffers.items()}
+            buffers = _copy(state.buffers)  # local training updates them
 
             local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
 
             if not _all_finite(losses, *up, *clients[client_id]):
-                self.explain(down, client, state.buffers, info, plan, c, up)
-            sums.keep(c, up, buffers)
-            if self.protocol.by_examples:
+                self.explain(down, client, state.buffers, info, plan, c, up)  # raises Diverged
+            sums.keep(c, up, buffers)  # for a robust aggregation; the mean needs the sums below only
+            if self.protocol.by_examples:  # some fields of Up have a uniform mean all the same: see `state_changes`
                 up = undo_weighting(algorithm, up, weights[c] * len(plan.cohort))
             sums.add(up, buffers, weights[c])
+            # figures of the cohort, for `update` and the report of the round
             sums.loss += weights[c] * float(losses.mean())
             sums.bytes_up += sum(payload_bytes(up).values())
             sums.steps += weights[c] * float(plan.steps[c])
@@ -78,6 +100,7 @@ class Loop:
             if self.record_trust_ratios:
                 sums.add_trust(algorithm.trust_ratios(local), weights[c])
 
+        # server = algorithm.update(server, mean of the Ups, ...), and the report of the round
         return close_round(algorithm, layers, state, plan, down, sums, clients)
 
     def train_client(
@@ -90,51 +113,67 @@ class Loop:
         c: int,
         watch: Callable[[int, Tensor, Tensor, Any, Any], None] | None = None,
     ) -> tuple[Any, Tensor]:
-        """Train the c-th active client; return its final local state and the loss of every step [K_i]."""
-        algorithm, objective = self.algorithm, self.objective
+        """Train the c-th active client; return its final local state and the loss of every step [K_i].
+
+        The buffers are updated in place. `watch` is called after every step with its number, its loss and gradient, and
+        the local states before and after it.
+        """
+        algorithm, layers = self.algorithm, self.objective.layers
+        needs = algorithm.needs(plan.number)
+        control = down.x if needs.control_variate else None  # the original Mime: steps with g(y) - g(x)
         local = algorithm.begin(down, client, info)
         losses = []
-        streams = self._dropout_streams(plan, c)
-        with rng.forked(objective.device):  # the module may draw random numbers itself
+        with rng.forked(self.objective.device):  # the module may draw random numbers; the caller must not notice
             for k in range(int(plan.steps[c])):
-                inputs, targets = self._batch(plan, c, k)
-                own_seed = rng.torch_seed(int(plan.streams[c]), "dropout", k)
-                rng.seed_generators(objective.device, own_seed)
-                grad, loss = objective.gradient(local.y, buffers, inputs, targets, streams=streams[:, k])
-                if algorithm.needs(plan.number).control_variate:  # the same batch and dropout mask, at x
-                    rng.seed_generators(objective.device, own_seed)
-                    scratch = {n: b.clone() for n, b in buffers.items()}
-                    grad = grad - objective.gradient(down.x, scratch, inputs, targets, streams=streams[:, k])[0]
-                if self.protocol.clip is not None:
-                    grad = clip_by_norm(grad, self.protocol.clip)
-                after = algorithm.step(local, down, grad, info.lr, objective.layers)
+                batch = self._batch(plan, c, k)
+                grad, loss = self._gradient(local.y, buffers, batch, control)
+                second = {}
+                if needs.second_gradient:  # of the same batch, at a point that the algorithm chooses
+                    point = algorithm.second_point(local, down, grad, info.lr, layers)
+                    # a copy, because only the pass at y updates the buffers
+                    second["second_grad"], _ = self._gradient(point, _copy(buffers), batch, control)
+                after = algorithm.step(local, down, grad, info.lr, layers, **second)
                 losses.append(loss)
                 if watch is not None:
                     watch(k, loss, grad, local, after)
                 local = after
         return local, torch.stack(losses)
 
-    def _dropout_streams(self, plan: Round, c: int) -> Tensor:
-        """Return the random stream of every local step's dropout masks [1, K_i]."""
-        streams = dropout_streams(plan.streams[c : c + 1], int(plan.steps[c]))
-        return torch.from_numpy(streams).to(self.objective.device)
+    def _gradient(self, y: Tensor, buffers: Buffers, batch: Batch, control: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the gradient of a batch at y, relative to the one at `control` and clipped if asked for, and the loss.
 
-    def _batch(self, plan: Round, c: int, k: int) -> tuple[Tensor, Tensor]:
-        """Gather, augment and normalise one batch."""
+        The pass at y updates the buffers in place.
+        """
+
+        def gradient(at: Tensor, buffers: Buffers) -> tuple[Tensor, Tensor]:
+            rng.seed_generators(self.objective.device, batch.seed)
+            return self.objective.gradient(at, buffers, batch.inputs, batch.targets, streams=batch.stream)
+
+        grad, loss = gradient(y, buffers)
+        if control is not None:
+            grad = grad - gradient(control, _copy(buffers))[0]
+        if self.protocol.clip is not None:
+            grad = clip_by_norm(grad, self.protocol.clip)
+        return grad, loss
+
+    def _batch(self, plan: Round, c: int, k: int) -> Batch:
+        """Gather, augment and normalise the batch of step k."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
         x = data.x[index]
         if self.protocol.augmentation is not None:
             x = self.protocol.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
-        return prepare(x, data.mean, data.std, self.objective.dtype), data.y[index]
+        inputs = prepare(x, data.mean, data.std, self.objective.dtype)
+        stream = torch.from_numpy(plan.dropout_stream(c, k)).to(device)
+        return Batch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
 
     def full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
         """Return the gradient over all of a client's data in evaluation mode (fixed BatchNorm statistics)."""
         data, total = self.data, torch.zeros_like(x)
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
-        for part in torch.split(index, WHOLE_BATCH if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
+        for part in torch.split(index, FIXED_CHUNK if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
             inputs = prepare(data.x[part], data.mean, data.std, self.objective.dtype)
-            with rng.forked(x.device, seed=0):
+            with rng.forked(x.device, seed=0):  # for a module that draws random numbers even when it is evaluated
                 grad, _ = self.objective.gradient(x, buffers, inputs, data.y[part], train=False)
             total = total + grad * (len(part) / len(index))
         return total
@@ -153,11 +192,9 @@ class Loop:
         leaves = [(n, m) for n, m in self.objective.seeded.named_modules() if not list(m.children())]
         handles = [m.register_forward_hook(look(n or type(m).__name__)) for n, m in leaves]
         try:
-            inputs, _ = self._batch(plan, c, k)
-            streams = self._dropout_streams(plan, c)[:, k]
+            batch = self._batch(plan, c, k)
             with torch.no_grad():
-                own = {n: b.clone() for n, b in buffers.items()}
-                self.objective.outputs(y, own, inputs, train=True, streams=streams)
+                self.objective.outputs(y, _copy(buffers), batch.inputs, train=True, streams=batch.stream)
         finally:
             for handle in handles:
                 handle.remove()
@@ -178,10 +215,14 @@ class Loop:
             where = after.y if _all_finite(grad) else grad
             raise diverged(layers, where, plan.number, plan.lr, client_id, step)
 
-        self.train_client(down, client, {n: b.clone() for n, b in buffers.items()}, info, plan, c, watch)
+        self.train_client(down, client, _copy(buffers), info, plan, c, watch)
         for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
             if value is not None and not bool(torch.isfinite(value).all()):
                 raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
+
+
+def _copy(buffers: Buffers) -> Buffers:
+    return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def _all_finite(*values: Tensor | None) -> bool:

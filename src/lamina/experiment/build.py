@@ -19,9 +19,11 @@ from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, nearest
 from lamina.experiment.config import Experiment, Named
 from lamina.inputs import create_model
+from lamina.metrics import Metric, description, find_all
 from lamina.protocol import Protocol, Settings, describe
 from lamina.schedules import SCHEDULES, Schedule, make_schedule
 from lamina.simulation import Simulation
+from lamina.storage.identity import splits_digest
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
 PROTOCOL_FIELDS = [each.name for each in dataclasses.fields(Protocol)]
@@ -30,7 +32,8 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the las
 
 def load_data(experiment: Experiment) -> Splits:
     """Return the training and test data; with `data.validation`, held-out training data replace the test data."""
-    splits = experiment.objects.data or sources.load(experiment.data.name, experiment.data.dir)
+    data = experiment.data
+    splits = experiment.objects.data or sources.load(data.name, data.dir, client=data.client, **data.options())
     if experiment.data.validation is None:
         return splits
     return Splits(*splits.train.holdout(experiment.data.validation, experiment.train.seed))
@@ -48,8 +51,11 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
         splits.train,
         algorithm,
         test=splits.test,
+        metrics=metrics_of(experiment),
         clients=count_clients(experiment),
         partition=partition,
+        heldout_clients=experiment.data.heldout_clients,
+        local_test=experiment.data.local_test,
         device=run.device,
         engine=like or run.engine,
         precision=run.precision,
@@ -146,6 +152,12 @@ def build_parts(experiment: Experiment) -> None:
     """Refuse a wrong option of the algorithm, the partition, the schedule or the aggregation, before anything runs."""
     for build_part in (build_algorithm, build_partition, build_schedule, build_aggregation):
         build_part(experiment)
+    find_all(metrics_of(experiment))
+
+
+def metrics_of(experiment: Experiment) -> Sequence[Metric | str] | None:
+    """Return the metrics, or their names; None for the default."""
+    return experiment.objects.metrics or experiment.train.metrics
 
 
 def count_clients(experiment: Experiment) -> int | None:
@@ -183,7 +195,14 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     """Return the whole configuration, with every default and every "auto" replaced by the value used."""
     config = experiment.model_dump()
     partition = build_partition(experiment)
-    config["data"]["clients"] = simulation.plan.clients.count
+    config["data"]["clients"] = simulation.reserved.dealt
+    # Settings of later versions are left out unless they are used, so that run folders from before can be resumed.
+    later = (("data", "client"), ("data", "heldout_clients"), ("data", "local_test"), ("train", "metrics"))
+    for section, key in later:
+        if config[section][key] is None:
+            del config[section][key]
+    if experiment.train.metrics is not None:
+        config["metrics"] = description(simulation.metrics)
     if isinstance(partition, partitions.Reallocate):
         config["data"]["partition"] = {"name": "reallocate", "base": "iid", **experiment.data.partition.options()}
         partition = partition.base
@@ -196,7 +215,7 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     config["train"]["schedule"] |= _values(simulation.protocol.schedule)
     combination = simulation.protocol.aggregation
     if isinstance(combination, aggregation.Mean):
-        del config["train"]["aggregation"]  # so that run folders from before there were others can be resumed
+        del config["train"]["aggregation"]  # for the same reason
     else:
         config["train"]["aggregation"] = describe(combination, aggregation.name_of(combination))
     config["run"]["device"] = str(simulation.device)
@@ -206,6 +225,11 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     if experiment.algorithm.name not in algorithms.registry():  # a report does not run the user's code to learn it
         config["title"] = simulation.algorithm.card.title
     experiment.objects.describe(config, simulation)
+    if experiment.objects.data is None and experiment.data.name not in sources.SOURCES:
+        # files of the user's own may change between two runs
+        config["data_digest"] = splits_digest(simulation.train_data, simulation.test_data)
+        if simulation.train_data.class_names is not None:
+            config["class_names"] = list(simulation.train_data.class_names)
     return config
 
 

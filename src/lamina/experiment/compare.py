@@ -1,10 +1,10 @@
 """Compare algorithms fairly: the same initial weights, clients and batches, and every method tuned the same way.
 
 If the file gives values to try (``[compare.grid]``: rates, and the methods' own options), each combination is run once
-on the first seed, and the one with the best accuracy on held-out *training* data is chosen (the smallest loss where
-there is no accuracy). The test data are used only in the final runs, one per seed; with ``compare.select = "test"``, as
-in the papers, they also choose. To save time, ``compare.tuning_rounds`` may be fewer rounds, or several numbers: after
-each, only the best third continues.
+on the first seed, and the one with the best value of the first metric on held-out *training* data is chosen. The test
+data are used only in the final runs, one per seed; with ``compare.select = "test"``, as in the papers, they choose,
+too. To save time, ``compare.tuning_rounds`` may be fewer rounds, or several numbers: after each, only the best third
+continues.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
 from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.settings import Range, Settings, folder_name, points, written
 from lamina.experiment.trials import Job, Trial, Trials, read_begun
+from lamina.metrics import is_percent
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.text import listed, plural
 
@@ -56,8 +57,8 @@ class Comparison(Trials):
         self._choices = all_points(experiment)
         first = with_algorithm(experiment, spec.algorithms[0])
         simulation = self._load(first)
-        if self.metric == "accuracy" and spec.target > 1:
-            raise BadInput(f"compare.target = {spec.target:g}: must be an accuracy above 0 and up to 1, as 0.9")
+        if is_percent(self.metric) and spec.target > 1:
+            raise BadInput(f"compare.target = {spec.target:g}: must be an {self.metric} above 0 and up to 1, as 0.9")
         self.clients = simulation.plan.clients.count
         self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
         del self._config["algorithm"]  # each method has its own, with its own rate
@@ -77,7 +78,7 @@ class Comparison(Trials):
 
     @property
     def target(self) -> float | None:
-        """Return the test accuracy to reach; without an accuracy the test loss, if the file gives one."""
+        """Return the test accuracy to reach; if runs are judged by another metric, its target in the file, if any."""
         spec = self.experiment.compare
         return spec.target if self.metric == "accuracy" or "target" in spec.model_fields_set else None
 

@@ -23,6 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from lamina.data import sources
+from lamina.data.own import FORMATS
 from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.objects import Objects
 from lamina.experiment.toml import DEFAULT_NAMES, read_tree, set_keys
@@ -85,17 +87,46 @@ class Partition(Named):
 
 
 class Data(_Section):
-    """The `[data]` section: the data set and how it is split among clients."""
+    """The `[data]` section: the data set and how it is split among clients; its other keys are options of the data."""
+
+    model_config = ConfigDict(extra="allow")
 
     name: str = "digits"
     dir: PathText | None = None
     # None: 10, or as many as the column names (by-column)
     clients: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] | None = None
+    client: str | None = None  # the column of natural clients, which are the partition unless another is given
     partition: Partition = Partition()
     augment: bool = False
     augment_pad: Annotated[int, Field(ge=0)] = 4
     augment_flip: bool = True
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
+    heldout_clients: Fraction | NotEmpty[Annotated[int, Field(ge=0)]] | None = None  # never train: a share, or numbers
+    local_test: Fraction | None = None  # of every client's samples, to evaluate on
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of a file format or of the user's own function."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _natural_partition(cls, tree: Any) -> Any:
+        """Make the natural clients the partition, unless another one is given."""
+        if not isinstance(tree, Mapping) or tree.get("partition") is not None:
+            return tree
+        data_format = FORMATS.get(str(tree.get("name")))
+        column = tree.get("client") or (data_format and data_format.natural_clients)
+        return {**tree, "partition": {"name": "by-column", "column": column}} if isinstance(column, str) else tree
+
+    @model_validator(mode="after")
+    def _options_are_known(self) -> Data:
+        if self.name in FORMATS or self.model_extra:
+            other_keys = {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
+            try:
+                sources.check_options(self.name, self.options(), other_keys)
+            except BadInput as error:
+                raise PydanticCustomError("options", "{line}", {"line": str(error)}) from error
+        return self
 
     @model_validator(mode="after")
     def _augment_is_set(self) -> Data:
@@ -144,6 +175,7 @@ def _protocol_fields(**own: Any) -> dict[str, Any]:
 
 class _Train(_Section):
     rounds: AtLeastOne = 50
+    metrics: NotEmpty[str] | None = None  # names or module:function; the first is the primary one
 
     @model_validator(mode="after")
     def _one_length(self) -> _Train:
@@ -205,7 +237,7 @@ class Compare(_Section):
 
     algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
     seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 3
-    target: Annotated[float, Field(gt=0)] = 0.9  # test accuracy to reach; a loss where there is no accuracy
+    target: Annotated[float, Field(gt=0)] = 0.9  # value of the primary metric on the test data to reach
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
@@ -317,7 +349,9 @@ def _one_line(error: ValidationError) -> str:
     first = problems[0]
     place = [str(part) for part in first["loc"]]
     dotted = ".".join(place)
-    if first["type"] == "extra_forbidden":
+    if first["type"] == "options":
+        text = first["msg"]
+    elif first["type"] == "extra_forbidden":
         known = _keys_at(place[:-1])
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
         text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"

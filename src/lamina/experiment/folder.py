@@ -5,7 +5,7 @@
 - ``metrics.jsonl``: a line per finished round
 - ``log.txt``: the lines of lamina's logger
 - ``checkpoints/``: see lamina.storage.checkpoint
-- ``best.safetensors``: the model with the best test accuracy so far (smallest loss where there is no accuracy)
+- ``best.safetensors``: the model with the best value of the first metric so far, on the test data
 - ``model.safetensors``: the model at the end
 - ``diverged.json``: how the training diverged, if it did
 - ``lock``: held by the process that writes to the folder
@@ -48,7 +48,8 @@ from lamina.experiment.records import (
     unreadable_config,
 )
 from lamina.experiment.trackers import Trackers
-from lamina.history import History, Row, score
+from lamina.history import History, Row, rank
+from lamina.metrics import read_primary
 from lamina.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import PARTIAL, as_json, check_writable, sync_folder, write_file, write_json, writing_to
@@ -86,7 +87,8 @@ class RunFolder:
         self.path = path
         self.config = as_json({"lamina": lamina.__version__, "format": FORMAT, **config})
         self.checkpoints = Checkpoints(path / "checkpoints")
-        self.history = History()  # the rounds found in the folder
+        self._metric = read_primary(self.config)  # the column that the best model is chosen by
+        self.history = History(metric=self._metric)  # the rounds found in the folder
         self.complete = False
         self.diverged: Diverged | None = None
         self._ends = [0]  # the byte at which each of those rounds ends in the metrics
@@ -95,7 +97,7 @@ class RunFolder:
         self._fresh = True  # whether there is nothing to resume
         self._lines, self._trackers = lines, trackers
         self._metrics: BinaryIO | None = None
-        self._best = BestModel(path / "best.safetensors", self.history)
+        self._best = BestModel(path / "best.safetensors", self.history, self._metric)
         self._refuse_foreign()
         self._is_new = not path.exists()
         self._lock: Lock | None = None
@@ -158,7 +160,7 @@ class RunFolder:
             return
         if differing:
             raise BadInput(f"the folder '{self.path}' holds another run: {differing}; {CHOOSE_ANOTHER}")
-        self._fresh, self.history, self._ends = False, history, ends
+        self._fresh, self.history, self._ends = False, History(history, self._metric), ends
         if damage:
             self._say(f"'{model}' is damaged ({damage}): it is written again", logging.WARNING)
         best = self.path / "best.safetensors"
@@ -195,11 +197,11 @@ class RunFolder:
     def go_on_after(self, number: int) -> History:
         """Cut the metrics back to a round, for the run to resume after it, and return them."""
         if self._fresh:
-            return History()
+            return History(metric=self._metric)
         self.refuse_lost()
         again = len(self.history) if number == 0 else 0
         self.history = self.history[:number]
-        self._best = BestModel(self._best.path, self.history)
+        self._best = BestModel(self._best.path, self.history, self._metric)
         with writing_to(self.path):
             self._remove_partial_files()
             if self._model_round > number:  # it is of a round that is run again
@@ -356,16 +358,23 @@ def summary(config: Mapping[str, Any]) -> str:
 class BestModel:
     """The model with the best score so far; kept in memory until `save`."""
 
-    def __init__(self, path: Path, history: History) -> None:
+    def __init__(self, path: Path, history: History, metric: str | None) -> None:
         self.path = path
-        self.score = max((value for value in map(score, history) if not math.isnan(value)), default=-math.inf)
+        self._metric = metric  # None: the accuracy, or the loss
+        self.score = max(map(self._rank, history), default=-math.inf)
         self._unsaved: tuple[int, Tensor, Buffers] | None = None
 
     def consider(self, row: Row, trained: Trained) -> None:
         """Keep the model of a finished round if it is the best so far."""
-        if score(row) > self.score:
-            self.score = score(row)
+        value = self._rank(row)
+        if value > self.score:
+            self.score = value
             self._unsaved = int(row["round"]), trained.state.server.x, trained.state.buffers
+
+    def _rank(self, row: Row) -> float:
+        """Return how good an evaluated model is; larger is better, and one that was not evaluated is the worst."""
+        metric = self._metric or History([row]).metric
+        return rank(row.get(metric, math.nan), metric)
 
     def save(self, trained: Trained) -> None:
         """Write the best model, if it has changed."""

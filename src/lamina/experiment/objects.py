@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from lamina.contents import function_digest
 from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
 from lamina.inputs import create_model
+from lamina.metrics import Metric, description
 from lamina.models.registry import Factory
 from lamina.protocol import function_name
 from lamina.simulation import Simulation
@@ -33,13 +34,14 @@ class Objects:
     data: Splits | None = None
     model: nn.Module | Factory | None = None  # a module, or a function that returns a new one
     partition: Partition | None = None
+    metrics: Sequence[Metric] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the protocol: schedule, aggregation, loss, …
     _model_digests: dict[str, str] = field(default_factory=dict)  # by the model's options
 
     @property
     def is_empty(self) -> bool:
         """Return whether every part of the experiment is named."""
-        return self.data is None and self.model is None and self.partition is None and not self.settings
+        return all(one is None for one in (self.data, self.model, self.partition, self.metrics)) and not self.settings
 
     def describe(self, config: dict[str, Any], simulation: Simulation) -> None:
         """Add digests of the objects to a run's configuration."""
@@ -53,6 +55,10 @@ class Objects:
             config["model"]["content"] = self._model_digests[key]
         if self.partition is not None:
             config["data"]["partition"]["content"] = function_digest(self.partition)[:16]
+        if self.metrics is not None:
+            functions = [function for metric in self.metrics for function in (metric.function, metric.keep)]
+            facts = [[function_digest(function), code_facts(function)] for function in functions]
+            config["train"]["metrics_content"] = _digest([description(self.metrics), facts])
         for key, value in self.settings.items():
             if key not in ("schedule", "aggregation"):  # which have a section of their own
                 config["train"][key] = function_name(value)

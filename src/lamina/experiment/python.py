@@ -14,11 +14,13 @@ from lamina import aggregation, algorithms
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
+from lamina.data.own import FORMATS
 from lamina.data.partitions import PARTITIONS, Reallocate
 from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.config import Data, Experiment, Run, Train, parse
 from lamina.experiment.objects import Objects
 from lamina.inputs import as_splits
+from lamina.metrics import find_all
 from lamina.protocol import function_name, schedule_name
 from lamina.schedules import SCHEDULES
 
@@ -64,7 +66,8 @@ def describe(
         tree["data"]["name"] = data
     else:
         objects["data"] = Splits(*cast(tuple[Dataset, Dataset], as_splits(data, test)))
-        tree["data"]["name"] = objects["data"].train.name
+        name = objects["data"].train.name
+        tree["data"]["name"] = f"own {name}" if name in FORMATS else name  # a format would need its options
     if clients is not None and not is_whole(clients):
         objects["data"] = _with_clients(objects["data"], clients)
         partition = {"name": "by-column", "column": GIVEN_CLIENTS}
@@ -74,7 +77,10 @@ def describe(
         tree["data"]["partition"] = _partition(partition, objects)
     own: Table = {}
     for key, value in settings.items():
-        _set(tree, own, key, value)
+        if key == "metrics":
+            _set_metrics(tree, objects, value)
+        else:
+            _set(tree, own, key, value)
     return parse(tree, source="arguments").with_objects(Objects(settings=own, **objects))
 
 
@@ -124,6 +130,19 @@ def _with_clients(splits: Splits, clients: Sequence[Any]) -> Splits:
     return splits._replace(train=train if (owners >= 0).all() else train.subset(np.flatnonzero(owners >= 0)))
 
 
+def _set_metrics(tree: dict[str, Table], objects: Table, given: Any) -> None:
+    """Set the metrics by their names; if some are objects, they also go to `objects`."""
+    metrics = find_all(given)
+    if metrics is None:
+        return
+    names = [given] if isinstance(given, str) else given
+    if isinstance(names, Sequence) and all(isinstance(name, str) for name in names):
+        tree["train"]["metrics"] = list(names)
+    else:
+        tree["train"]["metrics"] = [metric.name for metric in metrics]
+        objects["metrics"] = metrics
+
+
 def _set(tree: dict[str, Table], own: Table, key: str, value: Any) -> None:
     """Set one key in its section; an object that no file can name goes to `own`."""
     if key == "augmentation":
@@ -151,6 +170,8 @@ def _set(tree: dict[str, Table], own: Table, key: str, value: Any) -> None:
         value = str(value)
     elif isinstance(value, np.generic):
         value = value.item()
+    elif section == "data" and isinstance(value, tuple | np.ndarray | torch.Tensor):  # numbers of clients
+        value = np.asarray(value).tolist()
     elif section == "train" and not isinstance(value, str | int | float | list | tuple | Mapping):  # a loss function
         own[key], value = value, None
     if value is not None:

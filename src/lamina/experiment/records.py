@@ -13,13 +13,17 @@ from typing import Any, NamedTuple
 from lamina import algorithms
 from lamina.errors import BadInput, is_number, is_whole
 from lamina.history import History, Row
+from lamina.metrics import read_primary
 from lamina.storage.files import PARTIAL, check_writable, sync_folder, writing_to
 from lamina.storage.locks import Lock
 from lamina.text import listed
 
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
-NO_PART_OF_IDENTITY = {"lamina", "format", "title", "data.dir", "run.out", "run.threads", "run.checkpoint_every"}
+NO_PART_OF_IDENTITY = {
+    "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
+}  # fmt: skip
+KEYS_IN_WORDS = {"data_digest": "the contents of the data (data_digest)"}
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
@@ -112,7 +116,7 @@ def read_record(folder: str | Path) -> Record:
     return Record(
         folder,
         config,
-        read_metrics(folder / "metrics.jsonl").history,
+        History(read_metrics(folder / "metrics.jsonl").history, read_primary(config)),
         read_environment(folder),
         None if how is None else how["message"],
     )
@@ -169,7 +173,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
             flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
     renamed = [key.removesuffix("name") for key in a if key.endswith(".name") and a[key] != b.get(key)]
     differing = [
-        f"{key} = {_shown(a.get(key))} (now {_shown(b.get(key))})"
+        f"{KEYS_IN_WORDS.get(key, key)} = {_shown(a.get(key))} (now {_shown(b.get(key))})"
         for key in {**a, **b}
         if a.get(key) != b.get(key)
         and key not in NO_PART_OF_IDENTITY

@@ -17,13 +17,13 @@ import torch
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, Diverged, LaminaError
+from lamina.evaluation import refuse_nonfinite
 from lamina.experiment.build import check_device, choose_threads
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row
-from lamina.metrics import refuse_nonfinite
 from lamina.population import Population
 from lamina.simulation import Simulation
 from lamina.storage.checkpoint import Checkpoints, load_newest

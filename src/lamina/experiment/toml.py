@@ -25,6 +25,10 @@ DEFAULT_NAMES = {
     ("train", "aggregation"): "mean",
 }
 
+DEFAULT_DATA = "digits"
+# the keys of [data] that do not depend on the data set; the others are options of the data set it names
+GENERAL_DATA_KEYS = {"name", "dir", "clients", "partition", "augment", "augment_pad", "augment_flip", "validation"}
+
 
 def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
     """Return the tables of an experiment file, merged over those of the files it extends.
@@ -92,7 +96,7 @@ def merge(base: Tree, own: Tree) -> Tree:
 def set_keys(tree: Tree, values: Mapping[tuple[str, ...], Any]) -> Tree:
     """Set keys, given by the names of their sections and their own name, in place; return the tree.
 
-    A new name of a model, algorithm, partition, schedule or aggregation drops the options of the old one.
+    A new name of a model, algorithm, partition, schedule, aggregation or data set drops the options of the old one.
     `train.local_steps` replaces `train.epochs`, and the other way round.
     """
     for length, other in (("epochs", "local_steps"), ("local_steps", "epochs")):
@@ -111,6 +115,10 @@ def set_keys(tree: Tree, values: Mapping[tuple[str, ...], Any]) -> Tree:
         name = values.get((*place, "name"))
         if place in DEFAULT_NAMES and name not in (None, section.get("name", DEFAULT_NAMES[place])):
             section.clear()
+            section["name"] = name
+        if place == ("data",) and name not in (None, section.get("name", DEFAULT_DATA)):
+            for key in set(section) - GENERAL_DATA_KEYS:
+                del section[key]
             section["name"] = name
         section[keys[-1]] = value
     return tree

@@ -109,13 +109,13 @@ class Trial:
 
     @property
     def best(self) -> list[float]:
-        """Return the best accuracy, or loss where there is no accuracy, of every evaluated run."""
+        """Return the best value of the first metric of every evaluated run."""
         values = [history.best(history.metric, optional=True) for history in self.histories]
         return [value for value in values if not math.isnan(value)]
 
     @property
     def last(self) -> list[float]:
-        """Return the last accuracy, or loss where there is no accuracy, of every evaluated run."""
+        """Return the last value of the first metric of every evaluated run."""
         values = [history.last(history.metric, optional=True) for history in self.histories]
         return [value for value in values if not math.isnan(value)]
 

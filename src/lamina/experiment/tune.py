@@ -1,8 +1,8 @@
 """Tune an experiment: try values of its keys, each as an ordinary run, and keep what scores best.
 
 The values are a grid (the file's own or a paper's, by name), whose runs train side by side as populations, or
-Optuna proposes them (`study.py`). The score is the best accuracy of a run, on held-out *training* data unless
-``tune.select = "test"``, and the mean over seeds decides; where nothing is classified it is the lowest loss.
+Optuna proposes them (`study.py`). The score is the best value of a run's first metric (accuracy, or the
+loss), on held-out *training* data unless ``tune.select = "test"``, and the mean over seeds decides.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from lamina.experiment.config import Experiment, parse
 from lamina.experiment.records import CHOOSE_ANOTHER, FORMAT, delete_runs, differences, flatten, is_ours, read_json
 from lamina.experiment.settings import Grid, Range, Settings, folder_name, points, written
 from lamina.experiment.study import Study, find_space
-from lamina.experiment.toml import as_toml, set_keys
+from lamina.experiment.toml import GENERAL_DATA_KEYS, as_toml, set_keys
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_all_diverged
 from lamina.history import Row
+from lamina.metrics import smaller_is_better
 from lamina.storage.files import as_json, write_csv, write_file, write_json, writing_to
 from lamina.storage.locks import turn
 from lamina.text import plural
@@ -88,7 +89,10 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
         for refused in NOT_TUNED:
             if key == refused or key.startswith(f"{refused}."):
                 raise BadInput(f"'{key}' cannot be tuned")
-        if "." not in key:
+        section, _, option = key.partition(".")
+        if section == "data" and option.partition(".")[0] not in GENERAL_DATA_KEYS:
+            raise BadInput(f"'{key}' cannot be tuned: all trials share the data that the file names")
+        if not option:
             raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
     changed = parse(set_keys(tree, {tuple(key.split(".")): value for key, value in settings.items()}), source="tune")
     changed = changed.with_objects(experiment.objects)
@@ -206,7 +210,7 @@ class Tuning(Trials):
     def _run_study(self, study: Study) -> bool:
         with self.turn():
             self._recognise(study)
-            study.open(maximise=self.metric == "accuracy")
+            study.open(maximise=not smaller_is_better(self.metric))
         finished = True
         while finished:
             with self.turn():

@@ -17,11 +17,12 @@ from torch import nn
 from lamina.aggregation import Mean
 from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import options
-from lamina.clients import Clients, deal
+from lamina.clients import Clients, Reserved, deal, reserve
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
 from lamina.errors import BadInput, LaminaError
+from lamina.evaluation import ClientSamples, reserved_samples
 from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
@@ -30,6 +31,7 @@ from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
 from lamina.flower.setup import Setup
 from lamina.flower.signing import SERVER_OPTION, read_signer
+from lamina.metrics import description
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +51,7 @@ class Federation(Setup):
         rounds: how many rounds the run has.
         out: the run's folder, on the server; else ``out`` in Flower's run configuration, else ``runs/flower``.
         test: makes test data, on the server.
+        metrics: what the server reports on them, as in `lamina.Simulation`; nodes report loss and accuracy.
         node_test: what a node evaluates on; its training data unless given.
         participation, sampling, batch_size, epochs, local_steps, lr, schedule, clip, weighting, aggregation, loss,
             augmentation, seed, device, evaluate_every: as in `lamina.Simulation`.
@@ -93,10 +96,12 @@ class Federation(Setup):
             log.warning("precision = '%s' is for simulations only: nodes use the model's own precision", run.precision)
         dealt = _Dealt(experiment, partition)
         given: dict[str, Any] = {"rounds": experiment.train.rounds, "out": run.out, "test": dealt.test, **settings}
-        given |= {"device": run.device, "evaluate_every": run.evaluate_every}
-        clients = building.count_clients(experiment) or dealt.clients.count
-        federation = cls(algorithm, dealt.model, dealt.part, clients=clients, **(given | more))
+        given |= {"device": run.device, "evaluate_every": run.evaluate_every, "metrics": experiment.train.metrics}
+        clients = building.count_clients(experiment) if experiment.data.heldout_clients is None else None
+        federation = cls(algorithm, dealt.model, dealt.part, clients=clients or dealt.clients.count, **(given | more))
         federation.resolved_config = dealt.config
+        if experiment.data.heldout_clients is not None or experiment.data.local_test is not None:
+            federation.client_samples = dealt.client_samples
         return federation
 
     def config(self) -> dict[str, Any]:
@@ -113,6 +118,8 @@ class Federation(Setup):
         del train["augmentation"]  # a section of an experiment's data
         if isinstance(self.protocol.aggregation, Mean):
             del train["aggregation"]
+        if self.metrics is not None:
+            train["metrics"] = [metric.name for metric in self.metrics]
         named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
         return {
             "data": {"name": "the nodes' own", "clients": self.plan.clients.count, "partition": {"name": "own"}},
@@ -121,6 +128,7 @@ class Federation(Setup):
             "train": {"rounds": self.rounds, **train},
             "run": {"evaluate_every": self.evaluate_every},
             **({} if card.name in BUILT_IN else {"title": card.title}),  # a report does not import the user's code
+            **({} if self.metrics is None else {"metrics": description(self.metrics)}),
         }
 
     def server_app(self) -> ServerApp:
@@ -166,9 +174,14 @@ class _Dealt:
         return building.load_data(self.experiment)
 
     @functools.cached_property
+    def reserved(self) -> Reserved:
+        data, count, seed = self.experiment.data, building.count_clients(self.experiment), self.experiment.train.seed
+        dealt = deal(self.splits.train, count, self.partition, seed)
+        return reserve(dealt, data.heldout_clients, data.local_test, seed)
+
+    @property
     def clients(self) -> Clients:
-        count = building.count_clients(self.experiment)
-        return deal(self.splits.train, count, self.partition, self.experiment.train.seed)
+        return self.reserved.training
 
     def part(self, context: Context) -> Dataset:
         """Return the data of a node."""
@@ -176,6 +189,9 @@ class _Dealt:
         if not 0 <= client < self.clients.count:
             raise BadInput(f"partition-id = {client}, but the clients are numbered 0 to {self.clients.count - 1}")
         return self.splits.train.subset(self.clients.parts[client])
+
+    def client_samples(self) -> list[ClientSamples]:
+        return reserved_samples(self.reserved, self.splits.train, choose_device(self.experiment.run.device))
 
     def test(self) -> Dataset:
         return self.splits.test

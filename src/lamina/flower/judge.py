@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lamina.algorithms.contract import ClientInfo, ServerInfo
+from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
 from lamina.flower import outliers, wire
 from lamina.flower.checks import Evaluation, Expected, FullGradient, Update
@@ -76,7 +76,7 @@ class Judge:
         """Return the Up of one local step."""
         client = self.algorithm.client_init(down.x, info.layers)
         begun = self.algorithm.begin(down, client, info)
-        local = self.algorithm.step(begun, down, torch.zeros_like(down.x), info.lr, info.layers)
+        local = trial_step(self.algorithm, begun, down, torch.zeros_like(down.x), info)
         return self.algorithm.finish(local, down, client, info)[0]
 
     def _broadcast(self, state: State, down: Any, number: int) -> outliers.Broadcast:

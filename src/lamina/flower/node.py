@@ -21,13 +21,13 @@ from lamina.data.dataset import Dataset, as_dataset
 from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
+from lamina.evaluation import evaluate
 from lamina.experiment.build import THREADED_FROM
 from lamina.fit import check_fit, evaluation_rows
 from lamina.flower import signing, wire
 from lamina.flower.setup import Setup
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
-from lamina.metrics import evaluate
 from lamina.objective import Buffers, Objective
 from lamina.plan import Plan, Round
 from lamina.text import printable

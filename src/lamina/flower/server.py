@@ -21,6 +21,7 @@ from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.data.dataset import as_dataset
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
+from lamina.evaluation import Evaluation, check_metrics, refuse_nonfinite, round_row
 from lamina.experiment.folder import RunFolder
 from lamina.flower import wire
 from lamina.flower.checks import Update
@@ -32,7 +33,6 @@ from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.signing import Signer
 from lamina.history import History, Row
-from lamina.metrics import evaluate, refuse_nonfinite, round_row
 from lamina.plan import Round
 from lamina.storage.checkpoint import load_newest
 from lamina.storage.identity import of_run
@@ -57,6 +57,10 @@ class Server:
         self.test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
             self.test_data = as_dataset(setup.test()).to(self.objective.device)
+            if setup.metrics is not None:
+                check_metrics(self.objective, setup.metrics, self.test_data, "test")
+        is_central = setup.evaluate_on != "nodes"
+        self.evaluation = Evaluation(setup.metrics, self.test_data, setup.client_samples() if is_central else ())
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)
@@ -125,7 +129,8 @@ class Server:
         self.journal.write(record)
         self.folder.record(row, self)
         self.folder.checkpoint(self, [self.exchange.facts() | self.judge.facts()])
-        shown = "".join(f", {name} {row[name]:.4f}" for name in ("accuracy", "node_accuracy") if name in row)
+        metric = self.setup.metrics[0].name if self.setup.metrics else "accuracy"
+        shown = "".join(f", {name} {row[name]:.4f}" for name in (metric, "node_accuracy") if name in row)
         log.info(
             "round %d: %d of %d clients, %.1f s%s", row["round"], row["clients"], row["asked"], row["seconds"], shown
         )
@@ -279,11 +284,10 @@ class Server:
     # --- evaluation -------------------------------------------------------------------------------------------------
 
     def _evaluate(self, record: Attendance) -> dict[str, float | int]:
-        """Return the new model's loss and accuracy: on the server's test data, on the nodes, or both."""
+        """Return the new model's loss and metrics: on the server's test data, on the nodes, or both."""
         started = time.monotonic()
         metrics: dict[str, float | int] = {}
-        if self.test_data is not None:
-            metrics |= evaluate(self.objective, self.state.server.x, self.state.buffers, self.test_data)
+        metrics |= self.evaluation.run(self.objective, self.state.server.x, self.state.buffers)
         if self.setup.evaluate_on != "central":
             metrics |= self._evaluate_on_nodes(record)
         return metrics | {"evaluation_seconds": time.monotonic() - started} if metrics else {}

@@ -17,7 +17,9 @@ from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import Clients
 from lamina.devices import choose_device
 from lamina.errors import BadInput, is_number, is_whole, unknown
+from lamina.evaluation import ClientSamples
 from lamina.flower.checks import Limits
+from lamina.metrics import find_all
 from lamina.objective import Objective
 from lamina.plan import Plan
 from lamina.protocol import Protocol, Settings
@@ -38,6 +40,7 @@ class Setup:
         rounds: int = 50,
         out: str | Path | None = None,
         test: Callable[[], Any] | None = None,
+        metrics: Any = None,
         node_test: Callable[[Context], Any] | None = None,
         device: str | torch.device = "auto",
         evaluate_every: int = 1,
@@ -61,7 +64,10 @@ class Setup:
         self.quorum, self.deadline, self.attempts, self.poll = quorum, deadline, attempts, poll
         self.limits, self.state_dir, self.signing_key = limits or Limits(), state_dir, signing_key
         self.out, self.nodes = out, nodes
-        self.resolved_config: Callable[[], dict[str, Any]] | None = None  # of an experiment file
+        self.metrics = find_all(metrics)
+        # of an experiment file
+        self.resolved_config: Callable[[], dict[str, Any]] | None = None
+        self.client_samples: Callable[[], list[ClientSamples]] = list  # that no client trains on
         for name, maker in {"model": model, "data": data, "test": test, "node_test": node_test}.items():
             if isinstance(maker, nn.Module) or (maker is not None and not callable(maker)):
                 raise BadInput(f"{name} is a {type(maker).__name__}: give a function that makes it, such as lambda: …")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
-import operator
 from typing import Any, cast
 
 import torch
@@ -16,7 +14,7 @@ from lamina.models.allocation import BoundedMemory
 from lamina.models.plain import SMU, cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
 from lamina.models.registry import GIVEN, Card, Factory, registry
 from lamina.models.resnet import BasicBlock, resnet9, resnet18
-from lamina.named import refuse_unknown_options
+from lamina.named import import_named, refuse_unknown_options
 
 __all__ = [
     "SMU",
@@ -85,16 +83,7 @@ def find(name: str) -> Factory:
         if name not in registry():
             raise unknown("model", name, registry())
         return registry()[name].factory
-    module, _, attribute = name.partition(":")
-    if not module or not attribute or module.startswith("."):
-        raise BadInput(f"a model of your own is named 'package.module:factory', not '{name}'")
-    try:
-        target: Any = operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise BadInput(f"cannot load the model '{name}': {error}") from error
-    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadInput(f"cannot load the model '{name}': {reason}") from error
+    target = import_named("model", name)
     if isinstance(target, nn.Module):
         raise BadInput(
             f"the model '{name}' is an instance of {type(target).__name__}: name its class, or a function that returns "

@@ -14,9 +14,11 @@ from lamina.errors import BadInput, LaminaError, nearest
 from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse
 from lamina.experiment.records import Record, find_records
+from lamina.metrics import is_percent
 from lamina.report import tables
 from lamina.report.curves import Curve, folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
+from lamina.storage.identity import splits_digest
 from lamina.text import plural
 
 
@@ -50,7 +52,7 @@ class Report:
 
     @property
     def metric(self) -> str:
-        """The column that targets refer to: accuracy, or the loss if no run has an accuracy."""
+        """The column that targets refer to: the first metric of the runs."""
         return tables.metric_of_curves(self.curves)
 
     def tables(self) -> list[tables.Table]:
@@ -72,17 +74,18 @@ def build(
 
     Args:
         folders: Run folders, or folders that contain run folders, at any depth.
-        targets: Test accuracies to reach, or losses if no run has an accuracy; by default chosen from the accuracies.
+        targets: Values of the first metric to reach on the test data; by default chosen from the accuracies.
         baseline: The algorithm or curve that ratios refer to; by default FedAvg, or else the first curve.
         title: The heading; by default a description of the data.
     """
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
     curves = group(final)
-    has_accuracy = any("accuracy" in history.columns for curve in curves for history in curve.histories)
+    metric = tables.metric_of_curves(curves)
     for target in targets:
-        if not target > 0 or (has_accuracy and target > 1):
-            wanted = "an accuracy above 0 and up to 1, for example 0.9" if has_accuracy else "a loss above 0"
+        if not target > 0 or (is_percent(metric) and target > 1):
+            bound = " and up to 1, for example 0.9" if is_percent(metric) else ""
+            wanted = f"{'an' if metric[0] in 'aeiou' else 'a'} {metric} above 0{bound}"
             raise BadInput(f"--target {target:g}: must be {wanted}")
     for run in final:
         if not run.complete:
@@ -138,10 +141,18 @@ def _deal(run: Record) -> Dealt:
     data = run.config["data"]
     if "content" in data or "content" in data.get("partition", {}):
         raise BadInput("the data or the partition were passed from Python as objects")
-    needed = {key: data[key] for key in ("name", "dir", "clients", "partition") if key in data}
+    if ":" in str(data["name"]):
+        raise BadInput(f"a report does not run your function {data['name']}")
+    needed = {key: value for key, value in data.items() if key != "validation" and not key.startswith("augment")}
     experiment = parse({"data": needed, "train": {"seed": run.seed}}, source=folder_name(run))
     partition = build_partition(experiment)
-    train = sources.load(experiment.data.name, experiment.data.dir, hub=False).train  # a report uses no network
+    section = experiment.data
+    train, test = sources.load(  # a report uses no network
+        section.name, section.dir, hub=False, client=section.client, **section.options()
+    )
+    digest = run.config.get("data_digest")
+    if digest is not None and not run.on_validation_data and digest != splits_digest(train, test):
+        raise BadInput("the data have changed since the run")
     parts = split_dataset(partition, train, count_clients(experiment), run.seed)
     every_round = "; dealt anew in every round, this is an example" if isinstance(partition, Reallocate) else ""
     return Dealt(f"{describe(run)}, seed {run.seed}{every_round}", parts, train.labels)

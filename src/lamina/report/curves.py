@@ -102,7 +102,10 @@ def identity(run: Record, ignored: set[str]) -> Flat:
         where = key.startswith(("run.", "compare.")) and key != "run.precision"
         return not where and key != "data.dir" and key not in ignored
 
-    return {key: value for key, value in flatten(sections(run)).items() if matters(key)}
+    flat = {key: value for key, value in flatten(sections(run)).items() if matters(key)}
+    if "data_digest" in run.config and not run.on_validation_data:  # other seeds hold out other samples
+        flat["data.digest"] = run.config["data_digest"]
+    return flat
 
 
 def _place_in_comparison(run: Record) -> int:

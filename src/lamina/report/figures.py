@@ -22,6 +22,7 @@ from lamina.experiment.outputs import write_output
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
 from lamina.history import History
+from lamina.metrics import is_metric, is_percent, smaller_is_better, with_unit
 from lamina.report.build import Dealt
 from lamina.report.curves import Curve
 from lamina.report.rates import Response, metrics_in
@@ -92,11 +93,22 @@ def metrics_of(curves: Sequence[Curve]) -> list[Metric]:
         len(set(history.column("lr", optional=True))) > 1 for curve in curves for history in curve.histories
     )
     hidden = NOT_DRAWN | (set() if scheduled else {"lr"})
-    usual = [metric for metric in METRICS if metric.column in columns]
+    first = metric_of(history for curve in curves for history in curve.histories)
+    usual_columns = dict.fromkeys([first, *filter(is_metric, columns), *(metric.column for metric in METRICS)])
+    usual = [described(column) for column in usual_columns if column in columns]
     if all(run.on_validation_data for curve in curves for run in curve.runs):
         usual = [metric._replace(title=metric.title.replace("test", "validation")) for metric in usual]
-    listed = {metric.column for metric in METRICS} | hidden
-    return usual + [Metric(column, column.replace("_", " ")) for column in columns if column not in listed]
+    listed = {metric.column for metric in usual} | hidden
+    return usual + [described(column) for column in columns if column not in listed]
+
+
+def described(column: str) -> Metric:
+    """Return how a column is drawn."""
+    usual = next((metric for metric in METRICS if metric.column == column), None)
+    if usual is not None:
+        return usual
+    title = f"test {column}" if is_metric(column) else column
+    return Metric(column, with_unit(column).replace(column, title).replace("_", " "), is_percent(column))
 
 
 # --- one line and its band ---------------------------------------------------------------------------------------
@@ -182,9 +194,9 @@ def curve_figure(curves: Sequence[Curve], metric: Metric, axis: str) -> Figure:
 
 @matplotlib.rc_context(STYLE)
 def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
-    """Draw test accuracy (or loss) against rounds and megabytes sent, with the spread over seeds."""
+    """Draw the first metric on the test data against rounds and megabytes sent, with the spread over seeds."""
     column = metric_of(history for entry in entries for history in entry.histories)
-    metric = next(metric for metric in METRICS if metric.column == column)
+    metric = described(column)
     lines = [(f"{entry.title}, {written(entry.settings)}", entry.histories) for entry in entries]
     is_long = len(entries) > LEGEND_INSIDE_UP_TO
     figure = Picture(figsize=(13 if is_long else 10, 4.2), layout="constrained")
@@ -199,7 +211,8 @@ def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
         if is_long:
             figure.legend(handles, labels, loc="outside right center", **style)
         else:
-            figure.axes[0].legend(loc="lower right" if metric.percent else "upper right", **style)  # the empty corner
+            style["loc"] = "upper right" if smaller_is_better(column) else "lower right"  # the empty corner
+            figure.axes[0].legend(**style)
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -211,7 +224,7 @@ def axis_title(axis: str, unit: str) -> str:
 
 @matplotlib.rc_context(STYLE)
 def rates_figure(responses: Sequence[Response]) -> Figure:
-    """Draw best accuracy or loss against learning rate; mark the best rate and those without a finished run."""
+    """Draw the best score against the learning rate; mark the best rate and those without a finished run."""
     figure = Picture(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.subplots()
     for index, response in enumerate(responses):
@@ -230,7 +243,7 @@ def rates_figure(responses: Sequence[Response]) -> Figure:
 
 
 def _draw_response(axes: Axes, response: Response, style: dict[str, Any]) -> None:
-    scale, colour = 100 if response.metric == "accuracy" else 1, style["color"]
+    scale, colour = 100 if is_percent(response.metric) else 1, style["color"]
     finished = []
     for rate, trial in response.tried:
         if not trial.best:
@@ -272,7 +285,7 @@ def save_figures(
     files: list[Path] = []
     metrics = metrics_of(curves)
     for metric in metrics:
-        # only the first metric, accuracy or else the loss, is drawn against its cost
+        # only the first metric is drawn against its cost
         for axis in ("round", "bytes", "seconds") if metric is metrics[0] else ("round",):
             column = re.sub(r"[^A-Za-z0-9]+", "-", metric.column).strip("-")
             files += _save(curve_figure(curves, metric, axis), folder / f"{column}-by-{axis}")

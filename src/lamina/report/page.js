@@ -200,9 +200,9 @@ function significant(value, digits = 3) {
   return value.toFixed(Math.max(0, digits - 1 - Math.floor(Math.log10(Math.abs(value)))));
 }
 
-/** Means of rounds, bytes and seconds; `steps` are the rounds at which a seed's accuracy or loss was a new record. */
+/** Means of rounds, bytes and seconds; `steps` are the rounds at which a seed's metric was a new record. */
 function costToTarget(curve, target) {
-  const reaches = data.judged.metric === "loss" ? (value) => value <= target : (value) => value >= target;
+  const reaches = data.judged.smaller_is_better ? (value) => value <= target : (value) => value >= target;
   const reached = curve.steps.map((steps) => steps.find((step) => reaches(step[1]))).filter(Boolean);
   const started = curve.steps.some((steps) => steps.length) || curve.rounds.length;
   const all = reached.length === curve.steps.length;
@@ -326,13 +326,13 @@ function ratesFigure(onPaper) {
   const rates = data.responses.flatMap((response) => response.tried.map((tried) => tried.lr));
   Object.assign(layout.xaxis, { title: { text: "learning rate" }, type: "log", exponentformat: "none" });
   if (Math.max(...rates) > 100 * Math.min(...rates)) layout.xaxis.dtick = 1; // powers of ten are enough
-  const names = new Set(data.responses.map((response) => (response.metric === "accuracy" ? "accuracy, %" : response.metric)));
+  const names = new Set(data.responses.map((response) => response.heading));
   layout.yaxis.title = { text: `best ${on} ${[...names].join(" or ")}` };
   layout.hovermode = "closest";
   const traces = data.responses.flatMap((response, index) => {
     if (!ratesVisible[index]) return [];
     const line = { color: curveColour(colours, index), dash: DASHES[dashOf(index)], width: 2 };
-    const percent = response.metric === "accuracy";
+    const percent = response.percent;
     const points = response.tried
       .map((tried) => ({ ...tried, best: tried.best.filter(isNumber).map((value) => (percent ? 100 : 1) * value) }))
       .filter((tried) => tried.best.length)

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from lamina import __version__
 from lamina.errors import missing_extra
 from lamina.history import History, rank
+from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.build import Report
 from lamina.report.curves import Curve
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.rates import rates_table
-from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes, with_unit
+from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes
 from lamina.text import plural
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
@@ -63,7 +64,11 @@ def page_data(report: Report) -> dict[str, Any]:
         "metrics": [metric._asdict() for metric in metrics],
         "axes": {axis: axis_title(axis, unit.name) for axis in ("round", "bytes", "seconds")},
         "unit": unit._asdict(),
-        "judged": {"metric": report.metric, "percent": report.metric == "accuracy"},
+        "judged": {
+            "metric": report.metric,
+            "percent": is_percent(report.metric),
+            "smaller_is_better": smaller_is_better(report.metric),
+        },
         "targets": report.targets,
         "baseline": report.baseline,
         "responses": [
@@ -71,6 +76,8 @@ def page_data(report: Report) -> dict[str, Any]:
                 "label": response.label,
                 "on": response.on,
                 "metric": response.metric,
+                "heading": with_unit(response.metric),
+                "percent": is_percent(response.metric),
                 "chosen": response.chosen,
                 "tried": [
                     {"lr": rate, "best": _numbers(trial.best), "failed": trial.remark, "others": trial.name}
@@ -147,7 +154,7 @@ def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
 
 
 def _steps(history: History, metric: str) -> list[list[float]]:
-    """Return the rounds with a new best accuracy or loss, which give rounds-to-target for any target."""
+    """Return the rounds with a new best value of the metric, which give rounds-to-target for any target."""
     down, up = (history.column(name, optional=True) for name in ("bytes_down", "bytes_up"))
     bytes_so_far = np.nancumsum(np.add(down, up)).tolist()
     seconds_so_far = np.nancumsum(history.column("seconds", optional=True)).tolist()

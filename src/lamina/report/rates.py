@@ -11,8 +11,9 @@ from lamina.experiment.records import Record
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
+from lamina.metrics import with_unit
 from lamina.report.curves import RATE, SEED, group, identity
-from lamina.report.tables import NONE, Table, metric_of, score_text, with_unit
+from lamina.report.tables import NONE, Table, metric_of, score_text
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Response:
     on: str  # "test" or "validation"
     tried: list[tuple[float, Trial]]
     elsewhere: tuple[float, ...] = ()  # rates that other runs tried with the same configuration
-    metric: str = "accuracy"  # "loss" where there is no accuracy
+    metric: str = "accuracy"  # that runs are judged by
     joined: bool = True  # whether only the rate differs, so that a line through the points is meaningful
 
     @property
@@ -123,7 +124,7 @@ def metrics_in(responses: Sequence[Response]) -> str:
 
 
 def rates_table(responses: Sequence[Response]) -> Table:
-    """Return every rate with its best accuracy or loss; the best rate is marked."""
+    """Return every rate with its best score; the best rate is marked."""
     rows = []
     for response in responses:
         for rate, trial in response.tried:

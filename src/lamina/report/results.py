@@ -208,7 +208,7 @@ def compare(
             without one has its default.
         grid: further values to try: {"fedlamb": {"decay": [0, 0.01]}}.
         seeds: final runs per algorithm; seeds count up from `seed`.
-        target: test accuracy to reach (0.9 by default), or a loss where there is no accuracy.
+        target: value of the first metric on the test data to reach; 0.9 by default if that is the accuracy.
         select: choose on held-out "validation" data, or on the "test" data as the papers do.
         validation: the fraction of the training data that is held out to choose on.
         tuning_rounds: rounds of the runs that only help to choose; of several numbers, the best third goes on after
@@ -217,7 +217,7 @@ def compare(
             are in a temporary folder, which is deleted with the result.
         overwrite: whether earlier runs in the folder may be deleted.
         progress: show progress bars; by default only in a terminal or a notebook.
-        settings: further settings of `Simulation`, such as batch_size, participation, seed and device.
+        settings: further settings of `Simulation`, such as metrics, batch_size, participation, seed and device.
     """
     if isinstance(algorithms, str | Algorithm):
         algorithms = [algorithms]

@@ -14,10 +14,11 @@ from lamina.experiment.settings import short_names, shown, shown_name
 from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
 from lamina.history import History
+from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.curves import Curve, differing, folder_name, sections, text
 from lamina.text import csv_text, html_table, plural, printable, text_table
 
-NO_VERSIONS = {"format", "title"}  # keys beside the sections of a run's configuration that are no versions
+NO_VERSIONS = {"format", "title", "metrics"}  # keys beside the sections of a run's configuration that are no versions
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
 
 
@@ -53,7 +54,7 @@ class Cost(NamedTuple):
     seeds: int
 
 
-def cost_to_target(histories: Sequence[History], target: float, metric: str = "accuracy") -> Cost:
+def cost_to_target(histories: Sequence[History], target: float, metric: str | None = None) -> Cost:
     """Return rounds, bytes (both directions) and seconds of training until a metric first reaches the target."""
     firsts = [history.rounds_to(target, metric, optional=True) for history in histories]
     reached = [
@@ -79,19 +80,14 @@ def sent(history: History) -> float:
 
 
 def metric_of(histories: Iterable[History]) -> str:
-    """Return the column to judge runs by: accuracy, or the loss if no run has an accuracy."""
-    metrics = {history.metric for history in histories if len(history)}
-    return "loss" if metrics == {"loss"} else "accuracy"
+    """Return the column to judge runs by: their first metric; if they differ, the accuracy if some run has one."""
+    metrics = list(dict.fromkeys(history.metric for history in histories if len(history)))
+    return metrics[0] if metrics and "accuracy" not in metrics else "accuracy"
 
 
 def metric_of_curves(curves: Iterable[Curve]) -> str:
     """Return the column to judge curves by."""
     return metric_of(history for curve in curves for history in curve.histories)
-
-
-def with_unit(metric: str) -> str:
-    """Return a metric as a heading: accuracies are shown in per cent."""
-    return "accuracy, %" if metric == "accuracy" else metric
 
 
 def best_and_last(histories: Sequence[History], metric: str, spread: str = SPREAD) -> tuple[str, str]:
@@ -102,8 +98,8 @@ def best_and_last(histories: Sequence[History], metric: str, spread: str = SPREA
 
 
 def score_text(scores: Sequence[float], metric: str, spread: str = SPREAD) -> str:
-    """Return mean and spread of accuracies in per cent, or of losses."""
-    if metric == "accuracy":
+    """Return mean and spread of a metric, in per cent if it is shown so."""
+    if is_percent(metric):
         return mean_and_spread([100 * score for score in scores], spread=spread)
     return mean_and_spread(scores, significant, spread)
 
@@ -165,9 +161,13 @@ def unit_of_bytes(curves: Sequence[Curve]) -> Unit:
 def default_targets(curves: Sequence[Curve]) -> list[float]:
     """Return the accuracies that all seeds of every curve, and of the best curve, reach, in steps of 5 %.
 
-    The target of a comparison is added if some curve reaches it. There is no default for losses, which have no scale.
+    The target of a comparison is added if some curve reaches it. There is no default for metrics without a scale from
+    0 to 100 %, such as losses.
     """
-    reached = [values(curve.histories, lambda history: history.best(optional=True)) for curve in curves]
+    metric = metric_of_curves(curves)
+    if not is_percent(metric) or smaller_is_better(metric):
+        return []
+    reached = [values(curve.histories, lambda history: history.best(metric, optional=True)) for curve in curves]
     worst_seeds = [min(accuracies, default=0.0) for accuracies in reached] or [0.0]
     steps = {math.floor(20 * best + 1e-9) * 5 / 100 for best in (min(worst_seeds), max(worst_seeds))}
     compared = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.runs}
@@ -183,7 +183,7 @@ def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int)
     for target in targets:
         costs = [cost_to_target(curve.histories, target, metric) for curve in curves]
         for curve, cost in zip(curves, costs, strict=True):
-            shown = f"{100 * target:g}%" if metric == "accuracy" else f"{target:g}"
+            shown = f"{100 * target:g}%" if is_percent(metric) else f"{target:g}"
             row = [shown, curve.label, f"{cost.reached}/{cost.seeds}"]
             for field, scale in (("rounds", 1.0), ("bytes", unit.bytes), ("seconds", 1.0)):
                 value, other = getattr(cost, field), getattr(costs[baseline], field)
@@ -195,7 +195,7 @@ def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int)
 
 
 def results_table(curves: Sequence[Curve]) -> Table:
-    """Return best and last accuracy (loss where there is none), and the cost of a round."""
+    """Return best and last value of the first metric, and the cost of a round."""
     unit = unit_of_bytes(curves)
     metric = metric_of_curves(curves)
     head = ["curve", "seeds", f"best {with_unit(metric)}", f"last {with_unit(metric)}", "rounds"]
@@ -219,18 +219,18 @@ def results_table(curves: Sequence[Curve]) -> Table:
 
 
 def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
-    """Return rounds and megabytes to a target, best and last accuracy or loss, and megabytes in all.
+    """Return rounds and megabytes to a target, best and last value of the first metric, and megabytes in all.
 
     Args:
         entries: the algorithms, a row each.
-        target: test accuracy, or loss where there is no accuracy; None leaves its columns out.
+        target: value of the metric on the test data; None leaves its columns out.
     """
     metric = metric_of(history for entry in entries for history in entry.histories)
     seeds = max(len(entry.histories) for entry in entries)
     title = f"mean ± std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
     if target is not None:
-        title += f"; target: test {metric} " + (f"{target:.0%}" if metric == "accuracy" else f"{target:g}")
-    unit = "acc. %" if metric == "accuracy" else metric
+        title += f"; target: test {metric} " + (f"{target:.0%}" if is_percent(metric) else f"{target:g}")
+    unit = "acc. %" if metric == "accuracy" else f"{metric} %" if is_percent(metric) else metric
     head = ["algorithm", "lr", "rounds\nto target", "MB to\ntarget", f"best\n{unit}", f"last\n{unit}", "MB\nin all"]
     rows = []
     for entry in entries:
@@ -253,7 +253,7 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
 
 def trials_table(tuning: Tuning) -> Table:
     """Return every trial's values, best and last score, and how it ended."""
-    scale, unit = (100, ", %") if tuning.metric == "accuracy" else (1, "")
+    scale, unit = (100, ", %") if is_percent(tuning.metric) else (1, "")
 
     def mean(numbers: list[float]) -> str:
         return mean_and_spread([scale * number for number in numbers], "{:.4g}".format)

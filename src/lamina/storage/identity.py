@@ -195,6 +195,11 @@ def structure_digest(objective: Objective) -> str:
     return _hash([_model_digest(objective), objective.attributes, sorted(objective.always_evaluated)])
 
 
+def splits_digest(train: Dataset, test: Dataset | None) -> str:
+    """Return a digest of the contents of training and test data."""
+    return _hash([_data_digest(data) for data in (train, test) if data is not None])
+
+
 def content_digest(values: Tensor) -> str:
     """Return a digest of a tensor's type, shape and bytes that is the same on every device.
 

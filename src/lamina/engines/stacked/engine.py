@@ -23,7 +23,7 @@ from lamina import rng
 from lamina.aggregation import Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, options
 from lamina.data.dataset import Dataset
-from lamina.engines.loop import WHOLE_BATCH, Loop
+from lamina.engines.loop import FIXED_CHUNK, Loop
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.memory import Memory
@@ -34,6 +34,7 @@ from lamina.engines.stacked.rows import (
     RoundInProgress,
     Row,
     map_record,
+    on_device,
     pad_plans,
     row_of,
     row_sums,
@@ -156,7 +157,7 @@ class Stacked:
         downs = {e: self._in_layout(now.downs[e]) for e in {row.member for row in chunk}}
         down = stack_records([downs[row.member] for row in chunk])
         client = stack_records(self._client_records(now, chunk, home))
-        client = self._in_layout(map_record(lambda value: value.to(self.objective.device), client))
+        client = self._in_layout(on_device(client, self.objective.device))
         buffers = {n: torch.stack([member.state.buffers[n] for member in members]) for n in self.objective.buffers}
         needs = algorithm.needs(plans[0].number)
         info = ClientInfo(
@@ -172,13 +173,15 @@ class Stacked:
         clip = self._row_clip([member.protocol.clip for member in members])
         batches, filled = self._batches(plans, [row.c for row in chunk])
         local = algorithm.begin(down, client, info)
-        work = LocalWork(algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate)
+        work = LocalWork(
+            algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
+        )  # fmt: skip
         local, losses = self._take_steps(self._problem, work, lone_sample=bool((filled == 1).any()))
         losses = losses / send((filled > 0).sum(1), self.objective.device)
 
         sent, client = algorithm.finish(local, down, client, info)
         up = sent if relative is None else undo_weighting(algorithm, sent, relative)
-        client = map_record(lambda value: value.to(home), self._in_usual_order(client))
+        client = on_device(self._in_usual_order(client), home)
         ratios = algorithm.trust_ratios(local) if self.record_trust_ratios else None
         means = self._means(up, buffers, chunk, shares)  # before the wait, in the hope that all is finite
         checks = [losses, *row_sums(up), *(total.to(losses.device) for total in row_sums(client))]
@@ -197,11 +200,11 @@ class Stacked:
         totals = {e: now.sums[e].plus(*mean) for e, mean in means.items()}
         keeps_state = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
-        kept = [map_record(torch.clone, row) for row in rows_of(client)] if keeps_state else []
+        kept = rows_of(client) if keeps_state else []
         uploads = []
         if not isinstance(self.protocol.aggregation, Mean):  # copies: the next chunk writes over these results
             uploads = [
-                (map_record(torch.clone, row), {n: b[r].clone() for n, b in buffers.items()})
+                (row, {n: b[r].clone() for n, b in buffers.items()})
                 for r, row in enumerate(rows_of(self._in_usual_order(sent)))
             ]
         for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
@@ -246,12 +249,12 @@ class Stacked:
         for row in chunk:
             record = now.clients[row.member].get(now.client_id(row))
             if record is not None:
-                records.append(map_record(lambda value: value.to(home), record))
+                records.append(on_device(record, home))
                 continue
             if row.member not in new:
                 member = now.members[row.member]
                 record = member.algorithm.client_init(member.state.server.x, self.objective.layers)
-                new[row.member] = map_record(lambda value: value.to(home), record)
+                new[row.member] = on_device(record, home)
             records.append(new[row.member])
         return records
 
@@ -354,9 +357,9 @@ class Stacked:
         sizes = np.array([len(positions) for positions in samples])
         batch = plans[0].index.shape[2]  # as in training: what fits there fits here
         if self.objective.evaluates_by_batch:
-            batch = WHOLE_BATCH  # as in the loop, for it matters what is evaluated together
+            batch = FIXED_CHUNK  # as in the loop, for it matters what is evaluated together
         elif device.type == "cpu":
-            batch = max(batch, WHOLE_BATCH)
+            batch = max(batch, FIXED_CHUNK)
         steps = -(-int(sizes.max()) // batch)
         padded = np.zeros((len(chunk), steps * batch), dtype=np.int64)
         for line, positions in zip(padded, samples, strict=True):
@@ -411,7 +414,7 @@ class Stacked:
         plan, client_id = member.plan, now.client_id(row)
         client = member.state.clients.get(client_id)
         client = member.algorithm.client_init(member.state.server.x, layers) if client is None else client
-        client = map_record(lambda value: value.to(self.objective.device), client)  # it may be kept on the host
+        client = on_device(client, self.objective.device)  # it may be kept on the host
         gradient = self._vector_in_usual_order(now.gradients[row]) if row in now.gradients else None
         info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[row.c]), gradient)
         loop = Loop(member.algorithm, self.objective, self.data, member.protocol)

@@ -1,4 +1,4 @@
-"""The losses of many clients in one pass: the stacked form of the module, or `torch.func.vmap` where there is none."""
+"""Compute the losses of many clients in one pass, with stacked layers or with `torch.func.vmap`."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ Precision = Literal["fp32", "tf32", "bf16"]
 
 @contextmanager
 def arithmetic(precision: Precision, deterministic: bool = False, *, benchmark: bool = True) -> Iterator[None]:
-    """Let convolutions and matrix products use TensorFloat-32, or hold them to true float32 (torch's default mixes).
+    """Set the arithmetic of convolutions and matrix products within a context.
 
-    `deterministic`: the same bits again on the same machine, at some cost; torch warns if a layer has no such form.
-    `benchmark`: let cuDNN try all its algorithms on every new shape.
+    Args:
+        precision: "fp32" allows float32 only; the others allow TensorFloat-32. (torch's default mixes them.)
+        deterministic: ask torch for reproducible kernels; it warns if a layer has none.
+        benchmark: let cuDNN try all its algorithms on every new shape.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
@@ -52,14 +54,14 @@ Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
 
 
 class Forward(Protocol):
-    """Losses of C clients with parameters of their own, each on its own batch of B samples."""
+    """The forward pass of C clients with their own parameters, each on its own batch of B samples."""
 
     name: str
     precision: Precision
-    layout: ChannelsLast | None  # the order of the vectors it takes, if not the usual one
+    layout: ChannelsLast | None  # the order of the vectors' elements; None: the order of the module's parameters
 
     def announce(self, lone_sample: bool) -> None:
-        """Say whether some client's next batch holds a single sample, which BatchNorm must refuse."""
+        """Set whether some client's next batch holds a single sample, which BatchNorm refuses."""
         ...
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
@@ -74,15 +76,16 @@ class Forward(Protocol):
         self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Per-sample losses [C, B]. `buffers` ([C, ...] each) are updated in place in training mode.
+        """Return the losses of all samples [C, B].
 
-        `streams` [C]: the random streams that dropout draws its masks from; stream 0 unless given.
+        `buffers` ([C, ...] each) are updated in place in training mode. `streams` [C] are the random streams of the
+        dropout masks; the default is stream 0.
         """
         ...
 
 
 class StackedForward:
-    """The module with stacked layers, clients folded into the batch."""
+    """A forward pass with stacked layers, and clients folded into the batch."""
 
     name = "stacked"
 
@@ -99,7 +102,7 @@ class StackedForward:
         self.per_client_buffers = statistics & set(objective.buffers)
 
     def suit_a_gpu(self) -> None:
-        """Vectors in the order tensor cores like, and our own convolutions where they apply."""
+        """Use the channels-last order of vectors, and our own kernels where they apply."""
         self.layout = self.objective.layers.channels_last(self.objective.device)
         kernels = kernels_for(self.objective.device, self.objective.dtype)
         if kernels is not None and self.layout is not None:
@@ -125,7 +128,7 @@ class StackedForward:
         self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Per-sample losses [C, B]."""
+        """Return the losses of all samples [C, B]."""
         clients, batch = targets.shape[:2]
         inputs = inputs.flatten(0, 1)
         fixed = self.rounded({n: p.expand(clients, *p.shape) for n, p in self.objective.frozen.items()})
@@ -144,7 +147,7 @@ class StackedForward:
 
 
 class VmapForward:
-    """`torch.func.vmap` over the module as it is: any module vmap can take."""
+    """A forward pass with `torch.func.vmap` over the unchanged module."""
 
     name = "vmap"
     precision: Precision = "fp32"
@@ -155,7 +158,7 @@ class VmapForward:
         self.module = for_vmap(objective.seeded)
 
     def announce(self, lone_sample: bool) -> None:
-        """Nothing to do: a padded batch is refused below, and torch itself refuses a batch of one."""
+        """Do nothing: torch itself refuses a batch of one sample."""
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """Return the parameter's own type."""
@@ -169,7 +172,7 @@ class VmapForward:
         self, parameters: Parameters, buffers: Buffers, inputs: Tensor, targets: Tensor, mask: Tensor | None,
         *, train: bool, streams: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Per-sample losses [C, B]."""
+        """Return the losses of all samples [C, B]."""
         objective = self.objective
 
         def one(own: Parameters, own_buffers: Buffers, xs: Tensor, ys: Tensor, stream: Tensor | None) -> Tensor:
@@ -185,9 +188,10 @@ class VmapForward:
 def choose_forward(
     objective: Objective, sample: tuple[Tensor, Tensor], precision: Precision, name: str = "auto"
 ) -> tuple[Forward | None, str]:
-    """The fastest form the module allows, or None for the loop; and one line saying why it is not the stacked one.
+    """Return the fastest forward pass that suits the module, and why it is not the stacked one.
 
-    `sample`: the inputs and targets of several clients' batches, one after the other (see `probe_samples`).
+    The forward pass is None if only the loop can run the module. `sample` holds the inputs and targets of several
+    clients' batches, one after the other (see `probe_samples`).
     """
     reading = value_read(objective, for_vmap(objective.seeded), *sample)
     if reading:
@@ -216,7 +220,7 @@ def choose_forward(
 
 
 def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs: Tensor, targets: Tensor) -> None:
-    """Raise `CannotStack` for a form that does not give the module's own gradients."""
+    """Raise `CannotStack` if a forward pass does not give the gradients of the module itself."""
     try:
         _probe(forward, objective, inputs, targets, tolerance=1e-9 if objective.dtype == torch.float64 else 1e-3)
     except CannotStack as mismatch:
@@ -231,7 +235,7 @@ def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs
 
 
 def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tensor, tolerance: float) -> None:
-    """Compare stacked clients with the module run alone: catches layers that mix the samples of a batch."""
+    """Compare clients trained together with clients trained alone, to find layers that mix the samples of a batch."""
     _refuse_changed_buffers(forward, objective, inputs)
     clients = PROBE_CLIENTS
     stacked_inputs, stacked_targets = (unfold_clients(values, clients) for values in (inputs, targets))
@@ -271,7 +275,7 @@ def _probe(forward: Forward, objective: Objective, inputs: Tensor, targets: Tens
 
 
 def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tensor) -> None:
-    """A buffer that training changes must be one per client, and padding must not count: true of BatchNorm alone."""
+    """Refuse modules whose buffers change in training, except BatchNorm's, which are stored per client."""
     buffers = {n: b.clone() for n, b in objective.buffers.items()}
     with rng.forked(inputs.device), torch.no_grad():
         objective.outputs(objective.start, buffers, inputs, train=True)
@@ -282,7 +286,7 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Tens
 
 
 def is_random(objective: Objective, inputs: Tensor) -> bool:
-    """Whether the module draws random numbers in training mode other than dropout layers' (`F.dropout`, say)."""
+    """Return whether the module draws random numbers itself in training mode, for example with `F.dropout`."""
     outputs = []
     with rng.forked(inputs.device), torch.no_grad():
         before = _generator_states(inputs.device)
@@ -293,7 +297,7 @@ def is_random(objective: Objective, inputs: Tensor) -> bool:
 
 
 def _generator_states(device: torch.device) -> list[Any]:
-    """Where all process-wide generators stand: torch's, Python's and numpy's."""
+    """Return the states of the process-wide generators of torch, Python and numpy."""
     states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device).tolist())

@@ -26,7 +26,8 @@ from lamina.algorithms.primitives import clip_by_norm
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.rows import map_record
-from lamina.engines.stacked.steps import LocalWork, Problem, where_active
+from lamina.engines.stacked.steps import Batches, LocalWork, Problem, copy_buffers, where_active
+from lamina.objective import Buffers
 
 log = logging.getLogger(__name__)
 
@@ -80,17 +81,18 @@ class Graphs:
 
 def _structure(work: LocalWork) -> Any:
     """Return what a captured step depends on, apart from the number of rows: shapes and options, but no numbers."""
-    samples = work.batches.samples
+    samples, numbers = work.batches.samples, _numbers(work)
     return (
         _with_room(samples.shape[1]),
         samples.shape[2],
         work.batches.counts is None,
         work.control,
+        work.second,
         work.clip is None,
         tuple(value is None for value in work.local),
         tuple(None if value is None else value.stride(0) == 0 for value in work.down),
         type(work.algorithm),
-        tuple((name, None if name in _numbers(work) else value) for name, value in _options(work).items()),
+        tuple((name, None if name in numbers else value) for name, value in _options(work).items()),
     )
 
 
@@ -233,6 +235,8 @@ class CapturedSteps:
 
         work, layers = self._work, self._problem.layers
         try:
+            if work.second:
+                raise CannotFuse("a second gradient")
             return LocalStep(work.algorithm, self._local, self._down, self._lr, self._clip, layers, self._rounded)
         except CannotFuse as reason:
             self.unfused = f"{type(work.algorithm).__name__}.step uses {reason}"
@@ -248,24 +252,35 @@ class CapturedSteps:
         y, x = ({n: view[:rows] for n, view in views.items()} for views in (self._parameters, self._at_x))
         buffers = {name: buffer[:rows] for name, buffer in self._buffers.items()}
         gradients, losses = self._problem.step_gradients(self._work, y, x, buffers, batch)
-        pieces = [piece.contiguous() for piece in self._problem.layers.pieces(gradients)]
         if self._fused is None:
-            self._step_unfused(rows, pieces, batch.counts)
+            self._step_unfused(rows, gradients, x, buffers, batch)
         else:
+            pieces = [piece.contiguous() for piece in self._problem.layers.pieces(gradients)]
             is_active = self._all_active if batch.counts is None else batch.counts
             self._fused.run(rows, is_active, addresses(self._fused.addresses(pieces)))
         self._losses[:rows] += losses
         self._k += 1
 
-    def _step_unfused(self, rows: int, gradients: list[Tensor], counts: Tensor | None) -> None:
+    def _step_unfused(
+        self, rows: int, gradients: dict[str, Tensor], x: dict[str, Tensor], buffers: Buffers, batch: Batches
+    ) -> None:
+        """Take the step with torch's operations, from the gradients at y by name."""
         local, down = (map_record(lambda value: value[:rows], record) for record in (self._local, self._down))
         numbers = {name: value[:rows] for name, value in self._numbers.items()}
         algorithm = dataclasses.replace(self._work.algorithm, **numbers)
-        gradient = torch.cat([piece.to(local.y.dtype) for piece in gradients], dim=-1)
-        if self._clip is not None:
-            gradient = clip_by_norm(gradient, self._clip[:rows])
-        after = algorithm.step(local, down, gradient, self._lr[:rows], self._problem.layers)
-        after = after if counts is None else where_active(counts, after, local)
+        problem, layers, lr = self._problem, self._problem.layers, self._lr[:rows]
+
+        def vector(gradients: dict[str, Tensor]) -> Tensor:
+            flat = torch.cat([piece.to(local.y.dtype) for piece in layers.pieces(gradients)], dim=-1)
+            return flat if self._clip is None else clip_by_norm(flat, self._clip[:rows])
+
+        gradient, second = vector(gradients), {}
+        if self._work.second:
+            point = layers.unflatten(algorithm.second_point(local, down, gradient, lr, layers))
+            at_point, _ = problem.step_gradients(self._work, point, x, copy_buffers(buffers), batch)
+            second["second_grad"] = vector(at_point)
+        after = algorithm.step(local, down, gradient, lr, layers, **second)
+        after = after if batch.counts is None else where_active(batch.counts, after, local)
         for old, new in zip(local, after, strict=True):
             if old is not None and new is not old:
                 old.copy_(new)

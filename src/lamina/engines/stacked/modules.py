@@ -1,9 +1,9 @@
-"""`stack`: a module as many independent copies in one.
+"""Turn a module into one that computes many clients at once, each with its own parameters.
 
-The clients of a cohort are folded into the batch: inputs are [C * B, ...], client-major. Whatever treats samples one
-by one (activations, pooling, reshapes, residual sums, attention over tokens) then works as it is written. Only layers
-with parameters must know that every client has its own: `stack` gives those another class, whose parameters have a
-leading axis C. A Linear becomes one batched matrix product, a convolution one grouped convolution, and so on.
+The clients of a cohort are folded into the batch: inputs are [C * B, ...], client-major. Operations that treat samples
+independently (activations, pooling, reshapes, residual sums, attention over tokens) need no change. `stack` gives the
+layers with parameters another class, whose parameters have a leading axis C: a Linear becomes one batched matrix
+product, a convolution one convolution of all clients, and so on.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def _per_client(parameter: Tensor, x: Tensor, feature_axis: int) -> Tensor:
 
 
 def unfold_clients(x: Tensor, clients: int) -> Tensor:
-    """[C * B, ...] -> [C, B, ...]."""
+    """Split the batch axis by client: [C * B, ...] -> [C, B, ...]."""
     return x.reshape(clients, -1, *x.shape[1:])
 
 
 class StackedLinear(nn.Linear):
-    """One batched matrix product. weight [C, out, in], bias [C, out]."""
+    """Linear as one batched matrix product; weight [C, out, in], bias [C, out]."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, ..., in] -> [C * B, ..., out]."""
@@ -49,7 +49,7 @@ class StackedLinear(nn.Linear):
 
 
 class StackedConv2d(nn.Conv2d):
-    """One convolution of all clients. weight [C, out, in / groups, kh, kw], bias [C, out]."""
+    """Conv2d as one convolution of all clients; weight [C, out, in / groups, kh, kw], bias [C, out]."""
 
     kernel: Callable[..., Tensor] | None = None  # our own, where it applies: set by `use_kernels`
 
@@ -61,7 +61,7 @@ class StackedConv2d(nn.Conv2d):
 
 
 class StackedGroupNorm(nn.GroupNorm):
-    """Statistics per sample, scale and shift per client; with the residual sum and the ReLU that follow, if fused."""
+    """GroupNorm with scale and shift per client, and, if fused, the residual sum and the ReLU that follow it."""
 
     kernel: Callable[..., Tensor] | None = None  # our own, where it applies: set by `use_kernels`
     relu: bool = False  # set by `fuse_norms`
@@ -84,7 +84,7 @@ class StackedGroupNorm(nn.GroupNorm):
 
 
 class StackedLayerNorm(nn.LayerNorm):
-    """Statistics per position, scale and shift per client."""
+    """LayerNorm with scale and shift per client."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, ..., *normalized_shape], the same shape out."""
@@ -102,7 +102,7 @@ class StackedLayerNorm(nn.LayerNorm):
 
 
 class PlainMaxPool2d(nn.MaxPool2d):
-    """Max-pooling over windows that lie side by side. Not a matter of clients, but we have a faster kernel for it."""
+    """Max-pooling over adjacent windows. It has no parameters; it is replaced because our kernel is faster."""
 
     kernel: Callable[..., Tensor] | None = None  # our own: set by `use_kernels`
 
@@ -119,7 +119,7 @@ def _two(size: Any) -> tuple[int, int]:
 
 
 class _StackedBatchNorm:
-    """Every client normalises with its own batch and keeps its own running statistics [C, channels].
+    """BatchNorm with the statistics of every client's own batch, and running statistics per client [C, channels].
 
     `sample_mask` [C, B], set by the engine, marks the padding of short batches: those samples do not count.
     """
@@ -145,7 +145,7 @@ class _StackedBatchNorm:
         return out.flatten(0, 1).to(input.dtype)
 
     def _moments(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Mean and variance [C, channels] over samples and positions, and the number they are over [C, 1]."""
+        """Return mean and variance [C, channels] over samples and positions, and how many there are [C, 1]."""
         axes = [1, *range(3, x.dim())]
         positions = x[0, 0, 0].numel() if x.dim() > 3 else 1
         if self.lone_sample and positions == 1:
@@ -161,7 +161,7 @@ class _StackedBatchNorm:
 
 
 class StackedBatchNorm1d(_StackedBatchNorm, nn.BatchNorm1d):
-    """BatchNorm1d, client by client."""
+    """BatchNorm1d with statistics per client."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, channels, ...], the same shape out."""
@@ -169,7 +169,7 @@ class StackedBatchNorm1d(_StackedBatchNorm, nn.BatchNorm1d):
 
 
 class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d):
-    """BatchNorm2d, client by client."""
+    """BatchNorm2d with statistics per client."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, channels, H, W], the same shape out."""
@@ -177,7 +177,7 @@ class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d):
 
 
 class StackedEmbedding(nn.Embedding):
-    """A table per client. weight [C, number, features]."""
+    """Embedding with a table per client; weight [C, number, features]."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Token ids [C * B, ...] -> [C * B, ..., features]."""
@@ -189,7 +189,7 @@ class StackedEmbedding(nn.Embedding):
 
 
 class VmapEmbedding(nn.Embedding):
-    """An Embedding as it is, but right under `torch.func.vmap`, which ignores `padding_idx` for all but one client."""
+    """Embedding with the right gradient under `torch.func.vmap`, which applies `padding_idx` to one client only."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Token ids [B, ...] -> [B, ..., features]."""
@@ -202,7 +202,7 @@ def _without_padding_gradient(rows: Tensor, ids: Tensor, padding_idx: int | None
 
 
 class StackedMultiheadAttention(StreamAttention):
-    """Attention with its four projections per client."""
+    """MultiheadAttention with four projections per client."""
 
     def forward(
         self,
@@ -215,16 +215,19 @@ class StackedMultiheadAttention(StreamAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend as the layer of every client would, in evaluation as well."""
+        """Return what the layer of every client would return, in training and in evaluation."""
         return self.attend(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[C * B, T, E] with a weight [C, out, E] per client."""
+        """Project x [C * B, T, E] with a weight [C, out, E] per client."""
         return _linear(x, weight, bias)
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Every client's x W^T + b, computed as (W x^T + b)^T: its backward pass gives W's gradient in W's own layout."""
+    """Return x W^T + b of every client.
+
+    It is computed as (W x^T + b)^T, so that the backward pass returns the gradient of W in the layout of W.
+    """
     clients, features = weight.shape[:2]
     if clients == 1:  # squeezed, not indexed: the backward pass of an index fills and copies a tensor
         return F.linear(x, weight.squeeze(0), None if bias is None else bias.squeeze(0).to(weight.dtype))
@@ -255,7 +258,7 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def stack(module: nn.Module) -> nn.Module:
-    """A copy of the module whose parameters, given by `functional_call`, have a leading axis C: one copy per client.
+    """Return a copy of the module that takes parameters with a leading axis C through `functional_call`.
 
     Raises `CannotStack` for a layer that has parameters but no stacked form.
     """
@@ -286,10 +289,7 @@ def for_vmap(module: nn.Module) -> nn.Module:
 
 
 def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
-    """Let layers use our own kernels where they apply; convolutions' then have their channels last in memory.
-
-    Decided here and not in the forward pass, which is compiled and should hold nothing but arithmetic.
-    """
+    """Let layers use our own kernels where they apply; convolutions then keep their channels last in memory."""
     for layer in stacked.modules():
         if isinstance(layer, StackedConv2d) and kernels_apply(layer):
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
@@ -302,7 +302,7 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
 
 
 def _check_options(name: str, layer: nn.Module) -> None:
-    """Refuse options of a known layer that its stacked form does not have."""
+    """Refuse options of a layer that its stacked class does not support."""
     problem = ""
     if isinstance(layer, nn.Conv2d) and layer.padding_mode != "zeros":
         problem = f"padding_mode '{layer.padding_mode}'"
@@ -326,5 +326,5 @@ def _windows_lie_apart(layer: nn.MaxPool2d) -> bool:
 
 
 def is_batch_norm(layer: nn.Module) -> bool:
-    """Whether a stacked layer keeps statistics per client."""
+    """Return whether a stacked layer keeps statistics per client."""
     return isinstance(layer, _StackedBatchNorm)

@@ -1,4 +1,7 @@
-"""Find out what a module does with the values of a batch: when in doubt, clients are trained one by one."""
+"""Find out whether clients can share a batch: whether a module's results depend on values of the whole batch.
+
+If in doubt, clients are trained one by one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from lamina.dispatch import WatchingMode
 from lamina.errors import LaminaError
 from lamina.objective import Objective
 
-MOST_SCANNED = 1 << 24  # numbers of a data set that are looked through for extreme samples
+MOST_SCANNED = 1 << 24  # numbers of a data set that are searched for extreme samples
 PROBE_CLIENTS, PROBE_BATCH = 4, 4
 ODD_BATCHES = (31, 37, 41, 43, 47, 53, 59, 61)  # samples of the forward pass that is watched
 
@@ -28,9 +31,9 @@ _NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, objective_module._
 def probe_samples(x: Tensor) -> Tensor:
     """Return the indices of `PROBE_CLIENTS` batches, one after the other, that differ as much as the data allow.
 
-    A module that computes something over its batch (a mean, a largest value, a threshold on one of them) gets other
-    results for all batches together than for each alone, because only one holds the most extreme values, one has the
-    largest mean, one the smallest, and one nothing but ordinary samples.
+    A module that computes something over its batch (a mean, a maximum, a threshold on one of them) gives other results
+    for all batches together than for each alone: one batch has the most extreme values, one the largest mean, one the
+    smallest mean, and one only ordinary samples.
     """
     step = max(1, -(-x.numel() // MOST_SCANNED))
     rows = x[::step].flatten(1) if x.dim() > 1 else x[::step].unsqueeze(1)
@@ -58,7 +61,7 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Tensor, ta
 
     Several clients at once are one batch, so a Python branch on a value (``if x.max() > 3``) would decide for all.
     The same holds for a value that is computed over the whole batch (``torch.where(x.max() > 3, a, b)``).
-    No sample shows that unless its value happens to cross the limit, so what is looked for is the reading itself.
+    Samples reveal this only if their values cross the limit, so this function watches for the read itself.
     """
     shapes = [*objective.layers.shapes.values(), *(b.shape for b in objective.buffers.values()), inputs.shape[1:]]
     sizes = {size for shape in (*shapes, *(p.shape for p in objective.frozen.values())) for size in shape}
@@ -86,11 +89,11 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Tensor, ta
 
 
 class _DependsOnBatch(Exception):
-    """A watched value is turned into a Python value, or into a shape; the text says how and where."""
+    """A result depends on values of the whole batch; the text says how and where."""
 
 
 class _Watched(Tensor):
-    """A tensor that refuses to give away its values; whatever is computed from it does too."""
+    """A tensor that refuses to be read into Python, as do all tensors computed from it."""
 
     batch = 0  # samples of the watched forward pass; 0: not told from other sizes
 
@@ -110,7 +113,7 @@ class _Watched(Tensor):
 
 
 class _NoValues(WatchingMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that turn values into a Python number or decide the shape of their result by them."""
+    """A context that refuses operations whose Python result or shape depends on a tensor's values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
@@ -126,7 +129,7 @@ class _NoValues(WatchingMode):  # type: ignore[no-untyped-call]
 
 
 def _has_samples(values: Any) -> bool:
-    """Whether some tensor has an axis of samples, maybe merged with others."""
+    """Return whether some tensor has an axis of samples, perhaps merged with other axes."""
     tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
     return any(size and size % _Watched.batch == 0 for tensor in tensors for size in tensor.shape)
 
@@ -136,7 +139,7 @@ def _is_empty(values: Any) -> bool:
 
 
 def _takes_whole_numbers(func: Any, args: Any) -> bool:
-    """Whether this is indexing by positions, whose result has the shape of the index, and not by a mask."""
+    """Return whether an operation indexes by positions (the result has the shape of the index), not by a mask."""
     if func is not torch.ops.aten.index.Tensor:
         return False
     return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
@@ -152,7 +155,7 @@ def _embedding_option(
     input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, norm_type: Any = 2.0,
     scale_grad_by_freq: bool = False, sparse: bool = False,
 ) -> str:  # fmt: skip
-    """An option that `torch.func.vmap` gets wrong, or that counts tokens over the batch."""
+    """Return the name of an option that vmap computes wrongly or that counts tokens over the batch, or ""."""
     if scale_grad_by_freq:
         return "scale_grad_by_freq"
     return "padding_idx" if padding_idx is not None else "max_norm" if max_norm is not None else ""

@@ -1,7 +1,8 @@
-"""Several processes: every rank trains its share of the cohort, and one all-reduce per round adds up the sums.
+"""Share the clients of a round among the processes that torchrun started.
 
-Started by torchrun. A client always belongs to the same rank (its number modulo the number of ranks), so what it keeps
-between rounds never travels. Shares may be unequal, or empty: an empty rank adds zeros.
+Every rank trains its share of the cohort, and one all-reduce per round adds up the sums. A client always belongs to the
+same rank (its number modulo the number of ranks), so its state is never sent. Shares may be unequal; a rank without
+clients adds zeros.
 """
 
 from __future__ import annotations
@@ -17,43 +18,43 @@ from lamina.errors import Diverged
 
 
 class Ranks(NamedTuple):
-    """This process among the others."""
+    """The rank of this process, and the number of ranks."""
 
     rank: int
     world: int
 
     @classmethod
     def current(cls) -> Ranks:
-        """The process group torchrun started, or a world of one."""
+        """Return the rank in the process group that torchrun started, or that of a single process."""
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size())
         return cls(0, 1)
 
     def owns(self, client_id: int) -> bool:
-        """Whether this rank trains, and remembers, a client."""
+        """Return whether this rank trains a client and keeps its state."""
         return client_id % self.world == self.rank
 
     def add(self, vector: Tensor) -> Tensor:
-        """The sum of a vector over all ranks."""
+        """Return the sum of a vector over all ranks."""
         if self.world > 1:
             dist.all_reduce(vector)
         return vector
 
     def gather(self, own: dict[int, Tensor], zero: Tensor, cohort: int) -> list[Tensor]:
-        """Return one vector of every client of a cohort, from the ranks that have them.
+        """Return one vector per client of a cohort, collected from all ranks.
 
         Args:
             own: this rank's vectors by place in the cohort.
             zero: a vector of zeros of the same shape.
             cohort: the number of active clients.
         """
-        # the others add zeros, so the sum over the ranks is exactly what the owner has
+        # The other ranks add zeros, so the sum is exactly the owner's vector.
         return list(self.add(torch.stack([own.get(c, zero) for c in range(cohort)])))
 
     def share_uploads(
         self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged], cohorts: list[int]
     ) -> None:
-        """Give every rank all uploads of every member, if they are kept.
+        """Send every member's uploads to all ranks, if the aggregation keeps them.
 
         The arguments are those of `combine`, and the number of active clients of every member.
         """
@@ -78,7 +79,7 @@ class Ranks(NamedTuple):
 
         Args:
             sums: every member's sums over this rank's rows; completed in place.
-            layouts: for every member a zero Up and zero trust ratios, which tell an empty rank what the others send.
+            layouts: an Up and trust ratios of zeros for every member, for ranks without clients.
             failed: the members that diverged here; completed with those that diverged elsewhere.
         """
         if self.world == 1:

@@ -73,14 +73,22 @@ def map_record(change: Callable[[Tensor], Tensor], record: Any) -> Any:
     return type(record)(*(None if value is None else change(value) for value in record))
 
 
+def on_device(record: Any, device: torch.device) -> Any:
+    """Return the record with all fields on a device; the record itself if they are."""
+    if all(value is None or value.device == device for value in record):
+        return record
+    return map_record(lambda value: value.to(device), record)
+
+
 def row_of(record: Any, r: int) -> Any:
     """One row of a record of rows."""
     return map_record(lambda value: value[r], record)
 
 
 def rows_of(record: Any) -> list[Any]:
-    """Return all rows of a record of rows, as views."""
-    lists = [None if value is None else value.unbind(0) for value in record]
+    """Return all rows of a record of rows, each with memory of its own."""
+    # times 1.0: torch has no copy of many tensors at once, which takes a few launches instead of one for each
+    lists = [None if value is None else torch._foreach_mul(value.unbind(0), 1.0) for value in record]
     count = next(len(values) for values in lists if values is not None)
     return [type(record)(*(None if values is None else values[r] for values in lists)) for r in range(count)]
 
@@ -106,10 +114,12 @@ def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
     width = max(plan.index.shape[2] for plan in plans)
     index = np.zeros((len(plans), longest, width), dtype=np.int64)
     counts = np.zeros((len(plans), longest), dtype=np.int64)
-    for r, (plan, c) in enumerate(zip(plans, places, strict=True)):
-        own, filled = plan.index[c, :longest], plan.filled[c, :longest]
-        index[r] = own[0, 0]  # padding: any sample of the client's own
-        index[r, : len(own), : own.shape[1]], counts[r, : len(filled)] = own, filled
+    for plan in {id(plan.index): plan for plan in plans}.values():  # members with the same seed share their batches
+        rows = np.array([r for r, other in enumerate(plans) if other.index is plan.index])
+        batches, filled = (values[np.array(places)[rows], :longest] for values in (plan.index, plan.filled))
+        index[rows] = batches[:, :1, :1]  # padding: any sample of the client's own
+        index[rows, : batches.shape[1], : batches.shape[2]] = batches
+        counts[rows, : filled.shape[1]] = filled
     return index, counts
 
 

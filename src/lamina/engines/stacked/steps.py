@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo
+from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, step_kinds
 from lamina.algorithms.rehearsal import TINY
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
@@ -55,6 +55,7 @@ class LocalWork:
     lr: Number
     clip: Number | None = None  # the largest norm of a gradient
     control: bool = False  # subtract the gradient of the same batch at down.x
+    second: bool = False  # compute the gradient of the same batch at the algorithm's second point, too
 
     @property
     def rows(self) -> int:
@@ -80,20 +81,19 @@ class Problem:
     def step_gradients(
         self, work: LocalWork, y: Mapping[str, Tensor], x: Mapping[str, Tensor], buffers: Buffers, batch: Batches
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the gradients that a local step is taken with, by name, and every row's loss [rows].
+        """Return the gradients of a batch as the algorithm gets them, by name, and every row's loss [rows].
 
         Args:
             work: says whether gradients at x are subtracted.
-            y: the local parameters.
+            y: where to differentiate: at the local parameters, or at the second point.
             x: those of the broadcast.
             buffers: the model's, updated in place in the rows that take the step.
             batch: the samples of the step.
         """
-        before = {} if batch.counts is None else {name: buffer.clone() for name, buffer in buffers.items()}
+        before = {} if batch.counts is None else copy_buffers(buffers)
         gradients, losses = self.gradients(y, buffers, batch)
         if work.control:
-            unused = {name: buffer.clone() for name, buffer in buffers.items()}
-            at_x, _ = self.gradients(x, unused, batch)
+            at_x, _ = self.gradients(x, copy_buffers(buffers), batch)
             dtype = self.objective.dtype
             gradients = {name: gradient.to(dtype) - at_x[name].to(dtype) for name, gradient in gradients.items()}
         if batch.counts is None:
@@ -143,7 +143,14 @@ def train(problem: Problem, parts: Sequence[Layers], work: LocalWork) -> tuple[A
         batch = work.batches.at(k)
         y = _named(parts, [part.y for part in local])
         gradients, losses = problem.step_gradients(work, y, x, work.buffers, batch)
-        local = _step(parts, work, local, down, gradients, batch.counts)
+        grads = _vectors(parts, work, gradients)
+        seconds: list[Tensor] = []
+        if work.second:
+            states = zip(local, down, grads, parts, strict=True)
+            points = [work.algorithm.second_point(own, fixed, g, work.lr, part) for own, fixed, g, part in states]
+            gradients, _ = problem.step_gradients(work, _named(parts, points), x, copy_buffers(work.buffers), batch)
+            seconds = _vectors(parts, work, gradients)
+        local = _step(parts, work, local, down, grads, seconds, batch.counts)
         total = total + losses
     return join(local, work.local), total
 
@@ -154,20 +161,29 @@ def _named(parts: Sequence[Layers], vectors: Sequence[Tensor]) -> dict[str, Tens
     return {name: view for part, vector in pairs for name, view in part.unflatten(vector).items()}
 
 
-def _step(
-    parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any], gradients: Mapping[str, Tensor],
-    counts: Tensor | None,
-) -> list[Any]:  # fmt: skip
-    """Return the local state after the algorithm's step, part by part; a row without this step keeps its state."""
+def _vectors(parts: Sequence[Layers], work: LocalWork, gradients: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the gradients as one clipped vector per part."""
     dtype = work.local.y.dtype
     vectors = [part.flatten({name: gradients[name].to(dtype) for name in part.names}) for part in parts]
-    if work.clip is not None:
-        vectors = _clipped(vectors, work.clip)
+    return vectors if work.clip is None else _clipped(vectors, work.clip)
+
+
+def _step(
+    parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any], gradients: list[Tensor],
+    seconds: list[Tensor], counts: Tensor | None,
+) -> list[Any]:  # fmt: skip
+    """Return the local state after the algorithm's step, part by part; a row without this step keeps its state."""
     after = []
-    for part, old, fixed, gradient in zip(parts, local, down, vectors, strict=True):
-        new = work.algorithm.step(old, fixed, gradient, work.lr, part)
+    more: list[dict[str, Tensor]] = [{"second_grad": second} for second in seconds] or [{}] * len(parts)
+    for part, old, fixed, gradient, second in zip(parts, local, down, gradients, more, strict=True):
+        new = work.algorithm.step(old, fixed, gradient, work.lr, part, **second)
         after.append(new if counts is None else where_active(counts, new, old))
     return after
+
+
+def copy_buffers(buffers: Buffers) -> Buffers:
+    """Return copies, for a forward pass that must not update the buffers themselves."""
+    return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def where_active(counts: Tensor, new: Any, old: Any) -> Any:
@@ -248,39 +264,54 @@ def join(records: list[Any], like: Any) -> Any:
 
 
 def works_by_layer(algorithm: Algorithm) -> bool:
-    """Return whether a step part by part, one part per tensor, is the step on the whole vector."""
+    """Return whether a step part by part, one part per tensor, is the step on the whole vector.
+
+    A norm of the whole gradient, in the step or for its second point, makes a difference.
+    """
     if algorithm.grouping != "tensor":
         return False
-    for local, down, grad in _random_steps(algorithm):
-        whole = algorithm.step(local, down, grad, 0.1, TINY)
-        parts = TINY.parts()
-        gradients = torch.split(grad, [part.size for part in parts], dim=-1)
-        rows = zip(parts, split(local, parts), split(down, parts), gradients, strict=True)
-        by_part = join([algorithm.step(old, fixed, g, 0.1, part) for part, old, fixed, g in rows], local)
-        if not _equal(whole, by_part):
+    parts = TINY.parts()
+    for local, down, grads in _random_steps(algorithm):
+        whole = _step_results(algorithm, local, down, grads, TINY)
+        rows = zip(split(local, parts), split(down, parts), split(grads, parts), parts, strict=True)
+        by_part = zip(*(_step_results(algorithm, *row) for row in rows), strict=True)
+        if not all(_equal(one, join(list(pieces), local)) for one, pieces in zip(whole, by_part, strict=True)):
             return False
     return True
 
 
 def works_by_row(algorithm: Algorithm) -> bool:
     """Return whether a step on two rows is the step on each; it is not if it branches on a tensor's value, say."""
-    for local, down, grad in _random_steps(algorithm):
-
-        def alone(r: int, local: Any = local, down: Any = down, grad: Tensor = grad) -> Any:
-            return algorithm.step(_only(local, r), _only(down, r), grad[r : r + 1], 0.1, TINY)
-
-        apart = [alone(0), alone(1)]
+    for local, down, grads in _random_steps(algorithm):
+        alone = [_step_results(algorithm, _only(local, r), _only(down, r), _only(grads, r), TINY) for r in (0, 1)]
         try:
-            together = algorithm.step(local, down, grad, 0.1, TINY)
+            together = _step_results(algorithm, local, down, grads, TINY)
         except RuntimeError:  # "Boolean value of Tensor with more than one value is ambiguous"
             return False
-        if not all(_equal(_only(together, r), one) for r, one in enumerate(apart)):
-            return False
+        for r, own in enumerate(alone):
+            if not all(_equal(_only(both, r), one) for both, one in zip(together, own, strict=True)):
+                return False
     return True
 
 
-def _random_steps(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
-    """Yield local state, broadcast and gradient of two rows of a tiny model, in many sizes.
+class _Gradients(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def _step_results(algorithm: Algorithm, local: Any, down: Any, grads: _Gradients, layers: Layers) -> list[Any]:
+    """Return all that a local step computes: the new state and, if there is one, the state at the second point."""
+    results = []
+    for has_second in step_kinds(algorithm):
+        second = {"second_grad": grads.second} if has_second else {}
+        if has_second:
+            results.append(local._replace(y=algorithm.second_point(local, down, grads.first, 0.1, layers)))
+        results.append(algorithm.step(local, down, grads.first, 0.1, layers, **second))
+    return results
+
+
+def _random_steps(algorithm: Algorithm) -> Iterator[tuple[Any, Any, _Gradients]]:
+    """Yield local state, broadcast and gradients of two rows of a tiny model, in many sizes.
 
     A step may couple layers or rows only when something is large or small, as clipping does. One row is larger than
     the other by more than the sizes are apart, so that whatever the limit is, once it lies between the two.
@@ -304,7 +335,8 @@ def _random_steps(algorithm: Algorithm) -> Iterator[tuple[Any, Any, Tensor]]:
             type(record)(*(None if v is None else of_state * draw(v.shape[-1]) for v in record))
             for record in (start, broadcast)
         )
-        yield local, down, of_gradient * draw(TINY.size)
+        first = of_gradient * draw(TINY.size)
+        yield local, down, _Gradients(first, second=first.flip(-1))
 
 
 def _only(record: Any, r: int) -> Any:

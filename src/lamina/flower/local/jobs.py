@@ -10,6 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lamina.data.own import FORMATS
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import RunFolder
@@ -88,8 +89,8 @@ class FileJob(Job):
         experiment = with_clients(load(file, overrides), nodes)
         name = f"{file.stem}-{experiment.algorithm.name.replace(':', '.')}-seed{experiment.train.seed}-flower"
         super().__init__(out or Path(experiment.run.out or f"runs/{name}"), experiment.train.rounds)
-        if experiment.data.dir is not None:  # Flower's processes may work elsewhere
-            data = experiment.data.model_copy(update={"dir": str(Path(experiment.data.dir).absolute())})
+        if experiment.data.dir is not None or experiment.data.name in FORMATS:  # Flower's processes may work elsewhere
+            data = experiment.data.model_copy(update={"dir": str(Path(experiment.data.dir or "").absolute())})
             experiment = experiment.model_copy(update={"data": data})
         self.experiment, self.options = experiment, options  # of the federation, beside what the file says
         self.config = Federation.from_experiment(experiment, out=self.out.absolute(), **options).config()

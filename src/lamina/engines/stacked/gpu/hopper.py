@@ -1,4 +1,4 @@
-"""The same convolutions for NVIDIA's Hopper chips, where a copy engine fetches a tile of pixels by its coordinates.
+"""Convolve as `kernels.py` does, on NVIDIA's Hopper chips: a copy engine fetches a tile of pixels by its coordinates.
 
 `kernels.py` computes the address of every pixel it reads; here one instruction asks for a box of the image, shifted by
 a tap of the kernel, and pixels outside the image (or beyond the client's last sample) arrive as zeros. The products
@@ -54,12 +54,12 @@ def _fetch(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _product(  # type: ignore[no-untyped-def]
-    x, w, y, steps, height, width,
+    x, w, y, bias, bias_client, steps, height, width,
     DEPTH: gl.constexpr, KW: gl.constexpr, PAD_H: gl.constexpr, PAD_W: gl.constexpr, COLUMNS: gl.constexpr,
     NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, BACK: gl.constexpr, num_warps: gl.constexpr,
+    STAGES: gl.constexpr, BACK: gl.constexpr, BIASED: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """y[pixel, n] = sum over taps and channels of x[pixel shifted by the tap, channel] w[n, tap, channel].
+    """Compute y[pixel, n] = bias[n] + the sum over taps and channels of x[shifted pixel, channel] w[n, tap, channel].
 
     BACK: the gradient of the input: the shift is the other way round, and w is read as [channel, tap, n].
     """
@@ -104,6 +104,10 @@ def _product(  # type: ignore[no-untyped-def]
         _fetch(step + STAGES - 1, steps, x, w, pixels, weights, ready, client, sample, first_row, first_column, column0,
                KW, CHUNKS, BK, STAGES, BACK)  # fmt: skip
     made = warpgroup_mma_wait(0, deps=[sums])
+    if BIASED:
+        column = column0 + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+        shift = gl.load(bias + client.to(gl.int64) * bias_client + column, mask=column < COLUMNS, other=0.0)
+        made += gl.expand_dims(shift.to(gl.float32), 0)
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
     out = gl.allocate_shared_memory(y.dtype, [1, NB, BH, BW, BN], y.layout)
@@ -138,7 +142,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     NB: gl.constexpr, BH: gl.constexpr, BW: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """dw[o, tap, channel] = sum over pixels of g[pixel, o] x[pixel shifted by the tap, channel], over one part."""
+    """Compute dw[o, tap, channel] = sum of g[pixel, o] x[pixel shifted by the tap, channel] over some pixels."""
     PIXELS: gl.constexpr = NB * BH * BW
     CHUNKS: gl.constexpr = (IN + BN - 1) // BN
     client = gl.program_id(1)
@@ -186,7 +190,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 
 
 class Tile(NamedTuple):
-    """What one program computes at a time: pixels (or kernels, in a weight gradient), columns, depth."""
+    """The tile that one program computes: pixels (output channels, in a weight gradient), columns, depth."""
 
     rows: int
     columns: int
@@ -199,19 +203,22 @@ Pair = tuple[int, int]
 ALIGNED = 8  # channels: the copy engine wants strides of 16 bytes
 
 
-def forward(x: Tensor, w: Tensor, padding: Pair, tile: Tile | None = None) -> Tensor:
-    """x [C * B, in, H, W], w [C, out, in, kh, kw], both bfloat16 with the channels last -> [C * B, out, H', W']."""
+def forward(x: Tensor, w: Tensor, padding: Pair, tile: Tile | None = None, bias: Tensor | None = None) -> Tensor:
+    """Convolve x [C * B, in, H, W] with w [C, out, in, kh, kw], both bfloat16 with the channels last."""
     kh, kw = w.shape[3:]
     size = x.shape[2] + 2 * padding[0] - kh + 1, x.shape[3] + 2 * padding[1] - kw + 1
-    return _multiply(x, w, w.shape[1], size, padding, False, tile)
+    return _multiply(x, w, w.shape[1], size, padding, False, tile, bias)
 
 
 def input_gradient(g: Tensor, w: Tensor, size: Pair, padding: Pair, tile: Tile | None = None) -> Tensor:
-    """The gradient of the input [C * B, in, H, W] from that of the output."""
+    """Return the gradient of the input [C * B, in, H, W] from that of the output."""
     return _multiply(g, w, w.shape[2], size, padding, True, tile)
 
 
-def _multiply(x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, back: bool, tile: Tile | None) -> Tensor:
+def _multiply(
+    x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, back: bool, tile: Tile | None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     clients, _, _, kh, kw = w.shape
     depth = x.shape[1]
     y = torch.empty(x.shape[0], columns, *size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
@@ -227,8 +234,9 @@ def _multiply(x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, bac
         _descriptor(x5, (1, *box, bk)),
         _descriptor(kernels, (1, bk, 1, bn) if back else (1, bn, 1, bk)),
         _descriptor(y5, (1, *box, bn)),
+        y if bias is None else bias, 0 if bias is None else bias.stride(0),
         kh * kw * triton.cdiv(depth, bk), *size,
-        depth, kw, *padding, columns, *box, bn, bk, tile.stages, back, num_warps=tile.warps,
+        depth, kw, *padding, columns, *box, bn, bk, tile.stages, back, bias is not None, num_warps=tile.warps,
     )  # fmt: skip
     return y
 
@@ -237,7 +245,7 @@ def weight_gradient(
     g: Tensor, x: Tensor, clients: int, kernel: Pair, padding: Pair, tile: Tile | None = None, parts: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """The gradient of the kernels [C, out, in, kh, kw], channels last in memory; summed in float32."""
+    """Return the gradient of the weights [C, out, in, kh, kw], channels last in memory; sums are float32."""
     out, inp, (kh, kw) = g.shape[1], x.shape[1], kernel
     tile = tile or _gradient_tile(out, inp)
     g5, x5 = _by_client(g, clients), _by_client(x, clients)
@@ -268,13 +276,13 @@ FEW_PROGRAMS = 200
 
 
 def _by_client(x: Tensor, clients: int) -> Tensor:
-    """[C * B, channels, H, W] -> [C, B, H, W, channels], contiguous."""
+    """Rearrange [C * B, channels, H, W] as contiguous [C, B, H, W, channels]."""
     pixels = x.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
     return pixels.reshape(clients, -1, *pixels.shape[1:])
 
 
 def _box(size: Pair, pixels: int) -> tuple[int, int, int]:
-    """Samples, rows and columns of a box of that many pixels: as wide as the image, then as high, then deep."""
+    """Return the samples, rows and columns of a box of pixels: as wide as the image first, then as high, then deep."""
     width = min(triton.next_power_of_2(size[1]), pixels)
     height = min(triton.next_power_of_2(size[0]), pixels // width)
     return pixels // (width * height), height, width
@@ -285,7 +293,7 @@ def _boxes(x: Tensor, box: tuple[int, int, int]) -> int:
 
 
 def _descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
-    """What the copy engine must know of a tensor; the clients may lie apart, as in a flat vector, if aligned."""
+    """Describe a tensor to the copy engine; clients need not be adjacent if their starts are aligned."""
     apart = len(x) > 1 and x[0].is_contiguous() and x.stride(0) % ALIGNED == 0 and x.data_ptr() % 16 == 0
     x = x if apart else x.contiguous()
     strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.dim())]  # torch gives axes of length 1 any stride
@@ -296,7 +304,7 @@ def _descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
 
 
 def _product_tile(rows: int, columns: int, depth: int) -> Tile:
-    """From a sweep over the layers of ResNet-18 and of a small network on an H200."""
+    """Return the fastest tile of a sweep over the layers of ResNet-18 and a small network on an H200."""
     bk = 64 if depth > 32 else 32
     if columns <= 32:
         return Tile(256, 32, bk, 4, 3)

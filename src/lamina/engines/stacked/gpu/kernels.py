@@ -1,7 +1,7 @@
-"""Triton kernels: the convolutions of many clients, each with kernels of its own, in one launch.
+"""Convolve the images of many clients, each with its own weights, in one launch of a Triton kernel.
 
-A convolution is a matrix product whose left factor is never written down ("implicit GEMM"): a program computes one
-tile of one client's product and reads the pixels it needs as it goes. The client is an axis of the grid, so a cohort
+A convolution is a matrix product whose left factor is never stored ("implicit GEMM"): a program computes one tile of
+one client's product and reads the pixels that it needs. The client is an axis of the grid, so a cohort
 of any size is one launch and no data are rearranged. Images are [C, B, H, W, channels] in memory, kernels
 [C, out, kh, kw, in], which is how `ChannelsLast` lays them out in the flat vector.
 
@@ -29,7 +29,7 @@ def _forward(  # type: ignore[no-untyped-def]
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """y[m, n] = bias[n] + sum_k patch(x)[m, k] w[n, k].
+    """Compute y[m, n] = bias[n] + sum_k patch(x)[m, k] w[n, k].
 
     m = (sample, row, column), n = out channel, k = (kh, kw, in channel).
     """
@@ -110,10 +110,10 @@ def _input_gradient(  # type: ignore[no-untyped-def]
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dx[m, n] = sum_k g[output pixel that tap k of the kernel carried pixel m to] w[k, n].
+    """Compute dx[m, n] = sum_k g[the output pixel that used pixel m at tap k] w[k, n].
 
-    With a stride, a pixel meets only the taps of its own residue: programs take one residue each (grid axis 2), so
-    that no product with zero is computed.
+    With a stride, a pixel is used only by the taps of its own residue. Each program handles one residue (grid axis 2),
+    so that no product with zero is computed.
     """
     tiles_n: tl.constexpr = (IN + BN - 1) // BN
     client = tl.program_id(1).to(tl.int64)
@@ -196,9 +196,9 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr, PAD_H: tl.constexpr, PAD_W: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """dw[o, k] = sum_m g[m, o] patch(x)[m, k] over one part (grid axis 2) of the rows m = (sample, row, column).
+    """Compute dw[o, k] = sum_m g[m, o] patch(x)[m, k] over a part (grid axis 2) of the rows m = (sample, row, column).
 
-    The gradient of the bias, sum_m g[m, o], comes along: g is read here anyway.
+    The kernel also computes the gradient of the bias, sum_m g[m, o], because it reads g.
     """
     DEPTH: tl.constexpr = KH * KW * IN
     RUN: tl.constexpr = KW * IN
@@ -269,7 +269,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
 
 
 class Tile(NamedTuple):
-    """What one program computes at a time, and with what."""
+    """The size of the tile that one program computes, and its launch options."""
 
     rows: int
     columns: int
@@ -287,7 +287,7 @@ def forward(
     x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, tile: Tile | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [C * B, in, H, W], w [C, out, in, kh, kw], both with the channels last in memory -> [C * B, out, H', W']."""
+    """Convolve x [C * B, in, H, W] with w [C, out, in, kh, kw], both with the channels last in memory."""
     x, w = _images(x), _kernels(w)
     clients, out, inp, kh, kw = w.shape
     height, width = x.shape[2:]
@@ -311,7 +311,7 @@ def forward(
 def input_gradient(
     g: Tensor, w: Tensor, size: Pair, stride: Pair, padding: Pair, precision: str, tile: Tile | None = None
 ) -> Tensor:
-    """The gradient of the input [C * B, in, H, W] from that of the output."""
+    """Return the gradient of the input [C * B, in, H, W] from that of the output."""
     g, w = _images(g), _kernels(w)
     clients, out, inp, kh, kw = w.shape
     height, width = size
@@ -332,7 +332,7 @@ def weight_gradient(
     g: Tensor, x: Tensor, clients: int, kernel: Pair, stride: Pair, padding: Pair, precision: str,
     tile: Tile | None = None, parts: int | None = None, biased: bool = False, dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of the kernels [C, out, in, kh, kw], channels last in memory, and of the bias (in float32)."""
+    """Return the gradients of the weights [C, out, in, kh, kw], channels last in memory, and of the bias (float32)."""
     g, x = _images(g), _images(x)
     out, inp = g.shape[1], x.shape[1]
     (height, width), (out_height, out_width), (kh, kw) = x.shape[2:], g.shape[2:], kernel
@@ -363,7 +363,7 @@ def _pool(  # type: ignore[no-untyped-def]
     x, y, place, size, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest value of every window and its place there; of equal ones the first, and any NaN, as in torch."""
+    """Write the maximum of every window and its place there; as in torch, the first of equal values, and any NaN."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     first = _corner(i, CHANNELS, HEIGHT, WIDTH, KH, KW)
     best = tl.load(x + first, mask=i < size)
@@ -395,7 +395,7 @@ def _pool_gradient(  # type: ignore[no-untyped-def]
 def _corner(  # type: ignore[no-untyped-def]
     i, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr
 ):
-    """Where the window of output i begins."""
+    """Return the offset of the first element in the window of output i."""
     pixel = i // CHANNELS
     sample = pixel // ((HEIGHT // KH) * (WIDTH // KW))
     row = pixel // (WIDTH // KW) % (HEIGHT // KH) * KH
@@ -407,7 +407,7 @@ POOL_BLOCK = 1024
 
 
 def max_pool(x: Tensor, kernel: Pair) -> tuple[Tensor, Tensor]:
-    """The maxima over windows that lie side by side, x [N, channels, H, W], and where in its window each is."""
+    """Return the maxima of adjacent windows of x [N, channels, H, W], and the place of each in its window."""
     x = _images(x)
     samples, channels, height, width = x.shape
     y = _empty_images(x, samples, channels, height // kernel[0], width // kernel[1])
@@ -430,7 +430,7 @@ def max_pool(x: Tensor, kernel: Pair) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_gradient(g: Tensor, place: Tensor, size: Pair, kernel: Pair) -> Tensor:
-    """The gradient of the pooled images [N, channels, *size]; what is in no window gets none."""
+    """Return the gradient of the pooled images [N, channels, *size]; pixels outside all windows get zero."""
     g = _images(g)
     dx = _empty_images(g, *g.shape[:2], *size)
     if size[0] % kernel[0] or size[1] % kernel[1]:
@@ -452,7 +452,7 @@ def max_pool_gradient(g: Tensor, place: Tensor, size: Pair, kernel: Pair) -> Ten
 
 
 def out_size(size: int, kernel: int, stride: int, padding: int) -> int:
-    """Pixels of a convolution's output along one axis."""
+    """Return the size of a convolution's output along one axis."""
     return (size + 2 * padding - kernel) // stride + 1
 
 
@@ -465,24 +465,24 @@ def _images(x: Tensor) -> Tensor:
 
 
 def _kernels(w: Tensor) -> Tensor:
-    """Every client's kernels with the channels last in memory; the clients may lie apart, as in a flat vector."""
+    """Return the weights with the channels last in memory; clients need not be adjacent, as in a flat vector."""
     moved = w.permute(0, 1, 3, 4, 2)
     dense = moved[0].is_contiguous()
     return w if dense else moved.contiguous().permute(0, 1, 4, 2, 3)
 
 
 def _power(n: int, low: int, high: int) -> int:
-    """The power of two at or above n, within limits."""
+    """Return the smallest power of two that is at least n, within limits."""
     return int(min(high, max(low, triton.next_power_of_2(n))))
 
 
 def fits_run(run: int, size: int) -> bool:
-    """Whether one row of a kernel, `run` numbers side by side in memory, fills more than half of a tile's side."""
+    """Return whether one row of a kernel, `run` adjacent numbers, fills more than half of a tile's side."""
     return run <= size < 2 * run
 
 
 def _product_tile(columns: int, channels: int, taps: int, run: int, bytes_each: int) -> Tile:
-    """From a sweep over the layers of the benchmarks on an H200; `run` is 0 where there is padding."""
+    """Return the fastest tile of a sweep over the benchmarks' layers on an H200; `run` is 0 if there is padding."""
     if bytes_each == 2 and channels < 32 and 16 < run <= 64:
         return Tile(128, _power(columns, 16, 64), _power(run, 32, 64), 4, 1)
     if bytes_each == 2 and channels == 1 and taps <= 32:

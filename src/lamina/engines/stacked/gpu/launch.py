@@ -5,6 +5,7 @@ Triton compiles a kernel when it is first launched, one after another: a deep ne
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
+MANY_KERNELS = 10  # that take long enough to say so
 Launch = tuple[Any, Any, Any, Any]  # kernel, grid, arguments, options
 
 _recorded: list[Launch] | None = None  # not a context variable: autograd launches from threads of its own
@@ -42,6 +46,10 @@ def recording() -> Iterator[list[Launch]]:
 def compile_ahead(launches: Iterable[Launch]) -> None:
     """Compile the kernels of all launches at the same time."""
     distinct = {_variant(*launched): launched for launched in launches}
+    if len(distinct) >= MANY_KERNELS:
+        log.info(
+            "loading %d GPU kernels; the first run on a machine compiles them, in about ten seconds", len(distinct)
+        )
     device = torch.cuda.current_device()
 
     def compile_one(launched: Launch) -> None:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lamina.engines.stacked.gpu.launch import launch
 
-TILE = 32768  # elements that a program holds at a time: a whole group of a small image, so that it is read once
+# Elements that a program holds at a time, from a sweep over the layers of ResNet-18 on an H200: forward, a whole group
+# of a small image, so that it is read once; backward, where it holds three times as much, half of it.
+FORWARD_TILE, BACKWARD_TILE = 32768, 16384
 
 
 @triton.jit
@@ -163,7 +165,8 @@ class GroupNorm(torch.autograd.Function):
         launch(
             _forward, (samples, groups), x, x if residual is None else residual, weight, bias, y, moments,
             samples // len(weight), weight.stride(0),
-            *ctx.sizes, eps, *_tile(ctx.sizes), ctx.residual, relu, num_warps=_warps(ctx.sizes),
+            *ctx.sizes, eps, *_tile(ctx.sizes, FORWARD_TILE), ctx.residual, relu,
+            num_warps=_warps(ctx.sizes, FORWARD_TILE),
         )  # fmt: skip
         ctx.save_for_backward(x, weight, y if relu else x, moments)
         return y
@@ -180,7 +183,8 @@ class GroupNorm(torch.autograd.Function):
         launch(
             _backward, (len(x), moments.shape[1]), g, x, y, weight, moments, dx, d_residual, d_affine,
             len(x) // clients, weight.stride(0),
-            *ctx.sizes, *_tile(ctx.sizes), ctx.residual and ctx.relu, ctx.relu, num_warps=_warps(ctx.sizes),
+            *ctx.sizes, *_tile(ctx.sizes, BACKWARD_TILE), ctx.residual and ctx.relu, ctx.relu,
+            num_warps=_warps(ctx.sizes, BACKWARD_TILE),
         )  # fmt: skip
         d_weight, d_bias = d_affine.reshape(2, clients, -1, x.shape[1]).sum(2).to(weight.dtype)
         return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None
@@ -196,13 +200,13 @@ def group_norm(
     return y
 
 
-def _tile(sizes: tuple[int, int, int]) -> tuple[int, int]:
-    """Pixels and channels that a program holds at a time."""
+def _tile(sizes: tuple[int, int, int], most: int) -> tuple[int, int]:
+    """Return the pixels and channels that a program holds at a time."""
     _, size, pixels = sizes
     columns = triton.next_power_of_2(size)
-    return max(1, min(triton.next_power_of_2(pixels), TILE // columns)), columns
+    return max(1, min(triton.next_power_of_2(pixels), most // columns)), columns
 
 
-def _warps(sizes: tuple[int, int, int]) -> int:
-    rows, columns = _tile(sizes)
-    return int(min(16, max(4, triton.next_power_of_2(rows * columns // 2048))))
+def _warps(sizes: tuple[int, int, int], most: int) -> int:
+    rows, columns = _tile(sizes, most)
+    return 4 if rows * columns < 8192 else 8 if rows * columns < 32768 else 16

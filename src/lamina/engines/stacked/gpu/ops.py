@@ -1,4 +1,4 @@
-"""The kernels as differentiable functions."""
+"""Offer the GPU kernels as differentiable functions of torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LARGEST_WINDOW = 127  # pixels of max-pooling's window: where the largest was is
 
 
 def prepare(device: torch.device) -> None:
-    """Find out which kernels a GPU can run, before any work is recorded."""
+    """Check which kernels a GPU can run; call it before a step is captured."""
     _hopper_works(device.index or 0)
 
 
@@ -39,7 +39,7 @@ def convolve(
     precision: str = "tf32x3",
     bias: Tensor | None = None,
 ) -> Tensor:
-    """x [C * B, in, H, W], weight [C, out, in, kh, kw], both with the channels last in memory -> [C * B, out, H', W'].
+    """Convolve x [C * B, in, H, W] with weight [C, out, in, kh, kw], both with the channels last in memory.
 
     The weights are rounded to the type of the images, products are summed in float32, and the weights' gradient is
     given in their own type. With float32 images, a product is made of three on tensor cores ("tf32x3"), which is as
@@ -61,10 +61,9 @@ class _Convolution(torch.autograd.Function):
         ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         if not _suits_hopper(x, weight, stride):
             return kernels.forward(x, rounded, stride, padding, precision, bias=bias)
-        y = hopper.forward(x, rounded, padding)
-        if bias is not None:
-            y.reshape(len(bias), -1, *y.shape[1:]).add_(bias.to(y.dtype)[:, None, :, None, None])
-        return y
+        return hopper.forward(
+            x, rounded, padding, bias=bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,7 +88,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def max_pool(x: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Max-pooling over windows that lie side by side: torch's own is slow where channels are last in memory."""
+    """Return the maxima of adjacent windows; torch's own max-pooling is slow for channels-last images."""
     y: Tensor = _MaxPool.apply(x, _pair(kernel))  # type: ignore[no-untyped-call]
     return y
 
@@ -139,9 +138,10 @@ def _hopper_works(device: int) -> bool:
         return values.permute(*range(len(shape) - 3), -1, -3, -2)  # channels last in memory
 
     x, g, w = draw(6, 8, 8, 64), draw(6, 8, 8, 64), draw(2, 64, 3, 3, 64)
+    b = torch.randn(2, 64, generator=generator).to(device)
     one = (1, 1)
     works = [  # each with the portable kernel that it must agree with
-        lambda: (hopper.forward(x, w, one), kernels.forward(x, w, one, one, "ieee")),
+        lambda: (hopper.forward(x, w, one, bias=b), kernels.forward(x, w, one, one, "ieee", bias=b)),
         lambda: (hopper.input_gradient(g, w, (8, 8), one), kernels.input_gradient(g, w, (8, 8), one, one, "ieee")),
         lambda: (
             hopper.weight_gradient(g, x, 2, (3, 3), one),

@@ -1,0 +1,121 @@
+"""Read arrays of the user's own from .npz and .safetensors files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.data.dataset import Splits
+from lamina.data.files import own_path
+from lamina.data.labels import Task, held_out_rows, make_splits
+from lamina.errors import BadInput, nearest
+from lamina.text import listed, plural
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def read(
+    root: Path,
+    *,
+    path: str,
+    features: str = "x",
+    label: str = "y",
+    test: str | float | None = None,
+    task: Task | None = None,
+    client: str | None = None,
+) -> Splits:
+    """Read arrays.
+
+    A file with test data of its own holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Further arrays with one
+    value per sample become columns.
+
+    Args:
+        root: The folder that relative paths start at.
+        path: The .npz or .safetensors file.
+        features: The name of the array with the inputs, without ``_train`` and ``_test``.
+        label: The name of the array with the labels or targets.
+        test: A file with the test data, or the fraction of the samples to hold out: 0.2 if there is no ``x_test``.
+        task: ``classification`` or ``regression``; regression for labels with fractions if None.
+        client: The name of the array that names the client of every sample.
+    """
+    file = own_path(root, path)
+    arrays = _read_file(file)
+    held_out: Arrays | None = None
+    where = str(file)
+    if f"{features}_train" in arrays and features not in arrays:
+        if test is not None:
+            raise BadInput(f"{file} holds '{features}_train': take data.test out, its test data are '{features}_test'")
+        arrays, held_out = (
+            {name.removesuffix(part): values for name, values in arrays.items() if name.endswith(part)}
+            for part in ("_train", "_test")
+        )
+        held_out_file = where
+    elif isinstance(test, str):
+        held_out, held_out_file = _read_file(own_path(root, test)), test
+    roles = {"features": features, "label": label} | ({"client": client} if client else {})
+    _check_arrays(where, arrays, roles)
+    samples = len(arrays[features])
+    if held_out is None:
+        is_test = held_out_rows(where, samples, 0.2 if test is None else test)
+    else:
+        _check_arrays(held_out_file, held_out, roles)
+        is_test = np.arange(samples + len(held_out[features])) >= samples
+    others = [
+        name
+        for name, values in arrays.items()
+        if name not in (features, label) and values.shape == (samples,) and (held_out is None or name in held_out)
+    ]
+    whole = {name: _joined(where, name, arrays, held_out) for name in (features, label, *others)}
+    y = whole[label].squeeze(1) if whole[label].ndim == 2 and whole[label].shape[1] == 1 else whole[label]
+    columns = {name: whole[name] for name in others}
+    return make_splits(where, whole[features], y, is_test, task=task, columns=columns, name=file.stem)
+
+
+def _read_file(file: Path) -> Arrays:
+    """Return all arrays of a file by name; nothing is unpickled."""
+    if file.suffix not in (".npz", ".safetensors"):
+        raise BadInput(f"'{file}' is neither a .npz nor a .safetensors file")
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.numpy import load_file
+
+            return dict(load_file(file))
+        with np.load(file, allow_pickle=False) as opened:
+            return {name: opened[name] for name in opened.files}
+    except Exception as error:  # zip, zlib, numpy and safetensors each have their own exceptions
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{file} is not a readable {file.suffix} file ({reason}): write it again") from error
+
+
+def _check_arrays(where: str, arrays: Arrays, roles: dict[str, str]) -> None:
+    """Refuse a file that lacks an array, or whose arrays have different numbers of samples."""
+    for role, name in roles.items():
+        if name not in arrays:
+            names = listed(list(arrays), most=20) or "none"
+            raise BadInput(f"{where} has no array '{name}' (data.{role}){nearest(name, arrays)} (arrays: {names})")
+        if not arrays[name].ndim or not len(arrays[name]):
+            raise BadInput(f"{where}: the array '{name}' is empty; give at least one sample")
+    features, label, *_ = roles.values()
+    for role, name in roles.items():
+        if role == "client" and arrays[name].ndim != 1:
+            raise BadInput(f"{where}: the array '{name}' (data.client) must hold one value per sample")
+        if len(arrays[name]) != len(arrays[features]):
+            counts = f"{plural(len(arrays[name]), 'row')}, and '{features}' has {len(arrays[features])}"
+            raise BadInput(f"{where}: the array '{name}' has {counts}; give one row per sample")
+    if arrays[label].dtype.kind == "f" and not np.isfinite(arrays[label]).all():
+        raise BadInput(f"{where}: the array '{label}' holds a NaN or an infinity; clean or drop those samples")
+
+
+def _joined(where: str, name: str, arrays: Arrays, held_out: Arrays | None) -> NDArray[Any]:
+    if held_out is None:
+        return arrays[name]
+    if arrays[name].shape[1:] != held_out[name].shape[1:]:
+        shapes = f"{list(arrays[name].shape[1:])} in the training data and {list(held_out[name].shape[1:])} in the test"
+        raise BadInput(f"{where}: samples of '{name}' have shape {shapes} data: give all of them one shape")
+    if arrays[name].dtype != held_out[name].dtype and arrays[name].dtype.kind != held_out[name].dtype.kind:
+        kinds = f"{arrays[name].dtype} in the training data and {held_out[name].dtype} in the test data"
+        raise BadInput(f"{where}: '{name}' is {kinds}: give both one type")
+    return np.concatenate([arrays[name], held_out[name]])

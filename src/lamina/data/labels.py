@@ -1,0 +1,129 @@
+"""Number the classes of the user's own data, and split off test data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lamina import rng
+from lamina.data.dataset import Dataset, Splits
+from lamina.errors import BadInput
+from lamina.text import listed, plural
+
+Task = Literal["classification", "regression"]
+
+
+def held_out_rows(where: str, samples: int, fraction: Any) -> NDArray[np.bool_]:
+    """Return which samples [samples] a random fraction of the data holds out as test data, always the same ones."""
+    held_out = round(fraction * samples) if 0 < fraction < 1 else 0
+    if not 0 < held_out < samples:
+        raise BadInput(
+            f"{where}: data.test = {fraction} of {plural(samples, 'sample')} leaves the training or the test data "
+            "empty; choose a fraction between 0 and 1 that leaves both at least one sample"
+        )
+    rows = np.zeros(samples, np.bool_)
+    # The split never depends on the run's seed: every run is evaluated on the same test data.
+    rows[rng.permutation(rng.key(0, "own-test-data"), samples)[:held_out]] = True
+    return rows
+
+
+def make_splits(
+    where: str,
+    x: NDArray[Any],
+    y: Any,
+    is_test: NDArray[np.bool_],
+    *,
+    task: str | None = None,
+    columns: Mapping[str, Any] | None = None,
+    class_names: tuple[str, ...] | None = None,
+    name: str = "data",
+) -> Splits:
+    """Return training and test data from all samples.
+
+    Args:
+        where: the file, for messages.
+        x: the inputs [n, ...].
+        y: the labels or targets [n], as a file has them. Classes are numbered in their sorted order.
+        is_test: which samples are test data [n].
+        task: classification or regression; None: regression for floats, else classification.
+        columns: further values per sample.
+        class_names: the names of the classes, if y is numbered already.
+        name: the name of the data.
+    """
+    if is_test.all() or not is_test.any():
+        part = "training" if is_test.all() else "test"
+        raise BadInput(f"{where}: there are no {part} data; give at least one sample")
+    y = np.asarray(y)
+    classes = None
+    if class_names is not None:
+        targets, classes = y.astype(np.int64), len(class_names)
+    elif y.ndim > 1 and y.dtype.kind in "iu":
+        targets = y.astype(np.int64)  # one class per token or pixel, numbered already
+    elif (task or ("regression" if y.dtype.kind == "f" else "classification")) == "regression":
+        if y.dtype.kind not in "iufb":
+            raise BadInput(f"{where}: the label holds text, but data.task = 'regression' needs numbers")
+        targets = y.astype(np.float32)
+    else:
+        targets, class_names = number_classes(where, y)
+        classes = len(class_names)
+    inputs = _as_tensor(where, x)
+    splits = []
+    for rows in (~is_test, is_test):
+        chosen = torch.from_numpy(np.flatnonzero(rows))
+        kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
+        part_targets = torch.from_numpy(np.ascontiguousarray(targets[rows]))
+        splits.append(Dataset(inputs[chosen], part_targets, classes, name=name, columns=kept, class_names=class_names))
+    return refuse_unseen_classes(where, Splits(*splits))
+
+
+def _as_tensor(where: str, values: NDArray[Any]) -> torch.Tensor:
+    """Return the inputs as a tensor; grey images that lack their only channel get it."""
+    kind = values.dtype.kind
+    if kind not in "iufb":
+        raise BadInput(f"{where}: the features hold text or objects, not an array of numbers of one shape")
+    if kind == "f":
+        values = values.astype(np.float32)
+    elif values.dtype != np.uint8:
+        values = values.astype(np.int64)
+    x = torch.from_numpy(np.ascontiguousarray(values))
+    return x.unsqueeze(1) if x.dtype == torch.uint8 and x.dim() == 3 else x
+
+
+def number_classes(where: str, labels: NDArray[Any]) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Return the number of every label's class, and the names of the classes in sorted order.
+
+    >>> number_classes("pets.csv", np.array(["dog", "cat", "dog"]))
+    (array([1, 0, 1]), ('cat', 'dog'))
+    """
+    if labels.dtype.kind == "f" and np.isfinite(labels).all() and (labels == np.rint(labels)).all():
+        labels = labels.astype(np.int64)  # a format without integers, or a table with missing values, now dropped
+    if labels.dtype.kind == "f":
+        raise BadInput(f"{where}: the label holds fractions, but data.task = 'classification' needs classes")
+    if labels.dtype.kind == "O":
+        labels = labels.astype(np.str_)
+    if labels.ndim != 1:
+        raise BadInput(f"{where}: labels must have shape [n], found {list(labels.shape)}")
+    values, numbers = np.unique(labels, return_inverse=True)
+    return numbers.astype(np.int64), tuple(str(value) for value in values.tolist())
+
+
+def refuse_unseen_classes(where: str, splits: Splits) -> Splits:
+    """Refuse test data with a class that no training sample has; return the splits otherwise."""
+    train, test = splits
+    if train.labels is None or test.labels is None:
+        if train.labels is not test.labels:
+            raise BadInput(f"{where}: one of the training and the test data has classes, the other one numbers")
+        return splits
+    unseen = sorted(set(test.labels.ravel().tolist()) - set(train.labels.ravel().tolist()))
+    if unseen:
+        names = [train.class_names[each] if train.class_names else str(each) for each in unseen]
+        word = "class" if len(names) == 1 else "classes"
+        raise BadInput(
+            f"{where}: the {word} {listed([repr(each) for each in names])} appear{'s' * (len(names) == 1)} only in "
+            "the test data: add training samples, or drop the test samples"
+        )
+    return splits

@@ -1,0 +1,162 @@
+"""Read a table of the user's own from CSV or Parquet files: features, a label, and perhaps the client of every row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.data.dataset import Splits
+from lamina.data.files import own_path
+from lamina.data.labels import Task, held_out_rows, make_splits
+from lamina.errors import BadInput, missing_extra, nearest, short_repr
+from lamina.text import listed, plural
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+
+
+def read(
+    root: Path,
+    *,
+    path: str,
+    label: str,
+    test: str | float | None = None,
+    split: str | None = None,
+    features: list[str] | None = None,
+    categorical: list[str] | None = None,
+    standardise: bool = False,
+    task: Task | None = None,
+    client: str | None = None,
+) -> Splits:
+    """Read a table.
+
+    Args:
+        root: The folder that relative paths start at.
+        path: The CSV (``.csv``, ``.tsv``, also compressed) or Parquet file.
+        label: The column with the class or the target of every row.
+        test: A file with the test data, or the fraction of the rows to hold out (0.2 if there is no `split`).
+        split: The column that says of every row whether it belongs to ``train`` or ``test``.
+        features: The numeric columns; all other columns if None.
+        categorical: The columns to encode as one 0/1 feature for each value that occurs in the training data.
+        standardise: Give the numeric columns mean 0 and standard deviation 1 in the training data.
+        task: ``classification`` or ``regression``; regression for a column of fractions if None.
+        client: The column that names the client of every row.
+    """
+    frame, is_test, where = _read_rows(root, path, test, split)
+    categorical = categorical or []
+    given = {"label": [label], "client": [client] if client else [], "split": [split] if split else []}
+    given |= {"features": features or [], "categorical": categorical}
+    for option, names in given.items():
+        for name in names:
+            if name not in frame:
+                columns = listed([str(each) for each in frame.columns], most=20)
+                suggestion = nearest(name, map(str, frame.columns))
+                raise BadInput(f"{where} has no column '{name}' (data.{option}){suggestion} (columns: {columns})")
+    reserved = {name for option, names in given.items() if option != "features" for name in names}
+    if features is None:
+        features = [name for name in frame.columns if name not in reserved]
+    twice = [name for name in features if name in reserved] + [name for name in categorical if name == label]
+    if twice:
+        raise BadInput(f"{where}: column '{twice[0]}' is a feature and has another role as well: name it once")
+    if not features and not categorical:
+        raise BadInput(f"{where}: no column is left for the features; name some with data.features")
+    blocks = [_numbers(where, frame, name) for name in features]
+    if standardise:
+        blocks = [_standardised(values, is_test) for values in blocks]
+    for name in categorical:
+        values = _complete(where, frame, name).astype(str).to_numpy(dtype=np.str_)
+        blocks.append(values[:, None] == np.unique(values[~is_test]))
+    x = np.concatenate([block.reshape(len(frame), -1) for block in blocks], axis=1).astype(np.float32)
+    kept = {client: _plain(_complete(where, frame, client))} if client else {}
+    y = _plain(_complete(where, frame, label))
+    return make_splits(where, x, y, is_test, task=task, columns=kept, name=Path(path).stem)
+
+
+def _read_rows(
+    root: Path, path: str, test: str | float | None, split: str | None
+) -> tuple[Any, NDArray[np.bool_], str]:
+    """Return all rows as one data frame, which of them are test data, and the names of the files."""
+    file = own_path(root, path)
+    frame, where = _read_file(file), str(file)
+    if test is not None and split is not None:
+        raise BadInput("data.test and data.split both say which rows are test data: take one out")
+    if isinstance(test, str):
+        other_file = own_path(root, test)
+        other = _read_file(other_file)
+        missing = [name for name in frame.columns if name not in other]
+        if missing:
+            raise BadInput(f"{other_file} has no column '{missing[0]}', which {file} has: give both the same columns")
+        import pandas
+
+        is_test = np.arange(len(frame) + len(other)) >= len(frame)
+        return pandas.concat([frame, other[frame.columns]], ignore_index=True), is_test, f"{file} and {other_file}"
+    if split is None:
+        return frame, held_out_rows(where, len(frame), 0.2 if test is None else test), where
+    if split not in frame:
+        raise BadInput(f"{where} has no column '{split}' (data.split){nearest(split, map(str, frame.columns))}")
+    parts = _complete(where, frame, split).astype(str).str.strip().str.lower()
+    wrong = sorted(set(parts) - {"train", "test"})
+    if wrong:
+        raise BadInput(f"{where}: column '{split}' must say 'train' or 'test', found {short_repr(wrong[0])}")
+    return frame, (parts == "test").to_numpy(), where
+
+
+def _read_file(file: Path) -> Any:
+    """Return one file as a data frame with at least one row."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise missing_extra("pandas", "table", f"reading {file}") from error
+    if file.is_dir():
+        raise BadInput(f"'{file}' is a folder: data.path must name a CSV or Parquet file")
+    is_parquet = file.suffix.lower() in PARQUET_SUFFIXES
+    try:
+        if is_parquet:
+            frame = pandas.read_parquet(file)
+        else:
+            frame = pandas.read_csv(file, sep="\t" if ".tsv" in file.suffixes else ",")
+    except ImportError as error:
+        raise missing_extra("pyarrow", "table", f"reading {file}") from error
+    except Exception as error:  # pandas, pyarrow and the decompressors each have their own exceptions
+        kind = "Parquet" if is_parquet else "CSV"
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise BadInput(f"{file} is not a readable {kind} file ({reason}): it is damaged or of another kind") from error
+    if not len(frame):
+        raise BadInput(f"{file} has no rows; give at least one sample")
+    return frame
+
+
+def _complete(where: str, frame: Any, name: str) -> Any:
+    """Return a column without missing values."""
+    column = frame[name]
+    missing = np.flatnonzero(column.isna().to_numpy())
+    if len(missing):
+        raise BadInput(
+            f"{where}: column '{name}' misses {plural(len(missing), 'value')}, the first in row {missing[0] + 1}: "
+            "fill them, drop the rows, or leave the column out"
+        )
+    return column
+
+
+def _plain(column: Any) -> NDArray[Any]:
+    """Return a column as a numpy array of integers, floats or text."""
+    kind = column.dtype.kind
+    values = column.to_numpy() if kind in "iufb" else column.astype(str).to_numpy(dtype=np.str_)
+    return np.asarray(values.astype(np.int64) if kind in "ub" else values)
+
+
+def _numbers(where: str, frame: Any, name: str) -> NDArray[np.float64]:
+    column = _complete(where, frame, name)
+    if column.dtype.kind not in "iufb":
+        raise BadInput(
+            f"{where}: column '{name}' holds text or dates: list it in data.categorical, or name the numeric columns "
+            "in data.features"
+        )
+    return np.asarray(column.to_numpy(), dtype=np.float64)
+
+
+def _standardised(values: NDArray[np.float64], is_test: NDArray[np.bool_]) -> NDArray[np.float64]:
+    spread = values[~is_test].std()
+    return np.asarray((values - values[~is_test].mean()) / (spread if spread > 0 else 1.0))

@@ -1,0 +1,266 @@
+"""The evaluation of a model, and the row of a round in the history."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina import rng
+from lamina.algorithms.contract import Algorithm
+from lamina.clients import Reserved
+from lamina.data.dataset import Dataset
+from lamina.data.feed import prepare
+from lamina.data.partitions import Parts
+from lamina.engines.state import RoundReport
+from lamina.errors import BadInput, Diverged, LaminaError
+from lamina.history import Row
+from lamina.metrics import (
+    ACCURACY,
+    AUROC,
+    LABEL_METRICS,
+    LOSS,
+    METRICS,
+    NEEDS_LABELS,
+    PERPLEXITY,
+    Batch,
+    Metric,
+    Values,
+    mean,
+)
+from lamina.objective import REGRESSION_LOSSES, Buffers, Objective, mean_squared_error
+from lamina.plan import Round
+
+EVALUATION_BATCH = 1000  # samples at a time
+# input numbers at a time on a GPU, if that is more: small images come in large batches
+EVALUATION_NUMBERS_GPU = 8 << 20
+MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
+
+
+def evaluate(
+    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
+) -> dict[str, float]:
+    """Return the mean loss of a model on data and the metrics; by default the accuracy, where there is one."""
+    return named(measure(objective, x, buffers, data, metrics), metrics)
+
+
+def measure(
+    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
+) -> Tensor:
+    """Return the mean loss and the metrics as a tensor on the device."""
+    kept = predict(objective, x, buffers, data, metrics)
+    return torch.stack([value_of(metric, values).to(objective.device) for metric, values in kept.items()])
+
+
+def named(measured: Tensor, metrics: Sequence[Metric] | None = None) -> dict[str, float]:
+    """Return the values of `measure` by name; this waits for the GPU once."""
+    names = [metric.name for metric in with_loss((ACCURACY,) if metrics is None else metrics)]
+    return dict(zip(names, measured.tolist(), strict=False))
+
+
+def with_loss(metrics: Sequence[Metric]) -> list[Metric]:
+    """Return the columns of an evaluation: the loss, then the metrics."""
+    return [LOSS, *(metric for metric in metrics if metric is not LOSS)]
+
+
+def value_of(metric: Metric, values: Values) -> Tensor:
+    """Return a metric's number, as a float64 tensor of no axes, from what it keeps of the samples."""
+    try:
+        number = metric.function(*values)
+        tensor = number.detach() if isinstance(number, Tensor) else torch.tensor(float(number))
+        return tensor.double().reshape(())
+    except LaminaError:
+        raise
+    except Exception as error:  # whatever a user's function raises
+        reason = " ".join(str(error).split()) or type(error).__name__
+        shapes = " and ".join(str(tuple(value.shape)) for value in values)
+        raise BadInput(f"metric '{metric.name}' gives no number for tensors of shape {shapes}: {reason}") from error
+
+
+def predict(
+    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
+) -> dict[Metric, Values]:
+    """Return what the loss and every metric keep of the samples, joined over evaluation batches."""
+    kept: dict[Metric, list[Values]] = {}
+    batch_size = EVALUATION_BATCH
+    if objective.device.type != "cpu":
+        batch_size = min(max(batch_size, EVALUATION_NUMBERS_GPU // data.x[0].numel()), MOST_EVALUATED)
+    with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers in evaluation, too
+        for start in range(0, len(data), batch_size):
+            batch = run_batch(objective, x, buffers, data, slice(start, start + batch_size))
+            if metrics is None:
+                metrics = () if batch.hits is None else (ACCURACY,)
+            for metric in with_loss(metrics):
+                kept.setdefault(metric, []).append(keep(metric, batch))
+    return {metric: tuple(map(torch.cat, zip(*parts, strict=True))) for metric, parts in kept.items()}
+
+
+def run_batch(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, part: slice) -> Batch:
+    """Return some samples with the model's outputs, their losses and whether the predictions are right."""
+    inputs = prepare(data.x[part], data.mean, data.std, objective.dtype)
+    outputs = objective.outputs(x, buffers, inputs, train=False)
+    targets = data.y[part]
+    hits = objective.correct(outputs, targets, data.classes)
+    return Batch(outputs, targets, objective.loss(outputs, targets), hits, data.classes)
+
+
+def keep(metric: Metric, batch: Batch) -> Values:
+    """Return what a metric keeps of a batch; an error names the metric."""
+    try:
+        return metric.keep(batch)
+    except BadInput as error:
+        raise BadInput(f"metric '{metric.name}' {error}") from error
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+
+class ClientSamples(NamedTuple):
+    """Samples of clients to evaluate on, those of one client after the other."""
+
+    prefix: str  # of the columns: "client_" or "heldout_"
+    suffix: str  # of the first column: "" or "_mean"
+    data: Dataset
+    parts: Parts  # the samples of every client
+    pooled: bool  # whether the first column is the metric of all samples, not the mean over clients
+
+
+def reserved_samples(reserved: Reserved, data: Dataset, device: torch.device) -> list[ClientSamples]:
+    """Return the samples that no client trains on: those of held-out clients, and the clients' test splits."""
+    groups = [("client_", "_mean", reserved.local_tests, False), ("heldout_", "", reserved.heldout, True)]
+    return [
+        ClientSamples(prefix, suffix, data.subset(parts.samples).to(device), renumbered(parts), pooled)
+        for prefix, suffix, parts, pooled in groups
+        if len(parts)
+    ]
+
+
+def renumbered(parts: Parts) -> Parts:
+    """Return the parts of a data set that holds only their samples, in their order."""
+    return Parts(np.arange(len(parts.samples)), parts.bounds)
+
+
+def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:
+    """Return a metric over clients: mean (or that of all samples), mean of the worst 10 %, and standard deviation.
+
+    A client whose samples give no number (an AUROC of one class) does not count.
+    """
+    parts = group.parts
+    if metric.function is mean:
+        numbers = values[0].cpu().numpy()
+        scores = np.add.reduceat(numbers[parts.samples], parts.bounds[:-1]) / parts.sizes.astype(numbers.dtype)
+    else:
+        values = tuple(value.cpu() for value in values)
+        clients = [torch.from_numpy(parts[client]) for client in range(len(parts))]
+        scores = np.array([float(value_of(metric, tuple(value[rows] for value in values))) for rows in clients])
+    scores = np.sort(scores[~np.isnan(scores)])
+    name = f"{group.prefix}{metric.name}"
+    if not len(scores):
+        return {f"{name}{group.suffix}": math.nan}
+    worst = max(1, round(0.1 * len(scores)))
+    first = float(value_of(metric, values)) if group.pooled else float(scores.mean())
+    return {
+        f"{name}{group.suffix}": first,
+        f"{name}_worst10": float((scores[:worst] if metric.larger_is_better else scores[-worst:]).mean()),
+        f"{name}_std": float(scores.std()),
+    }
+
+
+class Evaluation:
+    """What is evaluated after a round: metrics on the test data, and on samples of clients.
+
+    Args:
+        metrics: the metrics, the primary one first; None: the accuracy, where there is one.
+        test: the test data, if there are any.
+        clients: samples of clients.
+    """
+
+    def __init__(
+        self, metrics: Sequence[Metric] | None, test: Dataset | None, clients: Sequence[ClientSamples] = ()
+    ) -> None:
+        self.metrics, self.test, self.clients = metrics, test, clients
+
+    def start(self, objective: Objective, x: Tensor, buffers: Buffers) -> Tensor | None:
+        """Start evaluating a model on the test data, without waiting for a GPU."""
+        return None if self.test is None else measure(objective, x, buffers, self.test, self.metrics)
+
+    def finish(self, measured: Tensor | None, objective: Objective, x: Tensor, buffers: Buffers) -> dict[str, float]:
+        """Return the started evaluation by name, with the columns of clients."""
+        row = {} if measured is None else named(measured, self.metrics)
+        for group in self.clients:
+            kept = predict(objective, x, buffers, group.data, self.metrics)
+            chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
+            for metric in chosen:
+                row |= client_columns(metric, kept[metric], group)
+        return row
+
+    def run(self, objective: Objective, x: Tensor, buffers: Buffers) -> dict[str, float]:
+        """Evaluate a model."""
+        return self.finish(self.start(objective, x, buffers), objective, x, buffers)
+
+
+# --- checks before training -------------------------------------------------------------------------------------------
+
+
+def check_metrics(objective: Objective, metrics: Sequence[Metric], data: Dataset, name: str) -> None:
+    """Refuse a metric that the model's outputs, the loss or the targets do not allow; `name` is "train" or "test"."""
+    x, buffers = objective.start, objective.buffers
+    with torch.no_grad():
+        batch = run_batch(objective, x, buffers, data, slice(0, 2))
+    for metric in metrics:
+        keep(metric, batch)
+        if metric is PERPLEXITY and is_regression(objective.loss):
+            raise BadInput("metric 'perplexity' is the exponential of a cross entropy, and the loss is a regression's")
+        if metric.name in LABEL_METRICS and data.y.is_floating_point() and bool(((data.y != 0) & (data.y != 1)).any()):
+            raise BadInput(f"metric '{metric.name}' {NEEDS_LABELS}, and the {name} targets are other numbers than 0, 1")
+        if metric is AUROC and bool((data.y == data.y.flatten()[0]).all()):
+            raise BadInput(f"metric 'auroc' needs two classes, and the {name} data have one")
+    own = [metric for metric in metrics if metric.name not in METRICS]
+    if own:  # a user's function is tried on all samples: two of them may be too few for it
+        measure(objective, x, buffers, data, own)
+
+
+def is_regression(loss: Any) -> bool:
+    """Return whether a loss compares numbers, not classes."""
+    return loss is mean_squared_error or isinstance(loss, REGRESSION_LOSSES)
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+def round_row(
+    algorithm: Algorithm, x: Tensor, plan: Round, report: RoundReport, seconds: float
+) -> dict[str, float | int]:
+    """Return the metrics of a round without its evaluation."""
+    models = algorithm.paper_models(plan.number)
+    row: dict[str, float | int] = {
+        "round": plan.number,
+        "lr": plan.lr,
+        "clients": len(plan.cohort),
+        "steps": int(plan.steps.sum()),
+        "train_loss": report.train_loss,
+        "consistency": report.consistency,
+        "update_norm": report.update_norm,
+        "bytes_down": report.bytes_down,
+        "bytes_up": report.bytes_up,
+        "seconds": seconds,
+    }
+    if models is not None:  # the bytes as the papers count them, beside those sent
+        row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
+    return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
+
+
+def refuse_nonfinite(row: Row) -> None:
+    """Raise `Diverged` for a round whose weights are finite but whose test loss is not."""
+    if not math.isfinite(row.get("loss", 0.0)):
+        raise Diverged(
+            f"round {row['round']}: the test loss of the new model is {row['loss']}; "
+            f"lower the learning rate (now {row['lr']:g}) or clip the gradients. All rounds are kept",
+            round=int(row["round"]),
+            client=None,
+            layer="loss",
+        )

@@ -1,0 +1,225 @@
+"""Metrics against values computed by hand with numpy, their directions, and evaluation on clients."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.data.dataset import as_dataset
+from lamina.evaluation import evaluate
+from lamina.history import History
+from lamina.metrics import Batch, find, find_all, smaller_is_better
+from lamina.objective import Objective
+
+rng = np.random.default_rng(0)
+SCORES = rng.normal(size=(1500, 7))  # more than one evaluation batch
+LABELS = rng.integers(0, 6, 1500)  # class 6 never occurs
+LINES = np.concatenate([rng.normal(size=(1500, 2)), np.ones((1500, 1))], axis=1)
+
+
+class Same(nn.Module):
+    """Return the inputs as outputs."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight, self.shape = nn.Parameter(torch.ones(1, dtype=torch.float64)), shape
+
+    def forward(self, x):
+        return (x * self.weight).reshape(len(x), *self.shape)
+
+
+def measured(outputs, targets, *metrics, loss="cross_entropy"):
+    shape = np.shape(outputs)[1:]
+    objective = Objective(Same(*shape), loss)
+    data = as_dataset((np.asarray(outputs).reshape(len(outputs), -1), targets))
+    return evaluate(objective, objective.start, objective.buffers, data, find_all(list(metrics)))
+
+
+def counts(predicted, actual, classes):
+    """Return how often every class is rightly predicted, predicted, and true."""
+    right = [np.sum((predicted == c) & (actual == c)) for c in range(classes)]
+    return np.array([right, *([np.sum(side == c) for c in range(classes)] for side in (predicted, actual))])
+
+
+def area(scores, positive):
+    """Return the probability that a positive sample has the higher score; equal scores count half."""
+    differences = scores[positive][:, None] - scores[~positive][None, :]
+    return np.mean((differences > 0) + 0.5 * (differences == 0))
+
+
+def test_class_metrics_equal_their_definitions():
+    row = measured(SCORES, LABELS, "accuracy", "top5_accuracy", "f1", "f1_macro", "f1_micro", "mean_iou")
+    predicted = SCORES.argmax(1)
+    right, of_predicted, of_actual = counts(predicted, LABELS, 7)
+    order = np.argsort(-SCORES, axis=1)[:, :5]
+    assert row["accuracy"] == row["f1_micro"] == pytest.approx(np.mean(predicted == LABELS))
+    assert row["top5_accuracy"] == pytest.approx(np.mean((order == LABELS[:, None]).any(1)))
+    assert row["f1"] == row["f1_macro"] == pytest.approx(np.mean(2 * right / (of_predicted + of_actual)))
+    assert row["mean_iou"] == pytest.approx(np.mean(right / (of_predicted + of_actual - right)))
+
+
+def test_auroc_equals_the_share_of_ordered_pairs():
+    probabilities = np.exp(SCORES) / np.exp(SCORES).sum(1, keepdims=True)
+    row = measured(SCORES, LABELS, "auroc")
+    assert row["auroc"] == pytest.approx(np.mean([area(probabilities[:, c], c == LABELS) for c in range(6)]))
+    tied, binary = np.round(SCORES[:, :2]), LABELS % 2
+    row = measured(tied, binary, "auroc", "f1")
+    assert row["auroc"] == pytest.approx(area(tied[:, 1] - tied[:, 0], binary == 1))
+    logit = nn.BCEWithLogitsLoss(reduction="none")
+    assert measured(tied[:, 0], binary.astype(float), "auroc", loss=logit)["auroc"] == pytest.approx(
+        area(tied[:, 0], binary == 1)
+    )
+
+
+def test_perplexity_is_the_exponential_of_the_cross_entropy():
+    log_sums = np.log(np.exp(SCORES).sum(1))
+    expected = np.exp(np.mean(log_sums - SCORES[np.arange(1500), LABELS]))
+    assert measured(SCORES, LABELS, "perplexity")["perplexity"] == pytest.approx(expected)
+
+
+def test_regression_metrics_equal_their_definitions():
+    targets = LINES[:, 0] + rng.normal(size=1500)
+    row = measured(LINES[:, :1], targets, "mae", "rmse", "r2", loss="mse")
+    errors = LINES[:, 0] - targets
+    assert row["mae"] == pytest.approx(np.abs(errors).mean())
+    assert row["rmse"] == pytest.approx(np.sqrt(np.mean(errors**2)))
+    assert row["r2"] == pytest.approx(1 - np.sum(errors**2) / np.sum((targets - targets.mean()) ** 2))
+
+
+def test_maps_of_labels_ignore_unknown_pixels():
+    outputs, maps = rng.normal(size=(6, 3, 4, 4)), rng.integers(0, 3, (6, 4, 4))
+    maps[0, :2] = -100
+    batch = Batch(torch.tensor(outputs), torch.tensor(maps), torch.zeros(6), None, 3)
+    row = {name: float(find(name).function(*find(name).keep(batch))) for name in ("mean_iou", "f1", "accuracy")}
+    kept = maps >= 0
+    right, of_predicted, of_actual = counts(outputs.argmax(1)[kept], maps[kept], 3)
+    assert row["mean_iou"] == pytest.approx(np.mean(right / (of_predicted + of_actual - right)))
+    assert row["f1"] == pytest.approx(np.mean(2 * right / (of_predicted + of_actual)))
+    of_sample = [np.mean(outputs[i].argmax(0)[kept[i]] == maps[i][kept[i]]) for i in range(6)]
+    assert row["accuracy"] == pytest.approx(np.mean(of_sample))
+
+
+def test_several_labels_a_sample():
+    outputs, targets = SCORES[:, :3], (SCORES[:, 3:6] > 0.5).astype(float)
+    row = measured(outputs, targets, "f1", "auroc", loss=lambda o, t: ((o - t) ** 2).mean(1))
+    right = ((outputs > 0) * targets).sum(0)
+    assert row["f1"] == pytest.approx(np.mean(2 * right / ((outputs > 0).sum(0) + targets.sum(0))))
+    assert row["auroc"] == pytest.approx(np.mean([area(outputs[:, i], targets[:, i] > 0) for i in range(3)]))
+
+
+def worst_error(outputs, targets):
+    return (outputs.flatten() - targets).abs().max()
+
+
+COST = lamina.Metric("cost", lambda outputs, targets: float(len(targets)), larger_is_better=False)
+
+
+def test_own_metrics_see_all_samples():
+    row = measured(LINES[:, :1], LINES[:, 1], worst_error, COST, loss="mse")
+    assert row["worst_error"] == pytest.approx(np.abs(LINES[:, 0] - LINES[:, 1]).max())
+    assert row["cost"] == 1500
+    assert smaller_is_better("worst_error")  # by its name
+    assert smaller_is_better("cost")
+    assert smaller_is_better("heldout_cost_worst10")
+
+
+def test_targets_and_best_follow_the_direction():
+    find_all([COST])
+    history = History([{"round": 1, "cost": 3.0}, {"round": 2, "cost": 1.0}, {"round": 3, "cost": 2.0}])
+    assert history.metric == "cost"
+    assert (history.best(), history.last(), history.rounds_to(2.5)) == (1.0, 2.0, 2)
+    assert History([{"round": 1, "loss": 1.0, "r2": 0.5}]).metric == "r2"
+    assert History([{"round": 1, "loss": 1.0, "r2": 0.5}], metric="loss")[:1].best() == 1.0
+
+
+def simulation(y=None, *, outputs=3, loss="cross_entropy", **given):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(120, 4, generator=generator, dtype=torch.float64)
+    y = torch.arange(120) % 3 if y is None else y
+    torch.manual_seed(0)
+    model = nn.Linear(4, outputs).double()
+    return lamina.Simulation(model, (x, y), "fedavg", **{"test": (x, y), "lr": 0.1, "loss": loss} | given)
+
+
+REGRESSION = {"y": torch.rand(120, generator=torch.Generator().manual_seed(1)).double(), "outputs": 1, "loss": "mse"}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "given", "message"),
+    [
+        (["acuracy"], {}, "did you mean 'accuracy'"),
+        (["top5_accuracy"], {}, "'top5_accuracy' needs class labels and more than five outputs"),
+        (["auroc"], {"y": torch.zeros(120, dtype=torch.int64)}, "'auroc' needs two classes"),
+        (["auroc"], REGRESSION, "'auroc' needs class labels"),
+        (["f1"], REGRESSION, "'f1' needs class labels"),
+        (["rmse"], {}, "'rmse' needs one output for every target number"),
+        (["perplexity"], REGRESSION, "'perplexity' is the exponential"),
+        ([lambda outputs, targets: outputs], {}, "metric 'metric' gives no number"),
+        (["f1", "f1"], {}, "two of the name 'f1'"),
+        ([], {}, "give a list of at least one"),
+        (["nowhere:metric"], {}, "cannot load the metric 'nowhere:metric'"),
+        ([lamina.Metric("accuracy", worst_error)], {}, "give yours another name"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_lacks_what_it_needs_is_refused_before_training(metrics, given, message):
+    with pytest.raises(lamina.BadInput, match=message):
+        simulation(metrics=metrics, **given)
+
+
+def test_heldout_clients_never_train_and_local_tests_are_not_trained_on():
+    given = {"clients": 8, "heldout_clients": [2, 5], "local_test": 0.2, "metrics": ["f1", "accuracy"]}
+    runs = [simulation(engine=engine, **given) for engine in ("loop", "stacked")]
+    rows = [run.run(2)[-1] for run in runs]
+    for name, value in rows[0].items():
+        if "seconds" not in name:
+            assert rows[1][name] == pytest.approx(value, rel=1e-9), name
+    run, row = runs[0], rows[0]
+    assert run.plan.clients.count == 6
+    assert run.reserved.dealt == 8
+    everything = simulation(clients=8).plan.clients.parts
+    assert [part.tolist() for part in run.reserved.heldout] == [everything[2].tolist(), everything[5].tolist()]
+    trained = set(run.plan.clients.parts.samples.tolist())
+    reserved = [*run.reserved.heldout.samples, *run.reserved.local_tests.samples]
+    assert trained.isdisjoint(reserved)
+    assert len(trained) + len(reserved) == 120
+
+    hits = (run.model(run.train_data.x).argmax(1) == run.train_data.y).numpy()
+    local = np.sort([hits[part].mean() for part in run.reserved.local_tests])
+    held = np.sort([hits[part].mean() for part in run.reserved.heldout])
+    assert row["client_accuracy_mean"] == pytest.approx(local.mean())
+    assert row["client_accuracy_worst10"] == pytest.approx(local[0])
+    assert row["client_accuracy_std"] == pytest.approx(local.std())
+    assert row["heldout_accuracy"] == pytest.approx(hits[run.reserved.heldout.samples].mean())
+    assert row["heldout_accuracy_worst10"] == pytest.approx(held[0])
+    assert run.history.metric == "f1"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"heldout_clients": 1.5}, "heldout_clients = 1.5"),
+        ({"heldout_clients": [9]}, "numbered 0 to 3"),
+        ({"heldout_clients": "some"}, "neither a fraction nor a list"),
+        ({"heldout_clients": [0, 1, 2, 3]}, "leave at least one"),
+        ({"local_test": 0}, "local_test = 0"),
+        ({"local_test": 0.5, "client_metrics": True}, "give one"),
+        ({"local_test": 0.5, "partition": "reallocate"}, "keep their data"),
+    ],
+)
+def test_wrong_reservations_are_refused(given, message):
+    with pytest.raises(lamina.BadInput, match=message):
+        simulation(clients=4, **given)
+
+
+def test_a_smaller_is_better_metric_has_its_worst_clients_at_the_top():
+    run = simulation(**REGRESSION, clients=4, local_test=0.3, metrics=["mae"])
+    row = run.run(1)[0]
+    errors = (run.model(run.train_data.x)[:, 0] - run.train_data.y).abs().detach().numpy()
+    each = [errors[part].mean() for part in run.reserved.local_tests]
+    assert row["client_mae_worst10"] == pytest.approx(max(each))
+
+
+def test_find_returns_a_metric_as_it_is():
+    assert find(COST) is COST
+    assert find("lamina.metrics:AUROC") is find("auroc")
