@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lamina import aggregation, data, losses, models, schedules
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
@@ -13,6 +16,9 @@ from lamina.layers import Layers
 from lamina.metrics import Metric
 from lamina.population import Population
 from lamina.simulation import Simulation
+
+if TYPE_CHECKING:
+    from lamina.report.results import compare, tune
 
 __all__ = [
     "BadInput",
@@ -31,10 +37,19 @@ __all__ = [
     "Simulation",
     "aggregation",
     "algorithm",
+    "compare",
     "data",
     "hyper",
     "losses",
     "models",
     "schedules",
+    "tune",
     *_algorithm_names,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import comparisons and tuning when they are first used: a simulation needs neither them nor matplotlib."""
+    if name in ("compare", "tune"):
+        return getattr(importlib.import_module("lamina.report.results"), name)
+    raise AttributeError(f"module 'lamina.api' has no attribute '{name}'")

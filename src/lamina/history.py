@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from lamina.errors import BadInput, missing_extra, nearest
 from lamina.metrics import is_metric, smaller_is_better
+from lamina.text import html_table
 
 Row = Mapping[str, float | int]
 
@@ -22,6 +23,7 @@ REMEDIES = {
     "accuracy": "accuracy needs class labels, one output per class (or one logit for two classes), and a loss that is "
     "not 'mse'; use 'loss'",
 }
+LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
 NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
 
 
@@ -143,15 +145,25 @@ class History(Sequence[Row]):
             raise missing_extra("pandas", "table", "history.to_pandas()") from error
         return pandas.DataFrame(self.rows)
 
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        """Return the headings and cells of the usual columns; of a long history the first and last rows."""
+        columns = self.columns
+        metrics = [self.metric, *(name for name in columns if is_metric(name))]
+        usual = dict.fromkeys(["round", *metrics, "train_loss", "consistency", "seconds"])
+        names = [name for name in usual if name in columns]
+        shown: list[Row | None] = list(self.rows)
+        if len(shown) > LONGEST_SHOWN:
+            shown = [*shown[:SHOWN_AT_ENDS], None, *shown[-SHOWN_AT_ENDS:]]
+        cells = [["…"] * len(names) if row is None else [f"{row.get(n, math.nan):.5g}" for n in names] for row in shown]
+        return names, cells
+
     def __repr__(self) -> str:
         return str(self)
 
     def __str__(self) -> str:
-        columns = self.columns
-        metrics = [self.metric, *(name for name in columns if is_metric(name))]
-        shown = dict.fromkeys(["round", *metrics, "train_loss", "consistency", "seconds"])
-        names = [name for name in shown if name in columns]
-        lines = ["  ".join(f"{n:>11}" for n in names)]
-        for row in self.rows:
-            lines.append("  ".join(f"{row.get(n, math.nan):>11.5g}" for n in names))
-        return "\n".join(lines)
+        names, cells = self._shown()
+        return "\n".join("  ".join(f"{cell:>11}" for cell in line) for line in [names, *cells])
+
+    def _repr_html_(self) -> str:
+        names, cells = self._shown()
+        return html_table(names, cells)

@@ -49,6 +49,10 @@ class Population:
         if not self.simulations:
             raise BadInput("a population needs at least one simulation")
         for i, simulation in enumerate(self.simulations):
+            if simulation.out is not None:
+                raise BadInput(
+                    f"simulation {i} has out=, and a population writes no folders: use lamina.tune, or no out="
+                )
             if isinstance(simulation.engine, Loop):
                 raise BadInput(f"simulation {i} cannot be stacked, it runs client by client: {simulation.engine.why}")
             problem = mismatch(self.simulations[0], simulation)

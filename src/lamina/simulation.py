@@ -22,7 +22,6 @@ from lamina import algorithms, rng
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import deal, reserve
-from lamina.data.dataset import as_dataset
 from lamina.devices import check_model_fits, choose_device, usable_precision
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.stacked.engine import Stacked
@@ -39,14 +38,20 @@ from lamina.evaluation import (
 )
 from lamina.fit import check_clients, check_fit, evaluation_rows, training_rows, with_mask
 from lamina.history import History, Row
+from lamina.inputs import as_model, as_splits
 from lamina.limits import check_count
 from lamina.metrics import ACCURACY, LOSS, Metric, find_all
+from lamina.models.registry import Factory
 from lamina.objective import Objective
+from lamina.paths import checked_path
 from lamina.plan import Plan, Round
+from lamina.progress import python_bars
 from lamina.protocol import Protocol, Settings
 from lamina.storage.identity import Identity, of_run
+from lamina.text import html_table, plural
 
 if TYPE_CHECKING:
+    from lamina.experiment.recorder import Recorder
     from lamina.storage.checkpoint import Checkpoints
 
 log = logging.getLogger(__name__)
@@ -66,11 +71,12 @@ class Simulation:
     (2, ['bytes_down', 'bytes_up', 'clients'])
 
     Args:
-        model: any module; it is copied, and its trainable parameters are the start. Its outputs are the tensor it
-            returns, its result's `.logits` or ["logits"], or the first element of a tuple.
-        train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor
-            (or array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
-            ``model(**x)``.
+        model: any module; it is copied, and its trainable parameters are the start. Or a function that returns a new
+            module, or a model's name: their weights depend on the seed. Its outputs are the tensor that it returns, its
+            result's `.logits` or ["logits"], or the first element of a tuple.
+        train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor (or
+            array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
+            ``model(**x)``. Or training and test data: the result of `lamina.data.load`, or the name of a data set.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, metrics and loss are not reported.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
@@ -105,11 +111,14 @@ class Simulation:
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
         client_metrics: also report the metrics on every client's own training data (mean, worst 10 % and spread).
         trust_ratios: also report the trust ratios of the layer-wise methods, of every client's last local step.
+        out: a folder for the records, checkpoints and the trained model, as `lamina run` writes it. A simulation with
+            the same arguments and folder resumes there: `run` does not train the rounds again that the folder holds.
+        overwrite: whether `run` may replace an earlier run in the folder.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Factory | str,
         train: Any,
         algorithm: Algorithm | str = "fedlamb",
         *,
@@ -126,9 +135,10 @@ class Simulation:
         evaluate_every: int = 1,
         client_metrics: bool = False,
         trust_ratios: bool = False,
+        out: str | Path | None = None,
+        overwrite: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
-        _check_kind("model", model, nn.Module, "an nn.Module (an instance, not a class)")
         _check_kind("algorithm", algorithm, (str, Algorithm), "a name or an instance such as lamina.FedLamb()")
         if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):
             raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
@@ -142,18 +152,19 @@ class Simulation:
         rehearse(self.algorithm)  # one round of a tiny model, to refuse an algorithm that breaks the contract
         self.protocol = Protocol.of(self.algorithm, settings)  # validated, with the defaults filled in
         self.device = choose_device(device)
-        check_model_fits(model, self.device)
-        self.objective = Objective(copy.deepcopy(model).to(self.device), self.protocol.loss)
+        train_data, test_data = as_splits(train, test)
+        module = as_model(model, train_data, self.protocol.seed)
+        check_model_fits(module, self.device)
+        self.objective = Objective(module.to(self.device), self.protocol.loss)
         self.objective.refuse_rate(self.protocol.lr)
         if self.objective.frozen:
             log.info("the model %s", self.objective.frozen_note())
 
         # the data, and which client trains on which of them in a round
-        given = as_dataset(train)
-        self.train_data = with_mask(given, model).to(self.device)
+        self.train_data = with_mask(train_data, module).to(self.device)
         self.test_data = None
-        if test is not None:
-            self.test_data = with_mask(as_dataset(test).with_labels_of(given), model).to(self.device)
+        if test_data is not None:
+            self.test_data = with_mask(test_data.with_labels_of(train_data), module).to(self.device)
         if self.protocol.loss == "cross_entropy" and self.train_data.classes is None and self.train_data.y.dim() == 1:
             raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
         if self.protocol.augmentation is not None and self.train_data.y.dim() > 2:
@@ -193,16 +204,75 @@ class Simulation:
         self.history = History(metric=self.metric)
         self._checkpoints: Checkpoints | None = None
         self._planned: Round | None = None  # the next round's plan, if it was computed ahead
+        self._requested = 0  # rounds, by all calls of `run`
+        self._recorder: Recorder | None = None
+        self.out = None if out is None else checked_path(out, "out")
+        if self.out is not None:
+            from lamina.experiment.recorder import Recorder  # here: it imports this module
 
-    def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
-        """Train for `rounds` more rounds; `on_round` is called with every finished round's metrics."""
-        last = self.state.round + check_count("run: rounds", rounds, least=0)
+            self._recorder = Recorder(
+                self.out,
+                overwrite=overwrite,
+                model=model,
+                data=train if isinstance(train, str) else train_data,  # converted only once
+                test=test if isinstance(train, str) else test_data,
+                algorithm=self.algorithm,
+                clients=clients,
+                partition=partition,
+                settings={
+                    **settings,
+                    "device": self.device,
+                    "engine": self.engine_name,
+                    "precision": precision,
+                    "deterministic": deterministic,
+                    "evaluate_every": evaluate_every,
+                    "client_metrics": client_metrics,
+                    "trust_ratios": trust_ratios,
+                    "metrics": metrics,
+                    "heldout_clients": heldout_clients,
+                    "local_test": local_test,
+                },
+            )
+
+    def run(
+        self, rounds: int, on_round: Callable[[Row], None] | None = None, *, progress: bool | None = None
+    ) -> History:
+        """Train for `rounds` more rounds and return the history.
+
+        With a folder (`out`), rounds that it held when the simulation was created count: the same script, started
+        again, trains only what is left.
+
+        Args:
+            rounds: how many.
+            on_round: called with every finished round's metrics.
+            progress: show a progress bar; by default only in a terminal or a notebook.
+        """
+        check_count("run: rounds", rounds, least=0)
+        self._requested += rounds
+        last = self._requested if self._recorder is not None else self.state.round + rounds
+        name = self.algorithm.card.title
+        with python_bars([name], progress, state="", total=last, completed=self.state.round) as bars:
+
+            def show(row: Row) -> None:
+                bars.update(name, row, completed=row["round"])
+                if on_round is not None:
+                    on_round(row)
+
+            try:
+                if self._recorder is not None:
+                    self._recorder.run(self, last, show)
+                else:
+                    self._run_to(last, show)
+            except BaseException:  # interrupted, say: the next call trains `rounds` more than there are now
+                self._requested = self.state.round
+                raise
+        return self.history
+
+    def _run_to(self, last: int, on_round: Callable[[Row], None]) -> None:
         while self.state.round < last:
             row = self.run_round(evaluate=self.state.round + 1 == last)
-            if on_round is not None:
-                on_round(row)
+            on_round(row)
             refuse_nonfinite(row)
-        return self.history
 
     def run_round(self, *, evaluate: bool = False) -> Row:
         """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set."""
@@ -272,6 +342,29 @@ class Simulation:
         row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)
         self.history.append(row)
         return row
+
+    def __repr__(self) -> str:
+        return f"Simulation({', '.join(f'{name}: {value}' for name, value in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        facts = html_table(list(self._facts()), [list(self._facts().values())])
+        return facts + (self.history._repr_html_() if len(self.history) else "")
+
+    def _facts(self) -> dict[str, str]:
+        """Return what a reader wants to know about the simulation, in words."""
+        engine = self.engine.forward.name if isinstance(self.engine, Stacked) else "loop"
+        facts = {
+            "algorithm": self.algorithm.card.title,
+            "model": f"{type(self.objective.module).__name__}, {plural(self.objective.layers.size, 'parameter')}",
+            "data": f"{self.train_data.name}, {plural(len(self.train_data), 'sample')}",
+            "clients": str(self.plan.clients.count),
+            "lr": f"{self.protocol.lr:g}",
+            "engine": f"{engine} on {self.device}",
+            "rounds": str(self.state.round),
+        }
+        if len(self.history) and self.history.metric in self.history.columns:
+            facts[f"best {self.history.metric}"] = f"{self.history.best():.4f}"
+        return facts
 
     @property
     def model(self) -> nn.Module:

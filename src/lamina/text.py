@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import io
 import re
 from collections.abc import Iterable, Sequence
@@ -46,6 +47,32 @@ def printable(text: str, *, lines: bool = False) -> str:
     """
     pattern = _CONTROL_IN_LINES if lines else _CONTROL
     return pattern.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def text_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table as lines: the first column to the left, the others to the right.
+
+    >>> print(text_table(["name", "best"], [["fedavg", "0.91"]]))
+    name    best
+    fedavg  0.91
+    """
+    lines = [[cell.replace("\n", " ") for cell in line] for line in [head, *rows]]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = ["<", *">" * (len(widths) - 1)]
+    places = [f"{side}{width}" for side, width in zip(sides, widths, strict=False)]
+    return "\n".join("  ".join(map(format, line, places)) for line in lines)
+
+
+def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = "") -> str:
+    """Return a table as HTML, for notebooks.
+
+    >>> html_table(["a"], [["<b>"]])
+    '<table><thead><tr><th>a</th></tr></thead><tbody><tr><td>&lt;b&gt;</td></tr></tbody></table>'
+    """
+    top = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    caption = f"<caption>{html.escape(title)}</caption>" if title else ""
+    return f"<table>{caption}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def csv_cell(value: Any) -> Any:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, table
 from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
-from lamina import BadInput, Simulation
+from lamina import BadInput, Simulation, progress
 from lamina.cli import base
 from lamina.experiment import compare as comparing
 from lamina.experiment import trials
@@ -286,7 +286,7 @@ def test_live_bars_on_a_terminal(here, monkeypatch):
     """A bar for every algorithm: what it does, its round, its accuracy."""
     screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
     monkeypatch.setattr(base, "err", screen)
-    monkeypatch.setattr(base, "Progress", functools.partial(base.Progress, refresh_per_second=1000))
+    monkeypatch.setattr(progress, "Progress", functools.partial(progress.Progress, refresh_per_second=1000))
     assert call(*[word for word in command("c", "compare.tuning_rounds=6") if word != "--quiet"]) == 0
     plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen.file.getvalue())
     lines = [line.split() for line in plain.splitlines()]

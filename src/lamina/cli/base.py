@@ -15,13 +15,13 @@ import typer
 from rich import box
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from lamina.history import History, Row
+from lamina.history import History
 from lamina.interrupt import end_guard
+from lamina.progress import Bars
 from lamina.text import printable
 
 if TYPE_CHECKING:
@@ -178,38 +178,11 @@ def best_and_last(history: History) -> str:
     return "not evaluated"
 
 
-class RoundBars:
+class RoundBars(Bars):
     """Live bars on a terminal, one for each name, with the last score and the time left; elsewhere nothing."""
 
     def __init__(self, names: Iterable[str], quiet: bool, **options: Any) -> None:
-        self.live = not quiet and err.is_terminal
-        self._bars = Progress(
-            TextColumn("{task.description}"),
-            TextColumn("{task.fields[state]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[score]}"),
-            TimeRemainingColumn(),
-            console=err,
-            transient=True,
-            disable=not self.live,
-        )
-        options = {"total": None, "state": "waiting", "score": "–", **options}
-        self._tasks = {name: self._bars.add_task(escape(name), **options) for name in names}
-
-    def __enter__(self) -> RoundBars:
-        self._bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def update(self, name: str, row: Row | None = None, **changes: Any) -> None:
-        """Change a bar as `rich.progress.Progress.update` does; the row of a finished round gives its score."""
-        metric = History([row] if row else []).metric
-        if row and metric in row:
-            changes["score"] = f"{metric} {row[metric]:.3f}"
-        self._bars.update(self._tasks[name], **changes)
+        super().__init__(names, err, is_shown=not quiet and err.is_terminal, **options)
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------

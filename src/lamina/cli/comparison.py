@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +14,11 @@ from lamina.cli.base import RoundBars, Stop, out, table, tell, tell_progress
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Experiment
 from lamina.experiment.records import Record
-from lamina.experiment.settings import shown_name
 from lamina.experiment.trials import Job, Trial
 from lamina.history import Row
-from lamina.metrics import is_percent
-from lamina.report.tables import NEVER, NONE, best_and_last, cost_to_target, fixed, metric_of, sent, values
+from lamina.report.tables import NEVER, NONE, algorithms_table
 from lamina.text import plural
 
-MEGA = 1e6
 ASCII = str.maketrans({"±": "+-", NEVER: "inf", NONE: "-"})  # for terminals without these characters
 
 
@@ -111,36 +107,14 @@ def write_page(comparison: Comparison) -> Path | None:
 
 
 def comparison_table(entries: Sequence[Trial], target: float | None, console: Console = out) -> Table:
-    """Return rounds and megabytes to a target, best and last value of the first metric, and megabytes in all.
+    """Return the table of a comparison for a console: narrow ones show fewer columns, some cannot show all characters.
 
     Args:
         entries: the algorithms, a row each.
         target: value of the metric on the test data; None leaves its columns out.
         console: where the table will be printed.
     """
-    metric = metric_of(history for entry in entries for history in entry.histories)
-    seeds = max(len(entry.histories) for entry in entries)
-    title = f"mean ± std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
-    if target is not None:
-        title += f"; target: test {metric} " + (f"{target:.0%}" if is_percent(metric) else f"{target:g}")
-    unit = "acc. %" if metric == "accuracy" else f"{metric} %" if is_percent(metric) else metric
-    headings = ["algorithm", "lr", "rounds\nto target", "MB to\ntarget", f"best\n{unit}", f"last\n{unit}", "MB\nin all"]
-    rows = []
-    for entry in entries:
-        cost = cost_to_target(entry.histories, target or math.inf, metric)
-        in_all = values(entry.histories, lambda history: sent(history) / MEGA)
-        rows.append(
-            [
-                shown_name(entry.name, entry.title),
-                f"{entry.lr:g}",
-                fixed(cost.rounds),
-                fixed(cost.bytes / MEGA),
-                *best_and_last(entry.histories, metric, spread="±"),
-                fixed(statistics.fmean(in_all)) if in_all else NONE,
-            ]
-        )
-    if target is None:
-        headings, rows = headings[:2] + headings[4:], [row[:2] + row[4:] for row in rows]
+    _, headings, rows, title = algorithms_table(entries, target)
     if not console.encoding.startswith("utf"):
         title, rows = title.translate(ASCII), [[row[0], *(cell.translate(ASCII) for cell in row[1:])] for row in rows]
     return table(

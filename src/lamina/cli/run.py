@@ -10,6 +10,8 @@ import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
+from lamina.history import Row
+from lamina.progress import IntervalLines
 from lamina.text import plural
 
 TO_GO_ON = "to go on, start the same command again"
@@ -67,13 +69,14 @@ def run(
         if done and not quiet:
             tell(f"going on after round {done}")
         with base.Stop() as stop, base.RoundBars([name], quiet, state="", total=rounds, completed=done) as bars:
-            stopped = running.train(
-                [simulation],
-                [folder],
-                experiment,
-                stop=stop,
-                on_round=lambda _, row: bars.update(name, row, completed=row["round"]),
-            )
+            lines_at_intervals = IntervalLines(name, rounds, done, base.tell_progress)
+
+            def show(_: int, row: Row) -> None:
+                bars.update(name, row, completed=row["round"])
+                if not quiet and not bars.live:
+                    lines_at_intervals.round_finished(row)
+
+            stopped = running.train([simulation], [folder], experiment, stop=stop, on_round=show)
     if folder.diverged:
         raise folder.diverged
     if stopped:

@@ -6,19 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, out, say, tell
 from lamina.cli.run import TO_GO_ON, to_go_on
-from lamina.metrics import is_percent
 from lamina.text import plural
 
 if TYPE_CHECKING:
-    from lamina.experiment.trials import Trial
     from lamina.experiment.tune import Tuning
-
-RATE = "train.lr"
 
 
 @base.app.command()
@@ -71,8 +66,10 @@ def tune(
 def show(tuning: Tuning, finished: bool) -> None:
     """Print every trial, the choice, and notes about it."""
     from lamina.experiment.settings import written
+    from lamina.report.tables import trials_table
 
-    out.print(trials_table(tuning))
+    _, headings, rows, _ = trials_table(tuning)
+    out.print(base.table(headings, rows, right=headings[:-1]))
     best = tuning.best
     tell(f"chosen on {tuning.chosen_on()}")
     unfinished = sum(trial.remark == "not finished" for trial in tuning.trials)
@@ -89,44 +86,14 @@ def show(tuning: Tuning, finished: bool) -> None:
     tell(f"runs, picture and tables in {tuning.folder}/")
 
 
-def trials_table(tuning: Tuning) -> Table:
-    """Return every trial's values, best and last score, and how it ended."""
-    from lamina.experiment.settings import short_names, shown
-    from lamina.report.tables import mean_and_spread
-
-    scale, unit = (100, ", %") if is_percent(tuning.metric) else (1, "")
-
-    def mean(numbers: list[float]) -> str:
-        return mean_and_spread([scale * number for number in numbers], "{:.4g}".format)
-
-    headings = [*short_names(tuning.keys), f"{tuning.score_name}{unit}", f"last{unit}", ""]
-    rows = []
-    for trial in tuning.trials:
-        values = [shown(trial.settings[key]) if key in trial.settings else "" for key in tuning.keys]
-        remark = "best" if trial is tuning.best else trial.remark
-        rows.append([*values, mean(trial.best), mean(trial.last), remark])
-    return base.table(headings, rows, right=headings[:-1])
-
-
 def save_picture(tuning: Tuning) -> None:
-    """Draw the score over the learning rate, a line for every choice of the other values, if rates were tried."""
-    others = [key for key in tuning.keys if key != RATE]
-    if RATE not in tuning.keys or not any(trial.best for trial in tuning.trials):
+    """Draw the score over the learning rate, if rates were tried."""
+    from lamina.report.rates import tuning_responses
+
+    responses = tuning_responses(tuning)
+    if not responses:
         return
     from lamina.data import picture
-    from lamina.experiment.settings import written
     from lamina.report import figures
-    from lamina.report.rates import Response
 
-    # Optuna rarely takes a value of a range twice, so that a line through such points would mean nothing.
-    ranges = [key for key in others if not tuning.space[key].choices]
-    by_others: dict[str, list[tuple[float, Trial]]] = {}
-    for trial in tuning.trials:
-        if RATE in trial.settings:
-            same = {key: trial.settings[key] for key in others if key not in ranges}
-            by_others.setdefault(written(same) or tuning.title, []).append((trial.settings[RATE], trial))
-    responses = [
-        Response(label, tuning.spec.select, sorted(tried, key=lambda one: one[0]), (), tuning.metric, not ranges)
-        for label, tried in by_others.items()
-    ]
     picture.save_picture(figures.rates_figure(responses), tuning.folder / "learning-rates.png")

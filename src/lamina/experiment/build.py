@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 
 from lamina import aggregation, algorithms, models, rng
-from lamina.batch import map_batch
 from lamina.clients import DEFAULT_CLIENTS
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
@@ -19,7 +18,8 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, nearest
 from lamina.experiment.config import Experiment, Named
-from lamina.metrics import description, find_all
+from lamina.inputs import create_model
+from lamina.metrics import Metric, description, find_all
 from lamina.protocol import Protocol, Settings, describe
 from lamina.schedules import SCHEDULES, Schedule, make_schedule
 from lamina.simulation import Simulation
@@ -33,7 +33,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the las
 def load_data(experiment: Experiment) -> Splits:
     """Return the training and test data; with `data.validation`, held-out training data replace the test data."""
     data = experiment.data
-    splits = sources.load(data.name, data.dir, client=data.client, **data.options())
+    splits = experiment.objects.data or sources.load(data.name, data.dir, client=data.client, **data.options())
     if experiment.data.validation is None:
         return splits
     return Splits(*splits.train.holdout(experiment.data.validation, experiment.train.seed))
@@ -51,7 +51,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
         splits.train,
         algorithm,
         test=splits.test,
-        metrics=experiment.train.metrics,
+        metrics=metrics_of(experiment),
         clients=count_clients(experiment),
         partition=partition,
         heldout_clients=experiment.data.heldout_clients,
@@ -78,7 +78,7 @@ def settings_of(experiment: Experiment) -> Settings:
         "aggregation": build_aggregation(experiment),
         "augmentation": Augment(data.augment_pad, data.augment_flip) if data.augment else None,
     }
-    return cast(Settings, same | own)
+    return cast(Settings, same | own | dict(experiment.objects.settings))
 
 
 def check_device(name: str) -> None:
@@ -103,23 +103,21 @@ def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
 
 def build_model(experiment: Experiment, data: Dataset) -> torch.nn.Module:
     """Return the model, with initial weights that depend only on the seed: the same for every algorithm."""
-    section = experiment.model
+    section, given = experiment.model, experiment.objects.model
     for key, source in (("seed", "train.seed"), ("classes", "the data"), ("input_shape", "the data")):
         if key in section.options():
             raise BadInput(f"model.{key} follows from {source}: take it out of [model]")
-    card = models.registry().get(section.name)
+    if isinstance(given, torch.nn.Module):
+        return given  # a simulation copies it
+    card = models.registry().get(section.name) if given is None else None
     options = _checked_options("model", section, card and card.options)
-    return models.create(
-        section.name,
-        input_shape=map_batch(lambda values: tuple(values.shape[1:]), data.x),
-        classes=data.classes or 1,
-        seed=rng.torch_seed(experiment.train.seed, "weights"),
-        **options,
-    )
+    return create_model(given or section.name, data, rng.torch_seed(experiment.train.seed, "weights"), **options)
 
 
 def build_partition(experiment: Experiment) -> partitions.Partition:
     """Return how the samples are split among the clients."""
+    if experiment.objects.partition is not None:
+        return experiment.objects.partition
     section, options = experiment.data.partition, experiment.data.partition.options()
     is_moving = section.name == "reallocate"
     kind = partitions.PARTITIONS.get(str(options.get("base", "iid")) if is_moving else section.name)
@@ -129,6 +127,8 @@ def build_partition(experiment: Experiment) -> partitions.Partition:
 
 def build_schedule(experiment: Experiment) -> Schedule:
     """Return how the learning rate changes over rounds."""
+    if "schedule" in experiment.objects.settings:
+        return cast(Schedule, experiment.objects.settings["schedule"])
     section = experiment.train.schedule
     kind = SCHEDULES.get(section.name)
     options = _checked_options("train.schedule", section, _fields(kind) if kind else None)
@@ -139,6 +139,8 @@ def build_schedule(experiment: Experiment) -> Schedule:
 
 def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
     """Return how the server combines the uploads."""
+    if "aggregation" in experiment.objects.settings:
+        return cast(aggregation.Aggregation, experiment.objects.settings["aggregation"])
     section = experiment.train.aggregation
     kind = aggregation.AGGREGATIONS.get(section.name)
     return aggregation.make(
@@ -150,7 +152,12 @@ def build_parts(experiment: Experiment) -> None:
     """Refuse a wrong option of the algorithm, the partition, the schedule or the aggregation, before anything runs."""
     for build_part in (build_algorithm, build_partition, build_schedule, build_aggregation):
         build_part(experiment)
-    find_all(experiment.train.metrics)
+    find_all(metrics_of(experiment))
+
+
+def metrics_of(experiment: Experiment) -> Sequence[Metric | str] | None:
+    """Return the metrics, or their names; None for the default."""
+    return experiment.objects.metrics or experiment.train.metrics
 
 
 def count_clients(experiment: Experiment) -> int | None:
@@ -200,7 +207,7 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
         config["data"]["partition"] = {"name": "reallocate", "base": "iid", **experiment.data.partition.options()}
         partition = partition.base
     config["data"]["partition"] |= _values(partition)
-    if experiment.model.name in models.registry():
+    if experiment.model.name in models.registry() and experiment.objects.model is None:
         defaults = models.registry()[experiment.model.name].options
         config["model"] = {"name": experiment.model.name, **defaults, **experiment.model.options()}
     config["algorithm"] |= _values(simulation.algorithm)
@@ -217,7 +224,9 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
     config["run"]["ranks"] = Ranks.current().world
     if experiment.algorithm.name not in algorithms.registry():  # a report does not run the user's code to learn it
         config["title"] = simulation.algorithm.card.title
-    if experiment.data.name not in sources.SOURCES:  # files of the user's own may change between two runs
+    experiment.objects.describe(config, simulation)
+    if experiment.objects.data is None and experiment.data.name not in sources.SOURCES:
+        # files of the user's own may change between two runs
         config["data_digest"] = splits_digest(simulation.train_data, simulation.test_data)
         if simulation.train_data.class_names is not None:
             config["class_names"] = list(simulation.train_data.class_names)
@@ -225,5 +234,5 @@ def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
 
 
 def _values(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name."""
-    return {name: getattr(record, name) for name in _fields(type(record))}
+    """Return the fields of a dataclass by name; an object of another kind has none."""
+    return {name: getattr(record, name) for name in _fields(type(record))} if dataclasses.is_dataclass(record) else {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import lamina
 from lamina import algorithms
@@ -117,8 +118,10 @@ class Comparison(Trials):
         experiment, folder = with_algorithm(self.experiment, name, settings), name.replace(":", ".")
         folder = f"tuning/{folder}/{folder_name(settings)}" if stages else f"{folder}/seed{seed}"
         if stages:  # perhaps shorter, but each round has the rate of that round in the final runs
-            schedule = Schedule(name=experiment.train.schedule.name, **vars(build_schedule(experiment)))
-            changed = {"rounds": self._rounds_in_folder(folder, stages), "schedule": schedule}
+            changed: dict[str, Any] = {"rounds": self._rounds_in_folder(folder, stages)}
+            if "schedule" not in experiment.objects.settings:
+                options = vars(build_schedule(experiment))
+                changed["schedule"] = Schedule(name=experiment.train.schedule.name, **options)
             experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update=changed)})
         job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", tuning=bool(stages))
         self._folders[job.folder] = None
@@ -177,16 +180,19 @@ class Comparison(Trials):
                     lines.append(f"{what}; try {way} values")
         return lines
 
-    def _save(self) -> None:
-        """Write the configuration, the rounds of every finished run, and the scores of all tuning runs."""
-        self._refuse_lost()
-        columns = dict.fromkeys(column for entry in self.entries for run in entry.histories for column in run.columns)
-        rounds = [
+    def rounds(self) -> list[dict[str, Any]]:
+        """Return a row for every round of every finished run."""
+        return [
             {"algorithm": entry.name, "learning_rate": entry.lr, "seed": record.seed, **row}
             for entry in self.entries
             for record in entry.records
             for row in record.history
         ]
+
+    def _save(self) -> None:
+        """Write the configuration, the rounds of every finished run, and the scores of all tuning runs."""
+        self._refuse_lost()
+        columns = dict.fromkeys(column for entry in self.entries for run in entry.histories for column in run.columns)
         score = self.score_name.replace(" ", "_")
         tried = [
             {
@@ -203,7 +209,7 @@ class Comparison(Trials):
         options = dict.fromkeys(key for choice in self._choices.values() for key in choice[0] if key != "lr")
         with writing_to(self.folder):
             write_json(self.folder / "config.json", self._config)
-            write_csv(self.folder / "rounds.csv", ["algorithm", "learning_rate", "seed", *columns], rounds)
+            write_csv(self.folder / "rounds.csv", ["algorithm", "learning_rate", "seed", *columns], self.rounds())
             tried_columns = ["algorithm", "learning_rate", *options, "rounds", score, "chosen"]
             write_csv(self.folder / "tuning.csv", tried_columns, tried)
 

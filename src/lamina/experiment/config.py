@@ -16,6 +16,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
     create_model,
     model_validator,
@@ -25,12 +26,14 @@ from pydantic_core import PydanticCustomError
 from lamina.data import sources
 from lamina.data.own import FORMATS
 from lamina.errors import BadInput, is_whole, nearest, short_repr
+from lamina.experiment.objects import Objects
 from lamina.experiment.toml import DEFAULT_NAMES, read_tree, set_keys
 from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_CLIENTS, MOST_SEED, MOST_SEEDS, MOST_THREADS
 from lamina.losses import LOSSES
 from lamina.paths import checked_path
 from lamina.protocol import Protocol
 
+NO_OBJECTS = Objects()
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 
@@ -297,6 +300,18 @@ class Experiment(_Section):
     compare: Compare = Compare()
     tune: Tune = Field(default=Tune(), exclude=True)  # what else was tried is no part of a run's configuration
     claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
+    _objects: Objects = PrivateAttr(default_factory=lambda: NO_OBJECTS)  # passed from Python: no file holds them
+
+    @property
+    def objects(self) -> Objects:
+        """Return the objects that replace names."""
+        return self._objects
+
+    def with_objects(self, objects: Objects) -> Experiment:
+        """Return the same experiment with objects in place of names."""
+        changed = self.model_copy()
+        changed._objects = objects
+        return changed
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:

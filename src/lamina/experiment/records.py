@@ -29,7 +29,7 @@ FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
     "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
 }  # fmt: skip
-CHOOSE_ANOTHER = "choose another with --out, or give --overwrite"
+CHOOSE_ANOTHER = "choose another with --out (out=…), or give --overwrite (overwrite=True)"
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ def everywhere(here: bool) -> bool:
     return int(ranks.add(torch.tensor(int(not here), device=device))) == 0
 
 
-def go_on(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankFolder]) -> int:
-    """Restore simulations from the newest round that all their folders have, and return its number."""
+def restore(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankFolder]) -> None:
+    """Load the state of the newest round that all folders have, if there is one, into simulations."""
     rounds = set.intersection(*(set(folder.rounds()) for folder in folders))
     ranks = Ranks.current()
     if ranks.world > 1:
@@ -140,10 +140,16 @@ def go_on(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankF
         store.identity = of_run(simulation.algorithm, simulation.objective, simulation.plan, simulation.train_data)
     # the records of all clients might not fit a GPU: the stacked engine takes those it needs, and says where they stay
     home = torch.device("cpu") if isinstance(simulations[0].engine, Stacked) else None
-    states = load_newest(stores, starts, rounds, everywhere, home)
-    for i, (simulation, folder) in enumerate(zip(simulations, folders, strict=True)):
-        if states is not None:
-            simulation.state, _ = states[i]
+    for simulation, loaded in zip(
+        simulations, load_newest(stores, starts, rounds, everywhere, home) or [], strict=False
+    ):
+        simulation.state, _ = loaded
+
+
+def go_on(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankFolder]) -> int:
+    """Restore simulations from the newest round that all their folders have, and return its number."""
+    restore(simulations, folders)
+    for simulation, folder in zip(simulations, folders, strict=True):
         simulation.history = folder.go_on_after(simulation.state.round)
     return simulations[0].state.round
 

@@ -95,6 +95,7 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
         if not option:
             raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
     changed = parse(set_keys(tree, {tuple(key.split(".")): value for key, value in settings.items()}), source="tune")
+    changed = changed.with_objects(experiment.objects)
     build_parts(changed)  # refuses a wrong option before anything runs
     return changed
 
@@ -288,23 +289,31 @@ class Tuning(Trials):
             return "the test data, as the papers do: what the best reaches there is too good"
         return f"{self.spec.validation:.0%} of the training data, held out"
 
-    def _save(self) -> None:
-        """Write a table of all trials, and the best configuration as an experiment file."""
-        best = self.best
-        score, last = self.score_name.replace(" ", "_"), f"last_{self.spec.select}_{self.metric}"
-        rows = [
+    @property
+    def _columns(self) -> tuple[str, str]:
+        """Return the names of the columns that hold a trial's best and last value."""
+        return self.score_name.replace(" ", "_"), f"last_{self.spec.select}_{self.metric}"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for every trial: its values, its scores, and how it ended."""
+        score, last = self._columns
+        return [
             {
                 "trial": trial.name,
                 **{key: trial.settings.get(key, "") for key in self.keys},
                 "seeds": len(trial.records),
                 score: statistics.fmean(trial.best) if trial.best else "",
                 last: statistics.fmean(trial.last) if trial.last else "",
-                "remark": "chosen" if trial is best else trial.remark,
+                "remark": "chosen" if trial is self.best else trial.remark,
             }
             for trial in self.trials
         ]
-        write_csv(self.folder / "trials.csv", ["trial", *self.keys, "seeds", score, last, "remark"], rows)
-        if best is None:
+
+    def _save(self) -> None:
+        """Write a table of all trials, and the best configuration as an experiment file."""
+        best = self.best
+        write_csv(self.folder / "trials.csv", ["trial", *self.keys, "seeds", *self._columns, "remark"], self.rows())
+        if best is None or not self.experiment.objects.is_empty:  # a file cannot name objects
             (self.folder / "best.toml").unlink(missing_ok=True)
             return
         ended = sum(trial.remark != "not finished" for trial in self.trials)

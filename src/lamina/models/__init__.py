@@ -35,20 +35,21 @@ __all__ = [
 
 
 def create(
-    name: str, input_shape: tuple[int, ...], classes: int, *, seed: int | None = None, **options: Any
+    name: str | Factory, input_shape: tuple[int, ...], classes: int, *, seed: int | None = None, **options: Any
 ) -> nn.Module:
     """Create a model by name for inputs of one shape (without the batch axis) and a number of classes.
 
     With a seed the weights are drawn on the CPU, so they are the same on every machine, and torch's global generators
-    stay as they were; without one they come from the global generator. A name ``package.module:factory`` calls a
-    function or class of your own with the options, and with `input_shape` and `classes` if it has arguments
-    of these names.
+    stay as they were; without one they come from the global generator. A function or class of your own, given as it is
+    or as ``package.module:factory``, is called with the options, and with `input_shape` and `classes` if it has
+    arguments of these names.
 
     >>> model = create("mlp", (1, 28, 28), 10, seed=0, dropout=0.5)
     >>> sum(p.numel() for p in model.parameters())
     159010
     """
-    factory = find(name)
+    factory = find(name) if isinstance(name, str) else name
+    name = name if isinstance(name, str) else str(getattr(factory, "__qualname__", type(factory).__qualname__))
     arguments = _arguments(name, factory, {"input_shape": input_shape, "classes": classes}, options)
     given = ", ".join(f"{option} = {short_repr(value)}" for option, value in options.items())
     bounded = BoundedMemory(f"the model '{name}'" + (f" ({given})" if given else ""))

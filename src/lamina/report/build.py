@@ -139,6 +139,8 @@ def deal_again(curves: Sequence[Curve]) -> tuple[list[Dealt], list[str]]:
 
 def _deal(run: Record) -> Dealt:
     data = run.config["data"]
+    if "content" in data or "content" in data.get("partition", {}):
+        raise BadInput("the data or the partition were passed from Python as objects")
     if ":" in str(data["name"]):
         raise BadInput(f"a report does not run your function {data['name']}")
     needed = {key: value for key, value in data.items() if key != "validation" and not key.startswith("augment")}

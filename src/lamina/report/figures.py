@@ -55,6 +55,15 @@ STYLE: Any = {
 }
 
 
+class Picture(Figure):
+    """A figure that a notebook shows without pyplot."""
+
+    def _repr_png_(self) -> bytes:
+        image = io.BytesIO()
+        self.savefig(image, format="png", dpi=100)
+        return image.getvalue()
+
+
 class Metric(NamedTuple):
     """A column of a history as it is drawn."""
 
@@ -173,7 +182,7 @@ def draw_line(
 @matplotlib.rc_context(STYLE)
 def curve_figure(curves: Sequence[Curve], metric: Metric, axis: str) -> Figure:
     """Draw one metric against rounds, bytes or seconds."""
-    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    figure = Picture(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.subplots()
     draw(axes, [(curve.label, curve.histories) for curve in curves], metric, axis, unit_of_bytes(curves))
     axes.set_ylabel(metric.title)
@@ -190,7 +199,7 @@ def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
     metric = described(column)
     lines = [(f"{entry.title}, {written(entry.settings)}", entry.histories) for entry in entries]
     is_long = len(entries) > LEGEND_INSIDE_UP_TO
-    figure = Figure(figsize=(13 if is_long else 10, 4.2), layout="constrained")
+    figure = Picture(figsize=(13 if is_long else 10, 4.2), layout="constrained")
     for axes, axis in zip(figure.subplots(1, 2, sharey=True), ("round", "bytes"), strict=True):
         draw(axes, lines, metric, axis, MEGABYTES)
         axes.set_xlim(left=0)
@@ -216,7 +225,7 @@ def axis_title(axis: str, unit: str) -> str:
 @matplotlib.rc_context(STYLE)
 def rates_figure(responses: Sequence[Response]) -> Figure:
     """Draw the best score against the learning rate; mark the best rate and those without a finished run."""
-    figure = Figure(figsize=(5.2, 3.4), layout="constrained")
+    figure = Picture(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.subplots()
     for index, response in enumerate(responses):
         _draw_response(axes, response, look(index))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from lamina.experiment.records import Record
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
+from lamina.experiment.tune import Tuning
 from lamina.metrics import with_unit
 from lamina.report.curves import RATE, SEED, group, identity
 from lamina.report.tables import NONE, Table, metric_of, score_text
@@ -68,6 +69,24 @@ def responses(runs: Sequence[Record]) -> list[Response]:
     if len({response.on for response in every}) > 1:
         every = [replace(response, label=f"{response.label}, {response.on}") for response in every]
     return every
+
+
+def tuning_responses(tuning: Tuning) -> list[Response]:
+    """Return the rates that a tuning tried, a response for every choice of its other values; none without rates."""
+    others = [key for key in tuning.keys if key != RATE]
+    if RATE not in tuning.keys or not any(trial.best for trial in tuning.trials):
+        return []
+    # Optuna rarely takes a value of a range twice, so that a line through such points would mean nothing.
+    ranges = [key for key in others if not tuning.space[key].choices]
+    by_others: dict[str, list[tuple[float, Trial]]] = {}
+    for trial in tuning.trials:
+        if RATE in trial.settings:
+            same = {key: trial.settings[key] for key in others if key not in ranges}
+            by_others.setdefault(written(same) or tuning.title, []).append((trial.settings[RATE], trial))
+    return [
+        Response(label, tuning.spec.select, sorted(tried, key=lambda one: one[0]), (), tuning.metric, not ranges)
+        for label, tried in by_others.items()
+    ]
 
 
 def _configuration(run: Record) -> str:

@@ -10,10 +10,13 @@ from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
 from lamina.experiment.records import Record, flatten
+from lamina.experiment.settings import short_names, shown, shown_name
+from lamina.experiment.trials import Trial
+from lamina.experiment.tune import Tuning
 from lamina.history import History
 from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.curves import Curve, differing, folder_name, sections, text
-from lamina.text import csv_text, printable
+from lamina.text import csv_text, html_table, plural, printable, text_table
 
 NO_VERSIONS = {"format", "title", "metrics"}  # keys beside the sections of a run's configuration that are no versions
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
@@ -25,6 +28,17 @@ class Table(NamedTuple):
     name: str  # of its file
     head: list[str]
     rows: list[list[str]]
+    title: str = ""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        text = text_table(self.head, self.rows)
+        return f"{self.title}\n{text}" if self.title else text
+
+    def _repr_html_(self) -> str:
+        return html_table(self.head, self.rows, self.title)
 
 
 class Cost(NamedTuple):
@@ -202,6 +216,55 @@ def results_table(curves: Sequence[Curve]) -> Table:
             row.append(significant(statistics.fmean(numbers)) if numbers else NONE)
         rows.append(row)
     return Table("results", head, rows)
+
+
+def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
+    """Return rounds and megabytes to a target, best and last value of the first metric, and megabytes in all.
+
+    Args:
+        entries: the algorithms, a row each.
+        target: value of the metric on the test data; None leaves its columns out.
+    """
+    metric = metric_of(history for entry in entries for history in entry.histories)
+    seeds = max(len(entry.histories) for entry in entries)
+    title = f"mean ± std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
+    if target is not None:
+        title += f"; target: test {metric} " + (f"{target:.0%}" if is_percent(metric) else f"{target:g}")
+    unit = "acc. %" if metric == "accuracy" else f"{metric} %" if is_percent(metric) else metric
+    head = ["algorithm", "lr", "rounds\nto target", "MB to\ntarget", f"best\n{unit}", f"last\n{unit}", "MB\nin all"]
+    rows = []
+    for entry in entries:
+        cost = cost_to_target(entry.histories, target or math.inf, metric)
+        in_all = values(entry.histories, lambda history: sent(history) / MEGABYTES.bytes)
+        rows.append(
+            [
+                shown_name(entry.name, entry.title),
+                f"{entry.lr:g}",
+                fixed(cost.rounds),
+                fixed(cost.bytes / MEGABYTES.bytes),
+                *best_and_last(entry.histories, metric, spread="±"),
+                fixed(statistics.fmean(in_all)) if in_all else NONE,
+            ]
+        )
+    if target is None:
+        head, rows = head[:2] + head[4:], [row[:2] + row[4:] for row in rows]
+    return Table("comparison", head, rows, title)
+
+
+def trials_table(tuning: Tuning) -> Table:
+    """Return every trial's values, best and last score, and how it ended."""
+    scale, unit = (100, ", %") if is_percent(tuning.metric) else (1, "")
+
+    def mean(numbers: list[float]) -> str:
+        return mean_and_spread([scale * number for number in numbers], "{:.4g}".format)
+
+    head = [*short_names(tuning.keys), f"{tuning.score_name}{unit}", f"last{unit}", ""]
+    rows = []
+    for trial in tuning.trials:
+        cells = [shown(trial.settings[key]) if key in trial.settings else "" for key in tuning.keys]
+        remark = "best" if trial is tuning.best else trial.remark
+        rows.append([*cells, mean(trial.best), mean(trial.last), remark])
+    return Table("trials", head, rows)
 
 
 def config_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:

@@ -186,6 +186,16 @@ def _data_digest(data: Dataset) -> str:
     return _data_digests[data]
 
 
+def dataset_digest(data: Dataset) -> str:
+    """Return a digest of a data set's samples, labels and normalisation, the same on every device."""
+    return _data_digest(data)
+
+
+def structure_digest(objective: Objective) -> str:
+    """Return a digest of a model's layers, plain attributes and frozen weights; trainable weights do not count."""
+    return _hash([_model_digest(objective), objective.attributes, sorted(objective.always_evaluated)])
+
+
 def splits_digest(train: Dataset, test: Dataset | None) -> str:
     """Return a digest of the contents of training and test data."""
     return _hash([_data_digest(data) for data in (train, test) if data is not None])

@@ -1,0 +1,186 @@
+"""Describe an experiment with Python arguments: the same sections as a file, and objects where a file has names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from lamina import aggregation, algorithms
+from lamina.clients import Clients
+from lamina.data.dataset import Dataset, Splits
+from lamina.data.feed import Augment
+from lamina.data.own import FORMATS
+from lamina.data.partitions import PARTITIONS, Reallocate
+from lamina.errors import BadInput, is_whole, nearest, short_repr
+from lamina.experiment.config import Data, Experiment, Run, Train, parse
+from lamina.experiment.objects import Objects
+from lamina.inputs import as_splits
+from lamina.metrics import find_all
+from lamina.protocol import function_name, schedule_name
+from lamina.schedules import SCHEDULES
+
+Table = dict[str, Any]
+SECTIONS: dict[str, Any] = {"train": Train, "data": Data, "run": Run}
+GIVEN_CLIENTS = "client"  # the column that holds the client of each sample, if clients are lists
+
+
+def describe(
+    model: Any,
+    data: Any,
+    algorithm: Any = None,
+    *,
+    test: Any = None,
+    clients: Any = None,
+    partition: Any = None,
+    settings: Mapping[str, Any],
+    **sections: Table,
+) -> Experiment:
+    """Return an experiment.
+
+    Args:
+        model: a module, a function that returns a new one, a name, or a table such as {"name": "mlp", "hidden": 64}.
+        data: as for `Simulation`, or a table of the `[data]` section.
+        algorithm: an algorithm or a name.
+        test: test data.
+        clients: a number, or a list of sample indices for each.
+        partition: a partition, a name or a table.
+        settings: keys of the `[train]`, `[data]` and `[run]` sections; those of `[train]` may be objects.
+        sections: further sections, as tables.
+    """
+    tree: dict[str, Table] = {"train": {"participation": 1.0}, "data": {}, "run": {}, **sections}
+    objects: dict[str, Any] = {}
+    tree["model"] = _model(model, objects)
+    if algorithm is not None:
+        name, options = algorithm_section(algorithm)
+        tree["algorithm"] = {"name": name, **options}
+    if isinstance(data, Mapping):
+        if test is not None or not (clients is None or is_whole(clients)):
+            raise BadInput("data is a table: test data and lists of clients need data as objects, or by name")
+        tree["data"] |= data
+    elif isinstance(data, str) and test is None and (clients is None or is_whole(clients)):
+        tree["data"]["name"] = data
+    else:
+        objects["data"] = Splits(*cast(tuple[Dataset, Dataset], as_splits(data, test)))
+        name = objects["data"].train.name
+        tree["data"]["name"] = f"own {name}" if name in FORMATS else name  # a format would need its options
+    if clients is not None and not is_whole(clients):
+        objects["data"] = _with_clients(objects["data"], clients)
+        partition = {"name": "by-column", "column": GIVEN_CLIENTS}
+    elif clients is not None:
+        tree["data"]["clients"] = int(clients)
+    if partition is not None:
+        tree["data"]["partition"] = _partition(partition, objects)
+    own: Table = {}
+    for key, value in settings.items():
+        if key == "metrics":
+            _set_metrics(tree, objects, value)
+        else:
+            _set(tree, own, key, value)
+    return parse(tree, source="arguments").with_objects(Objects(settings=own, **objects))
+
+
+def algorithm_section(algorithm: Any) -> tuple[str, Table]:
+    """Return the name of an algorithm and, of an object, its options."""
+    if isinstance(algorithm, str):
+        return algorithm, {}
+    if not isinstance(algorithm, algorithms.Algorithm):
+        raise BadInput(f"algorithm is {short_repr(algorithm)}: give a name or an instance such as lamina.FedLamb()")
+    name = algorithm.card.name
+    if algorithms.registry().get(name) is not type(algorithm):
+        raise BadInput(f"the class of the algorithm '{name}' was defined again: create the algorithm again, too")
+    return name, {option: getattr(algorithm, option) for option in algorithms.options(type(algorithm))}
+
+
+def _model(model: Any, objects: Table) -> Table:
+    if isinstance(model, Mapping):
+        return dict(model)
+    if isinstance(model, str):
+        return {"name": model}
+    if not callable(model):
+        raise BadInput(f"model is {short_repr(model)}: give an nn.Module, a function that returns one, or a name")
+    objects["model"] = model
+    return {"name": type(model).__name__ if isinstance(model, nn.Module) else function_name(model)}
+
+
+def _partition(partition: Any, objects: Table) -> Any:
+    if isinstance(partition, Reallocate):
+        return {"name": "reallocate", "base": partition.base.name, **_fields(partition.base)}
+    if type(partition) in PARTITIONS.values():
+        return {"name": partition.name, **_fields(partition)}
+    if isinstance(partition, str | Mapping):
+        return partition
+    if not callable(getattr(partition, "split", None)):
+        raise BadInput(f"partition = {short_repr(partition)} is neither a name nor a partition such as Dirichlet(0.3)")
+    objects["partition"] = partition
+    return {"name": type(partition).__name__}
+
+
+def _with_clients(splits: Splits, clients: Sequence[Any]) -> Splits:
+    """Return data with a column that names the client of each sample, without samples that belong to no client."""
+    parts = Clients(clients, samples=len(splits.train)).parts
+    owners = np.full(len(splits.train), -1)
+    for client in range(len(parts)):
+        owners[parts[client]] = client
+    train = dataclasses.replace(splits.train, columns={**splits.train.columns, GIVEN_CLIENTS: owners})
+    return splits._replace(train=train if (owners >= 0).all() else train.subset(np.flatnonzero(owners >= 0)))
+
+
+def _set_metrics(tree: dict[str, Table], objects: Table, given: Any) -> None:
+    """Set the metrics by their names; if some are objects, they also go to `objects`."""
+    metrics = find_all(given)
+    if metrics is None:
+        return
+    names = [given] if isinstance(given, str) else given
+    if isinstance(names, Sequence) and all(isinstance(name, str) for name in names):
+        tree["train"]["metrics"] = list(names)
+    else:
+        tree["train"]["metrics"] = [metric.name for metric in metrics]
+        objects["metrics"] = metrics
+
+
+def _set(tree: dict[str, Table], own: Table, key: str, value: Any) -> None:
+    """Set one key in its section; an object that no file can name goes to `own`."""
+    if key == "augmentation":
+        if isinstance(value, Augment):
+            tree["data"] |= {"augment": True, "augment_pad": value.pad, "augment_flip": value.flip}
+            return
+        if value is None:
+            return
+    section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
+    if section is None:
+        keys = [name for kind in SECTIONS.values() for name in kind.model_fields]
+        raise BadInput(f"there is no setting '{key}'{nearest(key, keys)}")
+    if value is None:
+        value = "full" if key == "batch_size" else None
+    elif key == "schedule" and not isinstance(value, str | Mapping):
+        names = {cls: name for name, cls in SCHEDULES.items()}
+        if type(value) not in names:
+            own[key] = value
+        value = {"name": names.get(type(value)) or schedule_name(value), **_fields(value)}
+    elif key == "aggregation" and not isinstance(value, str | Mapping):
+        if type(value) not in aggregation.AGGREGATIONS.values():
+            own[key] = value
+        value = {"name": aggregation.name_of(value), **_fields(value)}
+    elif isinstance(value, torch.device):
+        value = str(value)
+    elif isinstance(value, np.generic):
+        value = value.item()
+    elif section == "data" and isinstance(value, tuple | np.ndarray | torch.Tensor):  # numbers of clients
+        value = np.asarray(value).tolist()
+    elif section == "train" and not isinstance(value, str | int | float | list | tuple | Mapping):  # a loss function
+        own[key], value = value, None
+    if value is not None:
+        tree[section][key] = value
+
+
+def _fields(value: Any) -> Table:
+    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)} if _is_record(value) else {}
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -1,0 +1,43 @@
+"""Models and data as Python passes them: objects, functions that create them, or names."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from lamina import models, rng
+from lamina.batch import map_batch
+from lamina.data import sources
+from lamina.data.dataset import Dataset, Splits, as_dataset
+from lamina.errors import BadInput, short_repr
+from lamina.models.registry import Factory
+
+
+def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
+    """Return training and test data, given as objects, as `Splits`, or by the name of a data set (`lamina list`)."""
+    if isinstance(data, str):
+        data = sources.load(data)
+    if isinstance(data, Splits):
+        data, test = data.train, data.test if test is None else test
+    return as_dataset(data), None if test is None else as_dataset(test)
+
+
+def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.Module:
+    """Return a module to train: a copy of one, a new one of a function, or one by name.
+
+    A function and a name give weights that depend only on the seed, the same as in `lamina run`.
+    """
+    if isinstance(model, nn.Module):
+        return copy.deepcopy(model)
+    if not (isinstance(model, str) or callable(model)):
+        wanted = "an nn.Module, a function that returns one, or a name (`lamina list models`)"
+        raise BadInput(f"model is {short_repr(model)}: give {wanted}")
+    return create_model(model, data, rng.torch_seed(seed, "weights"))
+
+
+def create_model(model: Factory | str, data: Dataset, seed: int, **options: Any) -> nn.Module:
+    """Return a new module for the samples and classes of a data set."""
+    shape = map_batch(lambda values: tuple(values.shape[1:]), data.x)  # of a tuple or dict, one shape for each
+    return models.create(model, input_shape=shape, classes=data.classes or 1, seed=seed, **options)

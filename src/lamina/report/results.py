@@ -1,0 +1,398 @@
+"""Compare and tune from Python: the machinery of `lamina compare` and `lamina tune`, with objects in place of files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from lamina import algorithms as known
+from lamina.algorithms import Algorithm
+from lamina.errors import BadInput, missing_extra, nearest
+from lamina.experiment.compare import Comparison
+from lamina.experiment.config import Train
+from lamina.experiment.python import algorithm_section, describe
+from lamina.experiment.recorder import kept_threads
+from lamina.experiment.records import Record, find_records
+from lamina.experiment.settings import written
+from lamina.experiment.trials import Job, Trials, refuse_all_diverged
+from lamina.experiment.tune import Tuning
+from lamina.history import History, Row
+from lamina.paths import checked_path
+from lamina.progress import python_bars
+from lamina.report import tables
+from lamina.report.build import build, describe_partition
+from lamina.report.curves import group
+from lamina.report.figures import comparison_figure, curve_figure, metrics_of, rates_figure
+from lamina.report.rates import tuning_responses
+from lamina.report.save import save_page
+from lamina.text import plural
+
+Rates = float | Sequence[float] | Mapping[str, float | Sequence[float]]
+
+
+class Result:
+    """What a comparison and a tuning have in common: their runs, as tables, figures and pages."""
+
+    folder: Path
+    """The folder of all runs."""
+
+    def __init__(self, trials: Trials, temporary: tempfile.TemporaryDirectory[str] | None) -> None:
+        self.folder = trials.folder
+        self._temporary = temporary  # deleted with this object
+
+    def table(self) -> tables.Table:
+        """Return the results as a table; it prints as text, and as HTML in a notebook."""
+        raise NotImplementedError
+
+    @property
+    def notes(self) -> list[str]:
+        """Return remarks: how settings were chosen, what diverged, best values on the edge of those tried."""
+        raise NotImplementedError
+
+    def _page(self, path: str | Path, runs: Sequence[Path], targets: Sequence[float], title: str | None) -> Path:
+        page = checked_path(path, "the page")
+        save_page(build(runs, targets=targets, title=title), page)
+        return page
+
+    def __repr__(self) -> str:
+        return "\n".join([str(self.table()), *(f"note: {line}" for line in self.notes)])
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<li>{escape(line)}</li>" for line in self.notes)
+        return self.table()._repr_html_() + (f"<ul>{notes}</ul>" if notes else "")
+
+
+class ComparisonResult(Result):
+    """The result of `lamina.compare`. In a notebook it shows its table."""
+
+    def __init__(self, comparison: Comparison, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
+        super().__init__(comparison, temporary)
+        self._comparison = comparison
+
+    @property
+    def histories(self) -> dict[str, list[History]]:
+        """Return the histories of every algorithm, one per seed."""
+        return {entry.name: entry.histories for entry in self._comparison.entries}
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Return the learning rate of every algorithm, and its other settings if a grid was tried."""
+        return {entry.name: dict(entry.settings) for entry in self._comparison.entries}
+
+    @property
+    def notes(self) -> list[str]:
+        """Return remarks: how settings were chosen, what diverged, best values on the edge of those tried."""
+        return self._comparison.notes()
+
+    def table(self) -> tables.Table:
+        """Return cost to target, best and last score of every algorithm: text in a terminal, HTML in a notebook."""
+        return tables.algorithms_table(self._comparison.entries, self._comparison.target)
+
+    def plot(self) -> Figure:
+        """Draw the score against rounds and megabytes sent, with the spread over seeds; save it with `savefig`."""
+        data = self._comparison.experiment.data
+        dealt = describe_partition(data.partition.name, **data.partition.options())
+        title = f"{data.name}, {dealt}, {plural(self._comparison.clients, 'client')}"
+        return comparison_figure(self._comparison.entries, title)
+
+    def to_pandas(self) -> Any:
+        """Return a DataFrame with a row for every round of every run."""
+        return _frame(self._comparison.rounds(), "comparison.to_pandas()")
+
+    def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
+        """Write an interactive page with curves, tables and configurations of all runs; return its path."""
+        target = self._comparison.target
+        return self._page(path, self._comparison.runs, [] if target is None else [target], title)
+
+
+class TuningResult(Result):
+    """The result of `lamina.tune`. In a notebook it shows its table."""
+
+    def __init__(self, tuning: Tuning, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
+        super().__init__(tuning, temporary)
+        self._tuning = tuning
+
+    @property
+    def best(self) -> dict[str, Any]:
+        """Return the values that scored best, by their keys (``train.lr``); empty if no trial ran to its end."""
+        return {} if self._tuning.best is None else dict(self._tuning.best.settings)
+
+    @property
+    def score(self) -> float:
+        """Return the score of the best values, the mean over seeds; NaN if no trial ran to its end."""
+        return float("nan") if self._tuning.best is None else self._tuning.best.score
+
+    @property
+    def notes(self) -> list[str]:
+        """Return remarks: what was chosen on which data, and best values on the edge of those tried."""
+        lines = [f"chosen on {self._tuning.chosen_on()}", *self._tuning.edges()]
+        if self.best:
+            lines.insert(0, f"best: {written(self.best)}; {self._tuning.score_name} {self.score:.4f}")
+        return lines
+
+    def table(self) -> tables.Table:
+        """Return values and scores of every trial: text in a terminal, HTML in a notebook."""
+        return tables.trials_table(self._tuning)
+
+    def plot(self) -> Figure:
+        """Draw the score against the learning rate, or the curves of all trials if no rates were tried."""
+        responses = tuning_responses(self._tuning)
+        if responses:
+            return rates_figure(responses)
+        curves = group(find_records(self._runs))
+        return curve_figure(curves, metrics_of(curves)[0], "round")
+
+    def to_pandas(self) -> Any:
+        """Return a DataFrame with a row for every trial."""
+        return _frame(self._tuning.rows(), "tuning.to_pandas()")
+
+    def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
+        """Write an interactive page with curves, tables and configurations of all trials; return its path."""
+        return self._page(path, self._runs, [], title)
+
+    @property
+    def _runs(self) -> list[Path]:
+        return [record.folder for trial in self._tuning.trials for record in trial.records]
+
+
+def compare(
+    model: Any,
+    data: Any,
+    algorithms: Sequence[str | Algorithm] = ("fedavg", "fedlamb", "fedlada"),
+    *,
+    test: Any = None,
+    clients: Any = None,
+    partition: Any = None,
+    rounds: int = 50,
+    lr: Rates | None = None,
+    grid: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
+    seeds: int = 3,
+    target: float | None = None,
+    select: str = "validation",
+    validation: float = 0.2,
+    tuning_rounds: int | Sequence[int] | None = None,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    **settings: Any,
+) -> ComparisonResult:
+    """Compare algorithms on the same clients, batches and initial weights, each with its best settings.
+
+    If several rates or other values are given for an algorithm, each is tried once on part of the training data. The
+    one with the best score on the held-out rest is then trained with every seed and evaluated on the test data.
+
+    >>> import torch, lamina
+    >>> x = torch.randn(200, 5)
+    >>> y = (x[:, 0] > 0).long()
+    >>> result = lamina.compare(lambda: torch.nn.Linear(5, 2), (x, y), ["fedavg", "fedlamb"], test=(x, y),
+    ...                         rounds=2, seeds=1, lr={"fedavg": 0.5, "fedlamb": 0.05}, device="cpu")
+    >>> result.table().head[0], [row[0] for row in result.table().rows]
+    ('algorithm', ['fedavg', 'fedlamb'])
+
+    Args:
+        model: a module, whose weights every run starts from; or a function that returns a new module, or a model's
+            name or table ({"name": "mlp", "hidden": 64}), for weights that depend on the run's seed.
+        data: the training data as for `Simulation`, training and test data as `lamina.data.load` returns them, or the
+            name of a data set.
+        algorithms: algorithms or their names.
+        test: the test data, unless `data` includes them.
+        clients: as for `Simulation`.
+        partition: as for `Simulation`.
+        rounds: of every final run.
+        lr: one rate for all algorithms, a list to choose from, or one of them for each algorithm by name. An algorithm
+            without one has its default.
+        grid: further values to try: {"fedlamb": {"decay": [0, 0.01]}}.
+        seeds: final runs per algorithm; seeds count up from `seed`.
+        target: value of the first metric on the test data to reach; 0.9 by default if that is the accuracy.
+        select: choose on held-out "validation" data, or on the "test" data as the papers do.
+        validation: the fraction of the training data that is held out to choose on.
+        tuning_rounds: rounds of the runs that only help to choose; of several numbers, the best third goes on after
+            each.
+        out: the folder of all runs. Called again with the same arguments, `compare` resumes there. Without it, the runs
+            are in a temporary folder, which is deleted with the result.
+        overwrite: whether earlier runs in the folder may be deleted.
+        progress: show progress bars; by default only in a terminal or a notebook.
+        settings: further settings of `Simulation`, such as metrics, batch_size, participation, seed and device.
+    """
+    if isinstance(algorithms, str | Algorithm):
+        algorithms = [algorithms]
+    chosen: dict[str, dict[str, Any]] = {}
+    for name, options in map(algorithm_section, algorithms):
+        if name in chosen:
+            raise BadInput(f"the algorithm '{name}' is given twice: try several values of its options with grid=")
+        chosen[name] = options
+    section = {
+        "algorithms": list(chosen),
+        "options": {name: options for name, options in chosen.items() if options},
+        "seeds": seeds,
+        "select": select,
+        "validation": validation,
+        "grid": _grids(list(chosen), lr, grid or {}),
+        **({} if target is None else {"target": target}),
+        **({} if tuning_rounds is None else {"tuning_rounds": _plain(tuning_rounds)}),
+    }
+    settings |= {"rounds": rounds, "lr": None}
+    experiment = describe(
+        model, data, test=test, clients=clients, partition=partition, settings=settings, compare=section
+    )
+    _refuse_without_test(experiment.objects.data)
+    folder, temporary = _folder(out)
+    with kept_threads():
+        comparison = Comparison(experiment, folder, overwrite=overwrite)
+        with python_bars(chosen, progress) as bars:
+
+            def show(job: Job, row: Row) -> None:
+                state = "tuning" if job.tuning else "running"
+                bars.update(job.algorithm, row, state=state, completed=row["round"], total=job.rounds)
+
+            def show_end(job: Job, record: Record) -> None:
+                if not job.tuning:
+                    bars.update(job.algorithm, state="done", completed=len(record.history), total=job.rounds)
+
+            comparison.on_round, comparison.on_end = show, show_end
+            comparison.run()
+    refuse_all_diverged(comparison.entries)
+    return ComparisonResult(comparison, temporary)
+
+
+def tune(
+    model: Any,
+    data: Any,
+    algorithm: str | Algorithm = "fedlamb",
+    *,
+    test: Any = None,
+    clients: Any = None,
+    partition: Any = None,
+    rounds: int = 50,
+    grid: Mapping[str, Sequence[Any]] | str | None = None,
+    space: Mapping[str, Mapping[str, Any]] | None = None,
+    trials: int = 50,
+    pruner: str = "none",
+    seeds: int = 1,
+    select: str = "validation",
+    validation: float = 0.2,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    progress: bool | None = None,
+    **settings: Any,
+) -> TuningResult:
+    """Try values of an algorithm's and the training's settings, and return them with their scores.
+
+    >>> import torch, lamina
+    >>> x = torch.randn(200, 5)
+    >>> y = (x[:, 0] > 0).long()
+    >>> result = lamina.tune(lambda: torch.nn.Linear(5, 2), (x, y), "fedavg", rounds=2, device="cpu",
+    ...                      grid={"lr": [1e-6, 0.5]})
+    >>> result.best
+    {'train.lr': 0.5}
+
+    Args:
+        model: as for `compare`.
+        data: as for `compare`.
+        algorithm: an algorithm or its name.
+        test: the test data; needed only with select="test".
+        clients: as for `Simulation`.
+        partition: as for `Simulation`.
+        rounds: of every run.
+        grid: values to try, all combinations: {"lr": [0.01, 0.1], "decay": [0, 0.01]}; or a paper's grid by name. Keys
+            are settings of the algorithm and of `Simulation`, or keys of an experiment file ("model.hidden").
+        space: in place of a grid, ranges for Optuna to propose values from: {"lr": {"low": 0.001, "high": 1.0, "log":
+            True}}.
+        trials: how many Optuna proposes.
+        pruner: "none", "median" or "hyperband": whether Optuna stops trials early.
+        seeds: runs per trial; their mean decides.
+        select: choose on held-out "validation" data, or on the "test" data.
+        validation: the fraction of the training data that is held out.
+        out: the folder of all runs, resumed if it holds earlier ones; a temporary one by default.
+        overwrite: whether earlier runs in the folder may be deleted.
+        progress: show a progress bar; by default only in a terminal or a notebook.
+        settings: further settings of `Simulation`.
+    """
+    if (grid is None) == (space is None):
+        raise BadInput("tune needs values to try: give grid= or space=, one of them")
+    name, _ = algorithm_section(algorithm)
+    section: dict[str, Any] = {"seeds": seeds, "select": select, "validation": validation}
+    if grid is not None:
+        section["grid"] = grid if isinstance(grid, str) else {_key(k, name): _plain(v) for k, v in grid.items()}
+    if space is not None:
+        values = {_key(key, name): dict(given) for key, given in space.items()}
+        section |= {"sampler": "tpe", "space": values, "trials": trials, "pruner": pruner}
+    experiment = describe(
+        model,
+        data,
+        algorithm,
+        test=test,
+        clients=clients,
+        partition=partition,
+        settings={**settings, "rounds": rounds},
+        tune=section,
+    )
+    if select == "test":
+        _refuse_without_test(experiment.objects.data)
+    folder, temporary = _folder(out)
+    with kept_threads():
+        tuning = Tuning(experiment, folder, overwrite=overwrite)
+        with python_bars(["tuning"], progress, total=tuning.count * seeds * rounds) as bars:
+            tuning.on_round = lambda job, row: bars.update("tuning", row, advance=1, state=job.label)
+            tuning.run()
+    tuning.refuse_all_diverged()
+    return TuningResult(tuning, temporary)
+
+
+def _grids(names: Sequence[str], lr: Rates | None, grid: Mapping[str, Mapping[str, Sequence[Any]]]) -> dict[str, Any]:
+    """Return the values to try for each algorithm, as `[compare.grid]` has them."""
+    rates = {} if lr is None else lr if isinstance(lr, Mapping) else dict.fromkeys(names, lr)
+    for name in {**rates, **grid}:
+        if name not in names:
+            raise BadInput(f"there is no algorithm '{name}' in this comparison{nearest(name, names)}")
+    tried: dict[str, dict[str, Any]] = {name: {"lr": _plain(values)} for name, values in rates.items()}
+    for name, options in grid.items():
+        tried[name] = {**tried.get(name, {}), **{key: _plain(values) for key, values in options.items()}}
+    return tried
+
+
+def _plain(values: Any) -> list[Any]:
+    """Return a number, a list, a tuple or an array as a list of Python's own values."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return [value.item() if hasattr(value, "item") else value for value in values] if _is_list(values) else [values]
+
+
+def _is_list(values: Any) -> bool:
+    return isinstance(values, Sequence | range) and not isinstance(values, str)
+
+
+def _key(key: str, algorithm: str) -> str:
+    """Return the key of an experiment file for a setting: lr is train.lr, decay is algorithm.decay."""
+    if "." in key:
+        return key
+    options = list(known.options(known.find(algorithm)))
+    if key in options:
+        return f"algorithm.{key}"
+    if key in Train.model_fields:
+        return f"train.{key}"
+    raise BadInput(f"there is no setting '{key}' to tune{nearest(key, [*options, *Train.model_fields])}")
+
+
+def _refuse_without_test(splits: Any) -> None:
+    if splits is not None and splits.test is None:
+        raise BadInput("the final runs are evaluated on test data: give test=(x, y)")
+
+
+def _folder(out: str | Path | None) -> tuple[Path, tempfile.TemporaryDirectory[str] | None]:
+    if out is not None:
+        return checked_path(out, "out"), None
+    temporary = tempfile.TemporaryDirectory(prefix="lamina-", ignore_cleanup_errors=True)
+    return Path(temporary.name) / "runs", temporary
+
+
+def _frame(rows: list[dict[str, Any]], purpose: str) -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise missing_extra("pandas", "table", purpose) from error
+    return pandas.DataFrame(rows)
