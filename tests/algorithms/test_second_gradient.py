@@ -215,3 +215,8 @@ def test_a_second_gradient_that_is_not_finite_is_explained():
         run = simulation("mlp", Far(), engine)
         with pytest.raises(lamina.Diverged, match=r"round 1: client \d \(local step 1 of \d\) went non-finite"):
             run.run(1)
+
+
+def test_an_algorithm_without_a_second_point_says_so():
+    with pytest.raises(NotImplementedError):
+        lamina.FedAvg().second_point(None, None, torch.zeros(3), 0.1, None)
