@@ -297,10 +297,10 @@ def find(given: Any) -> Metric:
             )
         name = str(getattr(metric, "__name__", type(metric).__name__)).replace("<lambda>", "metric")
         metric = Metric(name, metric, larger_is_better=not smaller_is_better(name))
-    own: Metric = metric
-    if own.name in METRICS and own is not METRICS[own.name]:
-        raise BadInput(f"'{own.name}' is a metric of lamina's own: give yours another name")
-    return own
+    result: Metric = metric
+    if result.name in METRICS and result is not METRICS[result.name]:
+        raise BadInput(f"'{result.name}' is a metric of lamina's own: give yours another name")
+    return result
 
 
 def find_all(metrics: Any) -> tuple[Metric, ...] | None:

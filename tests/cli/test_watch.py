@@ -64,7 +64,7 @@ def test_runs_that_do_not_go_on(capsys):
     assert "complete" in frame(capsys, make_run("complete", 10))
     stopped = frame(capsys, make_run("stopped", 4))
     assert "stopped" in stopped
-    assert "the same command again goes on" in stopped
+    assert "run the same command again to resume" in stopped
     assert "time left" not in stopped
     diverged = frame(capsys, make_run("diverged", 4, "round 5: the loss is [NaN]"))
     assert "diverged" in diverged

@@ -27,7 +27,7 @@ def compare(
 ) -> None:
     """Compare algorithms on the same clients and batches; prints the table and saves the picture.
 
-    Started again, it skips the runs that are complete and goes on with the others.
+    Started again, it skips the runs that are complete and resumes the others.
     """
     from lamina.cli.comparison import run_comparison
     from lamina.experiment.config import load

@@ -50,7 +50,7 @@ def reproduce(
 ) -> None:
     """Run a comparison that a paper reports; prints the paper's numbers beside ours and whether its claims hold.
 
-    Started again, it skips the runs that are complete and goes on with the others.
+    Started again, it skips the runs that are complete and resumes the others.
     """
     if name is None:
         raise BadInput("say which: lamina reproduce NAME; lamina reproduce --list has the names")

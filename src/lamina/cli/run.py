@@ -38,7 +38,7 @@ def run(
     tensorboard: TensorBoard = False,
     mlflow: MLflow = False,
 ) -> None:
-    """Train one experiment; its metrics and the trained model go to a folder. Started again, it goes on."""
+    """Train one experiment; its metrics and the trained model go to a folder. Started again, it resumes."""
     from lamina.experiment import run as running
     from lamina.experiment.build import build, resolved
     from lamina.experiment.config import load

@@ -31,7 +31,7 @@ def tune(
 ) -> None:
     """Try a grid of values, or let Optuna propose them; prints all scores and saves the best configuration.
 
-    Started again, it skips the runs that are complete and goes on with the others. With Optuna, several of these
+    Started again, it skips the runs that are complete and resumes the others. With Optuna, several of these
     commands at once share the work.
     """
     from lamina.cli.comparison import tell_ending

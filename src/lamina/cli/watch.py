@@ -113,7 +113,9 @@ class View:
         name = shown_name(record.algorithm, record.title)
         settings = f": {name} lr {record.lr:g} seed {record.seed}, "
         heading = Text.assemble(short(record.folder), settings, (how, COLOURS[how]))
-        remark = record.diverged or ("no process writes here: the same command again goes on" * (how == "stopped"))
+        remark = record.diverged or (
+            "no process writes here: run the same command again to resume" * (how == "stopped")
+        )
         return Group(heading, lines, *([Text(remark, COLOURS[how])] if remark else []))
 
     def _overview(self, states: Sequence[tuple[str, Record]]) -> RenderableType:

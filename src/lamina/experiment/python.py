@@ -75,13 +75,13 @@ def describe(
         tree["data"]["clients"] = int(clients)
     if partition is not None:
         tree["data"]["partition"] = _partition(partition, objects)
-    own: Table = {}
+    object_settings: Table = {}
     for key, value in settings.items():
         if key == "metrics":
             _set_metrics(tree, objects, value)
         else:
-            _set(tree, own, key, value)
-    return parse(tree, source="arguments").with_objects(Objects(settings=own, **objects))
+            _set(tree, object_settings, key, value)
+    return parse(tree, source="arguments").with_objects(Objects(settings=object_settings, **objects))
 
 
 def algorithm_section(algorithm: Any) -> tuple[str, Table]:
@@ -143,8 +143,8 @@ def _set_metrics(tree: dict[str, Table], objects: Table, given: Any) -> None:
         objects["metrics"] = metrics
 
 
-def _set(tree: dict[str, Table], own: Table, key: str, value: Any) -> None:
-    """Set one key in its section; an object that no file can name goes to `own`."""
+def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -> None:
+    """Set one key in its section; an object that no file can name goes to `object_settings`."""
     if key == "augmentation":
         if isinstance(value, Augment):
             tree["data"] |= {"augment": True, "augment_pad": value.pad, "augment_flip": value.flip}
@@ -160,11 +160,11 @@ def _set(tree: dict[str, Table], own: Table, key: str, value: Any) -> None:
     elif key == "schedule" and not isinstance(value, str | Mapping):
         names = {cls: name for name, cls in SCHEDULES.items()}
         if type(value) not in names:
-            own[key] = value
+            object_settings[key] = value
         value = {"name": names.get(type(value)) or schedule_name(value), **_fields(value)}
     elif key == "aggregation" and not isinstance(value, str | Mapping):
         if type(value) not in aggregation.AGGREGATIONS.values():
-            own[key] = value
+            object_settings[key] = value
         value = {"name": aggregation.name_of(value), **_fields(value)}
     elif isinstance(value, torch.device):
         value = str(value)
@@ -173,7 +173,7 @@ def _set(tree: dict[str, Table], own: Table, key: str, value: Any) -> None:
     elif section == "data" and isinstance(value, tuple | np.ndarray | torch.Tensor):  # numbers of clients
         value = np.asarray(value).tolist()
     elif section == "train" and not isinstance(value, str | int | float | list | tuple | Mapping):  # a loss function
-        own[key], value = value, None
+        object_settings[key], value = value, None
     if value is not None:
         tree[section][key] = value
 

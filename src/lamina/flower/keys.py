@@ -1,6 +1,6 @@
 """Keys of a federation: an authority, the server's certificate, a key pair that signs tasks, a key pair for every node.
 
-Who keeps what: the authority's key, the server's key and ``tasks.key`` stay with whoever runs the SuperLink; a node's
+Who keeps what: the authority's key, the server's key and ``tasks.key`` stay with the SuperLink's operator; a node's
 private key never leaves the node. Every node gets ``ca.crt`` and ``tasks.pub``; the server gets every node's ``.pub``.
 """
 
@@ -131,7 +131,7 @@ def private_folder(folder: Path) -> Path:
 
 
 def refuse_existing(*paths: Path) -> None:
-    """Refuse to replace a key: whoever trusts the old one would trust nobody afterwards."""
+    """Refuse to replace a key: nodes that trust the old one would trust no server afterwards."""
     for path in paths:
         if path.exists() or path.is_symlink():
             raise BadInput(f"'{path}' exists: a key is never replaced; choose another folder, or delete it yourself")

@@ -211,7 +211,7 @@ def compare(
         target: value of the first metric on the test data to reach; 0.9 by default if that is the accuracy.
         select: choose on held-out "validation" data, or on the "test" data as the papers do.
         validation: the fraction of the training data that is held out to choose on.
-        tuning_rounds: rounds of the runs that only help to choose; of several numbers, the best third goes on after
+        tuning_rounds: rounds of the runs that only help to choose; of several numbers, the best third continues after
             each.
         out: the folder of all runs. Called again with the same arguments, `compare` resumes there. Without it, the runs
             are in a temporary folder, which is deleted with the result.

@@ -31,8 +31,8 @@ class _StackedRecurrent:
             outputs = []
             for suffix in directions:
                 start = tuple(unfold_clients(one[len(ends)], clients) for one in given)
-                made, end = self.scan(x, f"_l{layer}{suffix}", start)
-                outputs.append(made)
+                output, end = self.scan(x, f"_l{layer}{suffix}", start)
+                outputs.append(output)
                 ends.append(end)
             x = torch.cat(outputs, -1)
         last = tuple(torch.stack([one.flatten(0, 1) for one in ones]) for ones in zip(*ends, strict=True))
