@@ -88,11 +88,13 @@ class Population:
             for plan in [plans[self._same_rounds[i]]]
         ]
 
-        def plan_ahead() -> None:
+        def plan_ahead() -> list[Round] | None:
             with ThreadPoolExecutor(len(leaders)) as pool:  # numpy sorts without Python's lock
-                list(pool.map(lambda simulation: simulation.plan_ahead(), leaders.values()))
+                planned = dict(zip(leaders, pool.map(Simulation.plan_ahead, leaders.values()), strict=True))
+            upcoming = [planned[self._same_rounds[i]] for i in active]
+            return None if None in upcoming else [plan for plan in upcoming if plan is not None]
 
-        engine.meanwhile = plan_ahead
+        engine.upcoming = plan_ahead
         first = self.simulations[0]
         with arithmetic(first.precision, first.deterministic):
             outcomes = engine.run_members(members)

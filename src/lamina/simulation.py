@@ -279,7 +279,7 @@ class Simulation:
         started = time.perf_counter()
         plan = self.next_plan()
         if isinstance(self.engine, Stacked):
-            self.engine.meanwhile = self.plan_ahead
+            self.engine.upcoming = lambda: [ahead] if (ahead := self.plan_ahead()) else None
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
             self.state, report = self.engine.run_round(self.state, plan)
         seconds = time.perf_counter() - started
@@ -295,11 +295,12 @@ class Simulation:
         self.objective.refuse_rate(planned.lr)
         return planned
 
-    def plan_ahead(self) -> None:
-        """Plan the round after the current one while a GPU works on the current one."""
+    def plan_ahead(self) -> Round | None:
+        """Return the plan of the round after the current one; None if there cannot be such a round."""
         if self._planned is None:
             with contextlib.suppress(BadInput):  # raised again if that round is reached
                 self._planned = self.plan.round(self.state.round + 2)
+        return self._planned
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -99,18 +99,36 @@ class Sums:
         return total_up, self.buffers | {n: self.buffers.get(n, 0.0) + weight * b for n, b in floating.items()}
 
 
-def close_round(
-    algorithm: Algorithm, layers: Layers, state: State, plan: Round, down: Any, sums: Sums, clients: dict[int, Any]
-) -> tuple[State, RoundReport]:
-    """Take the server's step on the means; return the new state and the report. All engines end a round here."""
+class ServerStep(NamedTuple):
+    """The server's step of a round, perhaps still being computed by a GPU."""
+
+    server: Any  # the algorithm's new Server record
+    buffers: Buffers
+    measured: Tensor  # ||x+ - x||, <mean delta_i, x+ - x>, and whether x+ is finite; float64
+
+
+def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: Round, sums: Sums) -> ServerStep:
+    """Take the server's step on the means, without waiting for a GPU."""
     info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_steps=sums.steps)
     up, buffers = sums.combined(algorithm)
     server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
     measured = [torch.linalg.vector_norm(moved), torch.dot(sums.up.delta.double(), moved)]
-    update_norm, along, finite = torch.stack([*measured, torch.isfinite(server.x).all().double()]).tolist()
+    return ServerStep(server, buffers, torch.stack([*measured, torch.isfinite(server.x).all().double()]))
+
+
+def close_round(
+    algorithm: Algorithm, layers: Layers, state: State, plan: Round, down: Any, sums: Sums, clients: dict[int, Any],
+    taken: tuple[ServerStep, list[float]] | None = None,
+) -> tuple[State, RoundReport]:  # fmt: skip
+    """Return the state after the server's step and the round's report. All engines end a round here.
+
+    `taken`: the step and its measured values, if the engine has taken it already.
+    """
+    step = step_server(algorithm, layers, state, plan, sums) if taken is None else taken[0]
+    update_norm, along, finite = step.measured.tolist() if taken is None else taken[1]
     if not finite:
-        raise diverged(layers, server.x, plan.number, plan.lr, client=None)
+        raise diverged(layers, step.server.x, plan.number, plan.lr, client=None)
     # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2
     consistency = sums.square - 2 * along + update_norm**2
     extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
@@ -124,7 +142,7 @@ def close_round(
         bytes_up=sums.bytes_up + extra * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
     )
-    return State(plan.number, server, state.buffers | buffers, clients, state.ledger), report
+    return State(plan.number, step.server, state.buffers | step.buffers, clients, state.ledger), report
 
 
 def client_weights(plan: Round, by_examples: bool) -> list[float]:

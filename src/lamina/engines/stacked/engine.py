@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from lamina.engines.stacked.rows import (
     Row,
     map_record,
     on_device,
+    order_rows,
     pad_plans,
     row_of,
     row_sums,
@@ -53,13 +54,30 @@ from lamina.engines.stacked.steps import (
     parts_of,
     train,
 )
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
+from lamina.engines.state import (
+    RoundReport,
+    ServerStep,
+    State,
+    Sums,
+    client_weights,
+    close_round,
+    diverged,
+    step_server,
+    undo_weighting,
+)
 from lamina.errors import Diverged
 from lamina.layers import Layers
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round, dropout_streams, sample_counters
 from lamina.protocol import Protocol
+
+
+class Ahead(NamedTuple):
+    """The batches of a round that has been planned ahead, on the device."""
+
+    plans: Sequence[Round]  # every member's
+    batches: tuple[Batches, Any]  # as `Stacked._batches` returns them
 
 
 @dataclass
@@ -74,7 +92,8 @@ class Stacked:
     record_trust_ratios: bool = False
     memory: Memory = field(init=False)
     graphs: Graphs | None = field(init=False)  # captured local steps; None: steps run one operation at a time
-    meanwhile: Callable[[], None] | None = None  # what the host does while a GPU works on a round
+    upcoming: Callable[[], Sequence[Round] | None] | None = None  # plans the next round while a GPU works on this one
+    _ahead: Ahead | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
@@ -98,14 +117,8 @@ class Stacked:
     def run_members(self, members: Sequence[Member]) -> list[Outcome]:
         """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
         ranks = Ranks.current()
-        rows = [
-            Row(e, c, weight)
-            for e, member in enumerate(members)
-            for c, weight in enumerate(client_weights(member.plan, member.protocol.by_examples))
-            if ranks.owns(int(member.plan.cohort[c]))
-        ]
-        # clients with as many steps as their neighbours waste least on masked steps
-        rows.sort(key=lambda row: -int(members[row.member].plan.steps[row.c]))
+        weights = [client_weights(member.plan, member.protocol.by_examples) for member in members]
+        rows = [Row(e, c, weights[e][c]) for e, c in self._order([member.plan for member in members])]
         now = RoundInProgress(members, rows)
         needs = members[0].algorithm.needs(members[0].plan.number)
         needs_gradients = needs.full_gradient or needs.control_variate
@@ -137,11 +150,11 @@ class Stacked:
         member, sums = now.members[e], now.sums[e]
         size = 0 if sums.up is None else sum(payload_bytes(sums.up).values())
         sums.bytes_up = size * len(member.plan.cohort)
-        layers = self.objective.layers
+        layers, taken = self.objective.layers, now.server_steps.get(e)
         try:
             return close_round(
-                member.algorithm, layers, member.state, member.plan, now.downs[e], sums, now.clients[e]
-            )  # fmt: skip
+                member.algorithm, layers, member.state, member.plan, now.downs[e], sums, now.clients[e], taken
+            )
         except Diverged as error:
             return error
 
@@ -171,7 +184,7 @@ class Stacked:
         shares = self._shares(now, chunk)
         relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
         clip = self._row_clip([member.protocol.clip for member in members])
-        batches, filled = self._batches(plans, [row.c for row in chunk])
+        batches, filled = self._take_batches(now, chunk)
         local = algorithm.begin(down, client, info)
         work = LocalWork(
             algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
@@ -183,21 +196,11 @@ class Stacked:
         up = sent if relative is None else undo_weighting(algorithm, sent, relative)
         client = on_device(self._in_usual_order(client), home)
         ratios = algorithm.trust_ratios(local) if self.record_trust_ratios else None
-        means = self._means(up, buffers, chunk, shares)  # before the wait, in the hope that all is finite
         checks = [losses, *row_sums(up), *(total.to(losses.device) for total in row_sums(client))]
-        square = squares(up.delta)
-        if self.meanwhile is not None and square.is_cuda:
-            self.meanwhile()
-        # a sum is finite only if all its terms are; one GPU wait for all of it
-        measured = torch.stack([losses, square, torch.stack(checks).sum(0)]).tolist()
-        for r, (row, check) in enumerate(zip(chunk, measured[2], strict=True)):
-            if not math.isfinite(check) and row.member not in now.failed:
-                now.failed[row.member] = self._explain(now, row, self._in_usual_order(row_of(up, r)))
-        if any(row.member in now.failed for row in chunk):
-            means = self._means(up, buffers, chunk, self._shares(now, chunk))
-
-        # All that needs memory comes first: a chunk that does not fit is run again, and must not count twice.
+        # All that needs memory comes before the wait: a chunk that does not fit is run again, and must not count twice.
+        means = self._means(up, buffers, chunk, shares)  # in the hope that all is finite, as is the server's step
         totals = {e: now.sums[e].plus(*mean) for e, mean in means.items()}
+        steps = self._step_servers(now, totals) if now.is_last(chunk) else {}
         keeps_state = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
         kept = rows_of(client) if keeps_state else []
@@ -207,19 +210,49 @@ class Stacked:
                 (row, {n: b[r].clone() for n, b in buffers.items()})
                 for r, row in enumerate(rows_of(self._in_usual_order(sent)))
             ]
-        for r, (row, loss, length, check) in enumerate(zip(chunk, *measured, strict=True)):
-            if not math.isfinite(check):
-                continue
-            sums = now.sums[row.member]
-            sums.loss += row.weight * loss
-            sums.square += row.weight * length
-            sums.add_trust(None if ratios is None else ratios[r], row.weight)
+        # a sum is finite only if all its terms are; one GPU wait for all of it
+        by_row = torch.stack([losses, squares(up.delta), torch.stack(checks).sum(0)])
+        numbers = torch.cat([by_row.double().flatten(), *(step.measured for step in steps.values())])
+        if numbers.is_cuda:
+            self._look_ahead(now, chunk)
+        measured = numbers.tolist()
+        loss, length, check = np.array(measured[: 3 * len(chunk)]).reshape(3, len(chunk))
+        is_finite = np.isfinite(check)
+        for r in np.flatnonzero(~is_finite):
+            if chunk[r].member not in now.failed:
+                now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
+        if not is_finite.all():
+            means = self._means(up, buffers, chunk, self._shares(now, chunk))
+            totals, steps = {e: now.sums[e].plus(*mean) for e, mean in means.items()}, {}
+
+        weight, owner = (np.array([getattr(row, name) for row in chunk]) for name in ("weight", "member"))
+        for e in set(owner):
+            mine = is_finite & (owner == e)
+            now.sums[e].loss += float(np.dot(weight[mine], loss[mine]))
+            now.sums[e].square += float(np.dot(weight[mine], length[mine]))
+        for r in np.flatnonzero(is_finite):
+            row = chunk[r]
+            if ratios is not None:
+                now.sums[row.member].add_trust(ratios[r], row.weight)
             if uploads:
-                sums.keep(row.c, *uploads[r])
+                now.sums[row.member].keep(row.c, *uploads[r])
             if keeps_state:
                 now.clients[row.member][now.client_id(row)] = kept[r]
         for e, (total_up, total_buffers) in totals.items():
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
+        now.trained += len(chunk)
+        values = iter(measured[3 * len(chunk) :])
+        now.server_steps = {e: (step, [next(values) for _ in step.measured]) for e, step in steps.items()}
+
+    def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
+        """Take the members' steps on the server, if these totals are all that they need."""
+        if Ranks.current().world > 1 or not isinstance(self.protocol.aggregation, Mean):
+            return {}
+        steps = {}
+        for e, (up, buffers) in totals.items():
+            member, sums = now.members[e], dataclasses.replace(now.sums[e], up=up, buffers=buffers)
+            steps[e] = step_server(member.algorithm, self.objective.layers, member.state, member.plan, sums)
+        return steps
 
     def _take_steps(self, problem: Problem, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
         """Return the local state after all steps, and the sum of every row's losses."""
@@ -227,6 +260,28 @@ class Stacked:
             return self.graphs.train(problem, work, lone_sample)
         problem.forward.announce(lone_sample)
         return train(problem, self._parts, work)
+
+    def _order(self, plans: Sequence[Round]) -> list[tuple[int, int]]:
+        """Return this rank's rows as pairs of a member and a place in its cohort."""
+        ranks = Ranks.current()
+        return order_rows(plans, ranks.owns if ranks.world > 1 else None)
+
+    def _look_ahead(self, now: RoundInProgress, chunk: list[Row]) -> None:
+        """Plan the next round and send its batches, if a round is a single chunk."""
+        plans = None if self.upcoming is None else self.upcoming()
+        if plans is None or len(chunk) < len(now.rows):
+            return
+        order = self._order(plans)
+        self._ahead = Ahead(plans, self._batches([plans[e] for e, _ in order], [c for _, c in order]))
+
+    def _take_batches(self, now: RoundInProgress, chunk: list[Row]) -> tuple[Batches, Any]:
+        """Return what `_batches` returns, prepared ahead if possible."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and len(chunk) == len(now.rows) and len(ahead.plans) == len(now.members):
+            pairs = zip(ahead.plans, now.members, strict=True)
+            if all(plan.index is member.plan.index for plan, member in pairs):
+                return ahead.batches
+        return self._batches(now.plans(chunk), [row.c for row in chunk])
 
     def _batches(self, plans: list[Round], places: list[int]) -> tuple[Batches, Any]:
         """Return the batches of all rows on the device, and how many samples each has [rows, K] on the host."""
@@ -297,12 +352,15 @@ class Stacked:
 
     def _shares(self, now: RoundInProgress, chunk: list[Row]) -> tuple[list[int], Tensor]:
         """Return the members that have not diverged, and every row's weight in each one's mean [members, rows]."""
-        members = list(dict.fromkeys(row.member for row in chunk if row.member not in now.failed))
-        shares = np.zeros((len(members), len(chunk)))
-        for r, row in enumerate(chunk):
+        places: dict[int, int] = {}
+        for row in chunk:
             if row.member not in now.failed:
-                shares[members.index(row.member), r] = row.weight
-        return members, send(shares, self.objective.device).to(self.objective.dtype)
+                places.setdefault(row.member, len(places))
+        shares = np.zeros((len(places), len(chunk)))
+        for r, row in enumerate(chunk):
+            if row.member in places:
+                shares[places[row.member], r] = row.weight
+        return list(places), send(shares, self.objective.device).to(self.objective.dtype)
 
     def _means(
         self, up: Any, buffers: Buffers, chunk: list[Row], shares: tuple[list[int], Tensor]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
-from lamina.engines.state import RoundReport, State, Sums
+from lamina.engines.state import RoundReport, ServerStep, State, Sums
 from lamina.errors import Diverged
 from lamina.plan import Round
 from lamina.protocol import Protocol
@@ -50,6 +50,12 @@ class RoundInProgress:
     sums: list[Sums] = field(default_factory=list)
     clients: list[dict[int, Any]] = field(default_factory=list)
     failed: dict[int, Diverged] = field(default_factory=dict)
+    trained: int = 0  # rows
+    server_steps: dict[int, tuple[ServerStep, list[float]]] = field(default_factory=dict)  # those taken already
+
+    def is_last(self, chunk: Sequence[Row]) -> bool:
+        """Return whether no rows remain after these."""
+        return self.trained + len(chunk) == len(self.rows)
 
     def plans(self, chunk: Sequence[Row]) -> list[Round]:
         """Return the plan of every row."""
@@ -62,10 +68,15 @@ class RoundInProgress:
 
 def stack_records(records: list[Any]) -> Any:
     """[p] records of the same kind as one of [rows, p]."""
-    kind = type(records[0])
-    if all(record is records[0] for record in records):  # the same broadcast for every row: no copy
+    kind, distinct = type(records[0]), list({id(record): record for record in records}.values())
+    if len(distinct) == 1:  # the same broadcast for every row: no copy
         return kind(*(None if v is None else v.expand(len(records), *v.shape) for v in records[0]))
-    return kind(*(None if values[0] is None else torch.stack(values) for values in zip(*records, strict=True)))
+    stacked = kind(*(None if values[0] is None else torch.stack(values) for values in zip(*distinct, strict=True)))
+    if len(distinct) == len(records):
+        return stacked
+    places = {id(record): i for i, record in enumerate(distinct)}
+    which = np.array([places[id(record)] for record in records])
+    return map_record(lambda values: values.index_select(0, send(which, values.device)), stacked)
 
 
 def map_record(change: Callable[[Tensor], Tensor], record: Any) -> Any:
@@ -104,6 +115,17 @@ def squares(rows: Tensor) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
         return norms**2
     return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
+
+
+def order_rows(plans: Sequence[Round], owns: Callable[[int], bool] | None = None) -> list[tuple[int, int]]:
+    """Return member and place in its cohort of all rows, those with most steps first.
+
+    Neighbours have about as many steps, so that little is wasted on masked ones. `owns` selects clients.
+    """
+    rows = [(e, c) for e, plan in enumerate(plans) for c in range(len(plan.cohort))]
+    steps = np.concatenate([plan.steps for plan in plans])
+    ordered = [rows[i] for i in np.argsort(-steps, kind="stable")]
+    return ordered if owns is None else [(e, c) for e, c in ordered if owns(int(plans[e].cohort[c]))]
 
 
 def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:

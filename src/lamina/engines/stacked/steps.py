@@ -21,6 +21,7 @@ from lamina.batch import map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, prepare
 from lamina.engines.stacked.forward import Forward
+from lamina.engines.stacked.side_stream import differentiate
 from lamina.layers import Grouping, Layers
 from lamina.objective import Buffers, Objective
 
@@ -109,10 +110,9 @@ class Problem:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Return every row's gradient of its mean loss by name, perhaps rounded, and those losses [rows]."""
         leaves = {n: p.detach().requires_grad_() for n, p in self.forward.rounded(parameters).items()}
-        losses = self.mean_losses(leaves, buffers, batch)
         # a parameter that the loss does not reach has a gradient of zero, as in the loop
-        gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
-        return dict(zip(leaves, gradients, strict=True)), losses.detach()
+        losses, gradients = differentiate(lambda: self.mean_losses(leaves, buffers, batch), list(leaves.values()))
+        return dict(zip(leaves, gradients, strict=True)), losses
 
     def mean_losses(self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches) -> Tensor:
         """Return every row's mean loss over the real samples of its batch [rows]; their sum if `summed`."""

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lamina.engines.stacked.gpu.launch import launch
+from lamina.engines.stacked.side_stream import claim, weight_gradients
 
 # Elements that a program holds at a time, from a sweep over the layers of ResNet-18 on an H200: forward, a whole group
 # of a small image, so that it is read once; backward, where it holds three times as much, half of it.
@@ -87,17 +88,27 @@ def _forward(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gradient_and_value(g, x, y, place, mask, RELU: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The gradient before the ReLU and the value, in their own types, of which more fit the registers."""
+def _gradient_and_value(  # type: ignore[no-untyped-def]
+    g, x, y, place, mask, mean, scale, w, b, RESIDUAL: tl.constexpr, RELU: tl.constexpr
+):
+    """The gradient before the ReLU and the value, in their own types, of which more fit the registers.
+
+    Where the ReLU was zero is computed again, which is faster than reading y; a residual would have to be read, too.
+    """
     gradient = tl.load(g + place, mask=mask, other=0.0)
+    value = tl.load(x + place, mask=mask, other=0.0)
     if RELU:
-        gradient = tl.where(tl.load(y + place, mask=mask, other=0.0) <= 0, 0.0, gradient).to(gradient.dtype)
-    return gradient, tl.load(x + place, mask=mask, other=0.0)
+        if RESIDUAL:
+            out = tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
+        else:
+            out = (value.to(tl.float32) - mean) * scale * w[None, :] + b[None, :]
+        gradient = tl.where(out <= 0, 0.0, gradient).to(gradient.dtype)
+    return gradient, value
 
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    g, x, y, weight, moments, dx, d_residual, d_affine, samples, w_client,
+    g, x, y, weight, bias, moments, dx, d_residual, d_affine, samples, w_client,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
@@ -110,12 +121,14 @@ def _backward(  # type: ignore[no-untyped-def]
     slot = moments + (n * tl.num_programs(1) + group) * 2
     mean = tl.load(slot)
     scale = tl.load(slot + 1)
+    w = tl.load(weight + n // samples * w_client + channel, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(bias + n // samples * w_client + channel, mask=real, other=0.0).to(tl.float32)
     IN_REGISTERS: tl.constexpr = PIXELS <= BP
     if IN_REGISTERS:
         pixel = tl.arange(0, BP)
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
-        gradient, value = _gradient_and_value(g, x, y, place, mask, RELU)
+        gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
         sums = tl.sum(gradient.to(tl.float32), axis=0)
         products = tl.sum(gradient.to(tl.float32) * ((value.to(tl.float32) - mean) * scale), axis=0)
     else:
@@ -125,12 +138,11 @@ def _backward(  # type: ignore[no-untyped-def]
             pixel = start + tl.arange(0, BP)
             mask = (pixel < PIXELS)[:, None] & real[None, :]
             place = first + pixel[:, None] * CHANNELS + channel[None, :]
-            gradient, value = _gradient_and_value(g, x, y, place, mask, RELU)
+            gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
             sums += tl.sum(gradient.to(tl.float32), axis=0)
             products += tl.sum(gradient.to(tl.float32) * ((value.to(tl.float32) - mean) * scale), axis=0)
     tl.store(d_affine + n * CHANNELS + channel, products, mask=real)
     tl.store(d_affine + (tl.num_programs(0) + n) * CHANNELS + channel, sums, mask=real)
-    w = tl.load(weight + n // samples * w_client + channel, mask=real, other=0.0).to(tl.float32)
     mean_gradient = tl.sum(w * sums) / (PIXELS * SIZE)
     mean_product = tl.sum(w * products) / (PIXELS * SIZE)
     for start in range(0, PIXELS, BP):
@@ -138,8 +150,8 @@ def _backward(  # type: ignore[no-untyped-def]
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
         if not IN_REGISTERS:
-            gradient, value = _gradient_and_value(g, x, y, place, mask, RELU)
-        if RESIDUAL:
+            gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
+        if RESIDUAL and RELU:
             tl.store(d_residual + place, gradient.to(d_residual.dtype.element_ty), mask=mask)
         normal = (value.to(tl.float32) - mean) * scale
         out = scale * (w[None, :] * gradient.to(tl.float32) - mean_gradient - normal * mean_product)
@@ -154,6 +166,7 @@ class GroupNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, groups: int, eps: float, relu: bool
     ) -> Tensor:
         """See `group_norm`."""
+        ctx.claim = claim(weight, bias)
         x = x.contiguous(memory_format=torch.channels_last)
         if residual is not None:
             residual = residual.to(x.dtype).contiguous(memory_format=torch.channels_last)
@@ -168,25 +181,29 @@ class GroupNorm(torch.autograd.Function):
             *ctx.sizes, eps, *_tile(ctx.sizes, FORWARD_TILE), ctx.residual, relu,
             num_warps=_warps(ctx.sizes, FORWARD_TILE),
         )  # fmt: skip
-        ctx.save_for_backward(x, weight, y if relu else x, moments)
+        ctx.save_for_backward(x, weight, bias, y if relu and ctx.residual else x, moments)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of images, scale, shift and residual."""
-        x, weight, y, moments = ctx.saved_tensors
+        x, weight, bias, y, moments = ctx.saved_tensors
         g = gradients[0].contiguous(memory_format=torch.channels_last)
         dx = torch.empty_like(x)
         d_residual = torch.empty_like(x) if ctx.residual and ctx.relu else g
         d_affine = torch.empty(2, len(x), x.shape[1], dtype=torch.float32, device=x.device)
         clients = len(weight)
         launch(
-            _backward, (len(x), moments.shape[1]), g, x, y, weight, moments, dx, d_residual, d_affine,
+            _backward, (len(x), moments.shape[1]), g, x, y, weight, bias, moments, dx, d_residual, d_affine,
             len(x) // clients, weight.stride(0),
-            *ctx.sizes, *_tile(ctx.sizes, BACKWARD_TILE), ctx.residual and ctx.relu, ctx.relu,
+            *ctx.sizes, *_tile(ctx.sizes, BACKWARD_TILE), ctx.residual, ctx.relu,
             num_warps=_warps(ctx.sizes, BACKWARD_TILE),
         )  # fmt: skip
-        d_weight, d_bias = d_affine.reshape(2, clients, -1, x.shape[1]).sum(2).to(weight.dtype)
+
+        def of_weights() -> tuple[Tensor, ...]:
+            return d_affine.reshape(2, clients, -1, x.shape[1]).sum(2).to(weight.dtype).unbind()
+
+        d_weight, d_bias = weight_gradients(ctx.claim, of_weights, (d_affine,))
         return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from lamina.engines.stacked.gpu import kernels
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
+from lamina.engines.stacked.side_stream import claim, weight_gradients
 
 try:
     from lamina.engines.stacked.gpu import hopper
@@ -55,6 +56,7 @@ class _Convolution(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: kernels.Pair, padding: kernels.Pair,
         precision: str,
     ) -> Tensor:  # fmt: skip
+        ctx.claim = claim(weight, bias)
         x, rounded = _channels_last(x), weight.to(x.dtype)
         ctx.save_for_backward(x, rounded)
         ctx.settings = stride, padding, precision
@@ -72,19 +74,28 @@ class _Convolution(torch.autograd.Function):
         g, size = _channels_last(gradients[0]), _pair(x.shape[2:])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         clients, window, on_hopper = len(rounded), _pair(rounded.shape[3:]), _suits_hopper(g, rounded, stride)
-        dx = dw = db = None
+        dx = None
         if needs_x and on_hopper:
             dx = hopper.input_gradient(g, rounded, size, padding)
         elif needs_x:
             dx = kernels.input_gradient(g, rounded, size, stride, padding, precision)
-        if (needs_weight or needs_bias) and on_hopper:
+
+        def of_weights() -> list[Tensor]:
+            """Return the gradients of the weights and of the bias, if there is one."""
+            if not on_hopper:
+                sides = clients, window, stride, padding, precision
+                dw, db = kernels.weight_gradient(g, x, *sides, biased=bool(needs_bias), dtype=ctx.dtype)
+                return [dw] if db is None else [dw, db.to(ctx.bias_dtype)]
             dw = hopper.weight_gradient(g, x, clients, window, padding, dtype=ctx.dtype)
-            if needs_bias:
-                db = g.reshape(clients, -1, *g.shape[1:]).sum((1, 3, 4), dtype=torch.float32)
-        elif needs_weight or needs_bias:
-            sides = clients, window, stride, padding, precision
-            dw, db = kernels.weight_gradient(g, x, *sides, biased=bool(needs_bias), dtype=ctx.dtype)
-        return dx, dw, None if db is None else db.to(ctx.bias_dtype), None, None, None
+            if not needs_bias:
+                return [dw]
+            sums = g.reshape(clients, -1, *g.shape[1:]).sum((1, 3, 4), dtype=torch.float32)
+            return [dw, sums.to(ctx.bias_dtype)]
+
+        if not (needs_weight or needs_bias):
+            return dx, None, None, None, None, None
+        dw, *db = weight_gradients(ctx.claim, of_weights, (g, x))
+        return dx, dw, db[0] if db else None, None, None, None
 
 
 def max_pool(x: Tensor, kernel: tuple[int, int]) -> Tensor:
