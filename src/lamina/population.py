@@ -94,7 +94,7 @@ class Population:
             upcoming = [planned[self._same_rounds[i]] for i in active]
             return None if None in upcoming else [plan for plan in upcoming if plan is not None]
 
-        engine.upcoming = plan_ahead
+        engine.feed.upcoming = plan_ahead
         first = self.simulations[0]
         with arithmetic(first.precision, first.deterministic):
             outcomes = engine.run_members(members)

@@ -279,7 +279,7 @@ class Simulation:
         started = time.perf_counter()
         plan = self.next_plan()
         if isinstance(self.engine, Stacked):
-            self.engine.upcoming = lambda: [ahead] if (ahead := self.plan_ahead()) else None
+            self.engine.feed.upcoming = lambda: [ahead] if (ahead := self.plan_ahead()) else None
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
             self.state, report = self.engine.run_round(self.state, plan)
         seconds = time.perf_counter() - started

@@ -10,8 +10,9 @@ from torch.nn import functional as F  # noqa: N812
 
 import lamina
 from engines.test_per_layer import PerLayer, PerModule
+from lamina.dropout import set_streams, stream_layers, with_streams
 from lamina.engines.stacked import convolution
-from lamina.engines.stacked.fusion import fuse_norms
+from lamina.engines.stacked.fusion import fuse
 from lamina.engines.stacked.modules import PlainMaxPool2d, stack
 from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_samples
 from lamina.engines.stacked.steps import works_by_layer
@@ -104,7 +105,7 @@ class Residual(nn.Module):
 def test_norms_take_over_the_sum_and_the_relu_after_them():
     torch.manual_seed(0)
     plain = stack(Residual().double())
-    fused = fuse_norms(copy.deepcopy(plain))
+    fused = fuse(copy.deepcopy(plain))
     assert [fused.get_submodule(f"norm{i}").relu for i in (1, 2, 3)] == [True] * 3
     assert "relu" not in {node.target for node in fused.graph.nodes}
     parameters = {n: torch.stack([p, 1.5 * p]).requires_grad_() for n, p in plain.named_parameters()}
@@ -125,7 +126,7 @@ def test_a_norm_whose_result_is_used_twice_stays_as_it_is():
             y = self.norm(x)
             return torch.relu(y) + y
 
-    assert not fuse_norms(stack(Twice())).get_submodule("norm").relu
+    assert not fuse(stack(Twice())).get_submodule("norm").relu
 
 
 def test_a_network_that_branches_is_not_fused():
@@ -139,5 +140,37 @@ def test_a_network_that_branches_is_not_fused():
 
     for condition in (lambda module, x: module.training, lambda module, x: bool(x.sum() > 0)):
         module = stack(Branches(condition))
-        assert fuse_norms(module) is module
+        assert fuse(module) is module
         assert not module.norm.relu
+
+
+class Pooling(nn.Module):
+    """One pooling used twice, with ReLUs on both sides and Dropout2d before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
+        self.pool, self.drop, self.head = nn.MaxPool2d(2), nn.Dropout2d(0.5), nn.Linear(16, 3)
+
+    def forward(self, x):
+        x = self.pool(torch.relu(self.first(x)))
+        x = torch.relu(self.pool(self.drop(self.second(x))))
+        return self.head(x.flatten(1))
+
+
+def test_pooling_takes_over_the_relu_and_comes_before_dropout():
+    torch.manual_seed(0)
+    plain = stack(with_streams(Pooling().double())[0])
+    fused = fuse(copy.deepcopy(plain))
+    operations = [node.target for node in fused.graph.nodes if node.op in ("call_module", "call_function")]
+    assert operations == ["first", "pool", "second", "pool", "drop", "head"]
+    parameters = {n: torch.stack([p, -p]).requires_grad_() for n, p in plain.named_parameters()}
+    x = torch.randn(6, 1, 14, 14, dtype=torch.float64)  # two clients with three samples
+    results = []
+    for module in (plain, fused):
+        set_streams(stream_layers(module), torch.tensor([1, 2]))
+        output = torch.func.functional_call(module, parameters, (x,))
+        results.append((output, *torch.autograd.grad(output.square().sum(), list(parameters.values()))))
+    for one, other in zip(*results, strict=True):
+        assert one.abs().sum() > 0
+        assert torch.equal(one, other)

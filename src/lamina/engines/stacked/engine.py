@@ -13,17 +13,17 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lamina import rng
 from lamina.aggregation import Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, options
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import FIXED_CHUNK, Loop
+from lamina.engines.stacked.feed import BatchFeed
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.memory import Memory
@@ -36,7 +36,6 @@ from lamina.engines.stacked.rows import (
     map_record,
     on_device,
     order_rows,
-    pad_plans,
     row_of,
     row_sums,
     rows_of,
@@ -69,15 +68,8 @@ from lamina.errors import Diverged
 from lamina.layers import Layers
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
-from lamina.plan import Round, dropout_streams, sample_counters
+from lamina.plan import Round
 from lamina.protocol import Protocol
-
-
-class Ahead(NamedTuple):
-    """The batches of a round that has been planned ahead, on the device."""
-
-    plans: Sequence[Round]  # every member's
-    batches: tuple[Batches, Any]  # as `Stacked._batches` returns them
 
 
 @dataclass
@@ -92,12 +84,12 @@ class Stacked:
     record_trust_ratios: bool = False
     memory: Memory = field(init=False)
     graphs: Graphs | None = field(init=False)  # captured local steps; None: steps run one operation at a time
-    upcoming: Callable[[], Sequence[Round] | None] | None = None  # plans the next round while a GPU works on this one
-    _ahead: Ahead | None = field(default=None, init=False, repr=False)
+    feed: BatchFeed = field(init=False)
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
         self.graphs = Graphs() if self.objective.device.type == "cuda" else None
+        self.feed = BatchFeed(self.objective, self.protocol)
 
     @functools.cached_property
     def _parts(self) -> list[Layers]:
@@ -118,7 +110,7 @@ class Stacked:
         """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
         ranks = Ranks.current()
         weights = [client_weights(member.plan, member.protocol.by_examples) for member in members]
-        rows = [Row(e, c, weights[e][c]) for e, c in self._order([member.plan for member in members])]
+        rows = [Row(e, c, weights[e][c]) for e, c in order_rows([member.plan for member in members])]
         now = RoundInProgress(members, rows)
         needs = members[0].algorithm.needs(members[0].plan.number)
         needs_gradients = needs.full_gradient or needs.control_variate
@@ -184,7 +176,7 @@ class Stacked:
         shares = self._shares(now, chunk)
         relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
         clip = self._row_clip([member.protocol.clip for member in members])
-        batches, filled = self._take_batches(now, chunk)
+        batches, filled = self.feed.batches(now, chunk)
         local = algorithm.begin(down, client, info)
         work = LocalWork(
             algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
@@ -214,11 +206,11 @@ class Stacked:
         by_row = torch.stack([losses, squares(up.delta), torch.stack(checks).sum(0)])
         numbers = torch.cat([by_row.double().flatten(), *(step.measured for step in steps.values())])
         if numbers.is_cuda:
-            self._look_ahead(now, chunk)
+            self.feed.look_ahead(now, chunk)
         measured = numbers.tolist()
         loss, length, check = np.array(measured[: 3 * len(chunk)]).reshape(3, len(chunk))
         is_finite = np.isfinite(check)
-        for r in np.flatnonzero(~is_finite):
+        for r in map(int, np.flatnonzero(~is_finite)):
             if chunk[r].member not in now.failed:
                 now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
         if not is_finite.all():
@@ -230,7 +222,7 @@ class Stacked:
             mine = is_finite & (owner == e)
             now.sums[e].loss += float(np.dot(weight[mine], loss[mine]))
             now.sums[e].square += float(np.dot(weight[mine], length[mine]))
-        for r in np.flatnonzero(is_finite):
+        for r in map(int, np.flatnonzero(is_finite)):
             row = chunk[r]
             if ratios is not None:
                 now.sums[row.member].add_trust(ratios[r], row.weight)
@@ -260,42 +252,6 @@ class Stacked:
             return self.graphs.train(problem, work, lone_sample)
         problem.forward.announce(lone_sample)
         return train(problem, self._parts, work)
-
-    def _order(self, plans: Sequence[Round]) -> list[tuple[int, int]]:
-        """Return this rank's rows as pairs of a member and a place in its cohort."""
-        ranks = Ranks.current()
-        return order_rows(plans, ranks.owns if ranks.world > 1 else None)
-
-    def _look_ahead(self, now: RoundInProgress, chunk: list[Row]) -> None:
-        """Plan the next round and send its batches, if a round is a single chunk."""
-        plans = None if self.upcoming is None else self.upcoming()
-        if plans is None or len(chunk) < len(now.rows):
-            return
-        order = self._order(plans)
-        self._ahead = Ahead(plans, self._batches([plans[e] for e, _ in order], [c for _, c in order]))
-
-    def _take_batches(self, now: RoundInProgress, chunk: list[Row]) -> tuple[Batches, Any]:
-        """Return what `_batches` returns, prepared ahead if possible."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and len(chunk) == len(now.rows) and len(ahead.plans) == len(now.members):
-            pairs = zip(ahead.plans, now.members, strict=True)
-            if all(plan.index is member.plan.index for plan, member in pairs):
-                return ahead.batches
-        return self._batches(now.plans(chunk), [row.c for row in chunk])
-
-    def _batches(self, plans: list[Round], places: list[int]) -> tuple[Batches, Any]:
-        """Return the batches of all rows on the device, and how many samples each has [rows, K] on the host."""
-        device = self.objective.device
-        index, filled = pad_plans(plans, places)
-        streams = np.array([plan.streams[c] for plan, c in zip(plans, places, strict=True)])
-        keys = masks = None
-        if self.protocol.augmentation is not None:
-            counters = sample_counters(index.shape[1], index.shape[2])
-            keys = send(rng.bits(streams[:, None, None], counters), device)
-        if self.objective.dropouts:
-            masks = send(dropout_streams(streams, index.shape[1]), device)
-        counts = send(filled, device) if (filled < index.shape[2]).any() else None
-        return Batches(send(index, device), counts, keys, masks), filled
 
     def _client_records(self, now: RoundInProgress, chunk: list[Row], home: torch.device) -> list[Any]:
         """Return every row's client record; clients that take part for the first time share one."""

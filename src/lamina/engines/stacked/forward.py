@@ -18,7 +18,7 @@ from lamina.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.dropout import FromStreams, set_streams
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
-from lamina.engines.stacked.fusion import fuse_norms
+from lamina.engines.stacked.fusion import fuse
 from lamina.engines.stacked.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
 from lamina.engines.stacked.probe import PROBE_CLIENTS, value_read
 from lamina.layers import ChannelsLast
@@ -95,7 +95,7 @@ class StackedForward:
         self.objective = objective
         self.module = stack(objective.seeded)
         if objective.device.type == "cuda":
-            self.module = fuse_norms(self.module)
+            self.module = fuse(self.module)
         self.dropouts = [layer for layer in self.module.modules() if isinstance(layer, FromStreams)]
         self.with_shared_inputs = [layer for layer in self.module.modules() if isinstance(layer, SharedInput)]
         self.frozen_per_client = frozen_per_client(self.module)

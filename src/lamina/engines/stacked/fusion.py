@@ -1,8 +1,10 @@
-"""Fuse what follows a GroupNorm in a network: the residual sum and the ReLU.
+"""Spare a GPU passes over a network's activations, without changing a result.
 
-A GPU computes relu(norm(x) + residual) in the time it needs to read x and the residual once. The network's operations
-are found with `torch.fx`; a network that it cannot trace, or that does something else in training than in evaluation,
-stays as it is.
+- GroupNorm also adds the residual and applies the ReLU that follow it.
+- Max-pooling also applies the ReLU before or after it, and Dropout2d comes after it, where the images are smaller.
+
+The network's operations are found with `torch.fx`; a network that it cannot trace, or that does something else in
+training than in evaluation, stays as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.engines.stacked.modules import StackedGroupNorm
+from lamina.dropout import LAYERS
+from lamina.engines.stacked.modules import PlainMaxPool2d, StackedGroupNorm
 
 ADDITIONS = (operator.add, torch.add)
 RELUS = (F.relu, torch.relu)
@@ -27,9 +30,9 @@ class _LayerTracer(fx.Tracer):
         return not isinstance(m, nn.Sequential) and (not list(m.children()) or m.__module__.startswith("torch.nn"))
 
 
-def fuse_norms(module: nn.Module) -> nn.Module:
-    """Return the module with GroupNorms that also add the residual and apply the ReLU that follow them."""
-    if not any(isinstance(layer, StackedGroupNorm) for layer in module.modules()):
+def fuse(module: nn.Module) -> nn.Module:
+    """Return a module that computes the same with fewer operations."""
+    if not any(isinstance(layer, StackedGroupNorm | PlainMaxPool2d) for layer in module.modules()):
         return module
     try:
         graphs = [_LayerTracer().trace(module.train(mode)) for mode in (False, True)]
@@ -41,7 +44,9 @@ def fuse_norms(module: nn.Module) -> nn.Module:
     layers = dict(module.named_modules())
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(layers[node.target], StackedGroupNorm):
-            _fuse(graph, node, layers)
+            _fuse_norm(graph, node, layers)
+        elif node.op == "call_module" and isinstance(layers[node.target], PlainMaxPool2d):
+            _fuse_pooling(graph, node, layers)
     graph.lint()
     fused = fx.GraphModule(module, graph)
     same = all(
@@ -51,7 +56,7 @@ def fuse_norms(module: nn.Module) -> nn.Module:
     return fused if same else module
 
 
-def _fuse(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
+def _fuse_norm(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
     """Let a norm do what its only user, and that one's only user, does."""
     layer = layers[str(norm.target)]
     if len(norm.users) != 1 or sum(n.target == norm.target for n in graph.nodes if n.op == "call_module") != 1:
@@ -72,6 +77,48 @@ def _fuse(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
         if node in graph.nodes and not node.users:
             graph.erase_node(node)
     layer.relu = True
+
+
+def _fuse_pooling(graph: fx.Graph, pool: fx.Node, layers: dict[str, Any]) -> None:
+    """Let a pooling take over its ReLU, and move Dropout2d behind it.
+
+    The largest of a window is the same before and after a function that never falls, and so is its gradient.
+    """
+    dropouts, replaced = [], []
+    while (before := pool.args[0]) and isinstance(before, fx.Node) and len(before.users) == 1:
+        source = before.args[0] if before.args else None
+        if not isinstance(source, fx.Node) or len(source.users) != 1:  # it may be changed in place
+            break
+        if _is_relu(before, layers):
+            pool.kwargs = {"relu": True}
+        elif _is_channel_dropout(before, layers):
+            dropouts.append(str(before.target))
+        else:
+            break
+        pool.args = (source,)
+        replaced.append(before)
+    for node in replaced:
+        graph.erase_node(node)
+    for name in dropouts:
+        with graph.inserting_after(pool):
+            moved = graph.call_module(name, (pool,))
+        pool.replace_all_uses_with(moved)
+        moved.args = (pool,)
+    after = pool
+    while len(after.users) == 1:
+        user = next(iter(after.users))
+        if _is_relu(user, layers):
+            pool.kwargs = {"relu": True}
+            user.replace_all_uses_with(after)
+            graph.erase_node(user)
+        elif _is_channel_dropout(user, layers):
+            after = user
+        else:
+            break
+
+
+def _is_channel_dropout(node: fx.Node, layers: dict[str, Any]) -> bool:
+    return node.op == "call_module" and type(layers[str(node.target)]) is LAYERS[nn.Dropout2d]
 
 
 def _is_relu(node: fx.Node, layers: dict[str, Any]) -> bool:

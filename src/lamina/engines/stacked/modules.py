@@ -39,9 +39,11 @@ from lamina.objective import ONE_SAMPLE
 class StackedLinear(nn.Linear):
     """Linear as one batched matrix product; weight [C, out, in], bias [C, out]."""
 
+    kernel: Callable[..., Tensor] = staticmethod(linear)  # another one on a GPU: set by `use_kernels`
+
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, ..., in] -> [C * B, ..., out]."""
-        return linear(input, self.weight, self.bias)
+        return self.kernel(input, self.weight, self.bias)
 
 
 class StackedConv2d(nn.Conv2d):
@@ -60,7 +62,7 @@ class StackedGroupNorm(nn.GroupNorm):
     """GroupNorm with scale and shift per client, and, if fused, the residual sum and the ReLU that follow it."""
 
     kernel: Callable[..., Tensor] | None = None  # our own, where it applies: set by `use_kernels`
-    relu: bool = False  # set by `fuse_norms`
+    relu: bool = False  # set by `fuse`
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """[C * B, channels, ...], the same shape out."""
@@ -147,12 +149,13 @@ class PlainMaxPool2d(nn.MaxPool2d):
 
     kernel: Callable[..., Tensor] | None = None  # our own: set by `use_kernels`
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[N, channels, H, W] -> [N, channels, H', W']."""
+    def forward(self, input: Tensor, relu: bool = False) -> Tensor:
+        """[N, channels, H, W] -> [N, channels, H', W'], perhaps with a ReLU (see `fuse`)."""
         height, width = _two(self.kernel_size)
         if self.kernel is None or input.dim() != 4 or input.shape[2] < height or input.shape[3] < width:
-            return F.max_pool2d(input, self.kernel_size)
-        return self.kernel(input, (height, width))
+            out = F.max_pool2d(input, self.kernel_size)
+            return F.relu(out) if relu else out
+        return self.kernel(input, (height, width), relu)
 
 
 def _two(size: Any) -> tuple[int, int]:
@@ -344,6 +347,8 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
         elif isinstance(layer, StreamDropout):
             layer.kernel = kernels.drop
+        elif isinstance(layer, StackedLinear) and layer.in_features % 8 == 0 and layer.out_features % 8 == 0:
+            layer.kernel = kernels.linear  # of aligned matrices
         elif isinstance(layer, StackedGroupNorm) and layer.affine:
             layer.kernel = kernels.group_norm
         elif isinstance(layer, PlainMaxPool2d) and math.prod(_two(layer.kernel_size)) <= kernels.LARGEST_WINDOW:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
+from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.state import RoundReport, ServerStep, State, Sums
 from lamina.errors import Diverged
 from lamina.plan import Round
@@ -117,15 +118,16 @@ def squares(rows: Tensor) -> Tensor:
     return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
 
 
-def order_rows(plans: Sequence[Round], owns: Callable[[int], bool] | None = None) -> list[tuple[int, int]]:
-    """Return member and place in its cohort of all rows, those with most steps first.
+def order_rows(plans: Sequence[Round]) -> list[tuple[int, int]]:
+    """Return this rank's rows as pairs of a member and a place in its cohort, those with most steps first.
 
-    Neighbours have about as many steps, so that little is wasted on masked ones. `owns` selects clients.
+    Neighbours have about as many steps, so that little is wasted on masked ones.
     """
+    ranks = Ranks.current()
     rows = [(e, c) for e, plan in enumerate(plans) for c in range(len(plan.cohort))]
     steps = np.concatenate([plan.steps for plan in plans])
     ordered = [rows[i] for i in np.argsort(-steps, kind="stable")]
-    return ordered if owns is None else [(e, c) for e, c in ordered if owns(int(plans[e].cohort[c]))]
+    return [(e, c) for e, c in ordered if ranks.owns(int(plans[e].cohort[c]))] if ranks.world > 1 else ordered
 
 
 def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:

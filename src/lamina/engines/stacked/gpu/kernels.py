@@ -292,7 +292,7 @@ def forward(
     clients, out, inp, kh, kw = w.shape
     height, width = x.shape[2:]
     out_height, out_width = out_size(height, kh, stride[0], padding[0]), out_size(width, kw, stride[1], padding[1])
-    y = _empty_images(x, x.shape[0], out, out_height, out_width)
+    y = empty_images(x, x.shape[0], out, out_height, out_width)
     rows = x.shape[0] // clients * out_height * out_width
     run = kw * inp if padding == (0, 0) else 0
     bm, bn, bk, warps, stages = tile or _product_tile(out, inp, kh * kw, run, x.element_size())
@@ -315,7 +315,7 @@ def input_gradient(
     g, w = _images(g), _kernels(w)
     clients, out, inp, kh, kw = w.shape
     height, width = size
-    dx = _empty_images(g, g.shape[0], inp, height, width)
+    dx = empty_images(g, g.shape[0], inp, height, width)
     samples = g.shape[0] // clients
     some = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # pixels of the largest residue
     bm, bn, bk, warps, stages = tile or _product_tile(inp, out, kh * kw, 0, g.element_size())
@@ -355,108 +355,13 @@ def weight_gradient(
     return total.to(dtype).permute(0, 1, 4, 2, 3), bias if biased else None
 
 
-# --- max-pooling --------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _pool(  # type: ignore[no-untyped-def]
-    x, y, place, size, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the maximum of every window and its place there; as in torch, the first of equal values, and any NaN."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    first = _corner(i, CHANNELS, HEIGHT, WIDTH, KH, KW)
-    best = tl.load(x + first, mask=i < size)
-    where = tl.zeros((BLOCK,), dtype=tl.int32)
-    for j in tl.static_range(1, KH * KW):
-        value = tl.load(x + first + (j // KW * WIDTH + j % KW) * CHANNELS, mask=i < size)
-        better = (value > best) | (value != value)
-        best = tl.where(better, value, best)
-        where = tl.where(better, j, where)
-    tl.store(y + i, best, mask=i < size)
-    tl.store(place + i, where.to(tl.int8), mask=i < size)
-
-
-@triton.jit
-def _pool_gradient(  # type: ignore[no-untyped-def]
-    g, place, dx, size, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    first = _corner(i, CHANNELS, HEIGHT, WIDTH, KH, KW)
-    value = tl.load(g + i, mask=i < size)
-    where = tl.load(place + i, mask=i < size).to(tl.int32)
-    for j in tl.static_range(KH * KW):
-        kept = tl.where(where == j, value, 0.0).to(value.dtype)
-        tl.store(dx + first + (j // KW * WIDTH + j % KW) * CHANNELS, kept, mask=i < size)
-
-
-@triton.jit
-def _corner(  # type: ignore[no-untyped-def]
-    i, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr
-):
-    """Return the offset of the first element in the window of output i."""
-    pixel = i // CHANNELS
-    sample = pixel // ((HEIGHT // KH) * (WIDTH // KW))
-    row = pixel // (WIDTH // KW) % (HEIGHT // KH) * KH
-    column = pixel % (WIDTH // KW) * KW
-    return ((sample * HEIGHT + row) * WIDTH + column) * CHANNELS + i % CHANNELS
-
-
-POOL_BLOCK = 1024
-
-
-def max_pool(x: Tensor, kernel: Pair) -> tuple[Tensor, Tensor]:
-    """Return the maxima of adjacent windows of x [N, channels, H, W], and the place of each in its window."""
-    x = _images(x)
-    samples, channels, height, width = x.shape
-    y = _empty_images(x, samples, channels, height // kernel[0], width // kernel[1])
-    place = torch.empty_like(y, dtype=torch.int8)
-    launch(
-        _pool,
-        (triton.cdiv(y.numel(), POOL_BLOCK),),
-        x,
-        y,
-        place,
-        y.numel(),
-        channels,
-        height,
-        width,
-        *kernel,
-        POOL_BLOCK,
-        num_warps=4,
-    )
-    return y, place
-
-
-def max_pool_gradient(g: Tensor, place: Tensor, size: Pair, kernel: Pair) -> Tensor:
-    """Return the gradient of the pooled images [N, channels, *size]; pixels outside all windows get zero."""
-    g = _images(g)
-    dx = _empty_images(g, *g.shape[:2], *size)
-    if size[0] % kernel[0] or size[1] % kernel[1]:
-        dx.zero_()
-    launch(
-        _pool_gradient,
-        (triton.cdiv(g.numel(), POOL_BLOCK),),
-        g,
-        place,
-        dx,
-        g.numel(),
-        g.shape[1],
-        *size,
-        *kernel,
-        POOL_BLOCK,
-        num_warps=4,
-    )
-    return dx
-
-
 def out_size(size: int, kernel: int, stride: int, padding: int) -> int:
     """Return the size of a convolution's output along one axis."""
     return (size + 2 * padding - kernel) // stride + 1
 
 
-def _empty_images(like: Tensor, *shape: int) -> Tensor:
+def empty_images(like: Tensor, *shape: int) -> Tensor:
+    """Return a tensor for images, with the channels last in memory."""
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 
 

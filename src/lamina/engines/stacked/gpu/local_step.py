@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import linecache
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from lamina.engines.stacked.gpu.trace import CannotFuse, Value, trace_step
 from lamina.layers import Layers
 
 BLOCK = 1024  # elements that a program works on
+LONGEST_AXIS = 65535  # of a launch, but for the first
 SUMMED_BLOCKS = 1024  # of a norm, at a time
 ALIGNMENT = 16  # elements: with starts and strides in multiples of it, loads are wide
 
@@ -44,8 +46,8 @@ class Pass:
 HEAD = """
 @triton.jit
 def local_step(blocks, active, addresses, {arguments}BLOCK: tl.constexpr):
-    block = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if tl.load(active + row) == 0:
         return
     start = {start}
@@ -117,7 +119,7 @@ def write_pass(
             operand = values[name].norm_of
             arguments += f"q_{name}, "
             square = f"tl.sum(tl.where(mask, {operand} * {operand}, 0.0))"
-            body.append(f"    tl.store(q_{name} + row * tl.num_programs(0) + block, {square})")
+            body.append(f"    tl.store(q_{name} + row * (tl.num_programs(1) * tl.num_programs(2)) + block, {square})")
     else:
         for field, name in outputs.items():
             arguments += f"o_{field}, t_{field}, "
@@ -229,7 +231,8 @@ class LocalStep:
             active: 0 for a row that keeps its state [rows].
             addresses: those of the gradients, on the device.
         """
-        grid = (len(self._blocks), rows)
+        # the rows of a block are neighbours, so that a vector which all rows read comes from the cache
+        grid = (rows, *_two_axes(len(self._blocks)))
         for step in self._passes:
             arguments: list[Any] = []
             for name in step.inputs:
@@ -253,6 +256,16 @@ class LocalStep:
         for field, scratch in self._scratch.items():  # not in place: other blocks may still read the old number
             buffer = self._outputs[field]
             buffer[:rows].copy_(torch.where(active[:rows].unsqueeze(1) > 0, scratch[:rows], buffer[:rows]))
+
+
+def _two_axes(blocks: int) -> tuple[int, int]:
+    """Return two axes of a grid with room for all blocks.
+
+    >>> _two_axes(7), _two_axes(100_001)
+    ((7, 1), (50001, 2))
+    """
+    axes = -(-blocks // LONGEST_AXIS)
+    return -(-blocks // axes), axes
 
 
 def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str, Tensor], bool]:
@@ -282,5 +295,6 @@ def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str
         start += size
     groups["row"].append([0, len(rows)])
     aligned = all(row[0] % ALIGNMENT == 0 for row in rows)
+    rows += [[0] * 8] * (math.prod(_two_axes(len(rows))) - len(rows))  # empty blocks
     tables = {name: torch.tensor(pairs, dtype=torch.int32, device=device) for name, pairs in groups.items()}
     return torch.tensor(rows, dtype=torch.int32, device=device), tables, aligned

@@ -107,6 +107,18 @@ def _gradient_and_value(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _add_pairs(a, b, c, d):  # type: ignore[no-untyped-def]
+    return a + c, b + d
+
+
+@triton.jit
+def _channel_sums(gradient, value, mean, scale):  # type: ignore[no-untyped-def]
+    """The sums over pixels of the gradient, and of its product with the normalised value: in one reduction."""
+    wide = gradient.to(tl.float32)
+    return tl.reduce((wide, wide * ((value.to(tl.float32) - mean) * scale)), axis=0, combine_fn=_add_pairs)
+
+
+@triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     g, x, y, weight, bias, moments, dx, d_residual, d_affine, samples, w_client,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr,
@@ -129,8 +141,7 @@ def _backward(  # type: ignore[no-untyped-def]
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
         gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
-        sums = tl.sum(gradient.to(tl.float32), axis=0)
-        products = tl.sum(gradient.to(tl.float32) * ((value.to(tl.float32) - mean) * scale), axis=0)
+        sums, products = _channel_sums(gradient, value, mean, scale)
     else:
         sums = tl.zeros((BC,), dtype=tl.float32)
         products = tl.zeros((BC,), dtype=tl.float32)
@@ -139,19 +150,29 @@ def _backward(  # type: ignore[no-untyped-def]
             mask = (pixel < PIXELS)[:, None] & real[None, :]
             place = first + pixel[:, None] * CHANNELS + channel[None, :]
             gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
-            sums += tl.sum(gradient.to(tl.float32), axis=0)
-            products += tl.sum(gradient.to(tl.float32) * ((value.to(tl.float32) - mean) * scale), axis=0)
+            if RESIDUAL and RELU:  # the second pass reads it instead of the gradient and y
+                tl.store(d_residual + place, gradient.to(d_residual.dtype.element_ty), mask=mask)
+            tile_sums, tile_products = _channel_sums(gradient, value, mean, scale)
+            sums += tile_sums
+            products += tile_products
+    if RESIDUAL and RELU and not IN_REGISTERS:
+        tl.debug_barrier()  # what the first pass has stored is read by other threads
     tl.store(d_affine + n * CHANNELS + channel, products, mask=real)
     tl.store(d_affine + (tl.num_programs(0) + n) * CHANNELS + channel, sums, mask=real)
-    mean_gradient = tl.sum(w * sums) / (PIXELS * SIZE)
-    mean_product = tl.sum(w * products) / (PIXELS * SIZE)
+    mean_gradient, mean_product = tl.reduce((w * sums, w * products), axis=0, combine_fn=_add_pairs)
+    mean_gradient /= PIXELS * SIZE
+    mean_product /= PIXELS * SIZE
     for start in range(0, PIXELS, BP):
         pixel = start + tl.arange(0, BP)
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
         if not IN_REGISTERS:
-            gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
-        if RESIDUAL and RELU:
+            if RESIDUAL and RELU:
+                gradient = tl.load(d_residual + place, mask=mask, other=0.0)
+                value = tl.load(x + place, mask=mask, other=0.0)
+            else:
+                gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
+        elif RESIDUAL and RELU:
             tl.store(d_residual + place, gradient.to(d_residual.dtype.element_ty), mask=mask)
         normal = (value.to(tl.float32) - mean) * scale
         out = scale * (w[None, :] * gradient.to(tl.float32) - mean_gradient - normal * mean_product)
@@ -197,7 +218,7 @@ class GroupNorm(torch.autograd.Function):
             _backward, (len(x), moments.shape[1]), g, x, y, weight, bias, moments, dx, d_residual, d_affine,
             len(x) // clients, weight.stride(0),
             *ctx.sizes, *_tile(ctx.sizes, BACKWARD_TILE), ctx.residual, ctx.relu,
-            num_warps=_warps(ctx.sizes, BACKWARD_TILE),
+            num_warps=_warps(ctx.sizes, BACKWARD_TILE) if ctx.sizes[2] * ctx.sizes[1] > BACKWARD_TILE else 4,
         )  # fmt: skip
 
         def of_weights() -> tuple[Tensor, ...]:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.engines.stacked.gpu import kernels
+from lamina.engines.stacked import folding
+from lamina.engines.stacked.gpu import kernels, pooling
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
 from lamina.engines.stacked.side_stream import claim, weight_gradients
@@ -20,7 +21,7 @@ try:
 except ImportError:  # a triton without Gluon, or with another one
     hopper = None  # type: ignore[assignment]
 
-__all__ = ["LARGEST_WINDOW", "convolve", "drop", "group_norm", "max_pool", "prepare"]
+__all__ = ["LARGEST_WINDOW", "convolve", "drop", "group_norm", "linear", "max_pool", "prepare"]
 
 log = logging.getLogger(__name__)
 
@@ -98,24 +99,59 @@ class _Convolution(torch.autograd.Function):
         return dx, dw, db[0] if db else None, None, None, None
 
 
-def max_pool(x: Tensor, kernel: tuple[int, int]) -> Tensor:
-    """Return the maxima of adjacent windows; torch's own max-pooling is slow for channels-last images."""
-    y: Tensor = _MaxPool.apply(x, _pair(kernel))  # type: ignore[no-untyped-call]
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return every client's x W^T + b. x [C * B, ..., in], weight [C, out, in], bias [C, out]."""
+    if len(weight) == 1:
+        return folding.linear(x, weight, bias)
+    y: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    """All three products have rows of whole features, which are aligned; those of autograd have rows of samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        rows = x.reshape(len(weight), -1, x.shape[-1])
+        ctx.save_for_backward(rows, weight)
+        ctx.shape = x.shape
+        if bias is None:
+            y = torch.bmm(rows, weight.transpose(1, 2))
+        else:
+            y = torch.baddbmm(bias.to(rows.dtype).unsqueeze(1), rows, weight.transpose(1, 2))
+        return y.reshape(*x.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        g = gradients[0].reshape(*rows.shape[:2], weight.shape[1])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        # not on the side stream: cuBLAS cannot be captured there
+        dx = torch.bmm(g, weight).reshape(ctx.shape) if needs_x else None
+        dw = torch.bmm(g.transpose(1, 2), rows) if needs_weight else None
+        db = g.sum(1, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return dx, dw, db
+
+
+def max_pool(x: Tensor, kernel: tuple[int, int], relu: bool = False) -> Tensor:
+    """Return the maxima of adjacent windows, at least 0 if `relu`; torch's own is slow for channels-last images."""
+    y: Tensor = _MaxPool.apply(x, _pair(kernel), relu)  # type: ignore[no-untyped-call]
     return y
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: kernels.Pair) -> Tensor:
-        y, place = kernels.max_pool(_channels_last(x), kernel)
+    def forward(ctx: Any, x: Tensor, kernel: kernels.Pair, relu: bool) -> Tensor:
+        y, place = pooling.max_pool(_channels_last(x), kernel, relu)
         ctx.save_for_backward(place)
         ctx.size, ctx.kernel = _pair(x.shape[2:]), kernel
         return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (place,) = ctx.saved_tensors
-        return kernels.max_pool_gradient(_channels_last(gradients[0]), place, ctx.size, ctx.kernel), None
+        return pooling.max_pool_gradient(_channels_last(gradients[0]), place, ctx.size, ctx.kernel), None, None
 
 
 def _channels_last(x: Tensor) -> Tensor:

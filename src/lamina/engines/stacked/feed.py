@@ -1,0 +1,70 @@
+"""The batches of a round on the device, sent ahead where a GPU is still busy with the round before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from lamina import rng
+from lamina.data.partitions import Indices
+from lamina.engines.stacked.rows import RoundInProgress, Row, order_rows, pad_plans, send
+from lamina.engines.stacked.steps import Batches
+from lamina.objective import Objective
+from lamina.plan import Round, dropout_streams, sample_counters
+from lamina.protocol import Protocol
+
+
+class Sent(NamedTuple):
+    """Batches on the device."""
+
+    batches: Batches
+    filled: Indices  # how many samples each has [rows, K], on the host
+
+
+class Ahead(NamedTuple):
+    """The batches of a round that was planned ahead."""
+
+    plans: Sequence[Round]  # every member's
+    sent: Sent
+
+
+@dataclass
+class BatchFeed:
+    """What sends batches to the device."""
+
+    objective: Objective
+    protocol: Protocol
+    upcoming: Callable[[], Sequence[Round] | None] | None = None  # plans the next round, for every member
+    _ahead: Ahead | None = field(default=None, repr=False)
+
+    def look_ahead(self, now: RoundInProgress, chunk: list[Row]) -> None:
+        """Plan the next round and, if a round is a single chunk, send its batches."""
+        plans = None if self.upcoming is None else self.upcoming()
+        if plans is not None and len(chunk) == len(now.rows):
+            order = order_rows(plans)
+            self._ahead = Ahead(plans, self._send([plans[e] for e, _ in order], [c for _, c in order]))
+
+    def batches(self, now: RoundInProgress, chunk: list[Row]) -> Sent:
+        """Return the batches of some rows."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and len(chunk) == len(now.rows) and len(ahead.plans) == len(now.members):
+            pairs = zip(ahead.plans, now.members, strict=True)
+            if all(plan.index is member.plan.index for plan, member in pairs):
+                return ahead.sent
+        return self._send(now.plans(chunk), [row.c for row in chunk])
+
+    def _send(self, plans: list[Round], places: list[int]) -> Sent:
+        device = self.objective.device
+        index, filled = pad_plans(plans, places)
+        streams = np.array([plan.streams[c] for plan, c in zip(plans, places, strict=True)])
+        keys = masks = None
+        if self.protocol.augmentation is not None:
+            counters = sample_counters(index.shape[1], index.shape[2])
+            keys = send(rng.bits(streams[:, None, None], counters), device)
+        if self.objective.dropouts:
+            masks = send(dropout_streams(streams, index.shape[1]), device)
+        counts = send(filled, device) if (filled < index.shape[2]).any() else None
+        return Sent(Batches(send(index, device), counts, keys, masks), filled)
