@@ -4,7 +4,8 @@ If the file gives values to try (``[compare.grid]``: rates, and the methods' own
 on the first seed, and the one with the best value of the first metric on held-out *training* data is chosen. The test
 data are used only in the final runs, one per seed; with ``compare.select = "test"``, as in the papers, they choose,
 too. To save time, ``compare.tuning_rounds`` may be fewer rounds, or several numbers: after each, only the best third
-continues.
+continues. A rate that starts slowly may win late, so a search in stages ends only when the best combination has been
+compared with all its neighbours on the grid after the last of these rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lamina.errors import BadInput, is_whole
 from lamina.experiment.build import build_algorithm, build_schedule, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
 from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
-from lamina.experiment.settings import Range, Settings, folder_name, points, written
+from lamina.experiment.settings import Range, Settings, folder_name, neighbours, points, written
 from lamina.experiment.trials import Job, Trial, Trials, read_begun
 from lamina.metrics import is_percent
 from lamina.storage.files import write_csv, write_json, writing_to
@@ -99,19 +100,37 @@ class Comparison(Trials):
         return finished
 
     def _tune(self, name: str) -> list[Trial] | None:
-        """Try all points, the best third for longer if there are several tuning_rounds; None if it was stopped."""
-        stages, candidates = tuning_rounds(self.experiment), self._choices[name]
+        """Try all points, in stages if there are several tuning_rounds; return their trials, None if it was stopped."""
+        stages, candidates = range(len(tuning_rounds(self.experiment))), self._choices[name]
         trials: dict[int, Trial] = {}
-        continued = list(range(len(candidates)))
-        for n, rounds in enumerate(stages):
-            jobs = [self._new_job(name, candidates[i], self.experiment.train.seed, stages[n:]) for i in continued]
-            if not self._run(jobs):
+        selected = list(range(len(candidates)))
+        for stage in stages:
+            if not self._try(name, selected, stage, trials):
                 return None
-            for i, job in zip(continued, jobs, strict=True):
-                trials[i] = Trial(job.folder.name, candidates[i], [read_record(job.folder).up_to(rounds)])
-            count = max(MIN_CONTINUED, math.ceil(CONTINUED_FRACTION * len(continued)))
-            continued = sorted(continued, key=lambda i: -trials[i].rank)[:count]  # ties keep their order
+            count = max(MIN_CONTINUED, math.ceil(CONTINUED_FRACTION * len(selected)))
+            selected = sorted(selected, key=lambda i: -trials[i].rank)[:count]  # ties keep their order
+        best = None
+        while best != (first := max(trials, key=lambda i: trials[i].rank)):  # until no neighbour is better
+            best = first
+            selected = [best, *neighbours(candidates, candidates[best])]
+            # Stage by stage: only runs that are at the same round train side by side.
+            if not all(self._try(name, selected, stage, trials) for stage in stages):
+                return None
         return [trials[i] for i in range(len(candidates))]
+
+    def _try(self, name: str, selected: Sequence[int], stage: int, trials: dict[int, Trial]) -> bool:
+        """Train selected points up to the rounds of a stage and update their trials; return whether all finished."""
+        stages, seed = tuning_rounds(self.experiment)[stage:], self.experiment.train.seed
+        jobs = {
+            i: self._new_job(name, self._choices[name][i], seed, stages)
+            for i in selected
+            if i not in trials or (not trials[i].diverged and len(trials[i].histories[0]) < stages[0])
+        }
+        if not self._run(list(jobs.values())):
+            return False
+        for i, job in jobs.items():
+            trials[i] = Trial(job.folder.name, self._choices[name][i], [read_record(job.folder).up_to(stages[0])])
+        return True
 
     def _new_job(self, name: str, settings: Settings, seed: int, stages: Sequence[int] = ()) -> Job:
         """Return one run, final or, with the stages that are left, for tuning."""
@@ -164,7 +183,8 @@ class Comparison(Trials):
             lines.append(f"{what} were chosen on {on}{short}")
             if stages:
                 after = " and ".join([*map(str, stages[:-1]), plural(stages[-1], "round")])
-                lines.append(f"the best third of what was tried went on after {after} (at least {MIN_CONTINUED})")
+                third = f"the best third of what was tried went on after {after} (at least {MIN_CONTINUED})"
+                lines.append(f"{third}; all neighbours of the chosen {what} on the grid were run to the end, too")
         untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")

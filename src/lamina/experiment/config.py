@@ -249,7 +249,7 @@ class Compare(_Section):
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
-    # of the runs that only help to choose, None: train.rounds; several: after each, the best third goes on to the next
+    # of the runs that only help to choose, None: train.rounds; several: stages, after each of which some are dropped
     tuning_rounds: Annotated[list[AtLeastOne] | None, BeforeValidator(_in_a_list)] = None
     options: dict[str, dict[str, Any]] = {}  # further options for each
 

@@ -212,7 +212,7 @@ def compare(
         select: choose on held-out "validation" data, or on the "test" data as the papers do.
         validation: the fraction of the training data that is held out to choose on.
         tuning_rounds: rounds of the runs that only help to choose; of several numbers, the best third continues after
-            each.
+            each, and in the end all neighbours of the best combination.
         out: the folder of all runs. Called again with the same arguments, `compare` resumes there. Without it, the runs
             are in a temporary folder, which is deleted with the result.
         overwrite: whether earlier runs in the folder may be deleted.
