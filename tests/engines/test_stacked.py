@@ -80,14 +80,15 @@ def test_protocols(more):
     assert_as_in_the_loop("mlp", "scaffold", **more)
 
 
-def test_augmentation():
+@pytest.mark.parametrize("augmentation", [Augment(2), Augment(2, crop_probability=0.5, fill="mean")], ids=str)
+def test_augmentation(augmentation):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (48, 3, 8, 8), dtype=torch.uint8, generator=generator)
     data = Dataset(images, torch.arange(48) % 3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
     ends = []
     for engine in ("loop", "stacked"):
         run = lamina.Simulation(SHAPES["cnn"][0]().double(), data, "fedavg", clients=PARTS, batch_size=4, seed=2,
-                                augmentation=Augment(2), engine=engine, device="cpu")  # fmt: skip
+                                augmentation=augmentation, engine=engine, device="cpu")  # fmt: skip
         run.run(2)
         ends.append(run.state.server.x)
     assert torch.allclose(*ends, rtol=1e-10, atol=1e-12)

@@ -76,7 +76,8 @@ def test_dropout_and_augmentation_follow_the_plan(tmp_path, engine):
             torch.manual_seed(0)
             return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.3), nn.Linear(8, 3))
 
-    protocol = {"batch_size": 8, "augmentation": lamina.data.feed.Augment(2), "seed": 1, "device": "cpu"}
+    augmentation = lamina.data.feed.Augment(2, crop_probability=0.5, fill="mean")
+    protocol = {"batch_size": 8, "augmentation": augmentation, "seed": 1, "device": "cpu"}
     parts = [list(range(20)), list(range(20, 40))]
     simulation = lamina.Simulation(model(), images(), "fedams", clients=parts, engine=engine, **protocol)
     simulation.run(3)
