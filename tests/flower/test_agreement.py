@@ -114,7 +114,7 @@ def test_the_original_mime_needs_two_exchanges(tmp_path):
 
 def test_an_experiment_file_is_a_federation(tmp_path):
     experiment = parse({
-        "data": {"name": "digits", "clients": 5, "partition": {"name": "dirichlet", "alpha": 0.5}},
+        "data": {"name": "digits", "clients": 5, "partition": {"name": "dirichlet", "alpha": 0.5, "refill": True}},
         "model": {"name": "mlp"}, "algorithm": {"name": "fedlamb", "sync_every": 2},
         "train": {"rounds": 3, "participation": 0.6, "seed": 3}, "run": {"device": "cpu", "engine": "loop"},
     })  # fmt: skip
