@@ -52,6 +52,13 @@ def test_members_clip_by_their_own_norm(limits, graphed):
     assert_each_is_as_if_alone(simulation, [{"clip": limit} for limit in limits], graphed=graphed)
 
 
+@pytest.mark.parametrize("graphed", [False, True])
+@pytest.mark.parametrize("name", ["fedcm", "scaffold"])
+def test_members_clip_their_direction_by_their_own_norm(name, graphed):
+    members = [{"algorithm": lamina.create(name, clip_direction=limit), "clip": 0.05} for limit in (0.1, 0.3)]
+    assert_each_is_as_if_alone(simulation, members, graphed=graphed)
+
+
 @pytest.mark.parametrize("algorithm", ["fedlamb", "scaffold"])
 def test_members_weigh_clients_in_their_own_way(algorithm):
     make = functools.partial(simulation, algorithm=algorithm, lr=0.01)

@@ -10,7 +10,9 @@ from torch import nn
 import lamina
 from lamina.algorithms import FedAvg
 from lamina.algorithms.primitives import clip_by_norm
+from lamina.algorithms.rehearsal import TINY
 from lamina.data import Augment, Dataset
+from lamina.engines.stacked.steps import parts_of
 from small_simulations import PARTS, SHAPES, assert_as_in_the_loop, assert_same, reference, simulation, take_gpu_path
 
 FULL = ("fedlamb", "scaffold", "mime")  # client state, and full gradients
@@ -49,6 +51,17 @@ VARIANTS = {
 @pytest.mark.parametrize("algorithm", VARIANTS.values(), ids=VARIANTS.keys())
 def test_options(algorithm):
     assert_as_in_the_loop("mlp", algorithm, rounds=4)
+
+
+@pytest.mark.parametrize("gpu_path", [False, True])
+@pytest.mark.parametrize("name", ["fedcm", "scaffold", "fedadam_star"])
+def test_a_clipped_direction_takes_the_place_of_a_clipped_gradient(name, gpu_path):
+    """The norm is that of a client's whole vector, so the state cannot be kept in one part per layer."""
+    algorithm = lamina.create(name, clip_direction=0.05, decay=0.1)
+    assert parts_of(algorithm, TINY) == [TINY]
+    assert_as_in_the_loop("mlp", algorithm, gpu_path=gpu_path, clip=0.01)
+    with_clip, without = (reference("mlp", algorithm, 3, **more) for more in ({"clip": 0.01}, {}))
+    assert_same(with_clip.state, without.state, 0)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "resnet9", "batch_norm", "transformer"])

@@ -56,6 +56,13 @@ def test_every_setting_of_the_protocol_reaches_the_nodes(given, tmp_path):
     assert_like_the_simulation(setup)
 
 
+@pytest.mark.parametrize("name", ["fedcm", "scaffold", "fedadam_star"])
+def test_nodes_clip_the_direction_in_place_of_the_gradient(name, tmp_path):
+    setup = Setup(tmp_path, lamina.create(name, clip_direction=0.05, decay=0.1), rounds=3, clip=0.01)
+    setup.run()
+    assert_like_the_simulation(setup)
+
+
 def test_the_servers_weights_count_not_the_nodes(tmp_path):
     setup = Setup(tmp_path, "fedlada", node_model=other_weights, rounds=2)
     setup.run()

@@ -153,7 +153,7 @@ class Loop:
         grad, loss = gradient(y, buffers)
         if control is not None:
             grad = grad - gradient(control, _copy(buffers))[0]
-        if self.protocol.clip is not None:
+        if self.protocol.clip is not None and not self.algorithm.clips_direction:
             grad = clip_by_norm(grad, self.protocol.clip)
         return grad, loss
 
