@@ -58,7 +58,8 @@ def transcribe(simulation: lamina.Simulation, rounds: int, override: dict[str, A
     algorithm, protocol = simulation.algorithm, simulation.protocol
     chosen = {n: getattr(algorithm, n) for n in options(type(algorithm))} | (override or {})
     chosen["by_examples"] = protocol.weighting == "examples"
-    gradient = T.Gradient(INPUTS, LABELS, protocol.clip or np.inf)
+    clips_gradient = chosen.get("clip_direction", np.inf) == np.inf
+    gradient = T.Gradient(INPUTS, LABELS, (protocol.clip if clips_gradient else None) or np.inf)
     plans = [simulation.plan.round(r) for r in range(1, rounds + 1)]
     return T.ALL[algorithm.card.name](START, plans, gradient, SimpleNamespace(**chosen))
 

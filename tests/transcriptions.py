@@ -189,7 +189,8 @@ def scaffold(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator
         for a, i in enumerate(rnd.cohort):
             y, c_i, K = x.copy(), own.get(i, np.zeros_like(x0)), int(rnd.steps[a])
             for batch in batches(rnd, a):
-                y = y - rnd.lr * (gradient(y, batch) + o.decay * y + o.scale * (c - c_i))
+                corrected = gradient(y, batch) + o.scale * (c - c_i)
+                y = y - rnd.lr * (clipped(corrected, o.clip_direction) + o.decay * y)
             s = 1.0 if o.control == "literal" else o.scale
             own[i] = (x - y) / (K * rnd.lr) - s * (c - c_i)
             deltas.append(y - x)
@@ -203,7 +204,7 @@ def _fedcm_client(o: Options, x: Array, momentum: Array, rnd: Any, c: int, gradi
     y = x.copy()
     for batch in batches(rnd, c):
         mix = o.alpha * (gradient(y, batch) + l2(o, y)) + (1 - o.alpha) * momentum
-        y = y - rnd.lr * (clipped(mix, getattr(o, "clip_mix", np.inf)) + decoupled(o, y))
+        y = y - rnd.lr * (clipped(mix, o.clip_direction) + decoupled(o, y))
     return y - x
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from lamina import rng
 from lamina.contents import alike
 from lamina.data.dataset import Dataset
-from lamina.data.partitions import ByColumn, Indices, Partition, Parts, Reallocate, split_dataset
+from lamina.data.partitions import ByColumn, Partition, Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
+from lamina.data.parts import Indices, Parts
 from lamina.errors import BadInput, is_number, is_whole, short_repr
 from lamina.limits import MOST_CLIENTS, check_count, check_number
 from lamina.text import plural
@@ -69,7 +70,7 @@ class Clients:
 
 
 def _checked_parts(parts: Sequence[Any], samples: int) -> Parts:
-    """Return the parts after checking that they are not empty and share no sample."""
+    """Return the parts after checking that they are not empty and share no sample, unless they may."""
     if not isinstance(parts, Parts):
         parts = Parts.of([_as_indices(client, part, samples) for client, part in enumerate(parts)])
     if not len(parts):
@@ -82,7 +83,7 @@ def _checked_parts(parts: Sequence[Any], samples: int) -> Parts:
         client, sample = parts.owners(outside)[0], parts.samples[outside[0]]
         raise BadInput(f"client {client} is given sample {sample}, but the data have {plural(samples, 'sample')}")
     counts = np.bincount(parts.samples)
-    if counts.max() > 1:  # usually a mistake in the lists, and the sample would count twice
+    if counts.max() > 1 and not parts.may_repeat:  # usually a mistake in the lists, and the sample would count twice
         sample = int(np.argmax(counts > 1))
         one, other = parts.owners(np.flatnonzero(parts.samples == sample))[:2]
         whom = f"client {one} twice" if one == other else f"clients {one} and {other}"
@@ -153,6 +154,8 @@ def reserve(clients: Clients, heldout: float | Sequence[int] | None, local_test:
         return Reserved(clients, NO_PARTS, NO_PARTS)
     if clients.moving is not None:
         raise BadInput("held-out clients and local test splits need clients that keep their data, not 'reallocate'")
+    if clients.parts.may_repeat:
+        raise BadInput("held-out clients and local test splits need clients that share no sample: set refill = false")
     out = _heldout_clients(clients.count, heldout, seed)
     parts = [clients.parts[client] for client in range(clients.count)]
     training, tests = [part for client, part in enumerate(parts) if client not in out], []

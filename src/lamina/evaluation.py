@@ -14,7 +14,7 @@ from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.clients import Reserved
 from lamina.data.dataset import Dataset
-from lamina.data.partitions import Parts
+from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.history import Row

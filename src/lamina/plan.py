@@ -15,7 +15,7 @@ import numpy as np
 
 from lamina import rng
 from lamina.clients import Clients
-from lamina.data.partitions import Indices
+from lamina.data.parts import Indices
 from lamina.errors import BadInput
 from lamina.limits import check_memory
 from lamina.protocol import Protocol

@@ -94,14 +94,15 @@ class Simulation:
         local_steps: a fixed number of local steps instead of epochs.
         lr: the local learning rate; default: the algorithm's card.
         schedule: the learning rate over rounds: a schedule object or the name of one.
-        clip: largest norm of a mini-batch gradient.
+        clip: largest norm of a mini-batch gradient. An algorithm with the option `clip_direction` set clips the
+            direction of its step instead.
         weighting: mean over clients, or weighted by their number of examples.
         aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean", "norm_clipping",
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
         loss: a name in `lamina.losses.LOSSES`, "module:function", or a function of (outputs, targets) that returns one
             loss per sample [n].
-        augmentation: random crop and flip of training images.
+        augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
         seed: the source of all randomness.
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "auto" takes the fastest that fits the model; any other name forces that one. A simulation of the

@@ -145,7 +145,7 @@ GRID = {  # three values of every numeric option
     "decay": (0.0, 0.1, 0.3),
     "mu": (0.0, 0.1, 1.0),
     "scale": (0.0, 0.5, 1.5),
-    "clip_mix": (0.5, 2.0, float("inf")),
+    "clip_direction": (0.5, 2.0, float("inf")),
     "phi_min": (0.0, 0.01, 1.0),
     "phi_max": (2.0, 1.5, float("inf")),
 }

@@ -14,7 +14,8 @@ from paper_problem import CLIENTS, LAYERS, NAMES, SIZES, START, close, differ, m
 EVERYTHING: list[tuple[str, dict[str, Any]]] = [
     *[(name, {}) for name in NAMES],
     ("scaffold", {"scale": 0.5, "control": "literal", "decay": 0.1}),
-    ("fedcm", {"clip_mix": 0.5, "decay": 0.1, "decay_form": "decoupled"}),
+    ("scaffold", {"clip_direction": 0.1, "decay": 0.1}),
+    ("fedcm", {"clip_direction": 0.5, "decay": 0.1, "decay_form": "decoupled"}),
     ("fedadam", {"amsgrad": True, "bias_correction": True, "decay": 0.1}),
     ("fedadam_star", {"amsgrad": True, "root_eps": 1e-4}),
     ("localadam", {"sync": False, "amsgrad": False, "v_seed": "zero"}),

@@ -78,8 +78,9 @@ def test_without_gradients_a_step_is_what_was_inherited(name):
         torch.testing.assert_close(up.delta, inherited)
 
 
-def test_a_clipped_mix_inherits_nothing_that_could_be_known():
-    algorithm = lamina.create("fedcm", clip_mix=0.1)
+@pytest.mark.parametrize("name", ["fedcm", "fedadam_star"])
+def test_a_clipped_mix_inherits_nothing_that_could_be_known(name):
+    algorithm = lamina.create(name, clip_direction=0.1)
     assert algorithm.inherited_step(broadcast(algorithm), ClientInfo(1, LR, LAYERS, steps=1.0)) is None
 
 

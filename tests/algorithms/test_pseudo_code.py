@@ -78,17 +78,20 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"scale": 1.5},
         *[{"scale": s, "control": "literal"} for s in (0.5, 1.5)],
         {"scale": 0.5, "server_lr": 0.7, **DECAY},
+        {"preset": "fl_simulator"},
+        {"clip_direction": 0.05, "decay": 0.2},
+        {"clip_direction": 0.05, "scale": 0.5, "control": "literal", "server_lr": 0.7},
     ],
     "fedcm": [
         {"alpha": 0.5, "server_lr": 0.7},
         {"alpha": 1.0},
         *DECAYS,
         {"preset": "fl_simulator"},
-        {"preset": "fl_simulator", "clip_mix": 0.05, "decay": 0.2},
-        {"clip_mix": 0.05, "decay": 0.2, "decay_form": "l2"},
+        {"preset": "fl_simulator", "clip_direction": 0.05, "decay": 0.2},
+        {"clip_direction": 0.05, "decay": 0.2, "decay_form": "l2"},
     ],
     "fedadam": ADAM,
-    "fedadam_star": [*ADAM, *DECAYS, {"alpha": 0.5}],
+    "fedadam_star": [*ADAM, *DECAYS, {"alpha": 0.5}, {"clip_direction": 0.05, "decay": 0.2, "decay_form": "decoupled"}],
     "localadam": [
         *LADA,
         *DECAYS,
@@ -130,7 +133,9 @@ CASES += [(name, given, {}) for name in NAMES for given in OPTIONS[name]]
 CASES += [
     ("fedlada", {"amendment": "per_client"}, {"weighting": "examples"}),
     ("fedprox", {"mu": 0.5, "decay": 0.2}, {"clip": 0.15}),
-    ("fedcm", {"clip_mix": 0.05, "decay": 0.2}, {"clip": 0.1}),
+    ("fedcm", {"clip_direction": 0.05, "decay": 0.2}, {"clip": 0.1}),  # the gradient is not clipped here
+    ("scaffold", {"clip_direction": 0.05, "decay": 0.2}, {"clip": 0.02}),
+    ("fedadam_star", {"clip_direction": 0.05}, {"clip": 0.02}),
     ("fedlamb", {"decay": 0.2, "decay_form": "l2"}, {"clip": 0.15}),
     ("mime", {"preset": "mime"}, {"weighting": "examples"}),
 ]
@@ -163,7 +168,8 @@ def test_library_follows_the_pseudo_code(case: Any) -> None:
 
 
 NO_EFFECT = {  # options that cannot matter in their case
-    ("fedcm", "clip_mix", 10.0),  # the preset's ceiling is above every direction here
+    ("fedcm", "clip_direction", 10.0),
+    ("scaffold", "clip_direction", 10.0),  # the presets' ceiling is above every direction here
 }
 
 

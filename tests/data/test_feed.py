@@ -6,6 +6,7 @@ import torch
 
 from lamina import rng
 from lamina.data import Augment, augment, prepare
+from lamina.data.feed import training_inputs
 from lamina.errors import BadInput
 
 
@@ -106,6 +107,58 @@ def test_augment_record_applies_its_settings_and_checks_them():
             Augment(pad=bad)
     with pytest.raises(BadInput, match="flip"):
         Augment(flip=0.5)
+    for bad in (0, 1.5, float("nan"), "half"):
+        with pytest.raises(BadInput, match="crop_probability"):
+            Augment(crop_probability=bad)
+    with pytest.raises(BadInput, match=r"unknown augmentation: fill 'white'.*black, mean"):
+        Augment(fill="white")
+
+
+def test_a_crop_has_its_probability_independent_of_the_flip():
+    image, n, p = images(1, 5, 5), 40_000, 0.3
+    changed = augment(image.expand(n, 1, 5, 5), words(8, n), 2, True, crop_probability=p)
+    seen = {
+        which: int((changed == crop).flatten(1).all(1).sum()) / n for which, crop in every_crop(image, 2, True).items()
+    }
+    assert sum(seen.values()) == pytest.approx(1)
+    for (top, left, _), share in seen.items():  # an image keeps its place without a crop, and in 1 of 25 crops
+        expected = 0.5 * (p / 25 + (1 - p) * (top == left == 2))
+        assert abs(share - expected) < 5 * (expected * (1 - expected) / n) ** 0.5
+
+
+def simulator_image(image, word, pad, mean, std, probability):
+    """One image as the public simulator of FedLADA's first author makes it: normalised, flipped, perhaps cropped."""
+    offsets = 2 * pad + 1
+    down, right, mirrored = word % offsets, word // offsets % offsets, word // offsets**2 % 2
+    cropped = word // (2 * offsets**2) / (2**53 / (2 * offsets**2)) < probability
+    image = (image.astype(np.float64) / 255 - mean[:, None, None]) / std[:, None, None]
+    image = image[:, :, ::-1] if mirrored else image
+    if not cropped:
+        return image
+    channels, height, width = image.shape
+    extended = np.zeros((channels, height + 2 * pad, width + 2 * pad))
+    extended[:, pad:-pad, pad:-pad] = image
+    right = 2 * pad - right if mirrored else right  # lamina cuts before it mirrors
+    return extended[:, down : down + height, right : right + width]
+
+
+def test_the_simulators_images_are_padded_with_the_mean_colour():
+    x, keys = images(60, 3, 6, 5), words(9, 60)
+    mean, std = np.array([0.49, 0.48, 0.45]), np.array([0.25, 0.24, 0.26])
+    protocol = Augment(2, crop_probability=0.5, fill="mean")
+    made = training_inputs(x, keys, protocol, tuple(mean), tuple(std), torch.float64)
+    expected = [
+        simulator_image(image.numpy(), int(word), 2, mean, std, 0.5) for image, word in zip(x, keys, strict=True)
+    ]
+    np.testing.assert_allclose(made.numpy(), expected, rtol=1e-12, atol=0)
+    assert 0 < (made == 0).flatten(1).any(1).sum() < 60  # some images have the padding, others not
+
+
+def test_black_padding_is_black_before_the_normalisation():
+    x, keys = images(30, 1, 4, 4), words(10, 30)
+    made = training_inputs(x, keys, Augment(2, fill="black"), (0.5,), (0.25,), torch.float64)
+    torch.testing.assert_close(made, prepare(augment(x, keys, 2, True), (0.5,), (0.25,), torch.float64))
+    assert made.min() == -2  # (0 - 0.5) / 0.25
 
 
 def test_augmenting_what_is_no_image_is_refused():

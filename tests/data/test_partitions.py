@@ -5,9 +5,11 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from lamina import Simulation, rng
 from lamina.data import (
     IID,
     PARTITIONS,
@@ -21,7 +23,8 @@ from lamina.data import (
     partition_picture,
     split_dataset,
 )
-from lamina.data.partitions import Parts, Shards, describe
+from lamina.data.partitions import Shards, describe
+from lamina.data.parts import Parts
 from lamina.errors import BadInput
 
 quick = settings(deadline=None, max_examples=60)
@@ -152,11 +155,76 @@ def test_alpha_orders_the_heterogeneity():
     assert held[2] > 9
 
 
+def dealt_one_by_one(labels, clients, alpha, seed):
+    """The split of FedLADA's first author, sample after sample, with lamina's random numbers."""
+    values, pools = np.unique(labels, return_counts=True)
+    concentrations = alpha * len(values) * pools / len(labels)
+    priors = rng.generator(seed, "partition-dirichlet").dirichlet(concentrations, size=clients)
+    order = rng.permutation(rng.key(seed, "partition-deal"), len(labels))
+    lists = [[int(sample) for sample in order if labels[sample] == value] for value in values]
+    left = [list(samples) for samples in lists]
+    room = [len(labels) // clients + (client < len(labels) % clients) for client in range(clients)]
+    draws = iter(rng.uniform(rng.key(seed, "partition-draws"), len(labels)))
+    parts = [[] for _ in range(clients)]
+    for turn in itertools.count():
+        if not any(room):
+            return [sorted(part) for part in parts]
+        client = int(rng.bits(rng.key(seed, "partition-turns"), np.array([turn]))[0]) % clients
+        if not room[client]:
+            continue
+        room[client] -= 1
+        kind = min(int((np.cumsum(priors[client]) <= next(draws)).sum()), len(values) - 1)
+        left[kind] = left[kind] or list(lists[kind])
+        parts[client].append(left[kind].pop(0))
+
+
+@settings(deadline=None, max_examples=40)
+@given(labels_and_clients, st.floats(0.05, 100), seeds)
+def test_refilled_pools_are_dealt_sample_by_sample(shared, alpha, seed):
+    labels, clients = shared
+    parts = Dirichlet(alpha, refill=True).split(labels, clients, seed)
+    assert [part.tolist() for part in parts] == dealt_one_by_one(labels, clients, alpha, seed)
+
+
+def test_refill_follows_the_priors_and_uses_some_samples_twice():
+    """Without pools that run out, a client's counts are a multinomial draw of its own Dirichlet proportions."""
+    labels, clients, alpha, share = balanced(each=5000), 1000, 0.6, 50
+    parts = Dirichlet(alpha, refill=True).split(labels, clients, 3)
+    assert set(parts.sizes) == {share}
+    counts = label_counts(parts, labels)
+    # Dirichlet-multinomial, with the concentrations' sum 10 alpha; 1000 clients leave 5 % of noise
+    variance = share * 0.1 * 0.9 * (10 * alpha + share) / (10 * alpha + 1)
+    assert counts.var(axis=0).mean() == pytest.approx(variance, rel=0.1)
+    times = np.bincount(parts.samples, minlength=len(labels))
+    of_class = counts.sum(axis=0)
+    assert times.sum() == len(labels)
+    for kind, dealt in enumerate(of_class):  # 5000 + e samples of a class of 5000: e are used twice, or -e never
+        seen = np.bincount(times[labels == kind], minlength=3)
+        assert (seen[0], seen[2]) == (max(5000 - dealt, 0), max(dealt - 5000, 0))
+
+
+def test_samples_that_are_used_twice_train_and_are_not_evaluated_on():
+    x, y = torch.randn(40, 3), torch.arange(40) % 2
+    settings = {"clients": 4, "partition": Dirichlet(0.1, refill=True), "batch_size": 5, "lr": 0.1, "device": "cpu"}
+    ends = []
+    for engine in ("loop", "stacked"):
+        torch.manual_seed(0)
+        simulation = Simulation(torch.nn.Linear(3, 2).double(), (x.double(), y), "scaffold", engine=engine, **settings)
+        simulation.run(2)
+        ends.append(simulation.state.server.x)
+    assert np.bincount(simulation.plan.clients.parts.samples).max() > 1
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-12)
+    for held_out in ({"heldout_clients": 0.5}, {"local_test": 0.5}):
+        with pytest.raises(BadInput, match="share no sample"):
+            Simulation(torch.nn.Linear(3, 2), (x, y), "fedavg", **settings, **held_out)
+
+
 def test_dirichlet_at_scale():
     """100,000 samples, 10,000 clients: a loop over samples would not end in this test's patience."""
     labels = np.random.default_rng(0).integers(0, 10, 100_000)
     for sizes in ("equal", "natural"):
         assert_exact_cover(Dirichlet(0.5, sizes).split(labels, 10_000, 0), 100_000)
+    assert set(Dirichlet(0.5, refill=True).split(labels, 10_000, 0).sizes) == {10}
 
 
 @quick
@@ -251,6 +319,9 @@ LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2])
         (lambda: Dirichlet(alpha=float("inf")), "alpha"),
         (lambda: Dirichlet(alpha="0.5"), "alpha"),
         (lambda: Dirichlet(sizes="even"), "'equal' or 'natural'"),
+        (lambda: Dirichlet(refill=1), "refill must be true or false"),
+        (lambda: Dirichlet(sizes="natural", refill=True), "refill deals clients of equal size"),
+        (lambda: make("reallocate", base="dirichlet", refill=True), "refill leaves some out"),
         (lambda: Classes(k=0), "k = 0 is not a whole number"),
         (lambda: Classes(k=1.5), "k = 1.5 is not a whole number"),
         (lambda: Classes(k=4).split(LABELS, 2, 0), "only 3"),

@@ -46,6 +46,9 @@ CASES |= {
     f"{name} {preset}": {"preset": preset} for name in lamina.registry() for preset in lamina.find(name).card.presets
 }
 CASES |= {
+    "fedcm clipped": {"clip_direction": 0.5},
+    "scaffold clipped": {"clip_direction": 0.5, "decay": 0.01},
+    "fedadam_star clipped": {"clip_direction": 0.5, "decay": 0.01, "decay_form": "decoupled"},
     "fedlamb modules": {"layers": "module", "decay": 0.01, "bias_correction": True},
     "fedlamb matrices": {"decay_on": "matrices", "decay": 0.01},
     "fedlamb running": {"zero_norm": "lamb", "second_moment": "running", "first_round": "running"},

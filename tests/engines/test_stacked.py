@@ -10,7 +10,9 @@ from torch import nn
 import lamina
 from lamina.algorithms import FedAvg
 from lamina.algorithms.primitives import clip_by_norm
+from lamina.algorithms.rehearsal import TINY
 from lamina.data import Augment, Dataset
+from lamina.engines.stacked.steps import parts_of
 from small_simulations import PARTS, SHAPES, assert_as_in_the_loop, assert_same, reference, simulation, take_gpu_path
 
 FULL = ("fedlamb", "scaffold", "mime")  # client state, and full gradients
@@ -51,6 +53,17 @@ def test_options(algorithm):
     assert_as_in_the_loop("mlp", algorithm, rounds=4)
 
 
+@pytest.mark.parametrize("gpu_path", [False, True])
+@pytest.mark.parametrize("name", ["fedcm", "scaffold", "fedadam_star"])
+def test_a_clipped_direction_takes_the_place_of_a_clipped_gradient(name, gpu_path):
+    """The norm is that of a client's whole vector, so the state cannot be kept in one part per layer."""
+    algorithm = lamina.create(name, clip_direction=0.05, decay=0.1)
+    assert parts_of(algorithm, TINY) == [TINY]
+    assert_as_in_the_loop("mlp", algorithm, gpu_path=gpu_path, clip=0.01)
+    with_clip, without = (reference("mlp", algorithm, 3, **more) for more in ({"clip": 0.01}, {}))
+    assert_same(with_clip.state, without.state, 0)
+
+
 @pytest.mark.parametrize("kind", ["mlp", "resnet9", "batch_norm", "transformer"])
 def test_float32(kind):
     assert_as_in_the_loop(kind, "fedlamb", torch.float32, tolerance=1e-4)
@@ -80,14 +93,15 @@ def test_protocols(more):
     assert_as_in_the_loop("mlp", "scaffold", **more)
 
 
-def test_augmentation():
+@pytest.mark.parametrize("augmentation", [Augment(2), Augment(2, crop_probability=0.5, fill="mean")], ids=str)
+def test_augmentation(augmentation):
     generator = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (48, 3, 8, 8), dtype=torch.uint8, generator=generator)
     data = Dataset(images, torch.arange(48) % 3, mean=(0.5, 0.4, 0.3), std=(0.2, 0.2, 0.3))
     ends = []
     for engine in ("loop", "stacked"):
         run = lamina.Simulation(SHAPES["cnn"][0]().double(), data, "fedavg", clients=PARTS, batch_size=4, seed=2,
-                                augmentation=Augment(2), engine=engine, device="cpu")  # fmt: skip
+                                augmentation=augmentation, engine=engine, device="cpu")  # fmt: skip
         run.run(2)
         ends.append(run.state.server.x)
     assert torch.allclose(*ends, rtol=1e-10, atol=1e-12)

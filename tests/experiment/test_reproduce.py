@@ -16,6 +16,8 @@ from lamina import Simulation
 from lamina.data import idx, sources
 from lamina.data.files import PublishedFile
 from lamina.experiment import claims, reproduction
+from lamina.experiment.build import build_algorithm
+from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
 from lamina.experiment.toml import complete_text
 from lamina.experiment.tune import GRIDS
@@ -101,11 +103,52 @@ def test_fedladas_network_is_he_et_als_with_group_norm(name):
     assert load(PAPERS[name]).model.options() == {"norm": "group", "stem": "imagenet"}
 
 
-def test_the_simulators_version_differs_in_what_it_says():
-    own, whole = load(PAPERS["lada-table7-cifar10-simulator"]), load(PAPERS["lada-table7-cifar10"])
-    changed = ("train.rounds", "train.clip", "data.augment_flip")
+def simulator_settings(experiment):
+    """The settings in which the simulator of FedLADA's first author differs from the paper's text (B17)."""
+    data, train = experiment.data, experiment.train
+    augmentation = (data.augment_flip, data.augment_crop_probability, data.augment_fill)
+    return augmentation, data.partition.options().get("refill", False), (train.sampling, train.clip)
+
+
+FROM_LADA = [name for name in PAPERS if load(PAPERS[name]).model.name == "resnet18" and name.startswith("lada")]
+
+
+@pytest.mark.parametrize("name", [name for name in FROM_LADA if "-text" not in name])
+def test_fedladas_experiments_follow_the_simulator(name):
+    experiment = load(PAPERS[name])
+    assert simulator_settings(experiment) == ((True, 0.5, "mean"), True, ("bernoulli", 10))
+    for method in {"fedcm", "scaffold", "fedadam_star"} & set(experiment.compare.algorithms):
+        chosen = build_algorithm(with_algorithm(experiment, method))
+        assert (chosen.clip_direction, chosen.decay) == (10, 1e-3)
+        assert method == "scaffold" or chosen.decay_form == "decoupled"  # the decay is added after the clip
+
+
+@pytest.mark.parametrize(
+    ("name", "without_text", "clipped"),
+    [
+        ("lada-cifar10-short-text", "lada-cifar10-short", None),
+        ("lada-fig5-cifar10-amended-fedadam-text", "lada-fig5-cifar10-amended-fedadam", None),
+        ("lada-table7-cifar10-text-clip", "lada-table7-cifar10", 10),
+    ],
+)
+def test_the_text_versions_differ_in_the_simulators_choices_only(name, without_text, clipped):
+    own, whole = load(PAPERS[name]), load(PAPERS[without_text])
+    changed = ["train.rounds", "train.clip", "train.sampling", "data.partition"]
+    changed += [f"data.augment_{option}" for option in ("flip", "crop_probability", "fill")]
     assert without(own, *changed) == without(whole, *changed)
-    assert (own.train.clip, own.data.augment_flip, whole.train.clip, whole.data.augment_flip) == (10, True, None, False)
+    assert simulator_settings(own) == ((clipped is not None, 1, "black"), False, ("exact", clipped))
+    assert own.data.partition.options()["alpha"] == whole.data.partition.options()["alpha"] == 0.6
+
+
+@pytest.mark.parametrize("name", [name for name in PAPERS if "-text" in name])
+def test_a_committed_record_is_of_the_text_version(name):
+    """The runs before the simulator's protocol keep the name of the protocol that they were run with."""
+    used = json.loads((RESULTS / name / "as-given" / "config.json").read_text())
+    expected = load(PAPERS[name])
+    given = used["data"]["augment_flip"], used["train"]["clip"], used["train"]["sampling"]
+    assert given == (expected.data.augment_flip, expected.train.clip, expected.train.sampling)
+    assert {"augment_fill", "augment_crop_probability"}.isdisjoint(used["data"])
+    assert "refill" not in used["data"]["partition"]
 
 
 @pytest.mark.parametrize("epochs", [1, 3])

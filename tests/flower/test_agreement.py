@@ -56,6 +56,13 @@ def test_every_setting_of_the_protocol_reaches_the_nodes(given, tmp_path):
     assert_like_the_simulation(setup)
 
 
+@pytest.mark.parametrize("name", ["fedcm", "scaffold", "fedadam_star"])
+def test_nodes_clip_the_direction_in_place_of_the_gradient(name, tmp_path):
+    setup = Setup(tmp_path, lamina.create(name, clip_direction=0.05, decay=0.1), rounds=3, clip=0.01)
+    setup.run()
+    assert_like_the_simulation(setup)
+
+
 def test_the_servers_weights_count_not_the_nodes(tmp_path):
     setup = Setup(tmp_path, "fedlada", node_model=other_weights, rounds=2)
     setup.run()
@@ -76,7 +83,8 @@ def test_dropout_and_augmentation_follow_the_plan(tmp_path, engine):
             torch.manual_seed(0)
             return nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.3), nn.Linear(8, 3))
 
-    protocol = {"batch_size": 8, "augmentation": lamina.data.feed.Augment(2), "seed": 1, "device": "cpu"}
+    augmentation = lamina.data.feed.Augment(2, crop_probability=0.5, fill="mean")
+    protocol = {"batch_size": 8, "augmentation": augmentation, "seed": 1, "device": "cpu"}
     parts = [list(range(20)), list(range(20, 40))]
     simulation = lamina.Simulation(model(), images(), "fedams", clients=parts, engine=engine, **protocol)
     simulation.run(3)
@@ -113,7 +121,7 @@ def test_the_original_mime_needs_two_exchanges(tmp_path):
 
 def test_an_experiment_file_is_a_federation(tmp_path):
     experiment = parse({
-        "data": {"name": "digits", "clients": 5, "partition": {"name": "dirichlet", "alpha": 0.5}},
+        "data": {"name": "digits", "clients": 5, "partition": {"name": "dirichlet", "alpha": 0.5, "refill": True}},
         "model": {"name": "mlp"}, "algorithm": {"name": "fedlamb", "sync_every": 2},
         "train": {"rounds": 3, "participation": 0.6, "seed": 3}, "run": {"device": "cpu", "engine": "loop"},
     })  # fmt: skip

@@ -134,6 +134,11 @@ class Algorithm(ABC):
         return 1
 
     @property
+    def clips_direction(self) -> bool:
+        """Whether `step` clips the direction that it takes; the gradient is then not clipped (`train.clip`) before."""
+        return False
+
+    @property
     def grouping(self) -> Grouping:
         """What one layer is in the fields ``[..., layers]``: a tensor, or all tensors of a module."""
         return "tensor"

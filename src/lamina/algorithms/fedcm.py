@@ -5,6 +5,7 @@ Xu et al. 2021, "FedCM: federated learning with client-level momentum".
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from lamina.algorithms.contract import (
     hyper,
     zeros,
 )
-from lamina.algorithms.primitives import add_decoupled, add_l2, clip_by_norm, descend
+from lamina.algorithms.primitives import add_decoupled, add_l2, clip_by_norm, descend, is_finite
 from lamina.layers import Layers
 
 
@@ -40,7 +41,7 @@ class Server(NamedTuple):
     presets={
         "fedlada_paper": {"decay": 1e-3},
         # The public simulator of FedLADA's first author: decay outside the mix, the mix clipped at norm 10.
-        "fl_simulator": {"decay": 1e-3, "decay_form": "decoupled", "clip_mix": 10.0},
+        "fl_simulator": {"decay": 1e-3, "decay_form": "decoupled", "clip_direction": 10.0},
     },
 )
 class FedCM(Algorithm):
@@ -49,15 +50,16 @@ class FedCM(Algorithm):
     alpha: Number = hyper(
         0.1, "alpha, weight of the client's own gradient; 1 is FedAvg", low=0.0, high=1.0, open_low=True
     )
-    clip_mix: Number = hyper(float("inf"), "largest norm of the mixed direction", low=0.0, open_low=True)
+    clip_direction: Number = hyper(
+        math.inf, "largest norm of the mixed direction, in place of train.clip (B17)", low=0.0, open_low=True
+    )
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "inside g, or outside the mix")
 
     @property
-    def clips(self) -> bool:
-        """Whether the mixed direction is clipped."""
-        return isinstance(self.clip_mix, Tensor) or self.clip_mix != float("inf")
+    def clips_direction(self) -> bool:
+        return is_finite(self.clip_direction)
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, momentum=zeros(x))
@@ -65,13 +67,13 @@ class FedCM(Algorithm):
     def step(self, local: LocalModel, down: Server, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
         g = add_l2(grad, local.y, self)
         mix = self.alpha * g + (1 - self.alpha) * down.momentum
-        mix = clip_by_norm(mix, self.clip_mix) if self.clips else mix
+        mix = clip_by_norm(mix, self.clip_direction) if self.clips_direction else mix
         return LocalModel(descend(local.y, add_decoupled(mix, local.y, self), lr))
 
     def update(self, server: Server, up: Displacement, info: ServerInfo) -> Server:
         return Server(server.x + self.server_lr * up.delta, momentum=-up.delta / (info.lr * info.mean_steps))
 
     def inherited_step(self, down: Server, info: ClientInfo) -> Tensor | None:
-        if self.clips:
+        if self.clips_direction:
             return None  # the share of the momentum depends on the gradients
         return -info.lr * info.steps * (1 - self.alpha) * down.momentum

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ def clip_by_norm(u: Tensor, limit: Number) -> Tensor:
     """Scale u down to Euclidean norm `limit` if it is longer."""
     norm = torch.linalg.vector_norm(u, dim=-1, keepdim=True)
     return torch.where(norm > limit, u * (limit / norm), u)
+
+
+def is_finite(limit: Number) -> bool:
+    """Return whether a limit does anything: a plain infinity is skipped, so that it costs nothing."""
+    return isinstance(limit, Tensor) or limit != math.inf
 
 
 def refuse_dead_moments(options: Any, *added: Number) -> None:

@@ -7,13 +7,14 @@ of c is the uniform mean of the cohort's changes times |S|/N, even if the model'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, algorithm, hyper, zeros
-from lamina.algorithms.primitives import add_decay, descend
+from lamina.algorithms.primitives import add_decay, clip_by_norm, descend, is_finite
 from lamina.layers import Layers
 
 
@@ -50,7 +51,11 @@ class Up(NamedTuple):
     reference="Karimireddy et al. 2020; scale: Sun et al. 2023, eq. 26",
     lr=0.1,
     paper_cost=2,
-    presets={"fedlada_paper": {"decay": 1e-3}},
+    presets={
+        "fedlada_paper": {"decay": 1e-3},
+        # The public simulator of FedLADA's first author: g + c - c_i clipped at norm 10, then the decay.
+        "fl_simulator": {"decay": 1e-3, "clip_direction": 10.0},
+    },
 )
 class Scaffold(Algorithm):
     """SGD corrected by the difference between the global and the client's mean gradient."""
@@ -61,8 +66,15 @@ class Scaffold(Algorithm):
     control: Literal["mean_gradient", "literal"] = hyper(
         "mean_gradient", "c_i under s != 1: keep it the mean raw gradient, or option II as printed (B15)"
     )
+    clip_direction: Number = hyper(
+        math.inf, "largest norm of g + s (c - c_i), in place of train.clip (B17)", low=0.0, open_low=True
+    )
     server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
     decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
+
+    @property
+    def clips_direction(self) -> bool:
+        return is_finite(self.clip_direction)
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, c=zeros(x))
@@ -74,6 +86,9 @@ class Scaffold(Algorithm):
         return Local(down.x, self.scale * (down.c - client.c))
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
+        if self.clips_direction:  # B17: the decay is added after the clip
+            clipped = clip_by_norm(grad + local.correction, self.clip_direction)
+            return local._replace(y=descend(local.y, add_decay(clipped, local.y, self.decay), lr))
         g = add_decay(grad, local.y, self.decay)
         return local._replace(y=descend(local.y, g + local.correction, lr))  # Karimireddy l.10; LADA eq. 26
 

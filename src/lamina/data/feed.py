@@ -1,4 +1,4 @@
-"""Turn stored samples into model input: random crops and flips, then normalisation.
+"""Turn stored samples into model input: random crops and flips, and normalisation.
 
 Pure tensor functions, the same on every device and in every engine, with any leading axes
 (clients, experiments) and no host work, so that they compile and replay as part of a step.
@@ -7,16 +7,19 @@ Pure tensor functions, the same on every device and in every engine, with any le
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from lamina.batch import Inputs, map_batch, tensors
-from lamina.errors import BadInput
-from lamina.limits import check_count
+from lamina.errors import BadInput, unknown
+from lamina.limits import check_count, check_number
 
 MOST_PADDING = 1024  # pixels
+WORD_BITS = 53  # of an image's random word; see `lamina.rng.bits`
+
+Fill = Literal["black", "mean"]
 
 
 def prepare(
@@ -47,10 +50,10 @@ def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
     return torch.stack([like.new_full((1, 1), value) for value in values])
 
 
-def augment(x: Tensor, keys: Tensor, pad: int, flip: bool) -> Tensor:
-    """Random crop after zero padding, then horizontal flip with probability 1/2, of raw images.
+def augment(x: Tensor, keys: Tensor, pad: int, flip: bool, crop_probability: float = 1.0) -> Tensor:
+    """Random crop after zero padding with `crop_probability`, and horizontal flip with probability 1/2, of images.
 
-    Zeros are black pixels, as when torchvision pads an image before it is normalised. The crop and flip of an image of
+    Zeros are black pixels in raw images and the mean colour in normalised ones. The crop and flip of an image of
     `x` [..., n, channels, height, width] depend on its random word in `keys` [..., n] alone (see `lamina.rng.bits`).
     `pad` pixels are added on every side before a window of the original size is cut.
     """
@@ -63,9 +66,13 @@ def augment(x: Tensor, keys: Tensor, pad: int, flip: bool) -> Tensor:
         return x
     height, width = x.shape[-2:]
     offsets = 2 * pad + 1
-    # Three independent numbers out of one word: its digits in base `offsets`, then one more bit.
+    # Independent numbers out of one word: its digits in base `offsets`, then one more bit, then the rest.
     down = keys % offsets - pad
     right = keys // offsets % offsets - pad
+    if crop_probability < 1:
+        rests = 2**WORD_BITS // (2 * offsets**2)
+        is_cropped = keys // (2 * offsets**2) < round(crop_probability * rests)
+        down, right = torch.where(is_cropped, down, 0), torch.where(is_cropped, right, 0)
     rows = torch.arange(height, device=x.device) + down.unsqueeze(-1)
     columns = torch.arange(width, device=x.device)
     if flip:
@@ -89,17 +96,41 @@ class Augment:
     """The random changes of training images."""
 
     pad: int = 4
-    """Random crop after this many zero pixels on every side; 0 switches it off."""
+    """Random crop after this many pixels on every side; 0 switches it off."""
     flip: bool = True
     """Mirror half of the images horizontally."""
+    crop_probability: float = 1.0
+    """The share of the images that are cropped; the others keep their place. Independent of the flip."""
+    fill: Fill = "black"
+    """The added pixels: black, or the mean colour, which is 0 after normalisation."""
 
     def __post_init__(self) -> None:
         check_count("augmentation: pad", self.pad, MOST_PADDING, least=0)
         if not isinstance(self.flip, bool):
             raise BadInput(f"augmentation: flip must be true or false, found {self.flip!r}")
+        check_number("augmentation: crop_probability", self.crop_probability, above=0, most=1)
+        if self.fill not in get_args(Fill):
+            raise unknown("augmentation: fill", str(self.fill), get_args(Fill))
 
     def __call__(self, x: Inputs, keys: Tensor) -> Any:
-        """`augment` with these settings; of a tuple or a dict, the images are augmented."""
+        """`augment` with these settings, except for `fill`; of a tuple or a dict, the images are augmented."""
         if not isinstance(x, Tensor) and any(values.dim() == keys.dim() + 3 for values in tensors(x)):
             return map_batch(lambda values: self(values, keys) if values.dim() == keys.dim() + 3 else values, x)
-        return augment(x if isinstance(x, Tensor) else tensors(x)[0], keys, self.pad, self.flip)
+        image = x if isinstance(x, Tensor) else tensors(x)[0]
+        return augment(image, keys, self.pad, self.flip, self.crop_probability)
+
+
+def training_inputs(
+    x: Inputs,
+    keys: Tensor | None,
+    augmentation: Augment | None,
+    mean: tuple[float, ...] | None,
+    std: tuple[float, ...] | None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Return model input for stored samples of a training batch: `prepare` and, with random words, the augmentation."""
+    if augmentation is None or keys is None:
+        return prepare(x, mean, std, dtype)
+    if augmentation.fill == "mean":  # zeros are the mean colour only after the normalisation
+        return augmentation(prepare(x, mean, std, dtype), keys)
+    return prepare(augmentation(x, keys), mean, std, dtype)

@@ -2,12 +2,12 @@
 
 A partition is a frozen record with one method, `split`: a pure function of the labels, the number of clients and a seed
 that returns every client's sample indices, ascending. Every sample goes to exactly one client (`Shards` leaves some
-out) and every client gets at least one.
+out, and `Dirichlet` with `refill` repeats others) and every client gets at least one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -16,73 +16,13 @@ from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.data.dataset import Dataset
+from lamina.data.parts import Indices, Labels, Parts, sorting
 from lamina.errors import BadInput, nearest
 from lamina.limits import MOST_CLIENTS, check_count, check_number
 from lamina.named import create_named
 from lamina.text import plural
 
-Indices = NDArray[np.int64]
-Labels = Indices
 Columns = Mapping[str, NDArray[Any]]
-
-
-class Parts(Sequence[Indices]):
-    """The sample indices of every client, which behave like a list of arrays.
-
-    They are stored as one array and the bounds of every client's part in it, because a million arrays take seconds to
-    create and most of a gigabyte.
-
-    >>> parts = Parts.of([np.array([0, 2]), np.array([1])])
-    >>> len(parts), parts[0], parts.sizes
-    (2, array([0, 2]), array([2, 1]))
-    """
-
-    def __init__(self, samples: Indices, bounds: Indices) -> None:
-        self.samples = samples  # [n], client after client
-        self.bounds = bounds  # [clients + 1]: client i holds samples[bounds[i] : bounds[i + 1]]
-
-    @classmethod
-    def of(cls, arrays: Sequence[Indices]) -> Parts:
-        """Return the same parts in one array."""
-        sizes = np.fromiter(map(len, arrays), np.int64, len(arrays))
-        samples = np.concatenate([np.zeros(0, np.int64), *arrays])
-        return cls(samples, np.concatenate([[0], np.cumsum(sizes)]))
-
-    @classmethod
-    def by_owner(cls, owners: Labels, clients: int) -> Parts:
-        """Return the samples of every client, ascending, from the client of every sample."""
-        sizes = np.bincount(owners, minlength=clients)
-        return cls(_sorting(owners), np.concatenate([[0], np.cumsum(sizes)]))
-
-    @property
-    def sizes(self) -> Indices:
-        """The number of samples of every client [clients]."""
-        return np.diff(self.bounds)
-
-    def owners(self, positions: Indices) -> Indices:
-        """Return the clients that hold the samples at these positions of `samples`."""
-        return np.searchsorted(self.bounds, positions, side="right") - 1
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
-    def __getitem__(self, client: Any) -> Any:
-        if isinstance(client, slice):
-            return [self[i] for i in range(*client.indices(len(self)))]
-        if not -len(self) <= client < len(self):
-            raise IndexError(f"client {client} of {len(self)}")
-        client %= len(self)
-        return self.samples[self.bounds[client] : self.bounds[client + 1]]
-
-    def __iter__(self) -> Iterator[Indices]:
-        return (self[client] for client in range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Parts):
-            return NotImplemented
-        return np.array_equal(self.samples, other.samples) and np.array_equal(self.bounds, other.bounds)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @runtime_checkable
@@ -178,28 +118,65 @@ class Dirichlet(_Dealt):
 
     ``sizes="natural"``: each class is shared over the clients by proportions from Dir(alpha, ..., alpha),
     so that sizes vary too. A client that would get nothing is given one sample of the largest client.
+
+    ``refill=True`` changes the equal sizes: samples are dealt one by one to a random client that has room, each of a
+    class drawn from the client's own proportions. A class pool that runs out starts again from its full list, so some
+    samples are used twice and others never. FedLADA's first author splits the data like this.
     """
 
     name = "dirichlet"
     alpha: float = 0.5
     sizes: Literal["equal", "natural"] = "equal"
+    refill: bool = False
 
     def __post_init__(self) -> None:
         # beyond these bounds, Dirichlet draws lose their precision
         check_number("dirichlet: alpha", self.alpha, least=1e-4, most=1e6)
         if self.sizes not in ("equal", "natural"):
             raise BadInput(f"dirichlet: sizes must be 'equal' or 'natural', found {self.sizes!r}")
+        if not isinstance(self.refill, bool):
+            raise BadInput(f"dirichlet: refill must be true or false, found {self.refill!r}")
+        if self.refill and self.sizes != "equal":
+            raise BadInput("dirichlet: refill deals clients of equal size: take sizes = 'natural' out")
 
     def _deal(self, labels: Labels, clients: int, seed: int) -> Parts:
         _, kinds, pools = np.unique(labels, return_inverse=True, return_counts=True)
         draw = rng.generator(seed, "partition-dirichlet")
+        if self.refill:
+            return self._refilled(draw, kinds, pools, clients, seed)
         counts = self._equal(draw, pools, clients) if self.sizes == "equal" else self._natural(draw, pools, clients)
         return _deal_by_class(kinds, counts, seed)
 
+    def _concentrations(self, pools: Labels) -> NDArray[np.float64]:
+        return self.alpha * len(pools) * pools / int(pools.sum())
+
+    def _refilled(self, draw: np.random.Generator, kinds: Labels, pools: Labels, clients: int, seed: int) -> Parts:
+        """Deal the samples one by one; see `refill`."""
+        n, classes = len(kinds), len(pools)
+        shares, turns = _equal_shares(n, clients), n
+        dealt = np.zeros(0, bool)
+        while dealt.sum() < n:  # turns of full clients are skipped
+            turns *= 2
+            client = rng.bits(rng.key(seed, "partition-turns"), np.arange(turns, dtype=np.int64)) % clients
+            dealt = _occurrences(client) < shares[client]
+        client = client[dealt]
+        # The cumulative proportions of client i lie in (i, i + 1], so that one search finds the classes of all draws.
+        number = np.arange(clients)[:, None]
+        ends = np.minimum(
+            number + np.cumsum(draw.dirichlet(self._concentrations(pools), size=clients), axis=1), number + 1
+        )
+        ends[:, -1] = number[:, 0] + 1
+        drawn = client + rng.uniform(rng.key(seed, "partition-draws"), n)
+        kind = np.searchsorted(ends.ravel(), drawn, side="right") - client * classes
+        kind = np.minimum(kind, classes - 1)
+        order = _shuffled_by_class(kinds, seed)
+        samples = order[(np.cumsum(pools) - pools)[kind] + _occurrences(kind) % pools[kind]]
+        by_client = np.lexsort((samples, client))
+        return Parts(samples[by_client], np.concatenate([[0], np.cumsum(shares)]), may_repeat=True)
+
     def _equal(self, draw: np.random.Generator, pools: Labels, clients: int) -> Labels:
         """[clients, classes] counts whose rows have equal sums (to one) and whose columns empty the pools."""
-        n = int(pools.sum())
-        concentrations = self.alpha * len(pools) * pools / n
+        n, concentrations = int(pools.sum()), self._concentrations(pools)
         proportions = draw.dirichlet(concentrations, size=clients)
         left = pools.copy()
         counts = np.zeros((clients, len(pools)), np.int64)
@@ -316,7 +293,7 @@ class Shards(_Dealt):
             )
         # What does not divide evenly is dropped before the sort: at the end, it would all be of the last class.
         order = rng.permutation(rng.key(seed, "partition-shards"), n)[: n - n % self.shards]
-        pieces = order[_sorting(labels[order])].reshape(self.shards, -1)
+        pieces = order[sorting(labels[order])].reshape(self.shards, -1)
         dealt = rng.permutation(rng.key(seed, "partition-shards-clients"), self.shards)[: clients * self.per_client]
         return Parts.of([np.sort(pieces[shards].ravel()) for shards in dealt.reshape(clients, self.per_client)])
 
@@ -378,6 +355,8 @@ class Reallocate:
                 f"reallocate: the base must be iid, dirichlet or classes, found {self.base!r}: "
                 "natural clients own their data, and shards leave some out"
             )
+        if isinstance(self.base, Dirichlet) and self.base.refill:
+            raise BadInput("reallocate: every round shares the whole training set, and refill leaves some out")
 
     def split(self, *args: Any, **options: Any) -> Parts:
         """Split as the base does; `clients` is the size of the round's cohort."""
@@ -400,7 +379,7 @@ def make(name: str, **options: Any) -> Partition:
     The options of ``reallocate`` are its base (by name; iid when left out) and the base's own options.
 
     >>> make("dirichlet", alpha=0.3)
-    Dirichlet(alpha=0.3, sizes='equal')
+    Dirichlet(alpha=0.3, sizes='equal', refill=False)
     >>> make("reallocate", base="classes", k=1)
     Reallocate(base=Classes(k=1))
     """
@@ -420,22 +399,30 @@ def label_counts(parts: Sequence[Indices], labels: Labels, classes: int | None =
 def _deal_by_class(kinds: Labels, counts: Labels, seed: int) -> Parts:
     """Give client i `counts[i, c]` random samples of class c."""
     owner = np.empty(len(kinds), np.int64)
-    # A random order of all samples, then by class: random inside every class.
-    order = rng.permutation(rng.key(seed, "partition-deal"), len(kinds))
-    order = order[_sorting(kinds[order])]
+    order = _shuffled_by_class(kinds, seed)
     clients = np.broadcast_to(np.arange(len(counts))[:, None], counts.shape)
     owner[order] = np.repeat(clients.T.ravel(), counts.T.ravel())
     return Parts.by_owner(owner, len(counts))
 
 
+def _shuffled_by_class(kinds: Labels, seed: int) -> Indices:
+    """Return all samples class after class, in random order inside every class."""
+    order = rng.permutation(rng.key(seed, "partition-deal"), len(kinds))
+    return order[sorting(kinds[order])]
+
+
+def _occurrences(values: Labels) -> Indices:
+    """Return for every value how often it occurs before.
+
+    >>> _occurrences(np.array([2, 0, 2, 2]))
+    array([0, 0, 1, 2])
+    """
+    order, counts = sorting(values), np.bincount(values)
+    before = np.empty(len(values), np.int64)
+    before[order] = np.arange(len(values)) - (np.cumsum(counts) - counts)[values[order]]
+    return before
+
+
 def _equal_shares(n: int, clients: int) -> Indices:
     """Return the sizes [clients] of n samples in shares that differ by at most one."""
     return n // clients + (np.arange(clients) < n % clients)
-
-
-def _sorting(kinds: Labels) -> Labels:
-    """Return the stable order that sorts small whole numbers; with few bits numpy needs one pass over each byte."""
-    if not len(kinds):
-        return np.zeros(0, np.int64)
-    from_zero = kinds - kinds.min()
-    return np.argsort(from_zero.astype(np.min_scalar_type(int(from_zero.max()))), kind="stable")

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from lamina.data.partitions import Indices, Labels, label_counts
+from lamina.data.partitions import label_counts
+from lamina.data.parts import Indices, Labels
 from lamina.errors import BadInput
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.batch import Inputs, map_batch
 from lamina.data.dataset import Dataset
-from lamina.data.feed import prepare
+from lamina.data.feed import training_inputs
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective
@@ -153,7 +153,7 @@ class Loop:
         grad, loss = gradient(y, buffers)
         if control is not None:
             grad = grad - gradient(control, _copy(buffers))[0]
-        if self.protocol.clip is not None:
+        if self.protocol.clip is not None and not self.algorithm.clips_direction:
             grad = clip_by_norm(grad, self.protocol.clip)
         return grad, loss
 
@@ -162,9 +162,9 @@ class Loop:
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
         x = map_batch(lambda values: values[index], data.x)
-        if self.protocol.augmentation is not None:
-            x = self.protocol.augmentation(x, torch.from_numpy(plan.augment_keys(c, k)).to(device))
-        inputs = prepare(x, data.mean, data.std, self.objective.dtype)
+        augmentation = self.protocol.augmentation
+        keys = None if augmentation is None else torch.from_numpy(plan.augment_keys(c, k)).to(device)
+        inputs = training_inputs(x, keys, augmentation, data.mean, data.std, self.objective.dtype)
         stream = torch.from_numpy(plan.dropout_stream(c, k)).to(device)
         return Batch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
 

@@ -71,12 +71,13 @@ def settings_of(experiment: Experiment) -> Settings:
     """Return the settings of the experiment's protocol, as arguments of `Simulation` and `Federation`."""
     data, train = experiment.data, experiment.train
     same = {name: getattr(train, name) for name in type(train).model_fields if name in PROTOCOL_FIELDS}
+    augment_options = {each.name: getattr(data, f"augment_{each.name}") for each in dataclasses.fields(Augment)}
     own = {
         "batch_size": None if train.batch_size == "full" else train.batch_size,
         "epochs": train.epochs if train.local_steps is None else None,
         "schedule": build_schedule(experiment),
         "aggregation": build_aggregation(experiment),
-        "augmentation": Augment(data.augment_pad, data.augment_flip) if data.augment else None,
+        "augmentation": Augment(**augment_options) if data.augment else None,
     }
     return cast(Settings, same | own | dict(experiment.objects.settings))
 

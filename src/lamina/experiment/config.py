@@ -24,6 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lamina.data import sources
+from lamina.data.feed import Fill
 from lamina.data.own import FORMATS
 from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.objects import Objects
@@ -108,6 +109,8 @@ class Data(_Section):
     augment: bool = False
     augment_pad: Annotated[int, Field(ge=0)] = 4
     augment_flip: bool = True
+    augment_crop_probability: Annotated[float, Field(gt=0, le=1)] = 1.0
+    augment_fill: Fill = "black"
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
     heldout_clients: Fraction | NotEmpty[Annotated[int, Field(ge=0)]] | None = None  # never train: a share, or numbers
     local_test: Fraction | None = None  # of every client's samples, to evaluate on
@@ -138,7 +141,7 @@ class Data(_Section):
 
     @model_validator(mode="after")
     def _augment_is_set(self) -> Data:
-        unused = sorted({"augment_pad", "augment_flip"} & self.model_fields_set)
+        unused = sorted({key for key in type(self).model_fields if key.startswith("augment_")} & self.model_fields_set)
         if unused and "augment" not in self.model_fields_set:  # augment = false says that they do not act
             raise PydanticCustomError(
                 "unused", "{keys} needs augment = true: add it, or take {keys} out", {"keys": " and ".join(unused)}

@@ -147,7 +147,7 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
     """Set one key in its section; an object that no file can name goes to `object_settings`."""
     if key == "augmentation":
         if isinstance(value, Augment):
-            tree["data"] |= {"augment": True, "augment_pad": value.pad, "augment_flip": value.flip}
+            tree["data"] |= {"augment": True} | {f"augment_{name}": given for name, given in _fields(value).items()}
             return
         if value is None:
             return

@@ -27,7 +27,8 @@ DEFAULT_NAMES = {
 
 DEFAULT_DATA = "digits"
 # the keys of [data] that do not depend on the data set; the others are options of the data set it names
-GENERAL_DATA_KEYS = {"name", "dir", "clients", "partition", "augment", "augment_pad", "augment_flip", "validation"}
+GENERAL_DATA_KEYS = {"name", "dir", "clients", "partition", "validation", "augment"}
+GENERAL_DATA_KEYS |= {f"augment_{option}" for option in ("pad", "flip", "crop_probability", "fill")}
 
 
 def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina.data import sources
-from lamina.data.partitions import Labels, Parts, Reallocate, label_counts, split_dataset
+from lamina.data.partitions import Reallocate, label_counts, split_dataset
+from lamina.data.parts import Labels, Parts
 from lamina.errors import BadInput, LaminaError, nearest
 from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse

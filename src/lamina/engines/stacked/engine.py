@@ -175,7 +175,8 @@ class Stacked:
         # made before the GPU is busy: the host would wait for it otherwise
         shares = self._shares(now, chunk)
         relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
-        clip = self._row_clip([member.protocol.clip for member in members])
+        limits = [None if member.algorithm.clips_direction else member.protocol.clip for member in members]
+        clip = self._row_clip(limits)
         batches, filled = self.feed.batches(now, chunk)
         local = algorithm.begin(down, client, info)
         work = LocalWork(

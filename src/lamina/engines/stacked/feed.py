@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lamina import rng
-from lamina.data.partitions import Indices
+from lamina.data.parts import Indices
 from lamina.engines.stacked.rows import RoundInProgress, Row, order_rows, pad_plans, send
 from lamina.engines.stacked.steps import Batches
 from lamina.objective import Objective

@@ -19,7 +19,7 @@ from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo
 from lamina.algorithms.rehearsal import TINY
 from lamina.batch import map_batch
 from lamina.data.dataset import Dataset
-from lamina.data.feed import Augment, prepare
+from lamina.data.feed import Augment, training_inputs
 from lamina.engines.stacked.forward import Forward
 from lamina.engines.stacked.side_stream import differentiate
 from lamina.layers import Grouping, Layers
@@ -117,9 +117,8 @@ class Problem:
     def mean_losses(self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches) -> Tensor:
         """Return every row's mean loss over the real samples of its batch [rows]; their sum if `summed`."""
         x = map_batch(lambda values: _take(values, batch.samples), self.data.x)
-        if self.augmentation is not None and batch.keys is not None:
-            x = self.augmentation(x, batch.keys)
-        x, y = prepare(x, self.data.mean, self.data.std, self.objective.dtype), _take(self.data.y, batch.samples)
+        data, y = self.data, _take(self.data.y, batch.samples)
+        x = training_inputs(x, batch.keys, self.augmentation, data.mean, data.std, self.objective.dtype)
         counts = batch.counts
         mask = None if counts is None else torch.arange(y.shape[1], device=y.device) < counts.unsqueeze(1)
         train = not self.summed
