@@ -48,6 +48,8 @@ CASES |= {
 CASES |= {
     "fedlamb modules": {"layers": "module", "decay": 0.01, "bias_correction": True},
     "fedlamb matrices": {"decay_on": "matrices", "decay": 0.01},
+    "fedlada corrected": {"moment_correction": "m", "ga_correction": True, "amsgrad": False, "eps": 1e-3},
+    "fedlada_lamb corrected": {"moment_correction": "m", "ga_correction": True, "decay": 0.01},
     "fedlamb running": {"zero_norm": "lamb", "second_moment": "running", "first_round": "running"},
 }
 
