@@ -260,20 +260,30 @@ def fedadam(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[
 # --- the FedLADA family: stateless clients --------------------------------------------------------------------
 
 
+def _adaptive(o: Options, m: Array, v_hat: Array, r: int, k: int) -> Array:
+    """m / (sqrt(v_hat) + eps) in step k of round r, the moments corrected for their start as the option says (B21)."""
+    if o.moment_correction == "m" or (o.moment_correction == "first_round" and r == 1):
+        m = m / (1 - o.beta1**k)
+    root = np.sqrt(v_hat)
+    if o.moment_correction == "first_round" and r == 1:
+        root = root / np.sqrt(1 - o.beta2**k)
+    return m / (root + o.eps)
+
+
 def localadam(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
     """FedLADA's Alg. 2, with the second moment averaged (B13) or, sync=False, as printed."""
     x, v_server = x0.copy(), np.full_like(x0, o.v_init)
-    for rnd in rounds:
+    for r, rnd in enumerate(rounds, 1):
         mean, deltas, v_up = averager(rnd, o.by_examples), [], []
         for c in range(len(rnd.cohort)):
             y, m, v_hat = x.copy(), np.zeros_like(x), v_server
             v = v_server if o.v_seed == "server" else np.zeros_like(x)
-            for batch in batches(rnd, c):
+            for k, batch in enumerate(batches(rnd, c), 1):
                 g = gradient(y, batch) + l2(o, y)
                 m = o.beta1 * m + (1 - o.beta1) * g
                 v = o.beta2 * v + (1 - o.beta2) * g**2
                 v_hat = np.maximum(v_hat, v) if o.amsgrad else v
-                y = y - rnd.lr * (m / np.sqrt(v_hat) + decoupled(o, y))
+                y = y - rnd.lr * (_adaptive(o, m, v_hat, r, k) + decoupled(o, y))
             deltas.append(y - x)
             v_up.append(v_hat)
         x = x + o.server_lr * mean(deltas)
@@ -293,18 +303,20 @@ def fedlada_lamb(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iter
 
 def _lada(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> Iterator[Record]:
     x, g_a, v_server = x0.copy(), np.zeros_like(x0), np.full_like(x0, o.v_init)
-    for rnd in rounds:
+    for r, rnd in enumerate(rounds, 1):
+        full = 1 - (1 - o.alpha) ** r if o.ga_correction else 1.0  # B22: the weights of A_1 ... A_r in g_a, added up
         mean, deltas, v_up, amendments, directions = averager(rnd, o.by_examples), [], [], [], []
         for c in range(len(rnd.cohort)):
             y, m, v_hat = x.copy(), np.zeros_like(x), v_server  # l.5
             v = v_server if o.v_seed == "server" else np.zeros_like(x)  # B3
-            for batch in batches(rnd, c):
+            for k, batch in enumerate(batches(rnd, c), 1):
                 g = gradient(y, batch) + l2(o, y)  # l.7
                 m = o.beta1 * m + (1 - o.beta1) * g  # l.8
                 v = o.beta2 * v + (1 - o.beta2) * g**2  # l.9
-                v_hat = np.maximum(v_hat, v)  # l.10
-                directions.append(scale(o, y, m / np.sqrt(v_hat)))  # l.11
-                y = y - rnd.lr * (o.alpha * directions[-1] + (1 - o.alpha) * g_a + decoupled(o, y))  # l.12
+                v_hat = np.maximum(v_hat, v) if o.amsgrad else v  # l.10, B19
+                directions.append(scale(o, y, _adaptive(o, m, v_hat, r, k)))  # l.11
+                mix = o.alpha * directions[-1] + (1 - o.alpha) * g_a
+                y = y - rnd.lr * (mix / full + decoupled(o, y))  # l.12
             deltas.append(y - x)
             v_up.append(v_hat)
             amendments.append((x - y) / (rnd.lr * int(rnd.steps[c])))  # B9
@@ -313,8 +325,9 @@ def _lada(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) ->
         g_a = (x - x_next) / (o.server_lr * rnd.lr * mean(list(rnd.steps)))  # l.18
         if o.amendment == "per_client":
             g_a = mean(amendments)
-        x = x_next
-        yield Record({"x": x, "v": v_server, "g_a": g_a}, deltas=deltas, directions=directions)
+        server = {"x": x_next, "v": v_server, "g_a": g_a}  # the library keeps the corrected average
+        x, g_a = x_next, g_a * full
+        yield Record(server, deltas=deltas, directions=directions)
 
 
 # --- the Fed-LAMB family: clients that keep their momentum ----------------------------------------------------

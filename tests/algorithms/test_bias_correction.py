@@ -79,6 +79,27 @@ def test_the_momentum_alone(name, momentum):
     assert_unit_steps(algorithm, engine="stacked" if momentum == "average" else "loop")
 
 
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@pytest.mark.parametrize("alpha", [0.1, 0.7])
+def test_fedladas_momentum_and_amendment(alpha, engine):
+    """v = 1: the corrected m is 1 in every step, and g_a, corrected too, is 1 after every round."""
+    options = {"beta2": 1.0, "v_init": 1.0, "decay": 0.0}
+    assert_unit_steps(lamina.FedLada(alpha=alpha, moment_correction="m", ga_correction=True, **options), engine=engine)
+
+
+def test_the_first_round_alone():
+    """Both moments of round 1 are corrected. In round 2, m starts afresh and v continues, uncorrected."""
+    algorithm = lamina.LocalAdam(moment_correction="first_round", amsgrad=False, v_init=0.0, decay=0.0)
+    run = simulate(algorithm, local_steps=2)
+    before = run.state.server.x
+    run.run(1)
+    first = run.state.server.x
+    torch.testing.assert_close(before - first, torch.full_like(before, 2 * LR))
+    run.run(1)
+    steps = sum((1 - 0.9**k) / (1 - 0.99 ** (2 + k)) ** 0.5 for k in (1, 2))
+    torch.testing.assert_close(first - run.state.server.x, torch.full_like(before, steps * LR))
+
+
 @pytest.mark.parametrize("weighting", ["clients", "examples"])
 def test_the_averaged_momentum_of_unequal_clients(weighting):
     """The share of gradients is averaged with the same weights as the momentum."""
@@ -105,9 +126,17 @@ def test_adam_on_the_server(name, amsgrad):
         torch.testing.assert_close(before - run.state.server.x, torch.full_like(before, 0.5))
 
 
-def test_the_same_in_a_federation(tmp_path):
-    """The shares travel with the moments, and lazily with v_hat."""
-    algorithm = lamina.FedLamb(bias_correction=True, momentum="average", sync_every=2, decay=0.1)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        lamina.FedLamb(bias_correction=True, momentum="average", sync_every=2, decay=0.1),
+        lamina.FedLada(moment_correction="m", ga_correction=True, amsgrad=False, eps=1e-4),
+        lamina.create("fedlada", "fedadamw_vision", v_init=1e-6),
+    ],
+    ids=lambda algorithm: algorithm.card.name,
+)
+def test_the_same_in_a_federation(tmp_path, algorithm):
+    """The shares travel with the moments, and lazily with v_hat. Nodes count FedLADA's steps and rounds themselves."""
     setup = Setup(tmp_path, algorithm, weighting="examples")
     setup.run()
     alone = setup.simulation()

@@ -20,6 +20,7 @@ EVERYTHING: list[tuple[str, dict[str, Any]]] = [
     ("fedadam_star", {"amsgrad": True, "root_eps": 1e-4}),
     ("localadam", {"sync": False, "amsgrad": False, "v_seed": "zero"}),
     ("fedlada", {"v_seed": "zero", "amendment": "per_client", "decay_form": "decoupled"}),
+    ("fedlada", {"amsgrad": False, "moment_correction": "m", "ga_correction": True, "eps": 1e-3}),
     ("fedlada_lamb", {"v_seed": "zero", "layers": "module", "decay": 0.1, "zero_norm": "lamb"}),
     ("fedams", {"momentum": "average", "second_moment": "running", "bias_correction": True}),
     ("fedams", {"momentum": "restart", "v_seed": "client", "first_round": "running", "decay": 0.1}),

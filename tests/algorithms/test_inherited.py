@@ -36,6 +36,10 @@ MOMENTS = [
     ("localadam", {"amsgrad": False}, "v", "v_hat"),
     ("localadam", {"amsgrad": False, "v_seed": "zero"}, "v", "v_hat"),
     ("fedlada", {"decay": 0.0}, "v", "v_hat"),
+    ("fedlada", {"moment_correction": "first_round", "ga_correction": True}, "v", "v_hat"),
+    ("fedlada", {"amsgrad": False, "moment_correction": "m"}, "v", "v_hat"),
+    ("fedlada", {"amsgrad": False, "v_seed": "zero"}, "v", "v_hat"),
+    ("fedlada_lamb", {"amsgrad": False}, "v", "v_hat"),
 ]
 
 
@@ -76,6 +80,21 @@ def test_without_gradients_a_step_is_what_was_inherited(name):
     inherited = algorithm.inherited_step(down, info)
     if name != "fedlada_lamb" or inherited is not None:
         torch.testing.assert_close(up.delta, inherited)
+
+
+@pytest.mark.parametrize("round", [1, 2, 30])
+@pytest.mark.parametrize("given", [{}, {"amendment": "per_client", "moment_correction": "m"}], ids=str)
+def test_without_gradients_a_step_with_the_corrected_alpha_is_what_was_inherited(given, round):
+    """The weight of g_a is 1 - alpha_r: 0 in round 1, and 1 - alpha in the long run."""
+    algorithm = lamina.create("fedlada", decay=0.0, ga_correction=True, **given)
+    down = broadcast(algorithm, round, g_a=V)
+    up, info = upload(algorithm, down, round=round)
+    inherited = algorithm.inherited_step(down, info)
+    torch.testing.assert_close(up.delta, inherited)
+    alpha = 0.1 / (1 - 0.9**round)
+    torch.testing.assert_close(inherited, -LR * STEPS * (1 - alpha) * V)
+    for name, value in algorithm.implied_fields(up, down, info).items():
+        torch.testing.assert_close(getattr(up, name), value)
 
 
 @pytest.mark.parametrize("name", ["fedcm", "fedadam_star"])

@@ -9,7 +9,7 @@ import torch
 import lamina
 import transcriptions as T  # noqa: N812
 from lamina.algorithms.contract import options
-from paper_problem import LAYERS, close, infos, local_run, make, vectors
+from paper_problem import LAYERS, close, federate, infos, local_run, make, vectors
 
 FEDADAM_PRESETS = {  # v_init, tau, beta1, beta2, eta_g (None: tuned)
     "reddi": (1e-3**2, 1e-3, 0.9, 0.99, None),
@@ -65,3 +65,34 @@ def test_defaults_of_the_cards() -> None:
         authors = make(name, {"preset": "authors"})
         assert (authors.m_init, authors.v_init, authors.eps) == (1e-8, 1e-8, 1e-8)
         assert (authors.first_round, authors.v_seed, authors.second_moment) == ("running", "client", "frozen")
+
+
+def test_fedadamw_vision_is_torchs_adam_with_a_counter_of_a_million() -> None:
+    """Adam at rate .1 lr restarts each round from the mean v; every step adds .9 lr / K of the last mean displacement.
+
+    No state is set in round 1, so that Adam corrects its moments there.
+    """
+    lr, steps = 0.05, 4
+    algorithm = make("fedlada", {"preset": "fedadamw_vision"})
+    server = algorithm.init(vectors(seed=3), LAYERS)
+    x, v, last = vectors(seed=3), None, torch.zeros(T.SIZE)
+    for r in range(1, 4):
+        grads = vectors(2, steps, seed=10 + r)
+        ends, moments = [], []
+        for own in grads:
+            y = torch.nn.Parameter(x.clone())
+            adam = torch.optim.Adam([y], lr=0.1 * lr, weight_decay=1e-3)
+            if v is not None:
+                start = {"exp_avg": torch.zeros_like(x), "exp_avg_sq": v.clone()}
+                adam.state[y] = {"step": torch.tensor(1e6), **start}
+            for g in own:
+                y.grad = g.clone()
+                adam.step()
+                y.data += 0.9 * lr / steps * last
+            ends.append(y.detach())
+            moments.append(adam.state[y]["exp_avg_sq"])
+        v = torch.stack(moments).mean(0)
+        x, last = torch.stack(ends).mean(0), (torch.stack(ends).mean(0) - x) / lr
+        server = federate(algorithm, server, grads, infos(r, lr, steps))
+        close(server.x, x)
+        close(server.v, v)

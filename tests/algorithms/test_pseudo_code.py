@@ -70,6 +70,15 @@ ADAM: list[dict[str, Any]] = [
     {"root_eps": 1e-4, "tau": 0.0},
     {"v_init": 1e-2, "server_lr": 0.3, "beta1": 0.4, **DECAY},
 ]
+CODES: list[dict[str, Any]] = [  # what public codes of FedLADA do differently (B19 to B21)
+    {"amsgrad": False, "beta2": 0.7},
+    {"amsgrad": False, "beta2": 0.7, "v_seed": "zero"},
+    {"eps": 1e-2},
+    {"moment_correction": "m"},
+    {"moment_correction": "first_round"},
+    {"moment_correction": "first_round", "amsgrad": False, "v_init": 1e-4},
+]
+ALL_CODES = {**NUMBERS, "amsgrad": False, "moment_correction": "m", "decay": 0.2, "decay_form": "decoupled"}
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "fedavg": [{"server_lr": 0.7, **DECAY}, {"preset": "fedlada_paper"}],
     "fedprox": [{"mu": 1.5}, {"mu": 0.5, "server_lr": 0.7, **DECAY}],
@@ -101,10 +110,18 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"sync": False, "v_init": 1e-4, "amsgrad": False},
         {"amsgrad": False, "v_init": 1e-4},
         {"amsgrad": False, "v_seed": "zero"},
+        *CODES,
+        {"sync": False, "v_init": 1e-4, "moment_correction": "first_round"},
     ],
     "fedlada": [
         *LADA,
         *DECAYS,
+        *CODES,
+        *[{"ga_correction": True, **more} for more in ({}, {"alpha": 0.3}, *DECAYS)],
+        {"ga_correction": True, "amendment": "per_client", "server_lr": 0.6},
+        {**ALL_CODES, "ga_correction": True, "alpha": 0.3, "amendment": "per_client"},
+        {"preset": "fedbrew"},
+        {"preset": "fedadamw_vision"},
         {"amendment": "per_client"},
         {"amendment": "per_client", "server_lr": 0.6, "alpha": 0.3, "v_seed": "zero"},
         {"preset": "cifar100"},
@@ -114,6 +131,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         *LADA,
         *LAYERWISE,
         {"alpha": 0.5, "decay": 0.2, "layers": "module"},
+        *[{**given, "decay": 0.2} for given in CODES],
+        {**ALL_CODES, "ga_correction": True, "decay_form": "ratio"},  # elsewhere the size of m would not matter
         {"amendment": "per_client", "alpha": 0.3},
     ],
     "fedams": [*FED, *DECAYS],
@@ -170,6 +189,7 @@ def test_library_follows_the_pseudo_code(case: Any) -> None:
 NO_EFFECT = {  # options that cannot matter in their case
     ("fedcm", "clip_direction", 10.0),
     ("scaffold", "clip_direction", 10.0),  # the presets' ceiling is above every direction here
+    ("fedlada", "v_init", 0.0),  # nothing but rounding is left of the default, 1e-16, after a step
 }
 
 

@@ -38,11 +38,18 @@ def test_fedadam_star_without_amendment_is_fedadam(given: Any) -> None:
     assert differ(trajectory("fedadam_star", given | {"alpha": 0.5}), fedadam)
 
 
-@pytest.mark.parametrize("given", [*LADA, *DECAYS], ids=str)
+CODES: list[dict[str, Any]] = [
+    {"amsgrad": False, "eps": 1e-3, "moment_correction": "m"},
+    {"moment_correction": "first_round"},
+]
+
+
+@pytest.mark.parametrize("given", [*LADA, *DECAYS, *CODES], ids=str)
 def test_fedlada_without_amendment_is_localadam(given: Any) -> None:
-    """alpha = 1: the step alpha m / sqrt(v_hat) + (1 - alpha) g_a has no g_a."""
+    """alpha = 1: the step alpha m / sqrt(v_hat) + (1 - alpha) g_a has no g_a, and g_a's start needs no correction."""
     localadam = trajectory("localadam", given)
     close(trajectory("fedlada", given | {"alpha": 1.0}), localadam)
+    close(trajectory("fedlada", given | {"alpha": 1.0, "ga_correction": True}), localadam)
     assert differ(trajectory("fedlada", given | {"alpha": 0.5}), localadam)
 
 
@@ -71,7 +78,7 @@ MIME: list[dict[str, Any]] = [{"preset": "mime"}, {"sync_every": 2, "momentum": 
     ("layerwise", "plain", "given"),
     [("fedlamb", "fedams", g) for g in ({}, *FED, *DECAYS)]
     + [("mimelamb", "mime", g) for g in ({}, *MIME, *DECAYS)]
-    + [("fedlada_lamb", "fedlada", {"decay": 0.0} | g) for g in (*LADA, *DECAYS)],
+    + [("fedlada_lamb", "fedlada", {"decay": 0.0} | g) for g in (*LADA, *DECAYS, *CODES)],
     ids=str,
 )
 def test_trust_ratio_off(layerwise: str, plain: str, given: Any) -> None:
@@ -111,6 +118,42 @@ def test_fedlada_round_one_is_localadam_at_a_smaller_rate() -> None:
     """g_a = 0 in round 1, so its step is (alpha eta_l) m / sqrt(v_hat): with alpha = .1, eta_l = .05 a rate of .005."""
     close(trajectory("fedlada", {"alpha": 0.1}, 1, lr=0.05), trajectory("localadam", {}, 1, lr=0.005))
     assert differ(trajectory("fedlada", {"alpha": 0.1}, 2, lr=0.05), trajectory("localadam", {}, 2, lr=0.005))
+
+
+def test_with_its_start_corrected_fedladas_round_one_is_localadams() -> None:
+    """alpha_1 = alpha / (1 - (1 - alpha)) = 1, also for an alpha that 1 - alpha would round away."""
+    localadam = trajectory("localadam", {}, 1, lr=0.05)
+    for alpha in (0.1, 1e-20):
+        close(trajectory("fedlada", {"alpha": alpha, "ga_correction": True}, 1, lr=0.05), localadam)
+    assert differ(trajectory("fedlada", {"alpha": 0.1}, 1, lr=0.05), localadam)
+
+
+def test_a_corrected_momentum_after_one_step_is_the_gradient() -> None:
+    """K = 1: m / (1 - beta1) = g, as with beta1 = 0. With more steps m also holds the earlier gradients."""
+    corrected = {"moment_correction": "m"}
+    close(trajectory("fedlada", corrected, batch_size=64), trajectory("fedlada", {"beta1": 0.0}, batch_size=64))
+    assert differ(trajectory("fedlada", corrected), trajectory("fedlada", {"beta1": 0.0}))
+    close(trajectory("fedlada", corrected | {"beta1": 0.0}), trajectory("fedlada", {"beta1": 0.0}))
+
+
+def test_a_correction_of_the_first_round_changes_the_first_round_only() -> None:
+    """From the same server's state, round 2 is that of plain FedLADA."""
+    plain, corrected = (simulate(make("fedlada", given)) for given in ({}, {"moment_correction": "first_round"}))
+    plain.run(1)
+    corrected.run(1)
+    assert differ(corrected.state.server.x, plain.state.server.x)
+    corrected.state = plain.state
+    plain.run(1)
+    corrected.run(1)
+    close(corrected.state.server.x, plain.state.server.x)
+
+
+def test_without_the_running_maximum_a_fixed_second_moment_is_the_same() -> None:
+    """beta2 = 1: v = v_hat = v_init for ever."""
+    fixed = {"beta2": 1.0, "v_init": 1e-2}
+    close(trajectory("fedlada", fixed | {"amsgrad": False}), trajectory("fedlada", fixed))
+    falling = {"beta2": 0.5, "v_init": 1e-2}
+    assert differ(trajectory("fedlada", falling | {"amsgrad": False}), trajectory("fedlada", falling))
 
 
 @pytest.mark.parametrize(("name", "frozen"), [("fedlamb", True), ("mimelamb", True), ("fedams", False)])

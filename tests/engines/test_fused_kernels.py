@@ -51,6 +51,8 @@ CASES |= {
     "fedadam_star clipped": {"clip_direction": 0.5, "decay": 0.01, "decay_form": "decoupled"},
     "fedlamb modules": {"layers": "module", "decay": 0.01, "bias_correction": True},
     "fedlamb matrices": {"decay_on": "matrices", "decay": 0.01},
+    "fedlada corrected": {"moment_correction": "m", "ga_correction": True, "amsgrad": False, "eps": 1e-3},
+    "fedlada_lamb corrected": {"moment_correction": "m", "ga_correction": True, "decay": 0.01},
     "fedlamb running": {"zero_norm": "lamb", "second_moment": "running", "first_round": "running"},
 }
 

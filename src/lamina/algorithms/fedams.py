@@ -25,8 +25,10 @@ from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo
 from lamina.algorithms.primitives import (
     add_decoupled,
     add_l2,
+    corrected,
     descend,
     ema,
+    next_share,
     precondition,
     refuse_dead_moments,
     refuse_uncorrectable,
@@ -274,16 +276,6 @@ class FedAms(LocalMomentum):
         return dict.fromkeys(cached, self.version(round)) if self.sync_every > 1 else {}
 
 
-def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
-    """Return the share after one more gradient: the moment's own recursion with g = 1 (A6)."""
-    return None if share is None else beta * share + (1 - beta)
-
-
 def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Return the elementwise maximum, or None if a tensor is None."""
     return None if one is None or other is None else torch.maximum(one, other)
-
-
-def corrected(moment: Tensor, share: Tensor | None) -> Tensor:
-    """Return the moment divided by its share; an initial value, which has seen no gradient, stays as it is (A6)."""
-    return moment if share is None else moment / torch.where(share > 0, share, 1.0)

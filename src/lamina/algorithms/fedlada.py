@@ -1,7 +1,8 @@
 """FedLADA: local AMSGrad, amended by the mean step of the previous round; the second moment is averaged.
 
 Sun et al. 2023, "Efficient federated learning via local adaptive amended optimizer with linear speedup",
-Algorithm 3 ("l." below), read as in B1 to B10: K steps, v seeded from the server, g_a of line 18 broadcast.
+Algorithm 3 ("l." below), read as in B1 to B10: K steps, v seeded from the server, g_a of line 18 broadcast. The options
+B19 to B22 are what public FedLADA codes, and we, do differently: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.contract import ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, per_client, zeros
 from lamina.algorithms.localadam import Local, LocalAms
-from lamina.algorithms.primitives import add_decoupled, add_l2, amsgrad, descend, precondition
+from lamina.algorithms.primitives import add_decoupled, descend
 from lamina.layers import Layers
 
 
@@ -39,8 +41,17 @@ class Up(NamedTuple):
     reference="Sun et al. 2023, Alg. 3",
     lr=1e-3,
     paper_cost=2,
-    presets={"cifar10": {"alpha": 0.1}, "cifar100": {"alpha": 0.05}, "tinyimagenet": {"alpha": 0.05}},
-)
+    presets={
+        "cifar10": {"alpha": 0.1},
+        "cifar100": {"alpha": 0.05},
+        "tinyimagenet": {"alpha": 0.05},
+        "fedbrew": {"decay": 0.0, "amendment": "per_client"},  # the FedLADA of the framework fedbrew
+        "fedadamw_vision": {  # the FedLADA baseline in FedAdamW's vision code: torch's Adam, its counter at 10^6
+            "alpha": 0.1, "beta2": 0.999, "v_init": 0.0, "amsgrad": False, "eps": 1e-8,
+            "moment_correction": "first_round", "decay": 1e-3,
+        },
+    },
+)  # fmt: skip
 class FedLada(LocalAms):
     """Local AMSGrad mixed with the global direction."""
 
@@ -50,19 +61,31 @@ class FedLada(LocalAms):
     amendment: Literal["mean_steps", "per_client"] = hyper(
         "mean_steps", "unequal K_i: divide by mean K, or by own K_i (B9)"
     )
+    ga_correction: bool = hyper(False, "correct the start of g_a: alpha / (1 - (1 - alpha)^r) for alpha (B22)")
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, v=zeros(x) + self.v_init, g_a=zeros(x))
 
     def begin(self, down: Server, client: Nothing, info: ClientInfo) -> Local:
-        return self.first_moments(down.x, down.v)  # l.5
+        local = self.first_moments(down.x, down.v, info.round)  # l.5
+        return local._replace(alpha=self.corrected_alpha(down.x, info.round))
+
+    def corrected_alpha(self, x: Tensor, round: int) -> Tensor | None:
+        """Return alpha_r = alpha / (1 - (1 - alpha)^r), one number per client; None without `ga_correction` (B22).
+
+        The directions of all rounds then enter g_a with weights whose sum is 1, and alpha_1 = 1.
+        """
+        if not self.ga_correction:
+            return None
+        alpha = per_client(x, self.alpha)
+        return alpha / -torch.expm1(round * torch.log1p(-alpha))  # exact for small alpha, too
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
-        g = add_l2(grad, local.y, self)
-        m, v, v_hat = amsgrad(local.m, local.v, local.v_hat, g, self.beta1, self.beta2)  # l.8-10
-        own, ratio = self.rescale(precondition(m, v_hat), local.y, layers)  # l.11
-        direction = self.alpha * own + (1 - self.alpha) * down.g_a  # l.12
-        return Local(descend(local.y, add_decoupled(direction, local.y, self), lr), m, v, v_hat, ratio)
+        after, psi = self.next_moments(local, grad)  # l.8-11
+        own, ratio = self.rescale(psi, local.y, layers)
+        alpha = self.alpha if local.alpha is None else local.alpha  # B22
+        direction = alpha * own + (1 - alpha) * down.g_a  # l.12
+        return after._replace(y=descend(local.y, add_decoupled(direction, local.y, self), lr), ratio=ratio)
 
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
         """Return the local direction, here as it is. FedLADA-LAMB rescales it and returns the ratios, too."""
@@ -79,10 +102,11 @@ class FedLada(LocalAms):
         return Server(x, v=up.v_hat, g_a=mean_step)  # l.16; l.18, where eta_g cancels
 
     def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
-        return {"v_hat": down.v}  # the running maximum starts from it
+        return {"v_hat": self.inherited_v(down.v, info)}
 
     def implied_fields(self, up: Up, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
         return {} if up.mean_step is None else {"mean_step": -up.delta / (info.lr * info.steps)}  # B9
 
     def inherited_step(self, down: Server, info: ClientInfo) -> Tensor | None:
-        return -info.lr * info.steps * (1 - self.alpha) * down.g_a
+        corrected = self.corrected_alpha(down.x, info.round)
+        return -info.lr * info.steps * (1 - (self.alpha if corrected is None else corrected)) * down.g_a

@@ -32,6 +32,16 @@ def amsgrad(
     return m, v, torch.maximum(v_hat, v)
 
 
+def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
+    """Return the share after one more gradient: the moment's own recursion with g = 1 (A6)."""
+    return None if share is None else beta * share + (1 - beta)
+
+
+def corrected(moment: Tensor, share: Tensor | None) -> Tensor:
+    """Return the moment divided by its share; an initial value, which has seen no gradient, stays as it is (A6)."""
+    return moment if share is None else moment / torch.where(share > 0, share, 1.0)
+
+
 def is_on(decay: Number) -> bool:
     """Return whether the weight decay does anything: a plain 0 is skipped, so that it costs nothing."""
     return isinstance(decay, Tensor) or decay != 0
