@@ -25,8 +25,12 @@ from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo
 from lamina.algorithms.primitives import (
     add_decoupled,
     add_l2,
+    corrected,
     descend,
     ema,
+    first_of,
+    larger,
+    next_share,
     precondition,
     refuse_dead_moments,
     refuse_uncorrectable,
@@ -266,8 +270,8 @@ class FedAms(LocalMomentum):
         if client.v_version is not None:
             kept = kept._replace(v_version=per_client(local.y, self.version(info.round)))
         if not self.sync:  # A17: l.20 for this client alone
-            v_hat, v_hat_share = larger(local.v_hat, local.v), larger(local.v_hat_share, local.v_share)
-            kept = kept._replace(v_hat=v_hat, v_hat_share=v_hat_share)
+            kept = kept._replace(v_hat=larger(local.v_hat, local.v))
+            kept = kept._replace(v_hat_share=larger(local.v_hat_share, local.v_share))
         return up if self.is_sync(info.round) else up._replace(v=None, v_share=None), kept  # A16
 
     def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
@@ -290,25 +294,3 @@ class FedAms(LocalMomentum):
     def down_versions(self, round: int) -> Mapping[str, int]:
         cached = ["v_hat", "v_share"] if self.bias_correction else ["v_hat"]
         return dict.fromkeys(cached, self.version(round)) if self.sync_every > 1 else {}
-
-
-def first_of(one: Tensor | None, other: Tensor | None) -> Tensor:
-    """Return the first of two tensors, or the second if the first is None."""
-    tensor = other if one is None else one
-    assert tensor is not None
-    return tensor
-
-
-def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
-    """Return the share after one more gradient: the moment's own recursion with g = 1 (A6)."""
-    return None if share is None else beta * share + (1 - beta)
-
-
-def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the elementwise maximum, or None if a tensor is None."""
-    return None if one is None or other is None else torch.maximum(one, other)
-
-
-def corrected(moment: Tensor, share: Tensor | None) -> Tensor:
-    """Return the moment divided by its share; an initial value, which has seen no gradient, stays as it is (A6)."""
-    return moment if share is None else moment / torch.where(share > 0, share, 1.0)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper, zeros
-from lamina.algorithms.fedams import Client, LocalMomentum, corrected, next_share
-from lamina.algorithms.primitives import add_decoupled, add_l2, descend, ema, precondition
+from lamina.algorithms.fedams import Client, LocalMomentum
+from lamina.algorithms.primitives import add_decoupled, add_l2, corrected, descend, ema, next_share, precondition
 from lamina.errors import BadInput
 from lamina.layers import Layers
 

@@ -64,6 +64,28 @@ def clip_by_norm(u: Tensor, limit: Number) -> Tensor:
     return torch.where(norm > limit, u * (limit / norm), u)
 
 
+def first_of(one: Tensor | None, other: Tensor | None) -> Tensor:
+    """Return the first of two tensors, or the second if the first is None."""
+    tensor = other if one is None else one
+    assert tensor is not None
+    return tensor
+
+
+def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
+    """Return the share after one more gradient: the moment's own recursion with g = 1 (A6)."""
+    return None if share is None else beta * share + (1 - beta)
+
+
+def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the elementwise maximum, or None if a tensor is None."""
+    return None if one is None or other is None else torch.maximum(one, other)
+
+
+def corrected(moment: Tensor, share: Tensor | None) -> Tensor:
+    """Return the moment divided by its share; an initial value, which has seen no gradient, stays as it is (A6)."""
+    return moment if share is None else moment / torch.where(share > 0, share, 1.0)
+
+
 def refuse_dead_moments(options: Any, *added: Number) -> None:
     """Refuse decay rates with which nothing is learned. `added` are the terms beside v in the divisor."""
     beta1, beta2, v_init = options.beta1, options.beta2, options.v_init
