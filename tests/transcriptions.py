@@ -353,18 +353,21 @@ def _fed(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> 
         mean, deltas, v_up, m_up, old_v_up, old_m_up = averager(rnd, o.by_examples), [], [], [], [], []
         for c, i in enumerate(rnd.cohort):
             fresh = {"m": np.full_like(x0, o.m_init), "v": np.full_like(x0, o.v_init), "version": -1}
-            fresh |= {"old_m": 1.0, "old_v": 1.0}
+            fresh |= {"old_m": 1.0, "old_v": 1.0, "v_hat": np.full_like(x0, o.v_init), "old_v_hat": 1.0}
             kept = own.get(i, fresh)
+            v_hat, old_v_hat = v_hat_server, old_v_hat_server
+            if not o.sync:  # A17: v_hat_i of the client's own gradients
+                v_hat, old_v_hat = kept["v_hat"], kept["old_v_hat"]
             y = x.copy()  # l.6
             m, old_m = {
                 "carry": (kept["m"], kept["old_m"]),
                 "restart": (fresh["m"], fresh["old_m"]),
                 "average": (m_server, old_m_server),
             }[o.momentum]  # A5
-            v, old_v = v_hat_server, old_v_hat_server  # l.6, A3
+            v, old_v = v_hat, old_v_hat  # l.6, A3
             if o.v_seed == "client" or (o.lazy == "accumulate" and kept["version"] == version):  # A3, A16
                 v, old_v = kept["v"], kept["old_v"]
-            running, old_running = v_hat_server, old_v_hat_server  # A2
+            running, old_running = v_hat, old_v_hat  # A2
             for batch in batches(rnd, c):
                 old_m, old_v = old_m * o.beta1, old_v * o.beta2
                 old_running = min(old_running, old_v)
@@ -372,7 +375,7 @@ def _fed(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> 
                 m = o.beta1 * m + (1 - o.beta1) * g  # l.10
                 v = o.beta2 * v + (1 - o.beta2) * g**2  # l.11
                 running = np.maximum(running, v)
-                under, old = v_hat_server, old_v_hat_server
+                under, old = v_hat, old_v_hat
                 if o.second_moment == "running":
                     under, old = running, old_running
                 if r == 1 and o.first_round == "running":
@@ -383,6 +386,9 @@ def _fed(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> 
                 psi = top / (np.sqrt(under) + o.eps)  # l.12
                 y = y - rnd.lr * (scale(o, y, psi) + decoupled(o, y))  # l.13
             own[i] = {"m": m, "v": v, "version": version, "old_m": old_m, "old_v": old_v}
+            own[i] |= {"v_hat": np.maximum(v_hat, v), "old_v_hat": min(old_v_hat, old_v)}
+            if o.second_moment == "running":
+                own[i] |= {"v_hat": running, "old_v_hat": old_running}
             deltas.append(y - x)
             v_up.append(running if o.second_moment == "running" else v)  # A2: what the steps divided by
             old_v_up.append(old_running if o.second_moment == "running" else old_v)
@@ -394,12 +400,14 @@ def _fed(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> 
             old_v_hat_server = min(old_v_hat_server, mean(old_v_up))
             version += 1
         m_server, old_m_server = mean(m_up), mean(old_m_up)
-        server = {"x": x, "v_hat": v_hat_server} | ({"m": m_server} if o.momentum == "average" else {})
+        server = {"x": x} | ({"v_hat": v_hat_server} if o.sync else {})
+        server |= {"m": m_server} if o.momentum == "average" else {}
         names = ["m"] * (o.momentum == "carry")
         names += ["v"] * (o.v_seed == "client" or (o.lazy == "accumulate" and o.sync_every > 1))
+        names += ["v_hat"] * (not o.sync)
         clients = {i: {n: kept[n] for n in names} for i, kept in own.items()}
         if o.bias_correction:
-            server["v_share"] = np.array(1 - old_v_hat_server)
+            server |= {"v_share": np.array(1 - old_v_hat_server)} if o.sync else {}
             for i, kept in own.items():
                 clients[i] |= {f"{n}_share": np.array(1 - kept[f"old_{n}"]) for n in names}
         yield Record(server, clients, deltas)

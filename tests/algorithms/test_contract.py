@@ -227,6 +227,8 @@ def test_cards_and_files_are_complete(name):
         (lambda: algorithms.create("fedams", v_init=0.0), "v_init = 0 leaves nothing to divide by"),
         (lambda: algorithms.create("fedams", v_init=0.0, first_round="running", sync_every=3),
          "v_init = 0 leaves nothing to divide by from round 2 until v_hat is synchronised after round 3"),
+        (lambda: algorithms.create("fedams", v_init=0.0, first_round="running", sync=False), "joins after round 1"),
+        (lambda: algorithms.create("fedlamb", sync=False, sync_every=3), "sync_every = 3 acts only with sync = true"),
         *((lambda name=name, given=given: algorithms.create(name, beta2=1.0, v_init=0.0, **given), "beta2 = 1 keeps")
           for name, given in (("fedlamb", {"second_moment": "running"}), ("fedlada", {}), ("fedlada_lamb", {}),
                               ("localadam", {}), ("fedadam", {"tau": 0.0}), ("fedadam_star", {"tau": 0.0}))),

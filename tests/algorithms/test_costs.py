@@ -44,6 +44,7 @@ UNITS: list[tuple[str, dict[str, Any], tuple[int, int, int]]] = [  # down, up, c
     ("fedlamb", {"momentum": "restart"}, (2, 2, 0)),
     ("fedlamb", {"momentum": "average"}, (3, 3, 0)),
     ("fedlamb", {"v_seed": "client"}, (2, 2, 2)),
+    ("fedlamb", {"sync": False}, (1, 1, 2)),
     ("mime", {}, (2, 2, 1)),
     ("mimelamb", {}, (2, 2, 1)),
     ("mime", {"momentum": "restart"}, (2, 2, 0)),

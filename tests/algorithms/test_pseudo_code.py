@@ -37,6 +37,11 @@ FED: list[dict[str, Any]] = [
     {"v_seed": "client", "beta2": 0.7, "sync_every": 2},
     {"sync_every": 2, "lazy": "accumulate", "beta2": 0.9},
     {"sync_every": 3, "lazy": "accumulate", "second_moment": "running", "beta2": 0.9},
+    {"sync": False, "beta2": 0.7},
+    {"sync": False, "beta2": 0.7, "v_seed": "client", "momentum": "average"},
+    {"sync": False, "beta2": 0.6, "second_moment": "running"},
+    {**CORRECTED, "sync": False},
+    {**CORRECTED, "sync": False, "second_moment": "running"},
     {"preset": "authors"},
 ]
 MIME: list[dict[str, Any]] = [
@@ -168,6 +173,8 @@ def label(case: Any) -> str:
 def length(given: dict[str, Any]) -> int:
     """Return the rounds to run: enough for two synchronisations, for clients to miss one, and a round after it."""
     every = given.get("sync_every", 1)
+    if not given.get("sync", True):
+        return 5  # a client's own v_hat needs three of its rounds to act on x
     return 2 * every + 1 if every > 1 else 3
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from paper_problem import DECAYS, LADA, LR, close, differ, make, simulate, trajectory
+from paper_problem import CLIENTS, DECAYS, LADA, LR, close, differ, make, simulate, trajectory
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,17 @@ def test_synchronising_every_round_leaves_nothing_to_accumulate(name: str) -> No
     every = trajectory(name, {"beta2": 0.9}, 5)
     close(trajectory(name, {"beta2": 0.9, "sync_every": 1, "lazy": "accumulate"}, 5), every, rtol=1e-14)
     assert differ(trajectory(name, {"beta2": 0.9, "sync_every": 2, "lazy": "accumulate"}, 5), every)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"second_moment": "running"}, {"v_seed": "client", "bias_correction": True}], ids=str
+)
+def test_a_single_client_shares_its_second_moment_with_nobody(given: Any) -> None:
+    """N = 1: the mean of the clients' v_K is the client's own, so v_hat_i = v_hat (A17)."""
+    settings = {"clients": CLIENTS[1:2], "participation": 1.0}
+    shared, own = (trajectory("fedlamb", given | {"sync": sync}, 4, **settings) for sync in (True, False))
+    close(own, shared)
+    assert differ(trajectory("fedlamb", given | {"sync": False}, 4), trajectory("fedlamb", given, 4))
 
 
 @pytest.mark.parametrize("name", ["fedams", "fedlamb", "mime", "mimelamb"])

@@ -32,6 +32,7 @@ SLIM: dict[str, dict[str, Any]] = {
 }  # the same structure, quick on one core
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {"hidden": 7, "dropout": 0.5}),
+    ("mlp", {"depth": 8}),
     ("cnn", {"dropout": 0}),
     ("lenet", {"activation": "gelu"}),
     ("lenet", {"activation": "smu", "mu": 2}),
@@ -59,6 +60,7 @@ def batch(shape: tuple[int, ...], n: int = 4) -> torch.Tensor:
     [
         ("mlp", (1, 28, 28), 10, {}, 159_010),  # 784*200 + 200 + 200*10 + 10
         ("mlp", (1, 28, 28), 10, {"dropout": 0.5}, 159_010),
+        ("mlp", (1, 28, 28), 10, {"depth": 4}, 279_610),  # three more of 200*200 + 200
         ("cnn", (1, 28, 28), 10, {}, 21_840),  # 260 + 5020 + 320*50 + 50 + 510
         ("cnn", (1, 28, 28), 10, {"dropout": 0}, 21_840),
         ("small_cnn", (1, 8, 8), 10, {}, 9_930),  # 160 + 4640 + 32*4*4*10 + 10
@@ -117,6 +119,8 @@ def test_full_resnet18_runs_forward_and_backward() -> None:
 def test_layer_order_is_that_of_the_papers() -> None:
     kinds = [type(layer).__name__ for layer in models.create("mlp", (1, 28, 28), 10, dropout=0.5).children()]
     assert kinds == ["Flatten", "Linear", "Dropout", "ReLU", "Linear"]
+    deep = [type(layer).__name__ for layer in models.create("mlp", (1, 28, 28), 10, dropout=0.5, depth=3).children()]
+    assert deep == ["Flatten", *["Linear", "Dropout", "ReLU"] * 3, "Linear"]
     kinds = [type(layer).__name__ for layer in models.create("cnn", (1, 28, 28), 10).children()]
     convolutions = ["Conv2d", "MaxPool2d", "ReLU", "Conv2d", "Dropout2d", "MaxPool2d", "ReLU"]
     assert kinds == [*convolutions, "Flatten", "Linear", "ReLU", "Dropout", "Linear"]

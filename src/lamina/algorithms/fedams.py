@@ -3,8 +3,8 @@
 Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", as used in the Fed-LAMB paper:
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, without the
 layer-wise step. "l.11" is a line of it. "A1" is an entry in the list of choices where the text is ambiguous:
-docs/reference/algorithms.md; those of Fed-AMS are A1 to A6 and A16. Mime shares `LocalMomentum`. Functions without a
-docstring are those of every algorithm, which contract.py explains.
+docs/reference/algorithms.md; those of Fed-AMS are A1 to A6, A16 and A17. Mime shares `LocalMomentum`. Functions without
+a docstring are those of every algorithm, which contract.py explains.
 
 Bias correction (A6) divides a copy of a moment by its *share*: the fraction of the moment that comes from gradients, as
 opposed to its initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. A moment that
@@ -28,6 +28,8 @@ from lamina.algorithms.primitives import (
     corrected,
     descend,
     ema,
+    first_of,
+    larger,
     next_share,
     precondition,
     refuse_dead_moments,
@@ -41,7 +43,7 @@ class Server(NamedTuple):
     """The model, the global second moment and, with ``momentum="average"``, the mean momentum; all are broadcast."""
 
     x: Tensor
-    v_hat: Tensor
+    v_hat: Tensor | None  # None if every client keeps its own (A17)
     m: Tensor | None
     v_share: Tensor | None  # of v_hat, with bias correction (A6)
     m_share: Tensor | None
@@ -55,6 +57,8 @@ class Client(NamedTuple):
     v: Tensor | None = None  # v_i of its last round (A3, A16)
     v_share: Tensor | None = None
     v_version: Tensor | None = None  # the version of v_hat that v started from (A16)
+    v_hat: Tensor | None = None  # v_hat_i, if it is not shared (A17)
+    v_hat_share: Tensor | None = None
 
 
 class Local(NamedTuple):
@@ -65,7 +69,7 @@ class Local(NamedTuple):
     m_share: Tensor | None
     v: Tensor
     v_share: Tensor | None
-    v_hat: Tensor | None = None  # the local running maximum (A2)
+    v_hat: Tensor | None = None  # the local running maximum (A2), or the client's own v_hat_i (A17)
     v_hat_share: Tensor | None = None
     in_round_one: Tensor | None = None  # 1 in round 1, else 0: decides which v to divide by
     ratio: Tensor | None = None  # layer-wise methods: the trust ratio of every layer in the last step
@@ -175,6 +179,7 @@ class FedAms(LocalMomentum):
     lazy: Literal["restart", "accumulate"] = hyper(
         "restart", "between syncs v_0 is v_hat, or the client's own v_K (A16)"
     )
+    sync: bool = hyper(True, "share v_hat; if false, every client keeps its own v_hat_i (A17)")
     decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")
 
@@ -183,9 +188,16 @@ class FedAms(LocalMomentum):
         if self.second_moment == "frozen":
             if self.first_round == "frozen":
                 self.refuse_zero_divisor()
+            elif not self.sync:
+                self.refuse_zero_divisor("in the first round of a client that joins after round 1")
             elif self.sync_every > 1:
                 self.refuse_zero_divisor(f"from round 2 until v_hat is synchronised after round {self.sync_every}")
         refuse_uncorrectable(self)
+        if not self.sync and self.sync_every > 1:
+            raise BadInput(f"sync_every = {self.sync_every} acts only with sync = true: leave it out")
+
+    def is_sync(self, round: int) -> bool:
+        return self.sync and super().is_sync(round)
 
     @property
     def accumulates(self) -> bool:
@@ -194,25 +206,29 @@ class FedAms(LocalMomentum):
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         v_hat, share = zeros(x) + self.v_init, self.new_share(x)  # l.2
-        averages = self.momentum == "average"
-        return Server(x, v_hat, zeros(x) + self.m_init if averages else None, share, share if averages else None)
+        m, m_share = (zeros(x) + self.m_init, share) if self.momentum == "average" else (None, None)
+        return Server(x, v_hat, m, share, m_share) if self.sync else Server(x, None, m, None, m_share)
 
     def client_init(self, x: Tensor, layers: Layers) -> Client:
         client = super().client_init(x, layers)
         if self.v_seed == "client" or self.accumulates:
             client = client._replace(v=zeros(x) + self.v_init, v_share=self.new_share(x))
+        if not self.sync:  # A17
+            client = client._replace(v_hat=zeros(x) + self.v_init, v_hat_share=self.new_share(x))
         return client._replace(v_version=per_client(x, -1.0) if self.accumulates else None)
 
     def begin(self, down: Server, client: Client, info: ClientInfo) -> Local:
-        v, v_share = (down.v_hat, down.v_share) if client.v is None else (client.v, client.v_share)  # A3
+        v_hat = first_of(down.v_hat, client.v_hat)
+        share = down.v_share if self.sync else client.v_hat_share  # A17
+        v, v_share = (v_hat, share) if client.v is None else (client.v, client.v_share)  # A3
         if client.v_version is not None:  # A16: a client continues its v only while v_hat is the one it started from
             is_current = client.v_version == self.version(info.round)
-            v = torch.where(is_current, v, down.v_hat)
-            if v_share is not None and down.v_share is not None:
-                v_share = torch.where(is_current, v_share, down.v_share)
+            v = torch.where(is_current, v, v_hat)
+            if v_share is not None and share is not None:
+                v_share = torch.where(is_current, v_share, share)
         local = Local(down.x, *self.first_momentum(down, client), v, v_share)  # l.6
-        if self.second_moment == "running":  # A2
-            local = local._replace(v_hat=down.v_hat, v_hat_share=down.v_share)
+        if self.second_moment == "running" or not self.sync:  # A2, A17
+            local = local._replace(v_hat=v_hat, v_hat_share=share)
         if self.first_round == "running":
             local = local._replace(in_round_one=per_client(down.x, float(info.round == 1)))
         return local
@@ -226,9 +242,9 @@ class FedAms(LocalMomentum):
             m_share=next_share(local.m_share, self.beta1),
             v=v,
             v_share=v_share,
-            v_hat=larger(local.v_hat, v),  # A2
-            v_hat_share=larger(local.v_hat_share, v_share),
         )
+        if self.second_moment == "running":  # A2
+            local = local._replace(v_hat=larger(local.v_hat, v), v_hat_share=larger(local.v_hat_share, v_share))
         psi = precondition(corrected(local.m, local.m_share), self.divisor(local, down), self.eps)  # l.12
         direction, ratio = self.rescale(psi, local.y, layers)  # Fed-LAMB: eq. 3
         direction = add_decoupled(direction, local.y, self)  # + lambda * y, if decay_form is "decoupled"
@@ -236,7 +252,8 @@ class FedAms(LocalMomentum):
 
     def divisor(self, local: Local, down: Server) -> Tensor:
         """Return the second moment to divide by: v_hat of the round, its running maximum, or v in round 1 (A2)."""
-        v_hat, share = (down.v_hat, down.v_share) if local.v_hat is None else (local.v_hat, local.v_hat_share)
+        v_hat = first_of(local.v_hat, down.v_hat)
+        share = down.v_share if local.v_hat is None else local.v_hat_share
         if local.in_round_one is not None:
             v_hat = torch.where(local.in_round_one > 0, local.v, v_hat)
             if share is not None and local.v_share is not None:
@@ -252,18 +269,21 @@ class FedAms(LocalMomentum):
             kept = kept._replace(v=local.v, v_share=local.v_share)
         if client.v_version is not None:
             kept = kept._replace(v_version=per_client(local.y, self.version(info.round)))
+        if not self.sync:  # A17: l.20 for this client alone
+            kept = kept._replace(v_hat=larger(local.v_hat, local.v))
+            kept = kept._replace(v_hat_share=larger(local.v_hat_share, local.v_share))
         return up if self.is_sync(info.round) else up._replace(v=None, v_share=None), kept  # A16
 
     def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
         x = server.x + self.server_lr * up.delta  # l.19
         v_hat, v_share = server.v_hat, server.v_share
-        if up.v is not None:
+        if up.v is not None and v_hat is not None:
             v_hat = torch.maximum(v_hat, up.v)  # l.20
             v_share = larger(v_share, up.v_share)
         return Server(x, v_hat, up.m, v_share, up.m_share)
 
     def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
-        if not self.is_sync(info.round):
+        if down.v_hat is None or not self.is_sync(info.round):
             return {}
         if self.v_seed == "client":
             return {"v": zeros(down.v_hat)}
@@ -274,8 +294,3 @@ class FedAms(LocalMomentum):
     def down_versions(self, round: int) -> Mapping[str, int]:
         cached = ["v_hat", "v_share"] if self.bias_correction else ["v_hat"]
         return dict.fromkeys(cached, self.version(round)) if self.sync_every > 1 else {}
-
-
-def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the elementwise maximum, or None if a tensor is None."""
-    return None if one is None or other is None else torch.maximum(one, other)

@@ -2,7 +2,7 @@
 
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, blue boxes. "l.12" is
 a line of it. "A10" is an entry in the list of choices where the text is ambiguous: docs/reference/algorithms.md. Those
-of Fed-LAMB are A1 to A6, A10 to A12 and A16.
+of Fed-LAMB are A1 to A6, A10 to A12, A16 and A17.
 
 Fed-AMS steps along psi = m / sqrt(v_hat). Fed-LAMB steps along u = psi + lambda * y and multiplies every layer of u by
 its trust ratio phi(||y||) / ||u||. So the step of a layer is as long as the layer itself, times the learning rate.

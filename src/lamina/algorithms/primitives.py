@@ -80,6 +80,18 @@ def is_finite(limit: Number) -> bool:
     return isinstance(limit, Tensor) or limit != math.inf
 
 
+def first_of(one: Tensor | None, other: Tensor | None) -> Tensor:
+    """Return the first of two tensors, or the second if the first is None."""
+    tensor = other if one is None else one
+    assert tensor is not None
+    return tensor
+
+
+def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the elementwise maximum, or None if a tensor is None."""
+    return None if one is None or other is None else torch.maximum(one, other)
+
+
 def refuse_dead_moments(options: Any, *added: Number) -> None:
     """Refuse decay rates with which nothing is learned. `added` are the terms beside v in the divisor."""
     beta1, beta2, v_init = options.beta1, options.beta2, options.v_init

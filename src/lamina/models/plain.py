@@ -55,21 +55,25 @@ def chain(**layers: nn.Module | None) -> nn.Sequential:
 
 
 @model(paper="Karimi, Li & Li (MNIST)")
-def mlp(input_shape: tuple[int, ...], classes: int, *, hidden: int = 200, dropout: float = 0.0) -> nn.Module:
+def mlp(
+    input_shape: tuple[int, ...], classes: int, *, hidden: int = 200, dropout: float = 0.0, depth: int = 1
+) -> nn.Module:
     """Perceptron with one hidden layer of 200 units, any input shape.
 
     Linear - dropout - ReLU - Linear; 159,010 parameters on 784 inputs and 10 classes. The final paper has no
-    dropout; its drafts do, and the authors' code has .5, before the ReLU.
+    dropout; its drafts do, and the authors' code has .5, before the ReLU. `depth` is the number of hidden layers, all
+    of the same width; in the papers there is one.
     """
     inputs = math.prod(checked_shape("mlp", input_shape, classes))
     p = check_number("dropout", dropout, least=0, below=1)
-    return chain(
-        flatten=nn.Flatten(),
-        hidden=nn.Linear(inputs, whole("hidden", hidden)),
-        drop=nn.Dropout(p) if p else None,
-        relu=nn.ReLU(),
-        output=nn.Linear(hidden, classes),
-    )
+    width = whole("hidden", hidden)
+    layers: dict[str, nn.Module | None] = {}
+    for i in range(1, whole("depth", depth) + 1):
+        number = str(i) if i > 1 else ""
+        layers[f"hidden{number}"] = nn.Linear(inputs if i == 1 else width, width)
+        layers[f"drop{number}"] = nn.Dropout(p) if p else None
+        layers[f"relu{number}"] = nn.ReLU()
+    return chain(flatten=nn.Flatten(), **layers, output=nn.Linear(width, classes))
 
 
 @model(paper="Karimi, Li & Li (MNIST, Fashion-MNIST)")
