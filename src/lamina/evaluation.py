@@ -18,7 +18,7 @@ from lamina.data.partitions import Parts
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.history import Row
-from lamina.losses import is_regression
+from lamina.losses import aligned, class_axis, is_regression
 from lamina.metrics import (
     ACCURACY,
     AUROC,
@@ -104,8 +104,9 @@ def run_batch(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, 
     inputs = data.inputs(part, objective.dtype)
     outputs = objective.outputs(x, buffers, inputs, train=False)
     targets = data.y[part]
-    hits = objective.correct(outputs, targets, data.classes)
-    return Batch(outputs, targets, objective.loss(outputs, targets), hits, data.classes)
+    hits, losses = objective.correct(outputs, targets, data.classes), objective.loss(outputs, targets)
+    outputs, targets = aligned(objective.loss, outputs, targets)
+    return Batch(outputs, targets, losses, hits, data.classes, class_axis(objective.loss))
 
 
 def keep(metric: Metric, batch: Batch) -> Values:
