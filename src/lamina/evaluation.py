@@ -56,6 +56,27 @@ def measure(
     return torch.stack([value_of(metric, values).to(objective.device) for metric, values in kept.items()])
 
 
+def sample_means(
+    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
+) -> dict[str, float]:
+    """Return the mean over samples of what the loss and every metric keep; the perplexity keeps the loss.
+
+    Weighted by their samples, such means of several parts of the data can be averaged (`metric_of_mean`).
+    """
+    kept = predict(objective, x, buffers, data, metrics)
+    return {mean_name(metric): float(mean(values[0])) for metric, values in kept.items()}
+
+
+def mean_name(metric: Metric) -> str:
+    """Return the name under which `sample_means` has the mean of a metric."""
+    return LOSS.name if metric.keep is LOSS.keep else metric.name
+
+
+def metric_of_mean(metric: Metric, value: float) -> float:
+    """Return a metric of the samples with this mean; only for those that `is_function_of_mean`."""
+    return float(value_of(metric, (torch.tensor([value], dtype=torch.float64),)))
+
+
 def named(measured: Tensor, metrics: Sequence[Metric] | None = None) -> dict[str, float]:
     """Return the values of `measure` by name; this waits for the GPU once."""
     names = [metric.name for metric in with_loss((ACCURACY,) if metrics is None else metrics)]

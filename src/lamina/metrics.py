@@ -291,8 +291,18 @@ METRICS: dict[str, Metric] = {
         Metric("r2", _r2, keep=_errors_and_targets),
     )
 }
+FUNCTIONS_OF_MEANS = (mean, _perplexity, _root_mean)  # of one number per sample
 LABEL_METRICS = ("accuracy", "f1", "f1_macro", "f1_micro", "mean_iou", "auroc")
 _own: dict[str, Metric] = {}  # the users' metrics by name, so that their columns have a direction
+
+
+def is_function_of_mean(metric: Metric) -> bool:
+    """Return whether a metric follows from the mean over samples alone, so that parts of the data can be averaged.
+
+    >>> [name for name, metric in METRICS.items() if not is_function_of_mean(metric)]
+    ['f1', 'f1_macro', 'f1_micro', 'mean_iou', 'auroc', 'r2']
+    """
+    return metric.function in FUNCTIONS_OF_MEANS
 
 
 def find(given: Any) -> Metric:
