@@ -114,6 +114,25 @@ def test_adapters_with_nothing_to_train():
         Layers.of(model)
 
 
+def test_adapters_receive_the_mask_of_padded_sequences_and_named_inputs():
+    generator = torch.Generator().manual_seed(1)
+    lengths = [2 + i % 6 for i in range(SAMPLES)]
+    sequences = [torch.randint(1, WORDS, (length,), generator=generator).tolist() for length in lengths]
+    ids = torch.tensor([sequence + [0] * (7 - len(sequence)) for sequence in sequences])
+    mask = torch.tensor([[1] * length + [0] * (7 - length) for length in lengths])
+    ends = []
+    for inputs in (sequences, {"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}):
+        torch.manual_seed(0)
+        model = with_adapters(bert()).double()
+        run = lamina.Simulation(model, (inputs, torch.arange(SAMPLES) % 3), "fedavg", clients=4, lr=0.1, device="cpu")
+        run.run(1)
+        ends.append(run.state.server.x)
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.allclose(ends[0], ends[2])
+    with pytest.raises(lamina.BadInput, match="an input 'input_id', which the model's forward does not take; did you"):
+        lamina.Simulation(with_adapters(bert()), ({"input_id": ids}, torch.arange(SAMPLES) % 3), "fedavg", clients=4)
+
+
 def test_the_example_learns_the_next_word():
     """The perplexity falls below that of word frequencies, and is the exponential of a cross entropy by numpy."""
     from experiments.text_lora import WORDS, gpt2, load
