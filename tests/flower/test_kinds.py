@@ -20,9 +20,9 @@ def federation(kind, folder, part, **settings):
     """The federation of `kinds.simulation`."""
     _, data, loss = kinds.KINDS[kind]
     return Federation(
-        "fedlada", lambda: kinds.model(kind), part, clients=3, rounds=ROUNDS, test=lambda: as_dataset(data()),
-        out=folder / "run", state_dir=folder / "state", device="cpu", poll=0.005, deadline=5.0, loss=loss,
-        batch_size=4, participation=0.7, lr=0.05, seed=3, **settings,
+        kinds.algorithm_for(kind), lambda: kinds.model(kind), part, clients=3, rounds=ROUNDS,
+        test=lambda: as_dataset(data()), out=folder / "run", state_dir=folder / "state", device="cpu", poll=0.005,
+        deadline=5.0, loss=loss, batch_size=4, participation=0.7, lr=0.05, seed=3, **settings,
     )  # fmt: skip
 
 
