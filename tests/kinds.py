@@ -1,5 +1,7 @@
 """One small problem per kind of input, target and model output, for the tests of all engines."""
 
+import importlib.util
+
 import torch
 from torch import nn
 
@@ -56,6 +58,67 @@ class Tokens(nn.Module):
 
     def forward(self, ids):
         return self.head(torch.tanh(self.table(ids)))
+
+
+class Recurrent(nn.Module):
+    """[n, 5, 3] -> [n, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.LSTM(3, 4, batch_first=True), nn.GRU(4, 3, batch_first=True, bidirectional=True), nn.RNN(6, 3)]
+        )
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x)[0]
+        return self.layers[2](x.transpose(0, 1))[0][-1]
+
+
+class Norms(nn.Module):
+    """[n, 4] -> [n, 3], with parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(1, 4))
+        self.norm, self.channels = nn.RMSNorm(4), nn.InstanceNorm1d(2, affine=True)
+        self.slope, self.head = nn.PReLU(2), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.norm(x * self.scale + self.shift).reshape(-1, 2, 2)
+        return self.head(self.slope(self.channels(x)).flatten(1))
+
+
+class Bag(nn.Module):
+    """Bags of words [n, 6] -> [n, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(9, 4, mode="mean"), nn.Linear(4, 3)
+
+    def forward(self, ids):
+        return self.head(self.bag(ids))
+
+
+def convolutions():
+    """[n, 2, 3, 4, 4] -> [n, 3]."""
+    return nn.Sequential(
+        nn.Conv3d(2, 3, 2), nn.ReLU(), nn.ConvTranspose3d(3, 2, 2), nn.Flatten(2), nn.Conv1d(2, 3, 5, stride=3),
+        nn.ReLU(), nn.ConvTranspose1d(3, 2, 3), nn.Unflatten(2, (1, -1)), nn.ConvTranspose2d(2, 3, (2, 1)),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+    )  # fmt: skip
+
+
+def hugging_face(name, adapters=False):
+    """Return the function that makes a small transformer."""
+
+    def make():
+        from models import test_transformers
+
+        module = getattr(test_transformers, name)()
+        return test_transformers.with_adapters(module) if adapters else module
+
+    return make
 
 
 def ignored(targets):
@@ -121,15 +184,39 @@ KINDS = {
 }  # fmt: skip
 
 
+LAYERS = {
+    "recurrent": (Recurrent, lambda: (draw(SAMPLES, 5, 3), integers(3, SAMPLES)), "cross_entropy"),
+    "convolutions": (convolutions, lambda: (draw(SAMPLES, 2, 3, 4, 4), integers(3, SAMPLES)), "cross_entropy"),
+    "norms": (lambda: nn.Sequential(Norms()), lambda: (draw(SAMPLES, 4), integers(3, SAMPLES)), "cross_entropy"),
+    "bag": (Bag, lambda: (integers(9, SAMPLES, 6), integers(3, SAMPLES)), "cross_entropy"),
+}
+KINDS |= LAYERS
+TRANSFORMERS = {
+    "bert": ("bert", lambda: (integers(20, SAMPLES, 8), integers(3, SAMPLES)), "cross_entropy"),
+    "gpt2": ("gpt2", lambda: (integers(20, SAMPLES, 8), integers(20, SAMPLES, 8)), "causal_lm"),
+    "llama": ("llama", lambda: (integers(20, SAMPLES, 8), integers(20, SAMPLES, 8)), "causal_lm"),
+    "vit": ("vit", lambda: (draw(SAMPLES, 3, 8, 8), integers(3, SAMPLES)), "cross_entropy"),
+}
+if all(importlib.util.find_spec(package) for package in ("transformers", "peft")):
+    for name, (maker, samples, loss_name) in TRANSFORMERS.items():
+        KINDS[name] = (hugging_face(maker), samples, loss_name)
+        KINDS[f"{name}_adapters"] = (hugging_face(maker, adapters=True), samples, loss_name)
+
+
 def model(kind):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return KINDS[kind][0]().double()
 
 
-def simulation(kind, engine="stacked", algorithm="fedlada", **settings):
+def algorithm_for(kind):
+    """FedLADA; for attention FedAvg, because the gradient of a key's bias is rounding errors around zero."""
+    return "fedavg" if kind.removesuffix("_adapters") in TRANSFORMERS else "fedlada"
+
+
+def simulation(kind, engine="stacked", algorithm=None, **settings):
     _, data, loss = KINDS[kind]
     return lamina.Simulation(
-        model(kind), data(), algorithm, test=data(), clients=PARTS, loss=loss, engine=engine, device="cpu",
-        **{"batch_size": 4, "participation": 0.7, "lr": 0.05, "seed": 3, **settings},
+        model(kind), data(), algorithm or algorithm_for(kind), test=data(), clients=PARTS, loss=loss,
+        engine=engine, device="cpu", **{"batch_size": 4, "participation": 0.7, "lr": 0.05, "seed": 3, **settings},
     )  # fmt: skip

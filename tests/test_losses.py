@@ -82,6 +82,14 @@ class NoTensor(nn.Linear):
         return {"hidden": super().forward(input)}
 
 
+class AnyNames(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, **inputs):
+        return super().forward(inputs["x"])
+
+
 def one_number(outputs, targets):
     return (outputs[:, 0] - targets).mean()
 
@@ -91,6 +99,7 @@ def one_number(outputs, targets):
      r"an input 'ids', which the model's forward does not take.*it takes input_ids, attention_mask"),
     (lambda: simulate(TwoInputs(), ({"numbers": X}, Y)), "the train data lack the input 'kind'.*they have numbers"),
     (lambda: simulate(TwoInputs(), (X, Y)), "cannot take the train data"),
+    (lambda: simulate(AnyNames(), ({"a": X}, Y)), "cannot take the train data.* it looks for 'x', which they do not"),
     (lambda: simulate(NoTensor(4, 3), (X, Y)), "returns a dict without outputs.*tuple.*'logits'"),
     (lambda: simulate(conv(3), (draw(12, 2, 4, 4), Y)), "one integer target per position.*targets of shape"),
     (lambda: simulate(Tokens(5), (integers(9, 12, 6), integers(5, 12, 6))), "use loss='token_cross_entropy'"),

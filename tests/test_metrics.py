@@ -100,6 +100,27 @@ def test_maps_of_labels_ignore_unknown_pixels():
     assert row["accuracy"] == pytest.approx(np.mean(of_sample))
 
 
+@pytest.mark.parametrize("loss", ["causal_lm", "token_cross_entropy"])
+def test_token_metrics_compare_the_tokens_that_the_loss_compares(loss):
+    words = 8  # as many as tokens: the shapes do not say which axis holds the classes
+    scores, tokens = rng.normal(size=(40, words, words)), rng.integers(0, words, (40, words))
+    tokens[:, -2] = -100
+    row = measured(scores, tokens, "accuracy", "top5_accuracy", "f1", "f1_micro", "mean_iou", loss=loss)
+    pairs = [
+        (scores[sample, place], tokens[sample, place + shift])
+        for sample in range(40)
+        for shift in [int(loss == "causal_lm")]
+        for place in range(words - shift)
+        if tokens[sample, place + shift] >= 0
+    ]
+    predicted, actual = np.array([score.argmax() for score, _ in pairs]), np.array([token for _, token in pairs])
+    right, of_predicted, of_actual = counts(predicted, actual, words)
+    assert [row["accuracy"], row["f1_micro"]] == pytest.approx([np.mean(predicted == actual)] * 2)
+    assert row["top5_accuracy"] == pytest.approx(np.mean([token in score.argsort()[-5:] for score, token in pairs]))
+    assert row["f1"] == pytest.approx(np.mean(2 * right / (of_predicted + of_actual)))
+    assert row["mean_iou"] == pytest.approx(np.mean(right / (of_predicted + of_actual - right)))
+
+
 def test_several_labels_a_sample():
     outputs, targets = SCORES[:, :3], (SCORES[:, 3:6] > 0.5).astype(float)
     row = measured(outputs, targets, "f1", "auroc", loss=lambda o, t: ((o - t) ** 2).mean(1))

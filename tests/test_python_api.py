@@ -216,6 +216,22 @@ def test_tuning_finds_the_best_of_a_grid(tmp_path):
     assert not (tmp_path / "t" / "best.toml").exists()  # no file can name these objects
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_two_settings_of_one_algorithm_are_compared(named, tmp_path):
+    small, large = lamina.FedLada(alpha=0.05), lamina.FedLada(alpha=0.5)
+    names = ["small: α/2", "plain", "large"] if named else ["fedlada (alpha=0.05)", "fedavg", "fedlada (alpha=0.5)"]
+    given = dict(zip(names, (small, "fedavg", large), strict=True)) if named else [small, "fedavg", large]
+    rates = {names[0]: 0.1, names[1]: 0.5, names[2]: [0.001, 0.1]}
+    result = compare(fixed_net(), given, lr=rates, seeds=1, out=tmp_path / "c")
+    assert [row[0] for row in result.table().rows] == names
+    for name, algorithm in zip(names, (small, "fedavg", large), strict=True):
+        alone = simulate(algorithm=algorithm, lr=result.settings[name]["lr"]).run(2)
+        assert numbers(result.histories[name][0]) == numbers(alone)
+    assert result.report(tmp_path / "page.html").exists()
+    again = compare(fixed_net(), given, lr=rates, seeds=1, out=tmp_path / "c")
+    assert again.table().rows == result.table().rows
+
+
 def test_options_of_a_factory_can_be_tuned():
     def sized(hidden=2):
         return nn.Sequential(nn.Linear(5, hidden), nn.Linear(hidden, 2))
@@ -229,7 +245,11 @@ def test_options_of_a_factory_can_be_tuned():
     ("mistake", "message"),
     [
         (lambda: compare(test=None), r"give test=\(x, y\)"),
-        (lambda: compare(algorithms=["fedavg", lamina.FedAvg(decay=0.1)]), "'fedavg' is given twice"),
+        (
+            lambda: compare(algorithms=["fedavg", lamina.FedAvg()], lr=None),
+            "is given twice with the same options",
+        ),
+        (lambda: compare(algorithms={"tuning": "fedavg"}, lr=None), "'tuning' cannot name a folder"),
         (lambda: compare(algorithms=["fedavgg"], lr=None), "did you mean 'fedavg'"),
         (lambda: compare(lr={"fedlada": 0.1}), "no algorithm 'fedlada' in this comparison"),
         (lambda: compare(batchsize=3), "no setting 'batchsize'; did you mean 'batch_size'"),

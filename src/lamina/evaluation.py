@@ -18,7 +18,7 @@ from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.history import Row
-from lamina.losses import is_regression
+from lamina.losses import aligned, class_axis, is_regression
 from lamina.metrics import (
     ACCURACY,
     AUROC,
@@ -54,6 +54,27 @@ def measure(
     """Return the mean loss and the metrics as a tensor on the device."""
     kept = predict(objective, x, buffers, data, metrics)
     return torch.stack([value_of(metric, values).to(objective.device) for metric, values in kept.items()])
+
+
+def sample_means(
+    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
+) -> dict[str, float]:
+    """Return the mean over samples of what the loss and every metric keep; the perplexity keeps the loss.
+
+    Weighted by their samples, such means of several parts of the data can be averaged (`metric_of_mean`).
+    """
+    kept = predict(objective, x, buffers, data, metrics)
+    return {mean_name(metric): float(mean(values[0])) for metric, values in kept.items()}
+
+
+def mean_name(metric: Metric) -> str:
+    """Return the name under which `sample_means` has the mean of a metric."""
+    return LOSS.name if metric.keep is LOSS.keep else metric.name
+
+
+def metric_of_mean(metric: Metric, value: float) -> float:
+    """Return a metric of the samples with this mean; only for those that `is_function_of_mean`."""
+    return float(value_of(metric, (torch.tensor([value], dtype=torch.float64),)))
 
 
 def named(measured: Tensor, metrics: Sequence[Metric] | None = None) -> dict[str, float]:
@@ -104,8 +125,9 @@ def run_batch(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, 
     inputs = data.inputs(part, objective.dtype)
     outputs = objective.outputs(x, buffers, inputs, train=False)
     targets = data.y[part]
-    hits = objective.correct(outputs, targets, data.classes)
-    return Batch(outputs, targets, objective.loss(outputs, targets), hits, data.classes)
+    hits, losses = objective.correct(outputs, targets, data.classes), objective.loss(outputs, targets)
+    outputs, targets = aligned(objective.loss, outputs, targets)
+    return Batch(outputs, targets, losses, hits, data.classes, class_axis(objective.loss))
 
 
 def keep(metric: Metric, batch: Batch) -> Values:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -49,7 +50,9 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         raise
     except Exception as error:  # whatever a user's forward raises
         shape, reason = map_batch(lambda values: tuple(values.shape[1:]), data.x), " ".join(str(error).split())
-        if not any(values.is_floating_point() or values.dtype == torch.uint8 for values in tensors(data.x)):
+        if isinstance(error, KeyError):
+            reason = f"it looks for {reason}, which they do not have"
+        elif not any(values.is_floating_point() or values.dtype == torch.uint8 for values in tensors(data.x)):
             reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
         raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
     check_memory(
@@ -85,21 +88,28 @@ def with_mask(data: Dataset, module: nn.Module) -> Dataset:
     """
     if data.mask is None:
         return data
-    parameters = list(inspect.signature(module.forward).parameters)
+    parameters = list(_parameters(module))
     masks = {"attention_mask": data.mask.long(), "mask": data.mask, "lengths": data.mask.sum(1)}
     inputs = data.x if isinstance(data.x, dict) else dict(zip(parameters, tensors(data.x), strict=False))
     missing = {name: values for name, values in masks.items() if name in parameters and name not in inputs}
     return dataclasses.replace(data, x={**inputs, **missing}, mask=None) if missing else data
 
 
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a module's forward; of a peft model, which passes everything on, those of its base."""
+    inner = getattr(module, "get_base_model", None)
+    return inspect.signature((inner() if callable(inner) else module).forward).parameters
+
+
 def _check_keys(module: nn.Module, keys: list[str], name: str) -> None:
     """Refuse inputs by name that the module's forward does not take, or lacks."""
-    parameters = inspect.signature(module.forward).parameters
+    parameters = _parameters(module)
     kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     known = {key: one for key, one in parameters.items() if one.kind in kinds}
     takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     for key in keys:
-        if key not in known and not takes_any:
+        # a misspelt name would be ignored by a forward that takes any
+        if key not in known and (not takes_any or nearest(key, [other for other in known if other not in keys])):
             raise BadInput(
                 f"the {name} data have an input '{key}', which the model's forward does not take{nearest(key, known)} "
                 f"(it takes {listed(list(known))})"

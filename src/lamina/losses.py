@@ -178,6 +178,11 @@ def class_axis(loss: Loss) -> int | None:
     return next((axis for known, axis in CLASS_AXES.items() if known is loss), None)
 
 
+def aligned(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs and targets position by position: with `causal_lm`, outputs at t and the target at t + 1."""
+    return _next_tokens(outputs, targets) if loss is causal_lm else (outputs, targets)
+
+
 def is_regression(loss: Loss) -> bool:
     """Return whether the loss measures distances, even if the targets are integers."""
     is_known = any(loss is known for known in (mean_squared_error, mean_absolute_error, huber))
@@ -201,8 +206,7 @@ def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor |
     elif axis is None and (targets.dim() > 1 or outputs.dim() != 2):
         return None
     else:
-        if loss is causal_lm:
-            outputs, targets = _next_tokens(outputs, targets)
+        outputs, targets = aligned(loss, outputs, targets)
         axis = 1 if axis is None else axis
         if outputs.dim() != targets.dim() + 1 or outputs.shape[axis] < classes:
             return None

@@ -32,13 +32,17 @@ NEEDS_LABELS = "needs class labels, and one output per class or one logit for tw
 
 
 class Batch(NamedTuple):
-    """Some samples and what the model makes of them; the first axis of every tensor counts the samples."""
+    """Some samples and what the model makes of them; the first axis of every tensor counts the samples.
+
+    Outputs and targets of a causal language model are aligned: the target of a position is the token that follows it.
+    """
 
     outputs: Tensor
     targets: Tensor
     losses: Tensor  # [n]
     hits: Tensor | None  # [n] whether each prediction is right, where the targets are labels
     classes: int | None  # None if the targets are not labels
+    class_axis: int | None = None  # of the outputs; None if the loss does not say it
 
 
 def _outputs_and_targets(batch: Batch) -> Values:
@@ -96,28 +100,42 @@ def _hits(batch: Batch) -> Values:
             return (((batch.outputs.flatten() > 0) == (batch.targets > 0)).float(),)
         return (((batch.outputs > 0) == (batch.targets > 0)).flatten(1).float().mean(1),)
     predicted, actual, classes = _predictions(batch)
-    counted = ((actual >= 0) & (actual < classes)).reshape(len(actual), -1)
-    right = (predicted == actual).reshape(len(actual), -1) & counted
-    return (right.sum(1) / counted.sum(1).clamp(min=1),)
+    return (_share(predicted == actual, (actual >= 0) & (actual < classes)),)
 
 
 def _top5_hits(batch: Batch) -> Values:
-    outputs, targets = batch.outputs, batch.targets
-    if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2 or outputs.shape[1] < 6:
-        raise BadInput(f"needs class labels and more than five outputs a sample, not {_shapes(batch)}")
-    return ((outputs.topk(5, dim=1).indices == targets[:, None]).any(1).float(),)
+    axis = _class_axis(batch)
+    if axis is None or batch.outputs.shape[axis] < 6:
+        raise BadInput(f"needs class labels and more than five outputs a label, not {_shapes(batch)}")
+    hits = (batch.outputs.topk(5, dim=axis).indices == batch.targets.unsqueeze(axis)).any(axis)
+    return (_share(hits, batch.targets >= 0),)
+
+
+def _share(right: Tensor, counted: Tensor) -> Tensor:
+    """Return the share of right predictions among the labels of every sample that count."""
+    right, counted = (side.reshape(len(side), -1) for side in (right & counted, counted))
+    return right.sum(1) / counted.sum(1).clamp(min=1)
 
 
 def _predictions(batch: Batch) -> tuple[Tensor, Tensor, int]:
     """Return the predicted and the true class of every label, and the number of classes."""
-    outputs, targets = batch.outputs, batch.targets
-    if not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
-        for axis in (1, outputs.dim() - 1):  # the classes of a token may also be on the last axis
-            if outputs.shape[:axis] + outputs.shape[axis + 1 :] == targets.shape:
-                return outputs.argmax(axis), targets, outputs.shape[axis]
+    outputs, targets, axis = batch.outputs, batch.targets, _class_axis(batch)
+    if axis is not None:
+        return outputs.argmax(axis), targets, outputs.shape[axis]
     if _has_one_target_per_output(batch) and targets.dim() == 1:
         return (outputs.flatten() > 0).long(), targets.long(), 2
     raise BadInput(f"{NEEDS_LABELS}, not {_shapes(batch)}")
+
+
+def _class_axis(batch: Batch) -> int | None:
+    """Return the axis of the outputs that holds the classes, if the targets are labels."""
+    outputs, targets = batch.outputs, batch.targets
+    if not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
+        last = outputs.dim() - 1  # where the classes of a token may be
+        for axis in (1, last) if batch.class_axis is None else (batch.class_axis % outputs.dim(),):
+            if outputs.shape[:axis] + outputs.shape[axis + 1 :] == targets.shape:
+                return axis
+    return None
 
 
 def _has_one_target_per_output(batch: Batch) -> bool:
@@ -273,8 +291,18 @@ METRICS: dict[str, Metric] = {
         Metric("r2", _r2, keep=_errors_and_targets),
     )
 }
+FUNCTIONS_OF_MEANS = (mean, _perplexity, _root_mean)  # of one number per sample
 LABEL_METRICS = ("accuracy", "f1", "f1_macro", "f1_micro", "mean_iou", "auroc")
 _own: dict[str, Metric] = {}  # the users' metrics by name, so that their columns have a direction
+
+
+def is_function_of_mean(metric: Metric) -> bool:
+    """Return whether a metric follows from the mean over samples alone, so that parts of the data can be averaged.
+
+    >>> [name for name, metric in METRICS.items() if not is_function_of_mean(metric)]
+    ['f1', 'f1_macro', 'f1_micro', 'mean_iou', 'auroc', 'r2']
+    """
+    return metric.function in FUNCTIONS_OF_MEANS
 
 
 def find(given: Any) -> Metric:

@@ -329,7 +329,7 @@ def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, capsys):
         ("train=3", "train = 3: must be a table"),
         ("train.schedule=3", "train.schedule = 3: must be a table"),
         ("compare.grid=3", "compare.grid = 3: must be a table"),
-        ("compare.options.fedlamb.name=foo", "[compare.options.fedlamb] has no key 'name'"),
+        ("compare.options.fedlamb.name=foo", "unknown algorithm 'foo'"),
         ("compare.options.fedlamb.preset=3", "compare.options.fedlamb.preset = 3"),
     ],
 )

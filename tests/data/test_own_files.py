@@ -302,6 +302,38 @@ def test_a_saved_hugging_face_data_set(folder, fake_datasets):
     assert (len(train), len(test), train.class_names) == (3, 2, ("cat", "dog"))
 
 
+def test_the_installed_datasets_package(folder):
+    """A file that `datasets` reads and saves, with missing values and damage; the hub is not asked."""
+    datasets = pytest.importorskip("datasets")
+
+    def save(name, rows):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        found = datasets.load_dataset("json", data_files=str(folder / f"{name}.jsonl"), cache_dir=str(folder / "cache"))
+        found["train"].save_to_disk(str(folder / name))
+
+    rows = [{"pixels": [i, 0.5], "kind": ("cat", "dog")[i % 2], "site": "ab"[i // 5]} for i in range(10)]
+    options = {"features": "pixels", "label": "kind", "client": "site"}
+    save("pets", rows)
+    train, test = load("hub", path="pets", **options)
+    assert sorted([*train.x[:, 0].tolist(), *test.x[:, 0].tolist()]) == list(range(10))
+    assert (train.y == train.x[:, 0].long() % 2).all()
+    assert train.class_names == ("cat", "dog")
+    assert train.columns["site"].tolist() == ["ab"[int(value) // 5] for value in train.x[:, 0]]
+    assert "cannot tell the input column among pixels, kind, site; name it with data.features=" in refusal(
+        "hub", path="pets"
+    )
+    for column, message in (
+        ("pixels", "column 'pixels' has no value in sample 3"),
+        ("kind", "column 'kind' has no value in sample 3"),
+        ("site", "the column 'site' (data.client) must hold a number or a text for every sample"),
+    ):
+        save(f"no_{column}", [*rows[:3], rows[3] | {column: None}, *rows[4:]])
+        assert message in refusal("hub", path=f"no_{column}", **options)
+    file = next((folder / "pets").glob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:200])
+    assert "'pets' is not a readable data set" in refusal("hub", path="pets", **options)
+
+
 def test_hugging_face_data_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(MissingExtra, match=r"pip install -e '\.\[hub\]'"):

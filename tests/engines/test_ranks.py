@@ -46,12 +46,14 @@ CASES = [
     ("fedlada", "dict", 1.0),
     ("fedlamb", "tuple", 0.7),
     ("fedlada", "segmentation", 1.0),
+    *((None, kind, 0.7) for kind in kinds.KINDS if kind not in ("dict", "tuple", "segmentation")),
 ]
 
 
 def run_case(name, kind, share):
     if kind in kinds.KINDS:
-        run = kinds.simulation(kind, "stacked", ALGORITHMS[name](), participation=share)
+        algorithm = None if name is None else ALGORITHMS[name]()
+        run = kinds.simulation(kind, "stacked", algorithm, participation=share)
     elif kind.startswith("dropout"):
         run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share, lr=0.01)
     else:

@@ -5,7 +5,10 @@ from flwr.app import Message, RecordDict
 
 from flower_grid import over_the_wire
 from flower_setup import NODE, Setup, altered, assert_weights, client_of, is_train, reference
+from lamina.flower import wire
+from lamina.flower.checks import Limits, Refused, read_evaluation
 from lamina.flower.outliers import absurd_losses
+from lamina.metrics import Metric, find_all, mean
 
 
 @pytest.mark.parametrize("how", ["the whole reply", "only its arrays"])
@@ -74,16 +77,19 @@ def test_an_absurd_training_loss_is_not_recorded(loss, tmp_path):
     assert_weights(setup, reference(setup))  # the update itself is sound
 
 
-def test_an_absurd_evaluation_loss_is_not_recorded(tmp_path):
-    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"evaluate_on": "nodes"})
+@pytest.mark.parametrize("name", ["loss", "margin"])
+def test_an_absurd_evaluation_is_not_recorded(name, tmp_path):
+    margin = Metric("margin", mean, keep=lambda batch: (batch.outputs.amax(1),))
+    more = {"evaluate_on": "nodes"} | ({} if name == "loss" else {"metrics": [margin]})
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more=more)
 
     def on_reply(grid, node, message, reply):
         lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
-        return altered(message, reply, loss=9e29) if lies else reply
+        return altered(message, reply, **{name: 9e29}) if lies else reply
 
     setup.run(setup.grid(on_reply=on_reply))
-    assert setup.rows[0]["node_loss"] < 10
-    assert "its evaluation loss 9e+29 is out of all proportion" in setup.journal[0]["notes"][0]
+    assert setup.rows[0][f"node_{name}"] < 10
+    assert f"its evaluation {name} 9e+29 is out of all proportion" in setup.journal[0]["notes"][0]
 
 
 def test_which_losses_are_out_of_all_proportion():
@@ -93,3 +99,20 @@ def test_which_losses_are_out_of_all_proportion():
     assert absurd_losses({0: 9e29, 3: 2.0}, None) == (2.0, [0])
     assert absurd_losses({0: 1e-9, 1: 1e-9, 2: 5.0}, None)[1] == []  # who has not fitted yet may say so
     assert absurd_losses({0: 1e9, 1: 2e9, 2: 5e9}, 1.0)[1] == []  # squares of large targets
+
+
+@pytest.mark.parametrize(
+    ("figures", "why"),
+    [
+        ({}, "its rmse is None"),
+        ({"rmse": -1.0}, "its rmse is -1.0"),
+        ({"rmse": float("nan")}, "its rmse is nan"),
+        ({"rmse": 1e31}, "its rmse is 1e[+]31"),
+        ({"rmse": 2.0, "top5_accuracy": 1.5}, "its top5_accuracy is 1.5"),
+    ],
+)
+def test_a_node_must_report_sound_metrics(figures, why):
+    content = wire.content_of({"figures": {"examples": 5, "loss": 0.5, **figures}})
+    metrics = find_all(["rmse", "perplexity", "top5_accuracy"])
+    with pytest.raises(Refused, match=why):
+        read_evaluation(content, Limits(), metrics=metrics)

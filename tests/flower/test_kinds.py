@@ -1,5 +1,7 @@
 """A federation in one process agrees with its simulation for every kind of input, target and loss."""
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,10 +20,16 @@ def federation(kind, folder, part, **settings):
     """The federation of `kinds.simulation`."""
     _, data, loss = kinds.KINDS[kind]
     return Federation(
-        "fedlada", lambda: kinds.model(kind), part, clients=3, rounds=ROUNDS, test=lambda: as_dataset(data()),
-        out=folder / "run", state_dir=folder / "state", device="cpu", poll=0.005, deadline=5.0, loss=loss,
-        batch_size=4, participation=0.7, lr=0.05, seed=3, **settings,
+        kinds.algorithm_for(kind), lambda: kinds.model(kind), part, clients=3, rounds=ROUNDS,
+        test=lambda: as_dataset(data()), out=folder / "run", state_dir=folder / "state", device="cpu", poll=0.005,
+        deadline=5.0, loss=loss, batch_size=4, participation=0.7, lr=0.05, seed=3, **settings,
     )  # fmt: skip
+
+
+def part_of(kind):
+    """Return the function from a node to its samples."""
+    whole = as_dataset(kinds.KINDS[kind][1]())
+    return lambda context: whole.subset(kinds.PARTS[context.node_config["partition-id"]])
 
 
 def run(made):
@@ -31,13 +39,38 @@ def run(made):
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
 def test_a_federation_is_its_simulation(kind, tmp_path):
-    whole = as_dataset(kinds.KINDS[kind][1]())
-    run(federation(kind, tmp_path, lambda context: whole.subset(kinds.PARTS[context.node_config["partition-id"]])))
+    run(federation(kind, tmp_path, part_of(kind)))
     expected = kinds.simulation(kind, "loop")
     expected.run(ROUNDS)
     weights = load_file(tmp_path / "run" / "model.safetensors")
     for name, value in expected.model.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("kind", "metrics"),
+    [
+        ("padded_lm", ["perplexity", "accuracy", "top5_accuracy"]),
+        ("segmentation", ["accuracy"]),
+        ("mae", ["rmse", "mae"]),
+    ],
+)
+def test_metrics_averaged_over_nodes_are_those_of_all_samples(kind, metrics, tmp_path):
+    run(federation(kind, tmp_path, part_of(kind), metrics=metrics, evaluate_on="nodes"))
+    simulated = kinds.simulation(kind, "loop", metrics=metrics).run(ROUNDS)  # its test data are those of all clients
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for row, expected in zip(rows, simulated, strict=True):
+        for name in ("loss", *metrics):
+            assert row[f"node_{name}"] == pytest.approx(expected[name], rel=1e-6)
+
+
+def test_metrics_that_cannot_be_averaged_over_nodes(tmp_path):
+    with pytest.raises(lamina.BadInput, match="metric 'f1' cannot be averaged over nodes: leave it out, or"):
+        federation("tuple", tmp_path, part_of("tuple"), metrics=["accuracy", "f1"], evaluate_on="nodes")
+    run(federation("tuple", tmp_path, part_of("tuple"), metrics=["f1", "accuracy"], evaluate_on="both"))
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"f1", "accuracy", "node_accuracy"} <= set(row)
+    assert "node_f1" not in row
 
 
 def test_text_labels_without_names_are_refused(tmp_path):

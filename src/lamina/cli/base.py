@@ -172,7 +172,7 @@ def table(
 
 def best_and_last(history: History) -> str:
     """Return the best and last value of a run's first metric in words."""
-    for name in (history.metric, "loss", "node_accuracy", "node_loss"):
+    for name in (history.metric, "loss", f"node_{history.metric}", "node_loss"):
         if name in history.columns:
             return f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
     return "not evaluated"

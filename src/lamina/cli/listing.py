@@ -66,16 +66,16 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm, or an experimen
 
 def _show_experiment(file: Path) -> None:
     """Show how many parameters of an experiment's model are trained, and what a client receives and sends."""
-    from lamina.algorithms import create
     from lamina.experiment.build import build_algorithm, build_model, load_data
+    from lamina.experiment.compare import with_algorithm
     from lamina.experiment.config import load
     from lamina.ledger import wire_cost
     from lamina.objective import Objective, buffer_bytes
 
     experiment = load(file)
     if "compare" in experiment.model_fields_set:
-        options = experiment.compare.options
-        algorithms = {name: create(name, **options.get(name, {})) for name in experiment.compare.algorithms}
+        names = experiment.compare.algorithms
+        algorithms = {name: build_algorithm(with_algorithm(experiment, name)) for name in names}
     else:
         algorithms = {experiment.algorithm.name: build_algorithm(experiment)}
     objective = Objective(build_model(experiment, load_data(experiment).train))

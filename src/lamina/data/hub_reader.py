@@ -60,7 +60,10 @@ def read(
             raise BadInput(
                 f"{path} has no column '{client}' (data.client){nearest(client, part.column_names)} ({known})"
             )
-        inputs, labels, others, _ = hub.arrays(part, features, label, text_labels=True)
+        options = ("data.features", "data.label")
+        inputs, labels, others, _ = hub.arrays(part, features, label, text_labels=True, options=options)
+        if client is not None and (client not in others or any(value is None for value in others[client])):
+            raise BadInput(f"{path}: the column '{client}' (data.client) must hold a number or a text for every sample")
         x.append(_array(path, "features", inputs))
         y.append(_array(path, "labels", labels))
         columns.append(others)

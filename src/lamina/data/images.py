@@ -22,6 +22,8 @@ def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool 
     mode, channels = ("RGB", 3) if colour else ("L", 1)
     stacked = np.empty((0, channels, 0, 0), np.uint8)
     for index, picture in enumerate(pictures):
+        if picture is None:
+            raise BadInput(f"{what} has no value in sample {index}; fill or drop it")
         if not colour and picture.mode not in _GREY_MODES:
             return stack_pictures(pictures, count, what, colour=True)
         pixels = np.asarray(picture.convert(mode), dtype=np.uint8)

@@ -11,7 +11,9 @@ compared with all its neighbours on the grid after the last of these rounds.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from lamina.metrics import is_percent
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.text import listed, plural
 
+TUNING_FOLDER = "tuning"
 CONTINUED_FRACTION, MIN_CONTINUED = 1 / 3, 3  # of the candidates, after each of several tuning_rounds
 
 
@@ -54,7 +57,10 @@ class Comparison(Trials):
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
         for name in {**spec.grid, **spec.options}:
             if ":" not in name:  # settings of a method that is left out are fine, a misspelt name is not
-                algorithms.find(name)
+                algorithms.find(spec.algorithm_of(name))
+        for label in spec.algorithms:
+            if label == TUNING_FOLDER or not re.search(r"\w", label):
+                raise BadInput(f"compare.algorithms: '{label}' cannot name a folder of runs: choose another name")
         self._choices = all_points(experiment)
         first = with_algorithm(experiment, spec.algorithms[0])
         simulation = self._load(first)
@@ -134,8 +140,8 @@ class Comparison(Trials):
 
     def _new_job(self, name: str, settings: Settings, seed: int, stages: Sequence[int] = ()) -> Job:
         """Return one run, final or, with the stages that are left, for tuning."""
-        experiment, folder = with_algorithm(self.experiment, name, settings), name.replace(":", ".")
-        folder = f"tuning/{folder}/{folder_name(settings)}" if stages else f"{folder}/seed{seed}"
+        experiment, folder = with_algorithm(self.experiment, name, settings), label_folder(name)
+        folder = f"{TUNING_FOLDER}/{folder}/{folder_name(settings)}" if stages else f"{folder}/seed{seed}"
         if stages:  # perhaps shorter, but each round has the rate of that round in the final runs
             changed: dict[str, Any] = {"rounds": self._rounds_in_folder(folder, stages)}
             if "schedule" not in experiment.objects.settings:
@@ -144,7 +150,7 @@ class Comparison(Trials):
             experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update=changed)})
         job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", tuning=bool(stages))
         self._folders[job.folder] = None
-        return job
+        return replace(job, method=name)
 
     def _rounds_in_folder(self, folder: str, stages: Sequence[int]) -> int:
         """Return the rounds of a tuning run: those of a later stage if it had been continued before."""
@@ -194,7 +200,7 @@ class Comparison(Trials):
                 lines.append(f"{entry.name}: {written(entry.settings)} was chosen")
             for key, value in entry.settings.items():
                 tried = Range(choices=tuple(trial.settings[key] for trial in entry.candidates) or (value,))
-                way = tried.way_beyond(value, entry.name, key)
+                way = tried.way_beyond(value, spec.algorithm_of(entry.name), key)
                 if way:
                     what = f"{entry.name}: the best {key} {value:g} lies on the edge of those tried"
                     lines.append(f"{what}; try {way} values")
@@ -246,7 +252,8 @@ def all_points(experiment: Experiment) -> dict[str, list[Settings]]:
 
 def points_of(experiment: Experiment, name: str) -> list[Settings]:
     """Return the settings to try for an algorithm: a rate, and options if its grid has any."""
-    spec, rate = experiment.compare, experiment.train.lr or algorithms.find(name).card.lr
+    spec, rate = experiment.compare, experiment.train.lr
+    rate = rate or algorithms.find(spec.algorithm_of(name)).card.lr
     return points({"lr": [rate], **(spec.grid[name].values() if name in spec.grid else {})})
 
 
@@ -262,22 +269,30 @@ def tuning_rounds(experiment: Experiment) -> list[int]:
     return stages
 
 
-def with_algorithm(experiment: Experiment, name: str, settings: Settings | None = None) -> Experiment:
+def label_folder(label: str) -> str:
+    """Return the folder of an algorithm's runs.
+
+    >>> label_folder("my_project.methods:Mine"), label_folder("fedlada (alpha=0.05)")
+    ('my_project.methods.Mine', 'fedlada_alpha_0.05')
+    """
+    return re.sub(r"[^\w.+-]+", "_", label.replace(":", ".")).strip("_")
+
+
+def with_algorithm(experiment: Experiment, label: str, settings: Settings | None = None) -> Experiment:
     """Return the experiment with one algorithm of its comparison, and settings of its grid.
 
     Options are those of [algorithm] if it is about that one, then of [compare.options], then the settings'.
     """
-    section = experiment.algorithm
+    section, name = experiment.algorithm, experiment.compare.algorithm_of(label)
     options = {"preset": section.preset, **section.options()} if section.name == name else {}
-    own = experiment.compare.options.get(name, {})
+    own = {key: value for key, value in experiment.compare.options.get(label, {}).items() if key != "name"}
     tried = dict(settings or {})
     lr = tried.pop("lr", experiment.train.lr)
-    for key, given in (("options", own), ("grid", tried)):
-        if "name" in given:
-            raise BadInput(f"[compare.{key}.{name}] has no key 'name': the table's own name says which algorithm it is")
+    if "name" in tried:
+        raise BadInput(f"[compare.grid.{label}] has no key 'name': the table's own name says which algorithm it is")
     preset = {**own, **tried}.get("preset", "")
     if not isinstance(preset, str):
-        raise BadInput(f"compare.options.{name}.preset = {preset!r}: must be the name of a preset")
+        raise BadInput(f"compare.options.{label}.preset = {preset!r}: must be the name of a preset")
     return experiment.model_copy(
         update={
             "algorithm": AlgorithmSection(name=name, **{**options, **own, **tried}),

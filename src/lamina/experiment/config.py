@@ -254,7 +254,12 @@ class Compare(_Section):
     validation: Fraction = 0.2  # of the training data, held out to choose on
     # of the runs that only help to choose, None: train.rounds; several: stages, after each of which some are dropped
     tuning_rounds: Annotated[list[AtLeastOne] | None, BeforeValidator(_in_a_list)] = None
-    options: dict[str, dict[str, Any]] = {}  # further options for each
+    # further options for each; with `name`, the algorithm, their key may be any word
+    options: dict[str, dict[str, Any]] = {}
+
+    def algorithm_of(self, label: str) -> str:
+        """Return the name of the algorithm that `algorithms` lists under a label: the label itself, unless given."""
+        return str(self.options.get(label, {}).get("name", label))
 
 
 class Tune(_Section):

@@ -19,6 +19,7 @@ from lamina.data.partitions import PARTITIONS, Reallocate
 from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.config import Data, Experiment, Run, Train, parse
 from lamina.experiment.objects import Objects
+from lamina.experiment.settings import shown
 from lamina.inputs import as_splits
 from lamina.metrics import find_all
 from lamina.protocol import function_name, schedule_name
@@ -94,6 +95,37 @@ def algorithm_section(algorithm: Any) -> tuple[str, Table]:
     if algorithms.registry().get(name) is not type(algorithm):
         raise BadInput(f"the class of the algorithm '{name}' was defined again: create the algorithm again, too")
     return name, {option: getattr(algorithm, option) for option in algorithms.options(type(algorithm))}
+
+
+def compared_algorithms(given: Any) -> dict[str, Table]:
+    """Return the tables of `[compare.options]` for algorithms to compare, by their names in the comparison.
+
+    >>> compared_algorithms({"small": algorithms.create("fedlada", alpha=0.05)})["small"]["alpha"]
+    0.05
+    >>> list(compared_algorithms(["fedavg", "fedlada", algorithms.create("fedlada", alpha=0.05)]))
+    ['fedavg', 'fedlada (alpha=0.1)', 'fedlada (alpha=0.05)']
+    """
+    if isinstance(given, Mapping):
+        sections = {str(label): algorithm_section(algorithm) for label, algorithm in given.items()}
+        return {label: {"name": name, **options} for label, (name, options) in sections.items()}
+    several = [given] if isinstance(given, str | algorithms.Algorithm) else list(given)
+    names = [algorithm_section(algorithm)[0] for algorithm in several]
+    tables: dict[str, Table] = {}
+    for name, algorithm in zip(names, several, strict=True):
+        label, options = algorithm_section(algorithm)
+        if names.count(name) > 1:
+            twins = [_all_options(other) for other, same in zip(several, names, strict=True) if same == name]
+            options = _all_options(algorithm)
+            differing = (key for key, value in options.items() if any(twin[key] != value for twin in twins))
+            label = f"{name} ({', '.join(f'{key}={shown(options[key])}' for key in differing)})"
+        if label in tables:
+            raise BadInput(f"the algorithm '{name}' is given twice with the same options")
+        tables[label] = options if label == name else {"name": name, **options}
+    return tables
+
+
+def _all_options(algorithm: Any) -> Table:
+    return algorithm_section(algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm)[1]
 
 
 def _model(model: Any, objects: Table) -> Table:

@@ -40,14 +40,15 @@ class Job:
     folder: Path
     label: str  # for people
     tuning: bool  # whether it only helps to choose the settings
+    method: str = ""  # its name in a comparison, if that is not its algorithm's
 
     def __str__(self) -> str:
         return self.label
 
     @property
     def algorithm(self) -> str:
-        """Return the name of its algorithm."""
-        return self.experiment.algorithm.name
+        """Return the name of its algorithm, or the name that a comparison gives it."""
+        return self.method or self.experiment.algorithm.name
 
     @property
     def lr(self) -> float:

@@ -15,7 +15,9 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
+from lamina.evaluation import mean_name
 from lamina.flower.wire import Unreadable, arrays_of, decode, shorten
+from lamina.metrics import ACCURACY, LOSS, METRICS, Metric
 from lamina.objective import Buffers
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
@@ -99,8 +101,7 @@ class FullGradient(NamedTuple):
 class Evaluation(NamedTuple):
     """A client's checked evaluation of the model on its data."""
 
-    loss: float
-    accuracy: float | None  # None: the data have no classes
+    figures: Mapping[str, float]  # the mean loss, and the means that the metrics need
     examples: int
 
 
@@ -177,20 +178,30 @@ def read_update(content: RecordDict, expected: Expected, examples_before: int | 
     return Update(sent._replace(**tensors), buffers, examples, steps, loss, tuple(clipped))
 
 
-def read_evaluation(content: RecordDict, limits: Limits, most: int | None = None) -> Evaluation:
+def read_evaluation(
+    content: RecordDict, limits: Limits, most: int | None = None, metrics: Sequence[Metric] | None = None
+) -> Evaluation:
     """Return a checked evaluation; raises `Refused`.
 
-    `most` is the number of examples the client said it trains on, where it evaluates on the same.
+    Args:
+        content: the reply.
+        limits: the limits of this federation.
+        most: the number of examples the client said it trains on, where it evaluates on the same.
+        metrics: what it must report; None stands for the accuracy, if its data have classes.
     """
     figures, examples = _read_figures(content, [], limits, ("figures",))
-    loss: Any = figures.get("loss")
-    accuracy = figures.get("accuracy")
+    if metrics is None:
+        metrics = (ACCURACY,) if figures.get("accuracy") is not None else ()
     if most is not None and examples > most:
         raise Refused(f"says it evaluates on {examples} examples, and said it trains on {most}")
-    _check_loss(loss, "evaluation")
-    if accuracy is not None and not (isinstance(accuracy, float) and 0 <= accuracy <= 1):
-        raise Refused(f"its accuracy is {_quote(accuracy)}")
-    return Evaluation(loss, accuracy, examples)
+    _check_loss(figures.get("loss"), "evaluation")
+    wanted = {"loss": LOSS, **{mean_name(metric): metric for metric in metrics if mean_name(metric) != "loss"}}
+    for name, metric in wanted.items():
+        value: Any = figures.get(name)
+        smallest, largest = 0.0 if metric.name in METRICS else -LARGEST_LOSS, 1.0 if metric.percent else LARGEST_LOSS
+        if metric is not LOSS and not (isinstance(value, float) and smallest <= value <= largest):
+            raise Refused(f"its {name} is {_quote(value)}")
+    return Evaluation({name: figures[name] for name in wanted}, examples)
 
 
 def read_problem(content: RecordDict) -> Problem | None:

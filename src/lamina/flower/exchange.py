@@ -145,7 +145,7 @@ class Exchange:
         examples = self.judge.examples if self.setup.node_test is None else {}  # those that clients train on
 
         def read(client: int, content: RecordDict) -> Evaluation:
-            return checks.read_evaluation(content, self.setup.limits, examples.get(client))
+            return checks.read_evaluation(content, self.setup.limits, examples.get(client), self.setup.node_metrics)
 
         contents = self._about_x(state, clients, record.round)
         evaluations = self._collect(MessageType.EVALUATE, contents, state, record, read)

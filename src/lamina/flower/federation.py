@@ -51,7 +51,8 @@ class Federation(Setup):
         rounds: how many rounds the run has.
         out: the run's folder, on the server; else ``out`` in Flower's run configuration, else ``runs/flower``.
         test: makes test data, on the server.
-        metrics: what the server reports on them, as in `lamina.Simulation`; nodes report loss and accuracy.
+        metrics: what the server reports on them, as in `lamina.Simulation`. Nodes report those that can be averaged
+            over nodes: not F1, mean IoU, AUROC, R² and functions of yours.
         node_test: what a node evaluates on; its training data unless given.
         participation, sampling, batch_size, epochs, local_steps, lr, schedule, clip, weighting, aggregation, loss,
             augmentation, seed, device, evaluate_every: as in `lamina.Simulation`.

@@ -143,12 +143,14 @@ class Judge:
         _remove(updates, odd, record)
 
     def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], record: Attendance) -> None:
-        """Remove evaluations that claim far too many examples, or an absurd loss."""
+        """Remove evaluations that claim far too many examples, or an absurd loss or other mean."""
         counts = {client: one.examples for client, one in evaluations.items()}
         _remove(evaluations, outliers.judge_counts(counts, self.limits), record)
-        absurd = outliers.absurd_losses({client: one.loss for client, one in evaluations.items()}, None)[1]
-        reason = "its evaluation loss {:.3g} is out of all proportion"
-        _remove(evaluations, {client: reason.format(evaluations[client].loss) for client in absurd}, record)
+        for name in sorted({name for one in evaluations.values() for name in one.figures}):
+            means = {client: one.figures[name] for client, one in evaluations.items() if name in one.figures}
+            reason = f"its evaluation {name} {{:.3g}} is out of all proportion"
+            absurd = outliers.absurd_losses(means, None)[1]
+            _remove(evaluations, {client: reason.format(means[client]) for client in absurd}, record)
 
     def remember(self, updates: Mapping[int, Update], state: State, down: Any, number: int) -> None:
         """Remember the updates in the mean of a round; `state` is the one after it."""

@@ -21,7 +21,7 @@ from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
-from lamina.evaluation import evaluate
+from lamina.evaluation import check_metrics, sample_means
 from lamina.experiment.build import THREADED_FROM
 from lamina.fit import check_fit, evaluation_rows
 from lamina.flower import signing, wire
@@ -133,7 +133,10 @@ class Node(ClientApp):
         self._accept(content, context)
         data = self._data(self.setup.node_test or self.setup.data, context)
         check_fit(self.objective, data, "test", evaluation_rows(data))
-        figures = evaluate(self.objective, self._model(content), self._buffers(content), data)
+        metrics = self.setup.node_metrics
+        if metrics is not None:
+            check_metrics(self.objective, metrics, data, "test")
+        figures = sample_means(self.objective, self._model(content), self._buffers(content), data, metrics)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
 
     # --- parts ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,15 @@ from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
-from lamina.evaluation import Evaluation, check_metrics, refuse_nonfinite, round_row
+from lamina.evaluation import (
+    Evaluation,
+    check_metrics,
+    mean_name,
+    metric_of_mean,
+    refuse_nonfinite,
+    round_row,
+    with_loss,
+)
 from lamina.experiment.folder import RunFolder
 from lamina.fit import with_mask
 from lamina.flower import wire
@@ -33,6 +41,7 @@ from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.signing import Signer
 from lamina.history import History, Row
+from lamina.metrics import ACCURACY
 from lamina.plan import Round
 from lamina.storage.checkpoint import load_newest
 from lamina.storage.identity import of_run
@@ -131,7 +140,7 @@ class Server:
         self.folder.record(row, self)
         self.folder.checkpoint(self, [self.exchange.facts() | self.judge.facts()])
         metric = self.setup.metrics[0].name if self.setup.metrics else "accuracy"
-        shown = "".join(f", {name} {row[name]:.4f}" for name in (metric, "node_accuracy") if name in row)
+        shown = "".join(f", {name} {row[name]:.4f}" for name in (metric, f"node_{metric}") if name in row)
         log.info(
             "round %d: %d of %d clients, %.1f s%s", row["round"], row["clients"], row["asked"], row["seconds"], shown
         )
@@ -307,9 +316,11 @@ class Server:
             "evaluating_nodes": len(results),
             "evaluation_bytes": self.mail.traffic.down,
         }
-        if results:
-            metrics["node_loss"] = sum(r.loss * r.examples for r in results) / sum(r.examples for r in results)
-        scored = [(r.accuracy, r.examples) for r in results if r.accuracy is not None]
-        if scored:
-            metrics["node_accuracy"] = sum(a * n for a, n in scored) / sum(n for _, n in scored)
+        chosen = self.setup.node_metrics
+        for metric in with_loss((ACCURACY,) if chosen is None else chosen):
+            name = mean_name(metric)
+            means = [(one.figures[name], one.examples) for one in results if name in one.figures]
+            if means:
+                mean = sum(value * count for value, count in means) / sum(count for _, count in means)
+                metrics[f"node_{metric.name}"] = metric_of_mean(metric, mean)
         return metrics

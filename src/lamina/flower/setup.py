@@ -21,7 +21,7 @@ from lamina.errors import BadInput, is_number, is_whole, unknown
 from lamina.evaluation import ClientSamples
 from lamina.fit import with_mask
 from lamina.flower.checks import Limits
-from lamina.metrics import find_all
+from lamina.metrics import Metric, find_all, is_function_of_mean
 from lamina.objective import Objective
 from lamina.plan import Plan
 from lamina.protocol import Protocol, Settings
@@ -75,6 +75,12 @@ class Setup:
                 raise BadInput(f"{name} is a {type(maker).__name__}: give a function that makes it, such as lambda: …")
         if evaluate_on not in PLACES:
             raise unknown("evaluate_on", evaluate_on, PLACES)
+        for metric in self.metrics or ():
+            if evaluate_on == "nodes" and not is_function_of_mean(metric):
+                raise BadInput(
+                    f"metric '{metric.name}' cannot be averaged over nodes: leave it out, or let the server evaluate "
+                    "(evaluate_on='central' or 'both')"
+                )
         for name, count in {"rounds": rounds, "attempts": attempts, "evaluate_every": evaluate_every}.items():
             if not is_whole(count) or count < 1:
                 raise BadInput(f"{name} = {count!r} is not a whole number >= 1")
@@ -85,6 +91,11 @@ class Setup:
             raise BadInput(f"quorum = {quorum!r} is neither a fraction up to 1 nor a whole number of clients")
         if is_whole(quorum) and quorum > clients:
             raise BadInput(f"quorum = {quorum} of {clients} clients can never answer: give at most {clients}")
+
+    @property
+    def node_metrics(self) -> tuple[Metric, ...] | None:
+        """What nodes report: the metrics that can be averaged over nodes; None stands for the default."""
+        return None if self.metrics is None else tuple(filter(is_function_of_mean, self.metrics))
 
     def needed(self, cohort: int) -> int:
         """Return how many clients of a cohort of this size must answer."""

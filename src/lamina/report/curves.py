@@ -109,8 +109,15 @@ def identity(run: Record, ignored: set[str]) -> Flat:
 
 
 def _place_in_comparison(run: Record) -> int:
-    order = run.config.get("compare", {}).get("algorithms", [])
+    section = run.config.get("compare", {})
+    order = [algorithm_of(section, label) for label in section.get("algorithms", [])]
     return order.index(run.algorithm) if run.algorithm in order else len(order)
+
+
+def algorithm_of(section: Mapping[str, Any], label: str) -> str:
+    """Return the algorithm that the `compare` section of a run's configuration has under a label."""
+    name: str = section.get("options", {}).get(label, {}).get("name", label)
+    return name
 
 
 def _labels(titles: list[str], identities: list[Flat]) -> list[str]:

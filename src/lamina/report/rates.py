@@ -12,7 +12,7 @@ from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
 from lamina.metrics import with_unit
-from lamina.report.curves import RATE, SEED, group, identity
+from lamina.report.curves import RATE, SEED, algorithm_of, group, identity
 from lamina.report.tables import NONE, Table, metric_of, score_text
 
 
@@ -105,7 +105,9 @@ def _tried_keys(run: Record) -> list[str]:
 
 def _options_in_grid(run: Record) -> list[str]:
     """Return the options that the comparison's grid has for the run's algorithm."""
-    return [name for name in run.config.get("compare", {}).get("grid", {}).get(run.algorithm, {}) if name != "lr"]
+    section = run.config.get("compare", {})
+    grids = (grid for label, grid in section.get("grid", {}).items() if algorithm_of(section, label) == run.algorithm)
+    return list(dict.fromkeys(name for grid in grids for name in grid if name != "lr"))
 
 
 def _best(runs: Sequence[Record]) -> Trial:

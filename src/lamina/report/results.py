@@ -15,7 +15,7 @@ from lamina.algorithms import Algorithm
 from lamina.errors import BadInput, missing_extra, nearest
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Train
-from lamina.experiment.python import algorithm_section, describe
+from lamina.experiment.python import algorithm_section, compared_algorithms, describe
 from lamina.experiment.recorder import kept_threads
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.settings import written
@@ -163,7 +163,7 @@ class TuningResult(Result):
 def compare(
     model: Any,
     data: Any,
-    algorithms: Sequence[str | Algorithm] = ("fedavg", "fedlamb", "fedlada"),
+    algorithms: Sequence[str | Algorithm] | Mapping[str, str | Algorithm] = ("fedavg", "fedlamb", "fedlada"),
     *,
     test: Any = None,
     clients: Any = None,
@@ -199,7 +199,8 @@ def compare(
             name or table ({"name": "mlp", "hidden": 64}), for weights that depend on the run's seed.
         data: the training data as for `Simulation`, training and test data as `lamina.data.load` returns them, or the
             name of a data set.
-        algorithms: algorithms or their names.
+        algorithms: algorithms or their names. In a list, those of one class are named by the options in which they
+            differ, such as "fedlada (alpha=0.05)"; a dict from names to algorithms gives them names of yours.
         test: the test data, unless `data` includes them.
         clients: as for `Simulation`.
         partition: as for `Simulation`.
@@ -219,13 +220,7 @@ def compare(
         progress: show progress bars; by default only in a terminal or a notebook.
         settings: further settings of `Simulation`, such as metrics, batch_size, participation, seed and device.
     """
-    if isinstance(algorithms, str | Algorithm):
-        algorithms = [algorithms]
-    chosen: dict[str, dict[str, Any]] = {}
-    for name, options in map(algorithm_section, algorithms):
-        if name in chosen:
-            raise BadInput(f"the algorithm '{name}' is given twice: try several values of its options with grid=")
-        chosen[name] = options
+    chosen = compared_algorithms(algorithms)
     section = {
         "algorithms": list(chosen),
         "options": {name: options for name, options in chosen.items() if options},

@@ -238,7 +238,7 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
         in_all = values(entry.histories, lambda history: sent(history) / MEGABYTES.bytes)
         rows.append(
             [
-                shown_name(entry.name, entry.title),
+                shown_name(entry.name, entry.title) if entry.name == entry.records[0].algorithm else entry.name,
                 f"{entry.lr:g}",
                 fixed(cost.rounds),
                 fixed(cost.bytes / MEGABYTES.bytes),
