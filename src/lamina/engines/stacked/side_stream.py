@@ -6,10 +6,10 @@ Autograd does not see them: it would add up the gradients of a shared weight bef
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -44,7 +44,8 @@ class SideStream:
 
     def finish(self) -> None:
         """Let the main stream wait for all gradients."""
-        torch.cuda.current_stream().wait_stream(self._stream)
+        if self._gradients:  # a stream without work is not part of a capture
+            torch.cuda.current_stream().wait_stream(self._stream)
         self._pending.clear()
 
     def gradient(self, weight: Tensor) -> Tensor | None:
@@ -106,7 +107,7 @@ def _total(leaf: Tensor, gradient: Tensor | None, stream: SideStream | None) -> 
     return gradient if own is None else gradient + own
 
 
-@contextmanager
+@contextlib.contextmanager
 def _side_stream(device: torch.device) -> Iterator[SideStream | None]:
     if device.type != "cuda":
         yield None
@@ -115,6 +116,11 @@ def _side_stream(device: torch.device) -> Iterator[SideStream | None]:
     token = _current.set(stream)
     try:
         yield stream
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # a capture that ends early must not leave a stream behind
+            stream.finish()
+        raise
+    else:
         stream.finish()
     finally:
         _current.reset(token)

@@ -112,7 +112,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.claim, ctx.bias_dtype = claim(weight, bias), None if bias is None else bias.dtype
         rows = x.reshape(len(weight), -1, x.shape[-1])
         ctx.save_for_backward(rows, weight)
         ctx.shape = x.shape
@@ -127,11 +127,16 @@ class _Linear(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         g = gradients[0].reshape(*rows.shape[:2], weight.shape[1])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        # not on the side stream: cuBLAS cannot be captured there
         dx = torch.bmm(g, weight).reshape(ctx.shape) if needs_x else None
-        dw = torch.bmm(g.transpose(1, 2), rows) if needs_weight else None
-        db = g.sum(1, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-        return dx, dw, db
+
+        def of_weights() -> list[Tensor]:
+            dw = torch.bmm(g.transpose(1, 2), rows)
+            return [dw, g.sum(1, dtype=torch.float32).to(ctx.bias_dtype)] if needs_bias else [dw]
+
+        if not (needs_weight or needs_bias):
+            return dx, None, None
+        dw, *db = weight_gradients(ctx.claim, of_weights, (g, rows))
+        return dx, dw, db[0] if db else None
 
 
 def max_pool(x: Tensor, kernel: tuple[int, int], relu: bool = False) -> Tensor:
