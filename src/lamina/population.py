@@ -21,7 +21,6 @@ from lamina.errors import BadInput, Diverged
 from lamina.evaluation import refuse_nonfinite
 from lamina.history import History, Row
 from lamina.limits import check_count
-from lamina.plan import Round
 from lamina.simulation import Simulation, evaluate_together
 
 SHARED_SETTINGS = ("batch_size", "aggregation", "augmentation")  # of the protocol; the loss is the objective's
@@ -97,16 +96,16 @@ class Population:
         with arithmetic(first.precision, first.deterministic):
             outcomes = engine.run_members(members)
         seconds = (time.perf_counter() - started) / len(active)
-        finished: list[tuple[int, Round, RoundReport]] = []
+        finished: list[tuple[int, Member, RoundReport]] = []
         for i, member, outcome in zip(active, members, outcomes, strict=True):
             if isinstance(outcome, Diverged):
                 self.diverged[i] = outcome
             else:
                 self.simulations[i].state, report = outcome
-                finished.append((i, member.plan, report))
+                finished.append((i, member, report))
         evaluated = evaluate_together([self.simulations[i] for i, *_ in finished], always=evaluate)
-        for (i, plan, report), metrics in zip(finished, evaluated, strict=True):
-            rows[i] = self.simulations[i].record(plan, report, seconds, metrics)
+        for (i, member, report), metrics in zip(finished, evaluated, strict=True):
+            rows[i] = self.simulations[i].record(member.state, member.plan, report, seconds, metrics)
             try:
                 refuse_nonfinite(rows[i])
             except Diverged as error:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.contract import Analysis, ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
 from lamina.algorithms.localadam import Local, LocalAms
 from lamina.algorithms.primitives import add_decoupled, add_l2, amsgrad, descend, precondition
 from lamina.layers import Layers
@@ -86,3 +86,7 @@ class FedLada(LocalAms):
 
     def inherited_step(self, down: Server, info: ClientInfo) -> Tensor | None:
         return -info.lr * info.steps * (1 - self.alpha) * down.g_a
+
+    def analysis(self, server: Server, previous: Server) -> Analysis:
+        z = (server.x - (1 - self.alpha) * previous.x) / self.alpha  # eq. 16
+        return Analysis(z, amendment=server.g_a, second_moment=server.v)

@@ -12,7 +12,17 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.contract import (
+    Algorithm,
+    Analysis,
+    ClientInfo,
+    Nothing,
+    Number,
+    ServerInfo,
+    algorithm,
+    hyper,
+    zeros,
+)
 from lamina.algorithms.primitives import add_decoupled, add_l2, amsgrad, descend, precondition, refuse_dead_moments
 from lamina.layers import Layers
 
@@ -97,3 +107,6 @@ class LocalAdam(LocalAms):
         if self.amsgrad:
             return {"v_hat": down.v}  # the running maximum starts from it
         return {"v_hat": self.beta2**info.steps * down.v if self.v_seed == "server" else zeros(down.v)}
+
+    def analysis(self, server: Server, previous: Server) -> Analysis:
+        return Analysis(server.x, second_moment=server.v)

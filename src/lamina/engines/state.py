@@ -45,6 +45,10 @@ class RoundReport:
     bytes_down: int
     bytes_up: int
     trust_ratios: dict[str, float]  # of the clients' last local steps, mean by layer; empty unless asked for
+    # for diagnostics
+    down: Any  # the broadcast
+    displacement: Tensor  # D, the mean of the deltas, as the aggregation combines them
+    mean_steps: float  # mean K_i
 
 
 @dataclass
@@ -123,6 +127,9 @@ def close_round(
         + extra * len(plan.cohort),
         bytes_up=sums.bytes_up + extra * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
+        down=down,
+        displacement=up.delta,
+        mean_steps=sums.steps,
     )
     return State(plan.number, server, state.buffers | buffers, clients, state.ledger), report
 
