@@ -186,6 +186,7 @@ class Best(NamedTuple):
 
     lr: float
     rounds: float
+    is_edge: bool  # whether no smaller, or no larger, rate was tried
 
 
 def by_point(runs: Iterable[Run]) -> dict[Point, list[Run]]:
@@ -200,13 +201,13 @@ def best(runs: Sequence[Run]) -> Best | None:
     """Return the fastest rate of a point; None if no rate reached the target with all seeds.
 
     >>> best([Run("fedavg", 2, 5, 0.1, seed, rounds, REACHED, 0.0, "") for seed, rounds in enumerate((8, 2))])
-    Best(lr=0.1, rounds=4.0)
+    Best(lr=0.1, rounds=4.0, is_edge=False)
     """
     rates: dict[float, list[Run]] = {}
     for run in runs:
         rates.setdefault(run.lr, []).append(run)
     found = [
-        Best(lr, math.exp(log_mean(run.rounds for run in seeds)))
+        Best(lr, math.exp(log_mean(run.rounds for run in seeds)), len(rates) > 1 and lr in (min(rates), max(rates)))
         for lr, seeds in rates.items()
         if all(run.outcome == REACHED for run in seeds)
     ]

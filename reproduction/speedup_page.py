@@ -12,6 +12,7 @@ from collect import called
 from figures import COLOUR, save
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from speedup import STUDIES, Best, Run, Slope, best, by_point, read, slopes
 from words import amount, escaped, markdown
 
@@ -24,6 +25,7 @@ PAGES = Path(__file__).parent.parent / "docs" / "reproduction"
 HEAD = STUDIES / "head.md"  # what the papers predict, and how it was measured
 PAPERS = {"fed-lamb": "fedlamb", "fedlada": "fedlada"}  # a figure for each: the paper's method beside FedAvg
 BASELINE = "fedavg"
+EDGE = "†"
 MARKERS = "osD^v"  # by local steps
 FEWEST_POINTS = 3  # for a slope
 
@@ -101,7 +103,7 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
                 [
                     escaped(called(method)),
                     str(clients),
-                    *(NONE if one is None else f"{one.rounds:.1f} ({one.lr:g})" for one in cells),
+                    *(NONE if one is None else f"{one.rounds:.1f} ({one.lr:g}{EDGE * one.is_edge})" for one in cells),
                 ]
             )
     seconds, devices = sum(run.seconds for run in runs), sorted({run.device for run in runs})
@@ -112,7 +114,7 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
         f"batches of {experiment.train.batch_size}, target {experiment.compare.target:.0%} test accuracy, at most "
         f"{experiment.train.rounds} rounds. {amount(len(runs), 'run')}, {experiment.compare.seeds} of each setting, "
         f"{sum(run.outcome == 'diverged' for run in runs)} diverged; {seconds:,.0f} s on {', '.join(devices)}.",
-        "Rounds to the target, geometric mean over seeds, and in brackets the rate:",
+        f"Rounds to the target, geometric mean over seeds; in brackets the rate ({EDGE}: smallest or largest tried):",
         markdown(["method", "active clients", *(f"{number} steps" for number in steps)], rows),
     ]
     return "\n\n".join(parts)
@@ -121,20 +123,23 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
 def figure(fastest: Mapping[str, Chosen], methods: Sequence[str]) -> Figure:
     """Draw rounds to the target against clients times local steps, a panel for each study."""
     with matplotlib.rc_context(STYLE):
-        picture = Figure(figsize=(4.6 * len(fastest), 3.8), layout="constrained")
+        picture = Figure(figsize=(4.6 * len(fastest), 4.3), layout="constrained")
         panels = picture.subplots(1, len(fastest), squeeze=False)[0]
         for axes, (study, points) in zip(panels, fastest.items(), strict=True):
             for method in methods:
-                draw(axes, method, points.get(method, {}))
+                draw(axes, method, points.get(method, {}), names_markers=method == methods[-1])
             axes.set(title=study, xlabel="active clients × local steps", ylabel="rounds to the target")
-            axes.set_xscale("log")
-            axes.set_yscale("log")
+            for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+                scale("log")
+                axis.set_major_locator(LogLocator(subs=(1.0, 3.0)))
+                axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+                axis.set_minor_formatter(NullFormatter())
             axes.grid(alpha=0.25)
-            axes.legend(fontsize=8, frameon=False)
+            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8, frameon=False)
     return picture
 
 
-def draw(axes: Axes, method: str, points: Mapping[tuple[int, int], Best | None]) -> None:
+def draw(axes: Axes, method: str, points: Mapping[tuple[int, int], Best | None], *, names_markers: bool) -> None:
     """Draw a method's points, one marker for each number of local steps, the fit, and slope -1 for comparison."""
     clients, steps, rounds = reached(points)
     if len(rounds) < FEWEST_POINTS:
@@ -142,10 +147,12 @@ def draw(axes: Axes, method: str, points: Mapping[tuple[int, int], Best | None])
     products, colour = np.multiply(clients, steps), COLOURS[COLOUR[method]]
     for number, marker in zip(sorted(set(steps)), MARKERS, strict=False):
         here = [i for i, value in enumerate(steps) if value == number]
-        axes.plot(products[here], np.array(rounds)[here], marker, color=colour, ms=5, label=f"{number} local steps")
+        label = f"{number} local steps" if names_markers else None
+        axes.plot(products[here], np.array(rounds)[here], marker, color=colour, ms=5, label=label)
     (slope,) = slopes(rounds, products.tolist())
     ends = np.array([products.min(), products.max()], dtype=float)
     middle = np.exp(np.log(products).mean()), np.exp(np.log(rounds).mean())
     label = f"{called(method)}: {shown(slope)}"
     axes.plot(ends, middle[1] * (ends / middle[0]) ** slope.value, "-", color=colour, label=label)
-    axes.plot(ends, middle[1] * (ends / middle[0]) ** -1.0, ":", color=colour, label="slope −1")
+    label = "slope −1" if names_markers else None
+    axes.plot(ends, middle[1] * (ends / middle[0]) ** -1.0, ":", color=colour, label=label)
