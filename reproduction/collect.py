@@ -26,12 +26,14 @@ from lamina.experiment.records import Record, find_records, flatten, read_json
 from lamina.experiment.settings import Range
 from lamina.experiment.trials import Trial
 from lamina.history import Row
+from lamina.metrics import DIAGNOSTICS
 from lamina.storage.files import as_json, write_file, write_json
 
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
 RESULTS = Path(__file__).parent / "results"
 WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are not rounded
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
+COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns]
 DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; above LARGE bytes, fewer digits and rounds
 # what says where a run was made, not what it computes
 PLACES = {"data.dir", "run.out", "run.device", "run.engine", "run.threads", "run.checkpoint_every", "run.ranks"}

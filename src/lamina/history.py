@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from lamina.errors import BadInput, missing_extra, nearest
-from lamina.metrics import is_metric, smaller_is_better
+from lamina.metrics import DIAGNOSTICS, is_metric, smaller_is_better
 from lamina.text import html_table
 
 Row = Mapping[str, float | int]
@@ -119,6 +119,7 @@ class History(Sequence[Row]):
         """Build the error for a column that no row has: what to do, or the nearest name."""
         columns = self.columns
         remedy = next((words for start, words in REMEDIES.items() if name.startswith(start)), "")
+        remedy = next((f"pass diagnostics=['{one}']" for one, names in DIAGNOSTICS.items() if name in names), remedy)
         if is_metric(name) and "loss" not in columns:
             remedy = NOT_EVALUATED
         if remedy:

@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 
 Values = tuple["Tensor", ...]
 
+# the columns of each diagnostic (lamina/diagnostics.py)
+DIAGNOSTICS = {
+    "gradient": ("gradient_squared_norm", "scaled_gradient_squared_norm"),
+    "pseudo_gradient": ("pseudo_gradient_gap", "pseudo_gradient_cosine"),
+    "drift": ("drift", "extrapolation"),
+    "amendment": ("amendment_cosine",),
+    "second_moment": ("second_moment_mean", "second_moment_variance", "second_moment_growth"),
+}
+FALLING = ("consistency", "gradient_squared_norm", "scaled_gradient_squared_norm", "pseudo_gradient_gap", "drift")
 # columns that a metric's name must not hide
 OTHER_COLUMNS = {
     "round", "lr", "clients", "steps", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "seconds",
     "paper_bytes", "evaluation_seconds", "asked", "missing", "refused", "wire_bytes_down", "wire_bytes_up",
-    "evaluating_nodes", "evaluation_bytes",
+    "evaluating_nodes", "evaluation_bytes", *(column for columns in DIAGNOSTICS.values() for column in columns),
 }  # fmt: skip
 CLIENT_PREFIXES = ("client_", "heldout_", "node_")
 CLIENT_SUFFIXES = ("_mean", "_worst10", "_std")
@@ -410,7 +419,7 @@ def is_metric(column: str) -> bool:
 
 
 def smaller_is_better(column: str) -> bool:
-    """Return whether a column improves as it falls: losses, consistency, spreads and costs.
+    """Return whether a column improves as it falls: losses, distances, gradients, spreads and costs.
 
     >>> [name for name in ("accuracy", "loss", "consistency", "update_norm", "rmse") if smaller_is_better(name)]
     ['loss', 'consistency', 'rmse']
@@ -418,7 +427,7 @@ def smaller_is_better(column: str) -> bool:
     metric = of_column(column)
     if metric is not None and (metric.name == column or not column.endswith("_std")):
         return not metric.larger_is_better
-    return column.endswith(("loss", "error", "seconds", "_std")) or column == "consistency" or "bytes" in column
+    return column.endswith(("loss", "error", "seconds", "_std")) or column in FALLING or "bytes" in column
 
 
 def is_percent(column: str) -> bool:

@@ -176,8 +176,9 @@ class Objective:
         *,
         train: bool = True,
         streams: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the mean loss over the batch, and that loss."""
+        """Return the gradient of the mean loss over the batch, or of the sum with `weights` [n], and that loss."""
         leaf = x.detach().requires_grad_()
         parameters = self.layers.unflatten(leaf)
         if self._gives_sparse_gradients:
@@ -190,7 +191,7 @@ class Objective:
                     f"the loss must return one value per sample, shape ({len(targets)},), not {tuple(losses.shape)}: "
                     "use reduction='none'"
                 )
-            loss = losses.mean()
+            loss = losses.mean() if weights is None else losses @ weights
             if not loss.requires_grad:
                 raise BadInput("there is no gradient: the loss does not depend on any trainable parameter")
             try:

@@ -99,16 +99,16 @@ class Population:
         with arithmetic(first.precision, first.deterministic):
             outcomes = engine.run_members(members)
         seconds = (time.perf_counter() - started) / len(active)
-        finished: list[tuple[int, Round, RoundReport]] = []
+        finished: list[tuple[int, Member, RoundReport]] = []
         for i, member, outcome in zip(active, members, outcomes, strict=True):
             if isinstance(outcome, Diverged):
                 self.diverged[i] = outcome
             else:
                 self.simulations[i].state, report = outcome
-                finished.append((i, member.plan, report))
+                finished.append((i, member, report))
         evaluated = evaluate_together([self.simulations[i] for i, *_ in finished], always=evaluate)
-        for (i, plan, report), metrics in zip(finished, evaluated, strict=True):
-            rows[i] = self.simulations[i].record(plan, report, seconds, metrics)
+        for (i, member, report), metrics in zip(finished, evaluated, strict=True):
+            rows[i] = self.simulations[i].record(member.state, member.plan, report, seconds, metrics)
             try:
                 refuse_nonfinite(rows[i])
             except Diverged as error:

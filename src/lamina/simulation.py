@@ -23,6 +23,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import deal, reserve
 from lamina.devices import check_model_fits, choose_device, usable_precision
+from lamina.diagnostics import Diagnostics, check_names
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, arithmetic
@@ -112,6 +113,9 @@ class Simulation:
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
         client_metrics: also report the metrics on every client's own training data (mean, worst 10 % and spread).
         trust_ratios: also report the trust ratios of the layer-wise methods, of every client's last local step.
+        diagnostics: quantities of the papers' theory to report in the rounds that are evaluated, by name: "gradient",
+            "pseudo_gradient" (each one pass over the training data), "drift" (trains the round again, client by
+            client), "amendment" and "second_moment" (free).
         out: a folder for the records, checkpoints and the trained model, as `lamina run` writes it. A simulation with
             the same arguments and folder resumes there: `run` does not train the rounds again that the folder holds.
         overwrite: whether `run` may replace an earlier run in the folder.
@@ -136,6 +140,7 @@ class Simulation:
         evaluate_every: int = 1,
         client_metrics: bool = False,
         trust_ratios: bool = False,
+        diagnostics: Sequence[str] = (),
         out: str | Path | None = None,
         overwrite: bool = False,
         **settings: Unpack[Settings],
@@ -146,7 +151,7 @@ class Simulation:
         if precision not in get_args(Precision):
             raise unknown("precision", precision, get_args(Precision))
         check_count("evaluate_every", evaluate_every)
-        chosen = find_all(metrics)
+        chosen, measured = find_all(metrics), check_names(diagnostics)
 
         # what trains, by which settings, where
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
@@ -201,6 +206,7 @@ class Simulation:
             )
 
         self.evaluate_every = evaluate_every
+        self.diagnostics = Diagnostics(measured, self.algorithm, self.objective, self.train_data, self.plan)
         self.state, _ = self.start()
         self.history = History(metric=self.metric)
         self._checkpoints: Checkpoints | None = None
@@ -229,6 +235,7 @@ class Simulation:
                     "evaluate_every": evaluate_every,
                     "client_metrics": client_metrics,
                     "trust_ratios": trust_ratios,
+                    "diagnostics": list(measured) or None,
                     "metrics": metrics,
                     "heldout_clients": heldout_clients,
                     "local_test": local_test,
@@ -281,11 +288,12 @@ class Simulation:
         plan = self.next_plan()
         if isinstance(self.engine, Stacked):
             self.engine.feed.upcoming = lambda: [ahead] if (ahead := self.plan_ahead()) else None
+        before = self.state
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
             self.state, report = self.engine.run_round(self.state, plan)
         seconds = time.perf_counter() - started
         (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
-        return self.record(plan, report, seconds, metrics)
+        return self.record(before, plan, report, seconds, metrics)
 
     def next_plan(self) -> Round:
         """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
@@ -339,9 +347,14 @@ class Simulation:
         state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         return state, self.algorithm.client_init(self.objective.start, self.objective.layers)
 
-    def record(self, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]) -> Row:
-        """Append the row of a finished round, with its evaluation if there was one, and return it."""
+    def record(
+        self, before: State, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]
+    ) -> Row:
+        """Append the row of a finished round, with evaluation and diagnostics if they were due, and return it."""
         row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)
+        if metrics and self.diagnostics.names:
+            with arithmetic(self.precision, self.deterministic):
+                self.diagnostics.add_to(row, before, self.state, plan, report)
         self.history.append(row)
         return row
 

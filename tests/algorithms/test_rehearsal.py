@@ -9,7 +9,7 @@ import torch
 
 import lamina
 from lamina import BadInput, FedAvg
-from lamina.algorithms.contract import Displacement, LocalModel, Model
+from lamina.algorithms.contract import Analysis, Displacement, LocalModel, Model
 from lamina.algorithms.rehearsal import rehearse
 
 
@@ -60,6 +60,11 @@ BROKEN = {  # a function of FedAvg, replaced
         "step",
         lambda self, local, down, grad, lr, layers: Moments(local.y, local.y),
         r"step must return the state it was given, LocalModel\(y\), found Moments",
+    ),
+    "an analysis of another shape": (
+        "analysis",
+        lambda self, server, previous: Analysis(server.x[:1]),
+        "analysis must return an Analysis of vectors",
     ),
     "trust ratios of another shape": ("trust_ratios", lambda self, local: local.y, r"trust_ratios must .* \[21\]"),
     "finish returns one thing": (

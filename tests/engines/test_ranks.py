@@ -17,6 +17,7 @@ import lamina
 from engines.test_dropout import simulation as dropout_simulation
 from engines.test_per_layer import PerLayer
 from helpers import processes
+from lamina.metrics import DIAGNOSTICS
 from second_gradients import FedSam
 from small_simulations import simulation
 
@@ -58,7 +59,8 @@ def run_case(name, kind, share):
         run = dropout_simulation(kind, engine="stacked", algorithm=ALGORITHMS[name](), participation=share, lr=0.01)
     else:
         aggregation = name if name == "median" else "mean"
-        run = simulation(kind, ALGORITHMS[name](), "stacked", participation=share, aggregation=aggregation)
+        settings = {"participation": share, "aggregation": aggregation, "diagnostics": list(DIAGNOSTICS)}
+        run = simulation(kind, ALGORITHMS[name](), "stacked", **settings)
     run.run(2)
     return run
 

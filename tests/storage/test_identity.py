@@ -256,6 +256,7 @@ def test_two_schedules_of_one_name_are_told_apart(tmp_path):
         {"evaluate_every": 3},
         {"client_metrics": True},
         {"trust_ratios": True},
+        {"diagnostics": ["drift"]},
         {"algorithm": "fedlamb"},
         {"train": lamina.Dataset(X.clone(), Y.clone(), name="a copy")},
         {"schedule": lamina.schedules.Constant()},

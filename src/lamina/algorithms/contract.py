@@ -102,6 +102,14 @@ class Displacement(NamedTuple):
     delta: Tensor
 
 
+class Analysis(NamedTuple):
+    """What a paper's convergence theory speaks of, after a round; for the diagnostics of a run."""
+
+    point: Tensor  # z, where the bound takes the gradient of F
+    amendment: Tensor | None = None  # g_a, the global direction that clients mix into their steps
+    second_moment: Tensor | None = None  # the v that steps are divided by the root of
+
+
 class Card(NamedTuple):
     """The registry's entry of an algorithm, for the command line, the docs and the contract tests."""
 
@@ -223,6 +231,10 @@ class Algorithm(ABC):
     def trust_ratios(self, local: Any) -> Tensor | None:
         """Return the trust ratio of every layer ``[..., layers]`` in the last local step, or None."""
         return None
+
+    def analysis(self, server: Any, previous: Any) -> Analysis:
+        """Return what the method's theory speaks of, from the server's states after and before a round."""
+        return Analysis(server.x)
 
 
 def has_second_point(algorithm: Algorithm) -> bool:

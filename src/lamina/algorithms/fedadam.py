@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import (
     Algorithm,
+    Analysis,
     Displacement,
     LocalModel,
     Model,
@@ -97,3 +98,6 @@ class FedAdam(Algorithm):
             m_used, v_used = m / (1 - self.beta1**info.round), v_used / (1 - self.beta2**info.round)
         x = server.x + self.server_lr * precondition(m_used, v_used + self.root_eps, self.tau)
         return server._replace(x=x, m=m, v=v, v_hat=v_hat)
+
+    def analysis(self, server: Server, previous: Server) -> Analysis:
+        return Analysis(server.x, server.momentum, server.v if server.v_hat is None else server.v_hat)

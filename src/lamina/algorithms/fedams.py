@@ -21,7 +21,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, algorithm, hyper, per_client, zeros
+from lamina.algorithms.contract import (
+    Algorithm,
+    Analysis,
+    ClientInfo,
+    Number,
+    ServerInfo,
+    algorithm,
+    hyper,
+    per_client,
+    zeros,
+)
 from lamina.algorithms.primitives import (
     add_decoupled,
     add_l2,
@@ -148,6 +158,9 @@ class LocalMomentum(Algorithm):
     def keep(self, local: Any) -> Client:
         """Return the client's momentum of this round, if it carries it to its next one."""
         return Client(local.m, local.m_share) if self.momentum == "carry" else Client(m=None)
+
+    def analysis(self, server: Any, previous: Any) -> Analysis:
+        return Analysis(server.x, second_moment=server.v_hat)
 
     def send_momentum(self, local: Any) -> tuple[Tensor | None, Tensor | None]:
         """Return the momentum to upload and its share, if the server averages them."""

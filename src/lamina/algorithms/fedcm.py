@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import (
     Algorithm,
+    Analysis,
     ClientInfo,
     Displacement,
     LocalModel,
@@ -77,3 +78,7 @@ class FedCM(Algorithm):
         if self.clips_direction:
             return None  # the share of the momentum depends on the gradients
         return -info.lr * info.steps * (1 - self.alpha) * down.momentum
+
+    def analysis(self, server: Server, previous: Server) -> Analysis:
+        z = (server.x - (1 - self.alpha) * previous.x) / self.alpha  # as in FedLADA's proof
+        return Analysis(z, amendment=server.momentum)

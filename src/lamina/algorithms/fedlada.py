@@ -13,7 +13,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import ClientInfo, Nothing, Number, ServerInfo, algorithm, hyper, per_client, zeros
+from lamina.algorithms.contract import (
+    Analysis,
+    ClientInfo,
+    Nothing,
+    Number,
+    ServerInfo,
+    algorithm,
+    hyper,
+    per_client,
+    zeros,
+)
 from lamina.algorithms.localadam import Local, LocalAms
 from lamina.algorithms.primitives import add_decoupled, descend
 from lamina.layers import Layers
@@ -110,3 +120,7 @@ class FedLada(LocalAms):
     def inherited_step(self, down: Server, info: ClientInfo) -> Tensor | None:
         corrected = self.corrected_alpha(down.x, info.round)
         return -info.lr * info.steps * (1 - (self.alpha if corrected is None else corrected)) * down.g_a
+
+    def analysis(self, server: Server, previous: Server) -> Analysis:
+        z = (server.x - (1 - self.alpha) * previous.x) / self.alpha  # eq. 16
+        return Analysis(z, amendment=server.g_a, second_moment=server.v)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import (
     Algorithm,
+    Analysis,
     ClientInfo,
     Nothing,
     Number,
@@ -139,3 +140,6 @@ class LocalAdam(LocalAms):
 
     def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
         return {} if down.v is None else {"v_hat": self.inherited_v(down.v, info)}
+
+    def analysis(self, server: Server, previous: Server) -> Analysis:
+        return Analysis(server.x, second_moment=server.v)

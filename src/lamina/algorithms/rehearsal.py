@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Needs, ServerInfo, has_second_point, step_kinds
+from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Needs, ServerInfo, has_second_point, step_kinds
 from lamina.errors import BadInput, LaminaError
 from lamina.layers import Layers
 
@@ -91,7 +91,12 @@ def rehearse(algorithm: Algorithm) -> None:
             if field not in up._fields:
                 raise broken(attribute, f"names '{field}', which is not a field of {_signature(up)}")
     checked("finish", pair[1], like=client)
-    checked("update", call("update", server, up, server_info), "x", like=server)
+    after = checked("update", call("update", server, up, server_info), "x", like=server)
+    analysis = call("analysis", after, server)
+    if not isinstance(analysis, Analysis) or any(
+        vector is not None and getattr(vector, "shape", None) != x.shape for vector in analysis
+    ):
+        raise broken("analysis", f"must return an Analysis of vectors like x, [..., p], found {_describe(analysis)}")
 
 
 def _tensors(values: Any) -> list[Tensor]:

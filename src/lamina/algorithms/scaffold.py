@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Number, ServerInfo, algorithm, hyper, zeros
 from lamina.algorithms.primitives import add_decay, clip_by_norm, descend, is_finite
 from lamina.layers import Layers
 
@@ -107,3 +107,6 @@ class Scaffold(Algorithm):
         if self.control == "mean_gradient" and (isinstance(self.scale, Tensor) or self.scale != 1):
             return {}  # here the change of c_i depends on c_i, which only the client knows
         return {"delta_c": -up.delta / (info.steps * info.lr) - down.c}  # l.12, where c_i cancels
+
+    def analysis(self, server: Server, previous: Server) -> Analysis:
+        return Analysis(server.x, amendment=server.c)  # LADA eq. 22

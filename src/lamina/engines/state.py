@@ -45,6 +45,10 @@ class RoundReport:
     bytes_down: int
     bytes_up: int
     trust_ratios: dict[str, float]  # of the clients' last local steps, mean by layer; empty unless asked for
+    # for diagnostics
+    down: Any  # the broadcast
+    displacement: Tensor  # D, the mean of the deltas, as the aggregation combines them
+    mean_steps: float  # mean K_i
 
 
 @dataclass
@@ -104,6 +108,7 @@ class ServerStep(NamedTuple):
 
     server: Any  # the algorithm's new Server record
     buffers: Buffers
+    displacement: Tensor  # mean delta_i, as the aggregation combined it
     measured: Tensor  # ||x+ - x||, <mean delta_i, x+ - x>, and whether x+ is finite; float64
 
 
@@ -114,7 +119,7 @@ def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: Round,
     server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
     measured = [torch.linalg.vector_norm(moved), torch.dot(sums.up.delta.double(), moved)]
-    return ServerStep(server, buffers, torch.stack([*measured, torch.isfinite(server.x).all().double()]))
+    return ServerStep(server, buffers, up.delta, torch.stack([*measured, torch.isfinite(server.x).all().double()]))
 
 
 def close_round(
@@ -141,6 +146,9 @@ def close_round(
         + extra * len(plan.cohort),
         bytes_up=sums.bytes_up + extra * len(plan.cohort),
         trust_ratios={} if sums.trust is None else dict(zip(names, sums.trust.tolist(), strict=True)),
+        down=down,
+        displacement=step.displacement,
+        mean_steps=sums.steps,
     )
     return State(plan.number, step.server, state.buffers | step.buffers, clients, state.ledger), report
 

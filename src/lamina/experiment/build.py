@@ -63,6 +63,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulat
         evaluate_every=run.evaluate_every,
         client_metrics=run.client_metrics,
         trust_ratios=run.trust_ratios,
+        diagnostics=run.diagnostics or (),
         **settings,
     )
 

@@ -227,6 +227,7 @@ class Run(_Section):
     evaluate_every: AtLeastOne = 1
     client_metrics: bool = False
     trust_ratios: bool = False
+    diagnostics: list[str] | None = None  # in the rounds that are evaluated
     checkpoint_every: AtLeastOne = 1  # rounds
     out: PathText | None = None  # None: runs/<file>-<algorithm>-seed<seed>
 

@@ -91,8 +91,10 @@ class Federation(Setup):
                 "partition 'reallocate' gives clients other data in every round, and a node keeps its own: "
                 "choose another partition, such as 'dirichlet'"
             )
-        if run.trust_ratios or run.client_metrics:
-            log.warning("trust_ratios and client_metrics are not measured in a federation; see evaluate_on")
+        if run.trust_ratios or run.client_metrics or run.diagnostics:
+            log.warning(
+                "trust_ratios, client_metrics and diagnostics are not measured in a federation; see evaluate_on"
+            )
         if run.precision != "fp32":
             log.warning("precision = '%s' is for simulations only: nodes use the model's own precision", run.precision)
         dealt = _Dealt(experiment, partition)
