@@ -260,12 +260,12 @@ def respond(patch, response):
     """Replace what runs are evaluated to; return a list that grows with every round of a run."""
     seen = []
 
-    def replaced(self, plan, report, seconds, metrics):
+    def replaced(self, before, plan, report, seconds, metrics):
         number, lr = len(self.history) + 1, self.protocol.lr
         seen.append((lr, number))
         value = response[min(stage for stage in response if stage >= number)][RATES.index(lr)]
         changed = {"loss": math.inf} if math.isinf(value) else {"accuracy": value}
-        return RECORD(self, plan, report, seconds, {**metrics, **changed})
+        return RECORD(self, before, plan, report, seconds, {**metrics, **changed})
 
     patch.setattr(Simulation, "record", replaced)
     return seen

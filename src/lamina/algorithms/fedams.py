@@ -3,13 +3,8 @@
 Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", as used in the Fed-LAMB paper:
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, without the
 layer-wise step. "l.11" is a line of it. "A1" is an entry in the list of choices where the text is ambiguous:
-docs/reference/algorithms.md; those of Fed-AMS are A1 to A6, A16 and A17. Mime shares `LocalMomentum`. Functions without
-a docstring are those of every algorithm, which contract.py explains.
-
-Bias correction (A6) divides a copy of a moment by its *share*: the fraction of the moment that comes from gradients, as
-opposed to its initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. A moment that
-was averaged over clients, sent, maximised or restarted has no such t, but its share went through the same operations.
-So each moment carries its share as one number, and every operation on the moment is applied to the share, too.
+docs/reference/algorithms.md; those of Fed-AMS are A1 to A6, A16 and A17. contract.py explains functions without a
+docstring. Bias correction (A6) is explained at `primitives.next_share`.
 """
 
 from __future__ import annotations
@@ -44,7 +39,7 @@ from lamina.algorithms.primitives import (
     precondition,
     refuse_dead_moments,
     refuse_uncorrectable,
-)
+)  # fmt: skip
 from lamina.errors import BadInput
 from lamina.layers import Layers
 
@@ -184,14 +179,10 @@ class FedAms(LocalMomentum):
     momentum: Literal["carry", "restart", "average"] = hyper(
         "carry", "m_0: the client's own of its last round, a fresh one, or the mean of all clients' (A5)"
     )
-    second_moment: Literal["frozen", "running"] = hyper(
-        "frozen", "divide by the round's v_hat, or by its local running maximum (A2)"
-    )
+    second_moment: Literal["frozen", "running"] = hyper("frozen", "divide by v_hat, or by its running maximum (A2)")
     first_round: Literal["frozen", "running"] = hyper("frozen", "in round 1 divide by v_hat, or by the running v")
     v_seed: Literal["server", "client"] = hyper("server", "v_0: the server's v_hat, or the client's own last v (A3)")
-    lazy: Literal["restart", "accumulate"] = hyper(
-        "restart", "between syncs v_0 is v_hat, or the client's own v_K (A16)"
-    )
+    lazy: Literal["restart", "accumulate"] = hyper("restart", "between syncs: v_0 = v_hat, or the client's v_K (A16)")
     sync: bool = hyper(True, "share v_hat; if false, every client keeps its own v_hat_i (A17)")
     decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "where the decay acts")

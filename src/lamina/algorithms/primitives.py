@@ -33,7 +33,12 @@ def amsgrad(
 
 
 def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
-    """Return the share after one more gradient: the moment's own recursion with g = 1 (A6)."""
+    """Return the share of gradients in a moment after one more: the moment's own recursion with g = 1 (A6).
+
+    Bias correction divides a copy of a moment by the fraction of it that comes from gradients, as opposed to its
+    initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. One that was averaged over
+    clients, sent, maximised or restarted has no such t, but its share goes through the same operations.
+    """
     return None if share is None else beta * share + (1 - beta)
 
 
