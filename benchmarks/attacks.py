@@ -57,7 +57,9 @@ class Server:
         self.totals: dict[str, dict[int, Tensor]] = {}
         self.start = torch.empty(0)
 
-    def close(self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any) -> Any:
+    def close(
+        self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any, taken: None
+    ) -> Any:
         """Stand in for the engine's `close_round`."""
 
         def info(steps: int) -> ClientInfo:
