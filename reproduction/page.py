@@ -104,8 +104,8 @@ verdicts, and says how everything was run. To run an experiment again, give the 
   model: smaller means closer."""
 
 
-COHORTS = """All runs but `lada-cifar10-400-rounds` were made by 2026-11-15; since 2026-11-16 lamina draws partial cohorts in a new
-way, so a seed selects other clients now, except where all clients take part."""
+COHORTS = """All runs but `lada-cifar10-400-rounds` were made by 2026-11-15; since 2026-11-16 lamina draws partial
+cohorts in a new way, so a seed selects other clients now, except where all clients take part."""
 
 
 # --- read --------------------------------------------------------------------------------------------------------
