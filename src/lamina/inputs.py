@@ -1,4 +1,4 @@
-"""Models and data as Python passes them: objects, functions that create them, or names."""
+"""Algorithms, models and data as Python passes them: objects, functions that create them, or names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from lamina import models, rng
+from lamina import algorithms, models, rng
+from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.rehearsal import rehearse
 from lamina.batch import map_batch
 from lamina.data import sources
 from lamina.data.dataset import Dataset, Splits, as_dataset
@@ -17,6 +19,16 @@ from lamina.models.registry import Factory
 from lamina.text import listed
 
 log = logging.getLogger(__name__)
+
+
+def as_algorithm(algorithm: Any) -> Algorithm:
+    """Return an algorithm, given as an object or by name; refuse one that breaks the contract."""
+    if not isinstance(algorithm, str | Algorithm):
+        given = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else repr(algorithm)
+        raise BadInput(f"algorithm is {given}: give a name or an instance such as lamina.FedLamb()")
+    created = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+    rehearse(created)  # one round of a tiny model
+    return created
 
 
 def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:

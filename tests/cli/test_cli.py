@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import call, sets
-from lamina import BadInput, Simulation, __version__, algorithms
+from lamina import BadInput, __version__, algorithms
 from lamina.experiment import build as building
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
+from lamina.training import Training
 
 TOML = """
 [data]
@@ -247,7 +248,7 @@ def heeds_ctrl_c():
 
 def signal_after(monkeypatch, rounds, times=1):
     """Send this process Ctrl-C while the round after so many is being recorded."""
-    record, seen = Simulation.record, []
+    record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
         seen.append(1)
@@ -256,7 +257,7 @@ def signal_after(monkeypatch, rounds, times=1):
                 os.kill(os.getpid(), signal.SIGINT)
         return record(self, *arguments, **options)
 
-    monkeypatch.setattr(Simulation, "record", counted)
+    monkeypatch.setattr(Training, "record", counted)
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")

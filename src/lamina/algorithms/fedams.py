@@ -76,7 +76,7 @@ class Local(NamedTuple):
     v_share: Tensor | None
     v_hat: Tensor | None = None  # the local running maximum (A2), or the client's own v_hat_i (A17)
     v_hat_share: Tensor | None = None
-    in_round_one: Tensor | None = None  # 1 in round 1, else 0: decides which v to divide by
+    in_round_one: Tensor | None = None  # 1 in round 1, else 0: which v to divide by; `step` does not get the round
     ratio: Tensor | None = None  # layer-wise methods: the trust ratio of every layer in the last step
 
 
@@ -154,12 +154,12 @@ class LocalMomentum(Algorithm):
         """Return the client's momentum of this round, if it carries it to its next one."""
         return Client(local.m, local.m_share) if self.momentum == "carry" else Client(m=None)
 
-    def analysis(self, server: Any, previous: Any) -> Analysis:
-        return Analysis(server.x, second_moment=server.v_hat)
-
     def send_momentum(self, local: Any) -> tuple[Tensor | None, Tensor | None]:
         """Return the momentum to upload and its share, if the server averages them."""
         return (local.m, local.m_share) if self.momentum == "average" else (None, None)
+
+    def analysis(self, server: Any, previous: Any) -> Analysis:
+        return Analysis(server.x, second_moment=server.v_hat)
 
 
 @algorithm(

@@ -49,6 +49,7 @@ class Layerwise(Algorithm):
     def check(self) -> None:
         """Refuse options that contradict each other. Creating an algorithm calls the `check` of each of its classes."""
         limits = (self.phi_min, self.phi_max)
+        # an option is a tensor where several runs train as one; each run has checked its own number before
         if not any(isinstance(limit, Tensor) for limit in limits) and self.phi_min > self.phi_max:
             raise BadInput(f"phi_min = {self.phi_min:g} is above phi_max = {self.phi_max:g}")
         if self.decay_on != "all" and self.decay_form != "ratio":
@@ -65,7 +66,7 @@ class Layerwise(Algorithm):
         return local._replace(ratio=per_layer(down.x, info.layers, by=self.layers)) if self.trust_ratio else local
 
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
-        """Return the update with every layer rescaled to length phi(||y||), and the trust ratio of every layer."""
+        """Return the direction u with every layer rescaled to length phi(||y||), and the trust ratio of every layer."""
         u = psi  # the decay forms "l2" and "decoupled" act elsewhere in the step, as in Fed-AMS
         if self.decay_form == "ratio" and is_on(self.decay):
             decays = 1.0 if self.decay_on == "all" else layers.matrix_mask(y)  # A12: 1 on weights, 0 on biases

@@ -60,7 +60,6 @@ from lamina.engines.state import (
     Sums,
     client_weights,
     close_round,
-    diverged,
     step_server,
     undo_weighting,
 )
@@ -437,4 +436,3 @@ class Stacked:
             loop.explain(now.downs[row.member], client, member.state.buffers, info, plan, row.c, up)
         except Diverged as error:
             return error
-        return diverged(layers, up.delta, plan.number, plan.lr, client_id)
