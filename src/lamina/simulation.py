@@ -244,7 +244,9 @@ class Simulation(Training):
         home = torch.device("cpu") if isinstance(self.engine, Stacked) else None
         loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds(), home=home)
         if loaded is None:
-            raise BadInput(f"no checkpoint of this simulation in '{folder}'")
+            is_run_folder = Path(folder, "config.json").exists()
+            hint = f": to resume a run folder, create the simulation with out='{folder}'" if is_run_folder else ""
+            raise BadInput(f"no checkpoint of this simulation in '{folder}'{hint}")
         ((self.state, rows),) = loaded
         self.history = History(rows, metric=self.metric)
         self._checkpoints = checkpoints
@@ -262,9 +264,11 @@ class Simulation(Training):
     def _facts(self) -> dict[str, str]:
         """Return what a reader wants to know about the simulation, in words."""
         engine = self.engine.forward.name if isinstance(self.engine, Stacked) else "loop"
+        parameters = plural(self.objective.layers.size, "parameter")
+        parameters += " trained, the others frozen" if self.objective.frozen else ""
         facts = {
             "algorithm": self.algorithm.card.title,
-            "model": f"{type(self.objective.module).__name__}, {plural(self.objective.layers.size, 'parameter')}",
+            "model": f"{type(self.objective.module).__name__}, {parameters}",
             "data": f"{self.train_data.name}, {plural(len(self.train_data), 'sample')}",
             "clients": str(self.plan.clients.count),
             "lr": f"{self.protocol.lr:g}",
