@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 class Simulation(Training):
     """Train a module with a federated algorithm over simulated clients.
 
-    Every random choice follows from `seed`: two simulations with the same arguments give the same history, and
-    two algorithms with the same seed see the same clients and batches.
+    Every random choice follows from `seed`: two simulations with the same arguments give the same history (on a GPU to
+    rounding, or bit for bit with `deterministic`), and two algorithms with the same seed see the same clients and
+    batches.
 
     >>> import torch, lamina
     >>> x, y = torch.randn(200, 5), torch.randint(0, 3, (200,))
@@ -66,26 +67,27 @@ class Simulation(Training):
         partition: how samples are dealt to a number of clients: a partition object or the name of one; default "iid".
         heldout_clients: clients that never train, to evaluate on: a fraction of the clients, or their numbers.
         local_test: fraction of every client's samples that it does not train on, to evaluate on.
-        participation: fraction of the clients that take part in a round.
-        sampling: exactly that fraction, or an independent coin per client ("bernoulli").
-        batch_size: samples per local step; None: all of the client's.
+        participation: fraction of the clients that take part in a round; default 1.
+        sampling: "exact" (the default): exactly that fraction; "bernoulli": an independent coin per client.
+        batch_size: samples per local step; default 32. None: all of the client's.
         epochs: passes of a client over its data in a round; default 1.
         local_steps: a fixed number of local steps instead of epochs.
         lr: the local learning rate; default: the algorithm's card.
         schedule: the learning rate over rounds: a schedule object or the name of one.
         clip: largest norm of a mini-batch gradient. An algorithm with the option `clip_direction` set clips the
             direction of its step instead.
-        weighting: mean over clients, or weighted by their number of examples.
+        weighting: "clients" (the default): all clients count the same; "examples": by their number of samples.
         aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean", "norm_clipping",
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
-        loss: a name in `lamina.losses.LOSSES`, "module:function", or a function of (outputs, targets) that returns one
-            loss per sample [n].
+        loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
+            targets) that returns one loss per sample [n].
         augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
-        seed: the source of all randomness.
+        seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
-        engine: "auto" takes the fastest that fits the model; any other name forces that one. A simulation of the
-            same model lends its choice: to test what fits takes longer than a small round.
+        engine: "stacked" (clients as one model), "vmap" (the same by `torch.func.vmap`) or "loop" (one by one);
+            "auto" takes the first that fits the model. Or another simulation of the same model, whose engine is used:
+            this saves the test of what fits.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
@@ -96,7 +98,8 @@ class Simulation(Training):
             client), "amendment" and "second_moment" (free).
         out: a folder for the records, checkpoints and the trained model, as `lamina run` writes it. A simulation with
             the same arguments and folder resumes there: `run` does not train the rounds again that the folder holds.
-        overwrite: whether `run` may replace an earlier run in the folder.
+            With other arguments, the folder is refused.
+        overwrite: replace what the folder holds, whatever it is.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class Simulation(Training):
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
 
         # with a folder, the recorder trains in place of `Training.run`
-        self._requested = 0  # rounds, by all calls of `run`
+        self._requested = 0  # rounds, by all calls of `run`; those that the folder already holds count
         self._recorder: Recorder | None = None
         self.out = None if out is None else checked_path(out, "out")
         if self.out is not None:
@@ -216,7 +219,7 @@ class Simulation(Training):
                     self._recorder.run(self, last, show)
                 else:
                     super().run(rounds, show)
-            except BaseException:  # interrupted, say: the next call trains `rounds` more than there are now
+            except BaseException:  # interrupted, say: count the rounds of the next call from those that are trained
                 self._requested = self.state.round
                 raise
         return self.history

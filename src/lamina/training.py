@@ -90,7 +90,7 @@ class Training:
         module = as_model(model, train, protocol.seed)
         check_model_fits(module, device)
         self.objective = Objective(module.to(device), protocol.loss)
-        self.objective.refuse_rate(protocol.lr)
+        self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
         if self.objective.frozen:
             log.info("the model %s", self.objective.frozen_note())
 
@@ -103,7 +103,7 @@ class Training:
             raise BadInput("augmentation moves the pixels of x, but not those of y: switch it off for target maps")
         dealt = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(dealt, heldout_clients, local_test, protocol.seed)
-        self.plan = Plan(self.reserved.training, protocol)
+        self.plan = Plan(self.reserved.training, protocol)  # makes a `Round`, called the plan of the round, for each
 
         # the evaluation and the engine; a similar run lends the engine it has chosen, compiled and measured
         self.precision, self.deterministic = usable_precision(precision, device), deterministic
@@ -151,7 +151,7 @@ class Training:
         """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set."""
         started = time.perf_counter()
         plan = self.next_plan()
-        if isinstance(self.engine, Stacked):
+        if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
             self.engine.feed.upcoming = lambda: [ahead] if (ahead := self.plan_ahead()) else None
         before = self.state
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
@@ -170,7 +170,7 @@ class Training:
         return planned
 
     def plan_ahead(self) -> Round | None:
-        """Return the plan of the round after the current one; None if there cannot be such a round."""
+        """Return the plan of the round after the one that is running; None if there cannot be such a round."""
         if self._planned is None:
             with contextlib.suppress(BadInput):  # raised again if that round is reached
                 self._planned = self.plan.round(self.state.round + 2)

@@ -4,7 +4,7 @@ Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", a
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, without the
 layer-wise step. "l.11" is a line of it. "A1" is an entry in the list of choices where the text is ambiguous:
 docs/reference/algorithms.md; those of Fed-AMS are A1 to A6, A16 and A17. contract.py explains functions without a
-docstring. Bias correction (A6) is explained at `primitives.next_share`.
+docstring. A moment's `share` is the weight of gradients in it; bias correction divides by it (`primitives.next_share`).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class FedAms(LocalMomentum):
         "carry", "m_0: the client's own of its last round, a fresh one, or the mean of all clients' (A5)"
     )
     second_moment: Literal["frozen", "running"] = hyper("frozen", "divide by v_hat, or by its running maximum (A2)")
-    first_round: Literal["frozen", "running"] = hyper("frozen", "in round 1 divide by v_hat, or by the running v")
+    first_round: Literal["frozen", "running"] = hyper("frozen", "in round 1 divide by v_hat, or by the local v")
     v_seed: Literal["server", "client"] = hyper("server", "v_0: the server's v_hat, or the client's own last v (A3)")
     lazy: Literal["restart", "accumulate"] = hyper("restart", "between syncs: v_0 = v_hat, or the client's v_K (A16)")
     sync: bool = hyper(True, "share v_hat; if false, every client keeps its own v_hat_i (A17)")

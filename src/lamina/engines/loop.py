@@ -50,8 +50,8 @@ class Batch(NamedTuple):
 
     inputs: Inputs
     targets: Tensor
-    stream: Tensor  # of the masks of dropout layers [1]
-    seed: int  # for a module that draws random numbers itself
+    stream: Tensor  # the key of lamina's own dropout masks [1], the same in all engines
+    seed: int  # of torch's generators, for a module that draws random numbers itself
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ class Loop:
 
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)  # raises Diverged
-            sums.keep(c, up, buffers)  # for a robust aggregation; the mean needs only the sums below
-            if self.protocol.by_examples:  # the fields in `algorithm.state_changes` have a uniform mean even then
+            sums.keep(c, up, buffers)  # for a robust aggregation, which weights by itself; the mean needs only sums
+            # fields in `algorithm.state_changes` add up over all clients (SCAFFOLD's c): each counts the same
+            if self.protocol.by_examples:
                 up = undo_weighting(algorithm, up, weights[c] * len(plan.cohort))
             sums.add(up, buffers, weights[c])
             # figures of the cohort, for `update` and the report of the round
@@ -126,7 +127,8 @@ class Loop:
         """
         algorithm, layers = self.algorithm, self.objective.layers
         needs = algorithm.needs(plan.number)
-        control = down.x if needs.control_variate else None  # the original Mime: steps with g(y) - g(x)
+        # the original Mime: `step` gets g(y) - g(x), and adds the mean gradient that the server has sent
+        control = down.x if needs.control_variate else None
         local = algorithm.begin(down, client, info)
         losses = []
         with rng.forked(self.objective.device):  # the module may draw random numbers; the caller must not notice
