@@ -57,8 +57,10 @@ class Server:
         self.totals: dict[str, dict[int, Tensor]] = {}
         self.start = torch.empty(0)
 
-    def close(self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any) -> Any:
-        """Stand in for the engine's `close_round`."""
+    def close(
+        self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any, taken: Any = None
+    ) -> Any:
+        """Stand in for the engine's `close_round`; `taken` is None, because the engine waits for a median's uploads."""
 
         def info(steps: int) -> ClientInfo:
             return ClientInfo(plan.number, plan.lr, layers, steps=float(steps))

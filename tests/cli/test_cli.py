@@ -220,7 +220,7 @@ def test_config_is_resolved_and_files_are_readable(here):
     assert set(config["algorithm"]) == {"name", "preset", *algorithms.options(algorithms.FedLamb)}
     assert config["train"]["lr"] == 0.02
     assert config["train"]["schedule"] == {"name": "cosine", "rounds": 3, "floor": 0.0}
-    assert config["model"] == {"name": "mlp", "hidden": 16, "dropout": 0.0}
+    assert config["model"] == {"name": "mlp", "hidden": 16, "dropout": 0.0, "depth": 1}
     assert config["run"]["device"] in ("cpu", "cuda")
     assert config["run"]["engine"] == "stacked"
     environment = json.loads((here / "r" / "environment.json").read_text())
