@@ -260,16 +260,16 @@ def signal_after(monkeypatch, rounds, times=1):
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_stops_after_the_round_and_says_how_to_go_on(here, capsys, monkeypatch):
+def test_ctrl_c_stops_after_the_round_and_says_how_to_resume(here, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         signal_after(patch, 2)
         assert call("run", "small.toml", "--out", "r") == 130
     said = capsys.readouterr().err
-    assert "stopped after round 2 of 3; to go on, start the same command again\n" in said
+    assert "stopped after round 2 of 3; run the same command again to resume\n" in said
     assert len(rounds_in(here / "r")) == 2
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert call("run", "small.toml", "--out", "r") == 0
-    assert "going on after round 2" in capsys.readouterr().out
+    assert "resuming after round 2" in capsys.readouterr().out
     assert [row["round"] for row in rounds_in(here / "r")] == [1, 2, 3]
 
 
@@ -277,7 +277,7 @@ def test_ctrl_c_stops_after_the_round_and_says_how_to_go_on(here, capsys, monkey
 def test_a_second_ctrl_c_stops_at_once(here, capsys, monkeypatch):
     signal_after(monkeypatch, 2, times=2)
     assert call("run", "small.toml", "--out", "r") == 130
-    assert "interrupted; finished rounds are kept; to go on, start the same command again" in capsys.readouterr().err
+    assert "interrupted; finished rounds are kept; run the same command again to resume" in capsys.readouterr().err
     assert len(rounds_in(here / "r")) == 1
 
 

@@ -145,7 +145,7 @@ def test_checkpoints_deleted_during_the_run_are_written_again(here, monkeypatch)
         assert call(*command("r", "train.rounds=3")) == 0
     assert call(*command("r")) == 0
     assert_same("whole", "r")
-    assert "going on after round 3" in Path("r/log.txt").read_text()
+    assert "resuming after round 3" in Path("r/log.txt").read_text()
 
 
 def test_a_comparison_notices_that_its_folder_was_replaced(here, capsys, monkeypatch):

@@ -132,7 +132,7 @@ def bad_run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_update_is_refused_and_the_round_goes_on(kind, bad_run):
+def test_a_bad_update_is_refused_and_the_round_continues(kind, bad_run):
     position = 1 + list(BAD).index(kind)
     (refused,) = bad_run.journal[position]["refused"]
     assert (refused["client"], refused["node"]) == (1, str(NODE + 1))
@@ -222,7 +222,7 @@ def test_large_updates_can_be_refused(tmp_path):
 
 
 def test_a_diverging_node_stops_nobody_else(tmp_path):
-    """A node whose own training went wrong sends NaN, is refused, and goes on from its last good state."""
+    """A node whose own training went wrong sends NaN, is refused, and continues from its last good state."""
     setup = Setup(tmp_path, "scaffold", participation=1.0)
     broken = setup.federation()
     broken.data = lambda context: (part_of(context)[0] * 1e30, part_of(context)[1])

@@ -51,7 +51,7 @@ def restartable(undisturbed, tmp_path):
             assert row[name] == other[name], (row["round"], name)
 
 
-def test_a_killed_server_goes_on_in_the_middle_of_a_round(restartable):
+def test_a_killed_server_resumes_in_the_middle_of_a_round(restartable):
     def on_send(grid, node, message):
         if is_train(message, 4) and len([1 for _, m in grid.seen if is_train(m, 4)]) == 2:
             raise Killed
@@ -122,7 +122,7 @@ def test_a_damaged_newest_checkpoint_costs_one_round(restartable):
 
 
 def test_other_nodes_after_a_restart_take_over_where_the_old_ones_have_gone(restartable):
-    """Flower's simulation draws node ids anew in every run; the nodes' disks are the same."""
+    """Flower's simulation draws new node ids in every run; the nodes' disks are the same."""
 
     def on_send(grid, node, message):
         if is_train(message, 4):
@@ -170,7 +170,7 @@ def test_a_node_that_is_always_refused_keeps_no_more_states_than_others(tmp_path
 
     setup.run(setup.grid(on_reply=on_reply))
     kept = sorted(path.name.split("-")[1] for path in (tmp_path / "state").glob("*/client-1/state-*"))
-    assert kept == ["000001", "000004"]  # what the server goes on from, and the last that may be it
+    assert kept == ["000001", "000004"]  # the state the server resumes from, and the last that it may name
 
 
 def test_a_nodes_state_is_for_its_owner_alone(tmp_path):

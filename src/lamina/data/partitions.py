@@ -340,7 +340,7 @@ class ByColumn:
 
 @dataclass(frozen=True)
 class Reallocate:
-    """The whole training set is shared anew among the active clients in every round (Fed-LAMB's experiments).
+    """The whole training set is split again among the active clients in every round (Fed-LAMB's experiments).
 
     It splits as `base` does; the type tells the round plan to call it in every round, with the size of the cohort and
     a seed of the round.

@@ -10,12 +10,14 @@ import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
+from lamina.errors import BadInput
 from lamina.flower import outliers, wire
 from lamina.flower.checks import Evaluation, Expected, FullGradient, Update
 from lamina.flower.records import Attendance
 from lamina.flower.setup import Setup
 from lamina.objective import Objective
 
+STORED = ("examples", "recent", "accepted", "largest_growth", "growth_by_client")  # attributes in a checkpoint
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
 
 
@@ -30,24 +32,30 @@ class Judge:
         upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
         self.limits.check_fields(upload._fields)
         self.no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
-        # These are kept in the checkpoint.
+        # The checkpoint stores these.
         self.examples: dict[int, int] = {}  # by client, as of the last round it took part in
         self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
         self.accepted: dict[int, list[str]] = {}  # by client: digests of its last updates
-        self.growth: dict[str, float] = {}  # the largest median growth of any round, by layer of a second moment
-        self.grown: dict[int, outliers.Growth] = {}  # by client, over the rounds that it took part in
+        self.largest_growth: dict[str, float] = {}  # of any round's medians, by layer of a second moment
+        self.growth_by_client: dict[int, outliers.Growth] = {}  # by client, over the rounds that it took part in
         self._sizes: outliers.Sizes = {}  # of the answers of this attempt
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""
-        return {name: getattr(self, name) for name in ("examples", "recent", "accepted", "growth", "grown")}
+        return {name: getattr(self, name) for name in STORED}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over what a checkpoint stores."""
-        self.recent, self.growth = dict(facts.get("recent", {})), dict(facts.get("growth", {}))
-        self.examples = {int(client): int(count) for client, count in facts.get("examples", {}).items()}
-        self.accepted = {int(client): list(digests) for client, digests in facts.get("accepted", {}).items()}
-        self.grown = {int(client): outliers.Growth(*pair) for client, pair in facts.get("grown", {}).items()}
+        for name in STORED:
+            if name not in facts:
+                wrong = f"this federation's checkpoint has no '{name}': another version of lamina wrote it"
+                raise BadInput(f"{wrong}; resume with that version, or start again in another folder")
+        self.recent, self.largest_growth = dict(facts["recent"]), dict(facts["largest_growth"])
+        self.examples = {int(client): int(count) for client, count in facts["examples"].items()}
+        self.accepted = {int(client): list(digests) for client, digests in facts["accepted"].items()}
+        self.growth_by_client = {
+            int(client): outliers.Growth(*sums) for client, sums in facts["growth_by_client"].items()
+        }
 
     def begin_attempt(self) -> None:
         """Forget the answers of the last attempt."""
@@ -91,13 +99,13 @@ class Judge:
             lambda steps: self.algorithm.inherited_moments(down, info(steps)),
             self.protocol.by_examples,
             lambda steps: self.algorithm.inherited_step(down, info(steps)),
-            self.growth,
+            self.largest_growth,
             drift=state.server.x - self.objective.start,
             totals={
                 name: {client: getattr(total, name) for client, total in state.clients.items()}
                 for name in self.algorithm.state_changes
             },
-            grown=self.grown,
+            growth_by_client=self.growth_by_client,
         )
 
     # --- what is removed --------------------------------------------------------------------------------------------
@@ -158,9 +166,9 @@ class Judge:
             self.examples[client] = update.examples
             self.accepted[client] = [*self.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
         known = self._broadcast(state, down, number)
-        self.grown |= outliers.add_growth(updates, known)
+        self.growth_by_client |= outliers.add_growth(updates, known)
         for what, value in outliers.median_growth(updates, known).items():
-            self.growth[what] = max(value, self.growth.get(what, 0.0))
+            self.largest_growth[what] = max(value, self.largest_growth.get(what, 0.0))
         for what, median in outliers.medians(self._sizes, list(updates)).items():
             self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]
 

@@ -54,11 +54,11 @@ class Broadcast(NamedTuple):
     inherited: Callable[[int], Mapping[str, Tensor]]  # by local steps: what a client's second moments began with
     by_examples: bool
     step: Callable[[int], Tensor | None] = lambda _: None  # by local steps: what `delta` inherits from the broadcast
-    growth: Mapping[str, float] = {}  # by layer of a second moment: the largest of all rounds' `median_growth`
+    largest_growth: Mapping[str, float] = {}  # by layer of a second moment: the largest of all rounds' `median_growth`
     implied: Sequence[str] = ()  # fields that follow from others, which is checked: they are not judged again
     drift: Tensor | None = None  # how far the model has moved since its start
     totals: Mapping[str, Mapping[int, Tensor]] = {}  # by field that adds up and client: its sum over earlier rounds
-    grown: Mapping[int, Growth] = {}  # by client, over the rounds that it took part in
+    growth_by_client: Mapping[int, Growth] = {}  # by client, over the rounds that it took part in
 
 
 def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limits) -> dict[int, str]:
@@ -310,7 +310,7 @@ def _judge_growth(updates: Mapping[int, Update], known: Broadcast, times: float)
 
 
 def add_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[int, Growth]:
-    """Return `known.grown` of these clients with this round added: the mean over layers of what is usual for each.
+    """Return `known.growth_by_client` of these clients with this round added: the mean of their layers' growth.
 
     More local steps excuse more growth.
     """
@@ -323,7 +323,7 @@ def add_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[int, Gro
         ratios.append(torch.where(usual > 0, sums / usual, 0.0))
     growth = (torch.stack(ratios).sum(0) / max(1, len(ratios) - 1)).tolist()
     median = statistics.median(growth)
-    before = [known.grown.get(client, Growth(0.0, 0.0)) for client in updates]
+    before = [known.growth_by_client.get(client, Growth(0.0, 0.0)) for client in updates]
     return {
         client: Growth(old.own + own, old.others + median)
         for client, old, own in zip(updates, before, growth, strict=True)
@@ -340,7 +340,7 @@ def median_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[str, 
 
 
 def _usual(sums: Tensor, name: str, layer: str, known: Broadcast) -> Tensor:
-    return _median(sums).clamp(min=known.growth.get(f"{name} of {layer}", 0.0))
+    return _median(sums).clamp(min=known.largest_growth.get(f"{name} of {layer}", 0.0))
 
 
 # --- buffers and statistics ------------------------------------------------------------------------------------------

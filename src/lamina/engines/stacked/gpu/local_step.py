@@ -173,7 +173,7 @@ class LocalStep:
         """Trace the algorithm's step and write its kernels.
 
         Args:
-            algorithm: its numbers may be tensors [rows, 1], which are read anew in every step.
+            algorithm: its numbers may be tensors [rows, 1], which are read again in every step.
             local: the local state; a vector field is [rows, p].
             down: the broadcast; a field may be one vector for all rows, expanded.
             lr: the learning rates [rows, 1].
