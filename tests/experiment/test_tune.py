@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, skip_pictures, start
+from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, skip_pictures, start, words
 from lamina import BadInput
 from lamina.cli import tune as tune_command
 from lamina.errors import MissingExtra
@@ -74,7 +74,7 @@ def here(drawn, monkeypatch):
 
 
 def tune(file, *more, out):
-    return ["tune", str(Path(file).resolve()), "--out", str(Path(out).resolve()), "--quiet", *sets(*more)]
+    return words("tune", out, *more, file=file)
 
 
 def table(folder):
