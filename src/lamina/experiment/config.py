@@ -253,9 +253,9 @@ class Compare(_Section):
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
-    # of the runs that only help to choose, None: train.rounds; several: stages, after each of which some are dropped
+    # Rounds of the runs that only help to choose; None: train.rounds; several: stages, each of which drops some runs.
     tuning_rounds: Annotated[list[AtLeastOne] | None, BeforeValidator(_in_a_list)] = None
-    # further options for each; with `name`, the algorithm, their key may be any word
+    # Further options of each method. If they name the algorithm (`name`), the method may have any name.
     options: dict[str, dict[str, Any]] = {}
 
     def algorithm_of(self, label: str) -> str:

@@ -191,7 +191,7 @@ class Stacked:
         ratios = algorithm.trust_ratios(local) if self.record_trust_ratios else None
         checks = [losses, *row_sums(up), *(total.to(losses.device) for total in row_sums(client))]
         # All that needs memory comes before the wait: a chunk that does not fit is run again, and must not count twice.
-        means = self._means(up, buffers, chunk, shares)  # in the hope that all is finite, as is the server's step
+        means = self._means(up, buffers, chunk, shares)  # if a row is not finite, they are computed again below
         totals = {e: now.sums[e].plus(*mean) for e, mean in means.items()}
         steps = self._step_servers(now, totals) if now.is_last(chunk) else {}
         keeps_state = any(value is not None for value in client)
@@ -203,7 +203,7 @@ class Stacked:
                 (row, {n: b[r].clone() for n, b in buffers.items()})
                 for r, row in enumerate(rows_of(self._in_usual_order(sent)))
             ]
-        # a sum is finite only if all its terms are; one GPU wait for all of it
+        # A sum is finite only if all its terms are. The host waits for the GPU once, for all these numbers.
         by_row = torch.stack([losses, squares(up.delta), torch.stack(checks).sum(0)])
         numbers = torch.cat([by_row.double().flatten(), *(step.measured for step in steps.values())])
         if numbers.is_cuda:
@@ -233,12 +233,12 @@ class Stacked:
                 now.clients[row.member][now.client_id(row)] = kept[r]
         for e, (total_up, total_buffers) in totals.items():
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
-        now.trained += len(chunk)
+        now.trained_rows += len(chunk)
         values = iter(measured[3 * len(chunk) :])
         now.server_steps = {e: (step, [next(values) for _ in step.measured]) for e, step in steps.items()}
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
-        """Take the members' steps on the server, if these totals are all that they need."""
+        """Take the members' steps on the server; none if other ranks or another aggregation than the mean need more."""
         if Ranks.current().world > 1 or not isinstance(self.protocol.aggregation, Mean):
             return {}
         steps = {}
