@@ -41,13 +41,6 @@ EVALUATION_NUMBERS_GPU = 8 << 20
 MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
 
-def evaluate(
-    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
-) -> dict[str, float]:
-    """Return the mean loss of a model on data and the metrics; by default the accuracy, where there is one."""
-    return named(measure(objective, x, buffers, data, metrics), metrics)
-
-
 def measure(
     objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
 ) -> Tensor:

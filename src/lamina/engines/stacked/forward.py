@@ -91,7 +91,7 @@ class StackedForward:
 
     name = "stacked"
 
-    def __init__(self, objective: Objective, precision: Precision = "fp32", channels_last: bool = False) -> None:
+    def __init__(self, objective: Objective) -> None:
         self.objective = objective
         self.module = stack(objective.seeded)
         if objective.device.type == "cuda":
@@ -100,8 +100,8 @@ class StackedForward:
         self.with_shared_inputs = [layer for layer in self.module.modules() if isinstance(layer, SharedInput)]
         self.frozen_per_client = frozen_per_client(self.module)
         self._frozen: dict[Precision, Parameters] = {}
-        self.precision = precision
-        self.layout = objective.layers.channels_last() if channels_last else None
+        self.precision: Precision = "fp32"
+        self.layout: ChannelsLast | None = None
         self.batch_norms = [layer for layer in self.module.modules() if is_batch_norm(layer)]
         statistics = {f"{n}.{b}" for n, m in self.module.named_modules() if is_batch_norm(m) for b in m._buffers}
         self.per_client_buffers = statistics & set(objective.buffers)
