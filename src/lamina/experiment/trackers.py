@@ -87,8 +87,8 @@ class MLflow:
         note = self._folder / MLFLOW_RUN
         if note.exists():
             self._run = str(read_json(note)["run"])
-            found = self._client.get_run(self._run)
-            self._written = int(found.data.metrics.get("round", 0))
+            run = self._client.get_run(self._run)
+            self._written = int(run.data.metrics.get("round", 0))
             self._client.update_run(self._run, status="RUNNING")
             return
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "lamina")

@@ -83,8 +83,8 @@ class Judge:
     def _upload(self, down: Any, info: ClientInfo) -> Any:
         """Return the Up of one local step."""
         client = self.algorithm.client_init(down.x, info.layers)
-        begun = self.algorithm.begin(down, client, info)
-        local = trial_step(self.algorithm, begun, down, torch.zeros_like(down.x), info)
+        start = self.algorithm.begin(down, client, info)
+        local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
         return self.algorithm.finish(local, down, client, info)[0]
 
     def _broadcast(self, state: State, down: Any, number: int) -> outliers.Broadcast:
@@ -112,8 +112,8 @@ class Judge:
 
     def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""
-        known = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
-        self._remove_odd(gradients, known, record)
+        broadcast = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
+        self._remove_odd(gradients, broadcast, record)
 
     def remove_odd_updates(
         self,
@@ -132,20 +132,20 @@ class Judge:
             if bool(update.up.delta.any()) and _short_digest(update) in self.accepted.get(client, [])
         ]
         _remove(updates, dict.fromkeys(repeated, "its update is one it has sent before"), record)
-        known = self._broadcast(state, down, record.round)
-        self._remove_odd(updates, known._replace(implied=tuple(expected.implied(expected.up, 1))), record)
+        broadcast = self._broadcast(state, down, record.round)
+        self._remove_odd(updates, broadcast._replace(implied=tuple(expected.implied(expected.up, 1))), record)
         typical, absurd = outliers.absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
         for client in absurd:
             loss = f"its training loss {updates[client].loss:.3g}"
             record.note(f"{record.name(client)}: {loss} is out of all proportion: not recorded")
             updates[client] = updates[client]._replace(loss=typical)
 
-    def _remove_odd(self, updates: dict[int, Update], known: outliers.Broadcast, record: Attendance) -> None:
+    def _remove_odd(self, updates: dict[int, Update], broadcast: outliers.Broadcast, record: Attendance) -> None:
         """Remove updates that stand out from the others, or are absurd beside those of earlier rounds."""
-        sizes = outliers.sizes_of_updates(updates, known)
+        sizes = outliers.sizes_of_updates(updates, broadcast)
         self._sizes |= sizes
         counts = {client: update.examples for client, update in updates.items()}
-        odd = outliers.judge_updates(updates, known, self.limits)
+        odd = outliers.judge_updates(updates, broadcast, self.limits)
         odd |= outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
         odd |= outliers.judge_growth_of_data(counts, self.examples, self.limits)
         _remove(updates, odd, record)
@@ -165,9 +165,9 @@ class Judge:
         for client, update in updates.items():
             self.examples[client] = update.examples
             self.accepted[client] = [*self.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
-        known = self._broadcast(state, down, number)
-        self.growth_by_client |= outliers.add_growth(updates, known)
-        for what, value in outliers.median_growth(updates, known).items():
+        broadcast = self._broadcast(state, down, number)
+        self.growth_by_client |= outliers.add_growth(updates, broadcast)
+        for what, value in outliers.median_growth(updates, broadcast).items():
             self.largest_growth[what] = max(value, self.largest_growth.get(what, 0.0))
         for what, median in outliers.medians(self._sizes, list(updates)).items():
             self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]

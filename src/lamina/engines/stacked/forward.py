@@ -200,8 +200,8 @@ class VmapForward:
 
         def one(own: Parameters, own_buffers: Buffers, xs: Inputs, ys: Tensor, stream: Tensor | None) -> Tensor:
             outputs = objective.outputs_at(own, own_buffers, xs, train=train, streams=stream, module=self.module)
-            made: Tensor = objective.loss(outputs, ys)
-            return made
+            losses: Tensor = objective.loss(outputs, ys)
+            return losses
 
         streams = objective.streams_or_zeros(streams, len(targets))
         axes = (0, 0, 0, 0, None if streams is None else 0)

@@ -148,6 +148,6 @@ def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
 
 
 def send(values: Any, device: torch.device) -> Tensor:
-    """A numpy array on the device. From pinned memory: from any other, the host waits until the GPU is idle."""
-    made = torch.from_numpy(np.ascontiguousarray(values))
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    """Return a numpy array on the device, by pinned memory: from any other, the host waits until the GPU is idle."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

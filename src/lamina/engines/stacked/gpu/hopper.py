@@ -103,15 +103,15 @@ def _product(  # type: ignore[no-untyped-def]
         sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))  # the step before has read its buffers
         _fetch(step + STAGES - 1, steps, x, w, pixels, weights, ready, client, sample, first_row, first_column, column0,
                KW, CHUNKS, BK, STAGES, BACK)  # fmt: skip
-    made = warpgroup_mma_wait(0, deps=[sums])
+    total = warpgroup_mma_wait(0, deps=[sums])
     if BIASED:
         column = column0 + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
         shift = gl.load(bias + client.to(gl.int64) * bias_client + column, mask=column < COLUMNS, other=0.0)
-        made += gl.expand_dims(shift.to(gl.float32), 0)
+        total += gl.expand_dims(shift.to(gl.float32), 0)
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
     out = gl.allocate_shared_memory(y.dtype, [1, NB, BH, BW, BN], y.layout)
-    out.reshape([BM, BN]).store(made.to(y.dtype))
+    out.reshape([BM, BN]).store(total.to(y.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(y, [client, sample, top, left, column0], out)
     tma.store_wait(0)
@@ -179,11 +179,11 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         later = step + STAGES - 1
         _fetch_pair(first + later, last, g, x, gradients, pixels, ready, client, across, down, shift_h, shift_w,
                     out0, channel0, later % STAGES, NB, BH, BW)  # fmt: skip
-    made = warpgroup_mma_wait(0, deps=[sums])
+    total = warpgroup_mma_wait(0, deps=[sums])
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
     out = gl.allocate_shared_memory(dw.dtype, [1, 1, BM, 1, BN], dw.layout)
-    out.reshape([BM, BN]).store(made.to(dw.dtype))
+    out.reshape([BM, BN]).store(total.to(dw.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dw, [part, client, out0, tap, channel0], out)
     tma.store_wait(0)

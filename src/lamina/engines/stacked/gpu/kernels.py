@@ -312,9 +312,9 @@ def input_gradient(g: Tensor, w: Tensor, size: Pair, stride: Pair, padding: Pair
     height, width = size
     dx = empty_images(g, g.shape[0], inp, height, width)
     samples = g.shape[0] // clients
-    some = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # pixels of the largest residue
+    pixels = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # of the largest residue
     bm, bn, bk, warps, stages = _product_tile(inp, out, kh * kw, 0, g.element_size())
-    grid = (triton.cdiv(samples * some, bm) * triton.cdiv(inp, bn), clients, stride[0] * stride[1])
+    grid = (triton.cdiv(samples * pixels, bm) * triton.cdiv(inp, bn), clients, stride[0] * stride[1])
     launch(
         _input_gradient, grid, g, w, dx, samples, height, width, g.shape[2], g.shape[3],
         g.numel() // clients, w.stride(0), dx.numel() // clients,
