@@ -95,17 +95,18 @@ def page_of(preset: str) -> str:
 
 
 PAPER_HEAD = """This page is generated from the records in `reproduction/results`. [The index](index.md) has all
-verdicts, and says how everything was run. To run an experiment again, give the command in its section.
+verdicts and says how everything was run. To run an experiment again, use the command in its section.
 
-- P2-text and P2-code are the protocols of Karimi, Li & Li's text and of their public code; P3 is that of Sun et al.
+- P2-text and P2-code are the protocols of Karimi, Li & Li's text and of their public code; P3 is that of Sun
+  et al.'s text.
 - A1, B3 and the like are passages that can be read in more than one way;
   [the register](../reference/algorithms.md#register) says how lamina reads them.
 - *Consistency* is the mean over the clients of ‖y − x⁺‖², the squared distance of a client's model from the next global
   model: smaller means closer."""
 
 
-COHORTS = """All runs on these pages were made by 2026-11-15; since 2026-11-16 lamina draws partial cohorts in a new
-way, so a seed selects other clients now, except where all clients take part."""
+COHORTS = """All runs but `lada-cifar10-400-rounds` were made by 2026-11-15. Since 2026-11-16 lamina draws partial
+cohorts in a new way: if you run the others again, the same seed selects other clients, except where all take part."""
 
 
 # --- read --------------------------------------------------------------------------------------------------------
@@ -169,9 +170,9 @@ def verdicts(results: Sequence[Result], papers: Sequence[str]) -> str:
 
 PAIRS = (
     'A claim is split into pairs ("this method is better than that one") of means over seeds. It is *reproduced* '
-    "if all pairs are as the paper says, and *partly* reproduced if some are. Seeds share initial weights, clients "
-    "and batches, so each seed can be compared by itself: the verdict says if a pair does not hold in every seed. "
-    "Claims of our own, which are in no paper, *hold* or *do not hold*."
+    "if all pairs are as the paper says, and *partly* reproduced if some are. With the same seed all methods have the "
+    "same initial weights, clients and batches, so each seed can be compared by itself: the verdict says if a pair "
+    "does not hold in every seed. Claims of our own, which are in no paper, *hold* or *do not hold*."
 )
 
 
@@ -297,7 +298,7 @@ def how(results: Sequence[Result], sittings: Sequence[Mapping[str, Any]]) -> str
 def not_run(results: Sequence[Result], presets: Mapping[str, Path], notes: Mapping[str, Sequence[str]]) -> str:
     """Return the list of presets without results."""
     left = [name for name in presets if name not in {result.name for result in results}]
-    lines = [f"- `{name}`" + "".join(f" {note.strip()}" for note in notes.get(name, [])) for name in left]
+    lines = [": ".join([f"- `{name}`", *filter(None, [" ".join(notes.get(name, []))])]) for name in left]
     return "\n\n".join(["## Not run yet", "\n".join(lines) or "Every preset was run."])
 
 

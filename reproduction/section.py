@@ -116,7 +116,10 @@ def results_table(result: Result) -> str:
             )
             row.append(mean_and_spread(last, significant))
         rows.append(row)
-    return markdown(head, rows) + "\n\nMean ± standard deviation over seeds." if rows else "No final run has finished."
+    if not rows:
+        return "No final run has finished."
+    several = any(len(histories) > 1 for histories in result.histories.values())
+    return markdown(head, rows) + ("\n\nMean ± standard deviation over seeds." if several else "")
 
 
 def last_rounds(history: History) -> float:
@@ -168,7 +171,10 @@ def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fe
         "two models per round (Table 11; its rounds times these give its Table 12). Bytes are those sent in both "
         "directions."
     )
-    lines += f" {named(baseline)} does not reach it in {rounds:g} rounds." if never else ""
+    if never:
+        lines += f" {named(baseline)} does not reach it in {rounds:g} rounds."
+        if min(here.values()) < math.inf:
+            lines += " Costs with < are in multiples of the cost of all these rounds."
     return lines + "\n\n" + markdown(head, rows)
 
 

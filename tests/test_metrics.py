@@ -175,6 +175,7 @@ REGRESSION = {"y": torch.rand(120, generator=torch.Generator().manual_seed(1)).d
         (["auroc"], {"y": torch.zeros(120, dtype=torch.int64)}, "'auroc' needs two classes"),
         (["auroc"], REGRESSION, "'auroc' needs class labels"),
         (["f1"], REGRESSION, "'f1' needs class labels"),
+        (["r2"], REGRESSION | {"y": torch.ones(120).double()}, "'r2' needs targets that differ"),
         (["rmse"], {}, "'rmse' needs one output for every target number"),
         (["perplexity"], REGRESSION, "'perplexity' is the exponential"),
         ([lambda outputs, targets: outputs], {}, "metric 'metric' gives no number"),

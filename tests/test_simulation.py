@@ -1,6 +1,8 @@
 """The Python API: training, continuing, metrics, and one clear line for bad input."""
 
 import math
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 
 import lamina
+from lamina import algorithms
 from lamina.data import Augment, Classes, Dirichlet, Reallocate
 from lamina.plan import Plan
 from lamina.protocol import Protocol
@@ -266,6 +269,27 @@ def test_a_non_finite_server_step_is_named():
     with pytest.raises(lamina.Diverged, match="the server's step went non-finite") as caught:
         simulation.run(50)
     assert caught.value.client is None
+
+
+class Growing(NamedTuple):
+    number: torch.Tensor
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+@mock.patch.dict(algorithms.registry())  # without the test's algorithm afterwards
+def test_a_client_record_that_overflows_is_reported(engine):
+    @lamina.algorithm("growing", title="Growing", reference="-", lr=0.1)
+    class GrowingRecord(lamina.FedAvg):
+        def client_init(self, x, layers):
+            return Growing(torch.ones_like(x))
+
+        def finish(self, local, down, client, info):
+            return super().finish(local, down, client, info)[0], Growing(client.number * 1e30)
+
+    simulation = simulate(GrowingRecord(), engine=engine, participation=1.0)
+    with pytest.raises(lamina.Diverged, match="first in 'loss or client state'") as caught:
+        simulation.run(3)
+    assert (caught.value.round, len(simulation.history)) == (2, 1)
 
 
 def test_masks_are_clients_and_a_huge_batch_is_the_whole_client():

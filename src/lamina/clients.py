@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -16,6 +17,8 @@ from lamina.data.parts import Indices, Parts
 from lamina.errors import BadInput, is_number, is_whole, short_repr
 from lamina.limits import MOST_CLIENTS, check_count, check_number
 from lamina.text import plural
+
+log = logging.getLogger(__name__)
 
 DEFAULT_CLIENTS = 10
 NO_PARTS = Parts.of([])
@@ -115,6 +118,12 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
         if partition is not None:
             raise BadInput("partition deals samples to a number of clients, and clients are lists: give one of them")
         return Clients(cast(Sequence[Any], clients), samples=len(data))
+    if clients is None and partition is None and data.columns:
+        column = next(iter(data.columns))
+        log.warning(
+            "samples are dealt to %d clients at random; for one client per value of '%s', give "
+            "partition=lamina.data.ByColumn('%s')", DEFAULT_CLIENTS, column, column,
+        )  # fmt: skip
     if partition is None or isinstance(partition, str):
         partition = make_partition(partition or "iid")
     if clients is None and isinstance(partition, ByColumn):

@@ -234,6 +234,8 @@ def check_metrics(objective: Objective, metrics: Sequence[Metric], data: Dataset
             raise BadInput(f"metric '{metric.name}' {NEEDS_LABELS}, and the {name} targets are other numbers than 0, 1")
         if metric is AUROC and bool((data.y == data.y.flatten()[0]).all()):
             raise BadInput(f"metric 'auroc' needs two classes, and the {name} data have one")
+        if metric.name == "r2" and bool((data.y == data.y[:1]).all()):
+            raise BadInput(f"metric 'r2' needs targets that differ, and those of the {name} data are all the same")
     user_metrics = [metric for metric in metrics if metric.name not in METRICS]
     if user_metrics:  # a user's function is tried on all samples: two of them may be too few for it
         measure(objective, x, buffers, data, user_metrics)

@@ -72,6 +72,8 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         shape = tuple(outputs.shape[1:])
         is_last = axis == 1 and outputs.shape[:-1] == data.y[:2].shape and outputs.shape[-1] >= classes
         hint = ", or loss='token_cross_entropy' or 'causal_lm' for classes on the last axis" if is_last else ""
+        if data.y.dim() > 1 and not is_last:
+            hint = f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1})"
         raise BadInput(
             f"the model's outputs have shape {shape} a sample, but the {name} labels go up to {classes - 1}: it needs "
             f"{classes}{hint}",
@@ -126,7 +128,11 @@ def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: st
         reason = " ".join(str(error).split())
         raise BadInput(f"the loss cannot compare the model's outputs with the {name} targets: {reason}") from error
     if not isinstance(losses, Tensor) or losses.shape != (len(targets),):
-        raise BadInput("the loss must return one value per sample, a tensor of shape [n]: use reduction='none'")
+        shape = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise BadInput(
+            f"the loss must return one value per sample, shape ({len(targets)},), not {shape}: use reduction='none', "
+            "and take the mean over all other axes"
+        )
 
 
 def training_rows(plan: Plan) -> int:

@@ -1,18 +1,34 @@
-"""Models and data as Python passes them: objects, functions that create them, or names."""
+"""Algorithms, models and data as Python passes them: objects, functions that create them, or names."""
 
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 from torch import nn
 
-from lamina import models, rng
+from lamina import algorithms, models, rng
+from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.rehearsal import rehearse
 from lamina.batch import map_batch
 from lamina.data import sources
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.errors import BadInput, short_repr
 from lamina.models.registry import Factory
+from lamina.text import listed
+
+log = logging.getLogger(__name__)
+
+
+def as_algorithm(algorithm: Any) -> Algorithm:
+    """Return an algorithm, given as an object or by name; refuse one that breaks the contract."""
+    if not isinstance(algorithm, str | Algorithm):
+        given = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else repr(algorithm)
+        raise BadInput(f"algorithm is {given}: give a name or an instance such as lamina.FedLamb()")
+    created = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
+    rehearse(created)  # one round of a tiny model
+    return created
 
 
 def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
@@ -21,7 +37,24 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
         data = sources.load(data)
     if isinstance(data, Splits):
         data, test = data.train, data.test if test is None else test
-    return as_dataset(data), None if test is None else as_dataset(test)
+    train_data, test_data = as_dataset(data), None if test is None else as_dataset(test)
+    if test_data is not None:
+        _check_alike(train_data, test_data)
+    return train_data, test_data
+
+
+def _check_alike(train: Dataset, test: Dataset) -> None:
+    """Refuse test data with other inputs than the training data; warn of a class that no client can learn."""
+    names, other = (sorted(data.x) if isinstance(data.x, dict) else None for data in (train, test))
+    if names != other and names is not None and other is not None:
+        raise BadInput(
+            f"the test data have the inputs {listed(other)}, but the training data {listed(names)}: give both the same"
+        )
+    if train.classes is None or test.classes is None or train.y.dim() != 1 or train.class_names is not None:
+        return
+    extra = sorted(set(test.y.unique().tolist()) - set(train.y.unique().tolist()))
+    if extra:
+        log.warning("class %d appears only in the test data: no client can learn it", extra[0])
 
 
 def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.Module:

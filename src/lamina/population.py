@@ -22,7 +22,7 @@ from lamina.evaluation import refuse_nonfinite
 from lamina.history import History, Row
 from lamina.limits import check_count
 from lamina.plan import Round
-from lamina.simulation import Simulation, evaluate_together
+from lamina.training import Training, evaluate_together
 
 SHARED_SETTINGS = ("batch_size", "aggregation", "augmentation")  # of the protocol; the loss is the objective's
 
@@ -43,7 +43,7 @@ class Population:
     [2, 2]
     """
 
-    def __init__(self, simulations: Sequence[Simulation]) -> None:
+    def __init__(self, simulations: Sequence[Training]) -> None:
         self.simulations = list(simulations)
         self.diverged: dict[int, Diverged] = {}
         if not self.simulations:
@@ -90,7 +90,7 @@ class Population:
 
         def plan_ahead() -> list[Round] | None:
             with ThreadPoolExecutor(len(leaders)) as pool:  # numpy sorts without Python's lock
-                planned = dict(zip(leaders, pool.map(Simulation.plan_ahead, leaders.values()), strict=True))
+                planned = dict(zip(leaders, pool.map(Training.plan_ahead, leaders.values()), strict=True))
             upcoming = [planned[self._same_rounds[i]] for i in active]
             return None if None in upcoming else [plan for plan in upcoming if plan is not None]
 
@@ -116,7 +116,7 @@ class Population:
         return rows
 
 
-def mismatch(first: Simulation, other: Simulation) -> str:
+def mismatch(first: Training, other: Training) -> str:
     """Return why two simulations cannot be stacked, or an empty string."""
     if not isinstance(other.engine, Stacked):
         return "a member does not run on the stacked engine"

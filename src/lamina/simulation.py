@@ -1,68 +1,47 @@
 """`Simulation`: a federation on one machine. The Python API in one class.
 
-`__init__` checks the arguments and builds the parts. `run_round` is one round: plan, engine, evaluation, history.
-The maths of a round is in engines/loop.py.
+`__init__` turns the user's arguments into objects. The base class in training.py builds the parts of a run from them,
+and its `run_round` trains one round. This file adds progress bars, run folders (`out`) and checkpoints.
 """
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import logging
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lamina import algorithms, rng
 from lamina.algorithms.contract import Algorithm
-from lamina.algorithms.rehearsal import rehearse
-from lamina.clients import deal, reserve
-from lamina.devices import check_model_fits, choose_device, usable_precision
-from lamina.diagnostics import Diagnostics, check_names
-from lamina.engines.choice import Engine, choose_engine
+from lamina.devices import choose_device
+from lamina.diagnostics import check_names
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import Precision, arithmetic
-from lamina.engines.state import RoundReport, State
+from lamina.engines.stacked.forward import Precision
 from lamina.errors import BadInput, unknown
-from lamina.evaluation import (
-    ClientSamples,
-    Evaluation,
-    check_metrics,
-    refuse_nonfinite,
-    reserved_samples,
-    round_row,
-)
-from lamina.fit import check_clients, check_fit, evaluation_rows, training_rows, with_mask
 from lamina.history import History, Row
-from lamina.inputs import as_model, as_splits
+from lamina.inputs import as_algorithm, as_splits
 from lamina.limits import check_count
-from lamina.metrics import ACCURACY, LOSS, Metric, find_all
+from lamina.metrics import find_all
 from lamina.models.registry import Factory
-from lamina.objective import Objective
 from lamina.paths import checked_path
-from lamina.plan import Plan, Round
 from lamina.progress import python_bars
 from lamina.protocol import Protocol, Settings
 from lamina.storage.identity import Identity, of_run
 from lamina.text import html_table, plural
+from lamina.training import Training
 
 if TYPE_CHECKING:
     from lamina.experiment.recorder import Recorder
     from lamina.storage.checkpoint import Checkpoints
 
-log = logging.getLogger(__name__)
 
-
-class Simulation:
+class Simulation(Training):
     """Train a module with a federated algorithm over simulated clients.
 
-    Every random choice follows from `seed`: two simulations with the same arguments give the same history, and
-    two algorithms with the same seed see the same clients and batches.
+    Every random choice follows from `seed`: two simulations with the same arguments give the same history (on a GPU to
+    rounding, or bit for bit with `deterministic`), and two algorithms with the same seed see the same clients and
+    batches.
 
     >>> import torch, lamina
     >>> x, y = torch.randn(200, 5), torch.randint(0, 3, (200,))
@@ -88,26 +67,27 @@ class Simulation:
         partition: how samples are dealt to a number of clients: a partition object or the name of one; default "iid".
         heldout_clients: clients that never train, to evaluate on: a fraction of the clients, or their numbers.
         local_test: fraction of every client's samples that it does not train on, to evaluate on.
-        participation: fraction of the clients that take part in a round.
-        sampling: exactly that fraction, or an independent coin per client ("bernoulli").
-        batch_size: samples per local step; None: all of the client's.
+        participation: fraction of the clients that take part in a round; default 1.
+        sampling: "exact" (the default): exactly that fraction; "bernoulli": an independent coin per client.
+        batch_size: samples per local step; default 32. None: all of the client's.
         epochs: passes of a client over its data in a round; default 1.
         local_steps: a fixed number of local steps instead of epochs.
         lr: the local learning rate; default: the algorithm's card.
         schedule: the learning rate over rounds: a schedule object or the name of one.
         clip: largest norm of a mini-batch gradient. An algorithm with the option `clip_direction` set clips the
             direction of its step instead.
-        weighting: mean over clients, or weighted by their number of examples.
+        weighting: "clients" (the default): all clients count the same; "examples": by their number of samples.
         aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean", "norm_clipping",
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
-        loss: a name in `lamina.losses.LOSSES`, "module:function", or a function of (outputs, targets) that returns one
-            loss per sample [n].
+        loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
+            targets) that returns one loss per sample [n].
         augmentation: random crop and flip of training images, such as `lamina.data.Augment(pad=4)`.
-        seed: the source of all randomness.
+        seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
-        engine: "auto" takes the fastest that fits the model; any other name forces that one. A simulation of the
-            same model lends its choice: to test what fits takes longer than a small round.
+        engine: "stacked" (clients as one model), "vmap" (the same by `torch.func.vmap`) or "loop" (one by one);
+            "auto" takes the first that fits the model. Or another simulation of the same model, whose engine is used:
+            this saves the test of what fits.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
@@ -118,7 +98,8 @@ class Simulation:
             client), "amendment" and "second_moment" (free).
         out: a folder for the records, checkpoints and the trained model, as `lamina run` writes it. A simulation with
             the same arguments and folder resumes there: `run` does not train the rounds again that the folder holds.
-        overwrite: whether `run` may replace an earlier run in the folder.
+            With other arguments, the folder is refused.
+        overwrite: replace what the folder holds, whatever it is.
     """
 
     def __init__(
@@ -145,77 +126,45 @@ class Simulation:
         overwrite: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
-        _check_kind("algorithm", algorithm, (str, Algorithm), "a name or an instance such as lamina.FedLamb()")
+        # the checks that need no data come first: a mistake costs no time
         if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):
             raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
         if precision not in get_args(Precision):
             raise unknown("precision", precision, get_args(Precision))
         check_count("evaluate_every", evaluate_every)
-        chosen, measured = find_all(metrics), check_names(diagnostics)
-
-        # what trains, by which settings, where
-        self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
-        rehearse(self.algorithm)  # one round of a tiny model, to refuse an algorithm that breaks the contract
-        self.protocol = Protocol.of(self.algorithm, settings)  # validated, with the defaults filled in
-        self.device = choose_device(device)
+        chosen_metrics, chosen_diagnostics = find_all(metrics), check_names(diagnostics)
+        algorithm = as_algorithm(algorithm)  # tried on a tiny model
+        protocol = Protocol.of(algorithm, settings)  # validated, with the defaults filled in
+        chosen_device = choose_device(device)
         train_data, test_data = as_splits(train, test)
-        module = as_model(model, train_data, self.protocol.seed)
-        check_model_fits(module, self.device)
-        self.objective = Objective(module.to(self.device), self.protocol.loss)
-        self.objective.refuse_rate(self.protocol.lr)
-        if self.objective.frozen:
-            log.info("the model %s", self.objective.frozen_note())
+        super().__init__(
+            model,
+            train_data,
+            test_data,
+            algorithm,
+            protocol,
+            device=chosen_device,
+            clients=clients,
+            partition=partition,
+            heldout_clients=heldout_clients,
+            local_test=local_test,
+            metrics=chosen_metrics,
+            client_metrics=client_metrics,
+            evaluate_every=evaluate_every,
+            engine=engine,
+            precision=precision,
+            deterministic=deterministic,
+            trust_ratios=trust_ratios,
+            diagnostics=chosen_diagnostics,
+        )
+        self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
 
-        # the data, and which client trains on which of them in a round
-        self.train_data = with_mask(train_data, module).to(self.device)
-        self.test_data = None
-        if test_data is not None:
-            self.test_data = with_mask(test_data.with_labels_of(train_data), module).to(self.device)
-        if self.protocol.loss == "cross_entropy" and self.train_data.classes is None and self.train_data.y.dim() == 1:
-            raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
-        if self.protocol.augmentation is not None and self.train_data.y.dim() > 2:
-            raise BadInput("augmentation moves the pixels of x, but not those of y: switch it off for target maps")
-        dealt = deal(self.train_data, clients, partition, self.protocol.seed)
-        self.reserved = reserve(dealt, heldout_clients, local_test, self.protocol.seed)
-        self.plan = Plan(self.reserved.training, self.protocol)
-
-        # the engine; another simulation lends the engine it has chosen, compiled and measured
-        self.precision, self.deterministic = usable_precision(precision, self.device), deterministic
-        if deterministic:  # cuBLAS reads it when it starts
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        lender = engine if isinstance(engine, Simulation) else None
-        self.engine_name: str = engine.engine_name if isinstance(engine, Simulation) else engine
-        with rng.forked(self.device, seed=0):  # the module runs, and may draw random numbers itself
-            has_accuracy = self._check_fit()
-            self.metrics = (ACCURACY if has_accuracy else LOSS,) if chosen is None else chosen
-            self.evaluation = Evaluation(chosen, self.test_data, self._client_samples(client_metrics, chosen))
-            if chosen is not None:
-                tested = self.train_data if self.test_data is None else self.test_data
-                check_metrics(self.objective, chosen, tested, "train" if self.test_data is None else "test")
-            if lender is None or not lender.plan.same_rounds(self.plan):
-                self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
-            self.engine: Engine = choose_engine(
-                self.engine_name,
-                self.precision,
-                lender.engine if lender is not None and lender.precision == self.precision else None,
-                algorithm=self.algorithm,
-                objective=self.objective,
-                data=self.train_data,
-                protocol=self.protocol,
-                record_trust_ratios=trust_ratios,
-            )
-
-        self.evaluate_every = evaluate_every
-        self.diagnostics = Diagnostics(measured, self.algorithm, self.objective, self.train_data, self.plan)
-        self.state, _ = self.start()
-        self.history = History(metric=self.metric)
-        self._checkpoints: Checkpoints | None = None
-        self._planned: Round | None = None  # the next round's plan, if it was computed ahead
-        self._requested = 0  # rounds, by all calls of `run`
+        # with a folder, the recorder trains in place of `Training.run`
+        self._requested = 0  # rounds, by all calls of `run`; those that the folder already holds count
         self._recorder: Recorder | None = None
         self.out = None if out is None else checked_path(out, "out")
         if self.out is not None:
-            from lamina.experiment.recorder import Recorder  # here: it imports this module
+            from lamina.experiment.recorder import Recorder  # here: it is not needed to simulate
 
             self._recorder = Recorder(
                 self.out,
@@ -223,7 +172,7 @@ class Simulation:
                 model=model,
                 data=train if isinstance(train, str) else train_data,  # converted only once
                 test=test if isinstance(train, str) else test_data,
-                algorithm=self.algorithm,
+                algorithm=algorithm,
                 clients=clients,
                 partition=partition,
                 settings={
@@ -235,7 +184,7 @@ class Simulation:
                     "evaluate_every": evaluate_every,
                     "client_metrics": client_metrics,
                     "trust_ratios": trust_ratios,
-                    "diagnostics": list(measured) or None,
+                    "diagnostics": list(chosen_diagnostics) or None,
                     "metrics": metrics,
                     "heldout_clients": heldout_clients,
                     "local_test": local_test,
@@ -255,8 +204,7 @@ class Simulation:
             on_round: called with every finished round's metrics.
             progress: show a progress bar; by default only in a terminal or a notebook.
         """
-        check_count("run: rounds", rounds, least=0)
-        self._requested += rounds
+        self._requested += check_count("run: rounds", rounds, least=0)
         last = self._requested if self._recorder is not None else self.state.round + rounds
         name = self.algorithm.card.title
         with python_bars([name], progress, state="", total=last, completed=self.state.round) as bars:
@@ -270,46 +218,11 @@ class Simulation:
                 if self._recorder is not None:
                     self._recorder.run(self, last, show)
                 else:
-                    self._run_to(last, show)
-            except BaseException:  # interrupted, say: the next call trains `rounds` more than there are now
+                    super().run(rounds, show)
+            except BaseException:  # interrupted, say: count the rounds of the next call from those that are trained
                 self._requested = self.state.round
                 raise
         return self.history
-
-    def _run_to(self, last: int, on_round: Callable[[Row], None]) -> None:
-        while self.state.round < last:
-            row = self.run_round(evaluate=self.state.round + 1 == last)
-            on_round(row)
-            refuse_nonfinite(row)
-
-    def run_round(self, *, evaluate: bool = False) -> Row:
-        """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set."""
-        started = time.perf_counter()
-        plan = self.next_plan()
-        if isinstance(self.engine, Stacked):
-            self.engine.feed.upcoming = lambda: [ahead] if (ahead := self.plan_ahead()) else None
-        before = self.state
-        with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
-            self.state, report = self.engine.run_round(self.state, plan)
-        seconds = time.perf_counter() - started
-        (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
-        return self.record(before, plan, report, seconds, metrics)
-
-    def next_plan(self) -> Round:
-        """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
-        number = self.state.round + 1
-        planned, self._planned = self._planned, None
-        if planned is None or planned.number != number:
-            planned = self.plan.round(number)
-        self.objective.refuse_rate(planned.lr)
-        return planned
-
-    def plan_ahead(self) -> Round | None:
-        """Return the plan of the round after the current one; None if there cannot be such a round."""
-        if self._planned is None:
-            with contextlib.suppress(BadInput):  # raised again if that round is reached
-                self._planned = self.plan.round(self.state.round + 2)
-        return self._planned
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.
@@ -334,29 +247,15 @@ class Simulation:
         home = torch.device("cpu") if isinstance(self.engine, Stacked) else None
         loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds(), home=home)
         if loaded is None:
-            raise BadInput(f"no checkpoint of this simulation in '{folder}'")
+            is_run_folder = Path(folder, "config.json").exists()
+            hint = f": to resume a run folder, create the simulation with out='{folder}'" if is_run_folder else ""
+            raise BadInput(f"no checkpoint of this simulation in '{folder}'{hint}")
         ((self.state, rows),) = loaded
         self.history = History(rows, metric=self.metric)
         self._checkpoints = checkpoints
 
     def _identity(self) -> Identity:
         return of_run(self.algorithm, self.objective, self.plan, self.train_data)
-
-    def start(self) -> tuple[State, Any]:
-        """Return the state before round 1 and the initial state of a client."""
-        state = State.start(self.algorithm, self.objective, self.plan.clients.count)
-        return state, self.algorithm.client_init(self.objective.start, self.objective.layers)
-
-    def record(
-        self, before: State, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]
-    ) -> Row:
-        """Append the row of a finished round, with evaluation and diagnostics if they were due, and return it."""
-        row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)
-        if metrics and self.diagnostics.names:
-            with arithmetic(self.precision, self.deterministic):
-                self.diagnostics.add_to(row, before, self.state, plan, report)
-        self.history.append(row)
-        return row
 
     def __repr__(self) -> str:
         return f"Simulation({', '.join(f'{name}: {value}' for name, value in self._facts().items())})"
@@ -368,9 +267,11 @@ class Simulation:
     def _facts(self) -> dict[str, str]:
         """Return what a reader wants to know about the simulation, in words."""
         engine = self.engine.forward.name if isinstance(self.engine, Stacked) else "loop"
+        parameters = plural(self.objective.layers.size, "parameter")
+        parameters += " trained, the others frozen" if self.objective.frozen else ""
         facts = {
             "algorithm": self.algorithm.card.title,
-            "model": f"{type(self.objective.module).__name__}, {plural(self.objective.layers.size, 'parameter')}",
+            "model": f"{type(self.objective.module).__name__}, {parameters}",
             "data": f"{self.train_data.name}, {plural(len(self.train_data), 'sample')}",
             "clients": str(self.plan.clients.count),
             "lr": f"{self.protocol.lr:g}",
@@ -380,65 +281,3 @@ class Simulation:
         if len(self.history) and self.history.metric in self.history.columns:
             facts[f"best {self.history.metric}"] = f"{self.history.best():.4f}"
         return facts
-
-    @property
-    def model(self) -> nn.Module:
-        """A copy of the trained module in evaluation mode; later rounds do not change it."""
-        return copy.deepcopy(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
-
-    @property
-    def metric(self) -> str:
-        """The name of the metric that the run is judged by."""
-        return self.metrics[0].name
-
-    def evaluate(self) -> dict[str, float]:
-        """Return the loss and the metrics of the current model on the test data, and on clients' data if enabled."""
-        return self.finish_evaluation(self.start_evaluation())
-
-    def start_evaluation(self) -> Tensor | None:
-        """Start evaluating the current model on the test data, without waiting for a GPU."""
-        with arithmetic(self.precision, self.deterministic):
-            return self.evaluation.start(self.objective, self.state.server.x, self.state.buffers)
-
-    def finish_evaluation(self, measured: Tensor | None) -> dict[str, float]:
-        """Return the measured values by name, with those of clients if enabled."""
-        with arithmetic(self.precision, self.deterministic):
-            return self.evaluation.finish(measured, self.objective, self.state.server.x, self.state.buffers)
-
-    def _check_fit(self) -> bool:
-        """Refuse a model that does not fit the data now, not in round 1; return whether there is an accuracy."""
-        has_accuracy = check_fit(self.objective, self.train_data, "train", training_rows(self.plan))
-        if self.test_data is not None:
-            check_fit(self.objective, self.test_data, "test", evaluation_rows(self.test_data))
-        check_clients(self.algorithm, self.objective, self.train_data, self.plan)
-        return has_accuracy
-
-    def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
-        """Return the clients' samples to evaluate on."""
-        reserved, parts = reserved_samples(self.reserved, self.train_data, self.device), self.plan.clients.parts
-        if not client_metrics:
-            return reserved
-        if self.reserved.local_tests:
-            raise BadInput("client_metrics evaluates on the clients' training data, local_test does not: give one")
-        if not parts or (chosen is None and self.metric != "accuracy"):
-            raise BadInput(
-                "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "
-                "other than 'mse') and clients that keep their data"
-            )
-        return [ClientSamples("client_", "", self.train_data, parts, pooled=False), *reserved]
-
-
-def evaluate_together(simulations: Sequence[Simulation], *, always: bool = False) -> list[dict[str, float]]:
-    """Evaluate the simulations that are due, or all of them; start every one before waiting for a GPU."""
-    started = time.perf_counter()
-    due = [one for one in simulations if always or one.state.round % one.evaluate_every == 0]
-    measured = {one: one.start_evaluation() for one in due}
-    metrics = {one: one.finish_evaluation(values) for one, values in measured.items()}
-    seconds = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}
-    return [metrics[one] | seconds if one in metrics else {} for one in simulations]
-
-
-def _check_kind(name: str, value: Any, kind: Any, wanted: str) -> None:
-    if not isinstance(value, kind):
-        shown = f"the class {value.__name__}" if isinstance(value, type) else repr(value)
-        raise BadInput(f"{name} is {shown}: give {wanted}")

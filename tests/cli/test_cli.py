@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import call, sets
-from lamina import BadInput, Simulation, __version__, algorithms
+from lamina import BadInput, __version__, algorithms
 from lamina.experiment import build as building
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
+from lamina.training import Training
 
 
 def rounds_in(path):
@@ -193,7 +194,7 @@ def test_config_is_resolved_and_files_are_readable(here):
     assert set(config["algorithm"]) == {"name", "preset", *algorithms.options(algorithms.FedLamb)}
     assert config["train"]["lr"] == 0.02
     assert config["train"]["schedule"] == {"name": "cosine", "rounds": 3, "floor": 0.0}
-    assert config["model"] == {"name": "mlp", "hidden": 16, "dropout": 0.0, "depth": 1}
+    assert config["model"] == {"name": "mlp", "hidden": 16, "depth": 1, "dropout": 0.0}
     assert config["run"]["device"] in ("cpu", "cuda")
     assert config["run"]["engine"] == "stacked"
     environment = json.loads((here / "r" / "environment.json").read_text())
@@ -220,7 +221,7 @@ def heeds_ctrl_c():
 
 def signal_after(monkeypatch, rounds, times=1):
     """Send this process Ctrl-C while the round after so many is being recorded."""
-    record, seen = Simulation.record, []
+    record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
         seen.append(1)
@@ -229,7 +230,7 @@ def signal_after(monkeypatch, rounds, times=1):
                 os.kill(os.getpid(), signal.SIGINT)
         return record(self, *arguments, **options)
 
-    monkeypatch.setattr(Simulation, "record", counted)
+    monkeypatch.setattr(Training, "record", counted)
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")

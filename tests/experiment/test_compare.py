@@ -17,7 +17,7 @@ from rich.console import Console
 
 from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, table
 from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
-from lamina import BadInput, Simulation, progress
+from lamina import BadInput, progress
 from lamina.cli import base
 from lamina.experiment import compare as comparing
 from lamina.experiment import trials
@@ -25,6 +25,7 @@ from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock
+from lamina.training import Training
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_more_seeds_and_methods_are_added_to_what_is_there(here, whole, monkeypa
     assert call(*command("c", "compare.seeds=3", "compare.algorithms=['fedavg', 'scaffold', 'fedlada']")) == 0
     assert {name: (here / "c" / name / "metrics.jsonl").read_bytes() for name in RUNS} == before
     assert len(table("c")) == 3 * 3 * ROUNDS
-    monkeypatch.setattr(Simulation, "record", None)
+    monkeypatch.setattr(Training, "record", None)
     assert call(*command("c")) == 0  # complete: nothing is trained
     assert len(table("c")) == 2 * 2 * ROUNDS
 
@@ -225,7 +226,7 @@ def test_choosing_on_the_test_data_is_said(here, capsys):
 
 
 def test_ctrl_c_shows_the_finished_runs_and_says_how_to_resume(here, whole, capsys, monkeypatch):
-    record, seen = Simulation.record, []
+    record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
         seen.append(1)
@@ -234,7 +235,7 @@ def test_ctrl_c_shows_the_finished_runs_and_says_how_to_resume(here, whole, caps
         return record(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "record", counted)
+        patch.setattr(Training, "record", counted)
         assert call(*[word for word in command("c") if word != "--quiet"]) == 130
     said = capsys.readouterr()
     assert "fedavg" in said.out

@@ -12,13 +12,13 @@ import pytest
 
 from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command
 from helpers import call, populations, rows, skip_pictures
-from lamina import Simulation
 from lamina.experiment import compare as comparing
 from lamina.experiment import trials
 from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.experiment.settings import folder_name, neighbours, points
 from lamina.report.rates import responses
+from lamina.training import Training
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_tuning_runs_have_the_rates_of_the_final_ones(here, schedule):
 
 
 def test_short_tuning_runs_continue_and_are_never_mixed(here, monkeypatch, capsys):
-    record, seen = Simulation.record, []
+    record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
         seen.append(1)
@@ -130,14 +130,14 @@ def test_short_tuning_runs_continue_and_are_never_mixed(here, monkeypatch, capsy
         return record(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "record", counted)
+        patch.setattr(Training, "record", counted)
         assert call(*command("c", *SHORT)) == 130
     assert [len(rows(Path("c", name))) for name in RUNS[:2]] == [3, 3]
     assert call(*command("c", *SHORT)) == 0
     assert call(*command("whole", *SHORT)) == 0
     assert_same_comparison("whole", "c", RUNS[:4])
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "record", None)
+        patch.setattr(Training, "record", None)
         assert call(*command("c", *SHORT)) == 0  # complete: nothing is trained
     capsys.readouterr()
     assert call(*command("c", *SHORT, "compare.tuning_rounds=3")) == 2
@@ -191,7 +191,7 @@ def test_the_best_third_and_the_neighbours_of_the_best_continue(here, capsys):
 
 @pytest.mark.parametrize("stop_at", [2, 5], ids=["second-stage", "neighbour"])
 def test_stages_resume_after_a_stop_and_can_start_again(here, monkeypatch, stop_at):
-    record, seen = Simulation.record, []
+    record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
         seen.append(self.state.round)
@@ -200,7 +200,7 @@ def test_stages_resume_after_a_stop_and_can_start_again(here, monkeypatch, stop_
         return record(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "record", counted)
+        patch.setattr(Training, "record", counted)
         assert call(*command("c", *STAGES)) == 130
     lengths = [len(rows(path)) for path in Path("c/tuning/fedavg").iterdir()]
     assert (lengths.count(4), lengths.count(5)) == ((4, 0) if stop_at == 2 else (1, 4))
@@ -212,12 +212,12 @@ def test_stages_resume_after_a_stop_and_can_start_again(here, monkeypatch, stop_
     assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
     seen.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "record", lambda self, *rest: seen.append(1) or record(self, *rest))
+        patch.setattr(Training, "record", lambda self, *rest: seen.append(1) or record(self, *rest))
         assert call(*command("c", *STAGES), "--overwrite") == 0
     assert len(seen) == 9 * 2 + 5 * 3 + 2 * ROUNDS  # no round twice: nine of two rounds, five continue, two seeds
     assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "record", None)
+        patch.setattr(Training, "record", None)
         assert call(*command("c", *STAGES)) == 0  # complete: nothing is trained
 
 
@@ -255,7 +255,7 @@ STAGED = ("compare.algorithms=['fedavg']", "compare.seeds=1", "compare.tuning_ro
           f"compare.grid.fedavg.lr={RATES}")  # fmt: skip
 
 
-RECORD = Simulation.record
+RECORD = Training.record
 
 
 def respond(patch, response):
@@ -269,7 +269,7 @@ def respond(patch, response):
         changed = {"loss": math.inf} if math.isinf(value) else {"accuracy": value}
         return RECORD(self, before, plan, report, seconds, {**metrics, **changed})
 
-    patch.setattr(Simulation, "record", replaced)
+    patch.setattr(Training, "record", replaced)
     return seen
 
 

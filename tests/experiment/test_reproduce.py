@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import helpers
-from lamina import Simulation
 from lamina.data import idx, sources
 from lamina.data.files import PublishedFile
 from lamina.experiment import claims, reproduction
@@ -21,6 +20,7 @@ from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
 from lamina.experiment.toml import complete_text
 from lamina.experiment.tune import GRIDS
+from lamina.training import Training
 
 PAPERS = reproduction.papers()
 RESULTS = Path(__file__).parents[2] / "reproduction" / "results"
@@ -342,7 +342,7 @@ def test_list_and_wrong_names(here, capsys):
 
 def test_a_stop_in_the_last_round_of_a_variant_is_not_forgotten(here, capsys, monkeypatch):
     (here / "mine.toml").write_text(TOML)
-    record = Simulation.record
+    record = Training.record
 
     def asked(self, *arguments, **options):
         if self.state.round == 3 and self.algorithm.card.name == "fedlamb":  # the last of the file as it is given
@@ -350,7 +350,7 @@ def test_a_stop_in_the_last_round_of_a_variant_is_not_forgotten(here, capsys, mo
         return record(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Simulation, "record", asked)
+        patch.setattr(Training, "record", asked)
         assert call("mine.toml") == 130
     assert "stopped after a round" in capsys.readouterr().err
     folders = sorted(path.name for path in (here / "runs" / "mine").iterdir())

@@ -208,7 +208,7 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
     assert "Somebody 2020, Table 1: digits, after a \\* and a \\|. Protocol: none." in text
     assert "- It is only digits." in text
     assert "| 2020-01-01 | a desk | 7 | digits |" in text
-    assert "## Not run yet\n\n- `other` No data.\n" in text
+    assert "## Not run yet\n\n- `other`: No data.\n" in text
     assert "```{toctree}\n:hidden:\n\nother\n```" in text
     assert cells(text, "[`mine`](other.md#mine)", claim)[0].startswith(word)  # the index has the same verdict
 

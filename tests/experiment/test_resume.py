@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import lamina
 from helpers import HELD_UP, Killed, assert_same, call, finish, rows, start
 from lamina.experiment import build as building
 from lamina.experiment import folder as run_folder
@@ -25,6 +24,7 @@ from lamina.experiment.records import read_metrics
 from lamina.storage import checkpoint, files
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock
+from lamina.training import Training
 from small_run import command
 
 
@@ -105,7 +105,7 @@ def test_a_second_process_is_refused_and_told_who_the_first_is(half, capsys):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_after_the_round(half, monkeypatch, number):
-    run_round = lamina.Simulation.run_round
+    run_round = Training.run_round
 
     def interrupted(self, **options):
         if self.state.round == 1:  # in the second round
@@ -113,7 +113,7 @@ def test_a_signal_stops_after_the_round(half, monkeypatch, number):
         return run_round(self, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(lamina.Simulation, "run_round", interrupted)
+        patch.setattr(Training, "run_round", interrupted)
         assert call(*command("b", "run.checkpoint_every=1000", rounds=6)) == 130  # it is saved when it stops
     assert len(rows("b")) == Checkpoints(Path("b/checkpoints")).rounds()[-1] == 2
     assert "stopped after round 2" in Path("b/log.txt").read_text()

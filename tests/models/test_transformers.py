@@ -149,3 +149,26 @@ def test_the_example_learns_the_next_word():
     scores = run.model.eval()(test.x).logits.detach().double().numpy()[:, :-1]
     right = np.take_along_axis(scores, test.y[:, 1:, None].numpy(), 2)[..., 0]
     assert reached[-1] == pytest.approx(np.exp((np.log(np.exp(scores).sum(2)) - right).mean()), rel=1e-5)
+
+
+@pytest.mark.parametrize(("build", "loss"), [(bert, "cross_entropy"), (gpt2, "causal_lm")])
+@pytest.mark.parametrize("padded", [False, True])
+def test_attention_masks_stay_in_the_stacked_engine(build, loss, padded):
+    """transformers skips a mask without padding: a decision for all clients of a batch, if it looks at the mask."""
+    torch.manual_seed(0)
+    tokens = torch.randint(1, WORDS, (SAMPLES, LENGTH))
+    lengths = torch.full((SAMPLES, 1), LENGTH)
+    if padded:
+        lengths[: SAMPLES // 2] = 3  # the first clients have padding, the others none
+    mask = (torch.arange(LENGTH) < lengths).long()
+    data = {"input_ids": tokens, "attention_mask": mask}, tokens[:, 0] % 3 if build is bert else tokens
+    model, ends = build().double(), []
+    for engine in ("auto", "loop"):
+        run = lamina.Simulation(
+            model, data, "fedavg", clients=[range(i, i + 10) for i in range(0, SAMPLES, 10)], batch_size=5, lr=0.1,
+            loss=loss, engine=engine, device="cpu", seed=0,
+        )  # fmt: skip
+        run.run(2)
+        ends.append(run.state.server.x)
+        assert form(run) == ("stacked" if engine == "auto" else "loop")
+    torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-9)

@@ -4,7 +4,7 @@ Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", a
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", Algorithm 1, without the
 layer-wise step. "l.11" is a line of it. "A1" is an entry in the list of choices where the text is ambiguous:
 docs/reference/algorithms.md; those of Fed-AMS are A1 to A6, A16 and A17. contract.py explains functions without a
-docstring. Bias correction (A6) is explained at `primitives.next_share`.
+docstring. A moment's `share` is the weight of gradients in it; bias correction divides by it (`primitives.next_share`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Local(NamedTuple):
     v_share: Tensor | None
     v_hat: Tensor | None = None  # the local running maximum (A2), or the client's own v_hat_i (A17)
     v_hat_share: Tensor | None = None
-    in_round_one: Tensor | None = None  # 1 in round 1, else 0: decides which v to divide by
+    in_round_one: Tensor | None = None  # 1 in round 1, else 0: which v to divide by; `step` does not get the round
     ratio: Tensor | None = None  # layer-wise methods: the trust ratio of every layer in the last step
 
 
@@ -154,12 +154,12 @@ class LocalMomentum(Algorithm):
         """Return the client's momentum of this round, if it carries it to its next one."""
         return Client(local.m, local.m_share) if self.momentum == "carry" else Client(m=None)
 
-    def analysis(self, server: Any, previous: Any) -> Analysis:
-        return Analysis(server.x, second_moment=server.v_hat)
-
     def send_momentum(self, local: Any) -> tuple[Tensor | None, Tensor | None]:
         """Return the momentum to upload and its share, if the server averages them."""
         return (local.m, local.m_share) if self.momentum == "average" else (None, None)
+
+    def analysis(self, server: Any, previous: Any) -> Analysis:
+        return Analysis(server.x, second_moment=server.v_hat)
 
 
 @algorithm(
@@ -180,7 +180,7 @@ class FedAms(LocalMomentum):
         "carry", "m_0: the client's own of its last round, a fresh one, or the mean of all clients' (A5)"
     )
     second_moment: Literal["frozen", "running"] = hyper("frozen", "divide by v_hat, or by its running maximum (A2)")
-    first_round: Literal["frozen", "running"] = hyper("frozen", "in round 1 divide by v_hat, or by the running v")
+    first_round: Literal["frozen", "running"] = hyper("frozen", "in round 1 divide by v_hat, or by the local v")
     v_seed: Literal["server", "client"] = hyper("server", "v_0: the server's v_hat, or the client's own last v (A3)")
     lazy: Literal["restart", "accumulate"] = hyper("restart", "between syncs: v_0 = v_hat, or the client's v_K (A16)")
     sync: bool = hyper(True, "share v_hat; if false, every client keeps its own v_hat_i (A17)")

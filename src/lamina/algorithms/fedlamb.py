@@ -34,7 +34,7 @@ class Layerwise(Algorithm):
     """
 
     trust_ratio: bool = hyper(True, "normalise the step layer by layer")
-    phi_min: Number = hyper(1e-2, "floor of phi (A10)", low=0.0)
+    phi_min: Number = hyper(1e-2, "floor of phi, with zero_norm 'floor' (A10)", low=0.0)
     phi_max: Number = hyper(float("inf"), "ceiling of phi (A10)", low=0.0, open_low=True)
     zero_norm: Literal["floor", "lamb", "literal"] = hyper(
         "floor", "a layer of norm 0: floor phi at phi_min; or no floor, and ratio 1 or no step (A10)"
@@ -49,6 +49,7 @@ class Layerwise(Algorithm):
     def check(self) -> None:
         """Refuse options that contradict each other. Creating an algorithm calls the `check` of each of its classes."""
         limits = (self.phi_min, self.phi_max)
+        # an option is a tensor where several runs train as one; each run has checked its own number before
         if not any(isinstance(limit, Tensor) for limit in limits) and self.phi_min > self.phi_max:
             raise BadInput(f"phi_min = {self.phi_min:g} is above phi_max = {self.phi_max:g}")
         if self.decay_on != "all" and self.decay_form != "ratio":
@@ -60,12 +61,12 @@ class Layerwise(Algorithm):
         return self.layers
 
     def begin(self, down: Any, client: Any, info: ClientInfo) -> Any:
-        """Return the other method's local state, with room for the trust ratio of every layer."""
+        """Return the other method's local state, with room for the ratios: no step changes the shape of the state."""
         local = super().begin(down, client, info)
-        return local._replace(ratio=per_layer(down.x, info.layers, by=self.layers)) if self.trust_ratio else local
+        return local._replace(ratio=per_layer(down.x, info.layers, by=self.grouping)) if self.trust_ratio else local
 
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
-        """Return the update with every layer rescaled to length phi(||y||), and the trust ratio of every layer."""
+        """Return the direction u with every layer rescaled to length phi(||y||), and the trust ratio of every layer."""
         u = psi  # the decay forms "l2" and "decoupled" act elsewhere in the step, as in Fed-AMS
         if self.decay_form == "ratio" and is_on(self.decay):
             decays = 1.0 if self.decay_on == "all" else layers.matrix_mask(y)  # A12: 1 on weights, 0 on biases
@@ -73,16 +74,16 @@ class Layerwise(Algorithm):
         if not self.trust_ratio:
             return u, None
         ratio = self.ratios(y, u, layers)
-        return layers.spread(ratio, self.layers) * u, ratio  # eq. 3: every element by its layer's ratio
+        return layers.spread(ratio, self.grouping) * u, ratio  # eq. 3: every element by its layer's ratio
 
     def ratios(self, y: Tensor, u: Tensor, layers: Layers) -> Tensor:
         """Return phi(||y||) / ||u|| for every layer. A layer with ||u|| = 0 does not move.
 
-        phi is the identity, cut at `phi_max`. By the paper's text a tensor that starts at zero would never move
-        (``zero_norm="literal"``). LAMB's implementations use the ratio 1 for it (``"lamb"``). The default is a floor
-        of phi at `phi_min`, as in Assumption 4.4 (A10).
+        phi is the identity, cut at `phi_max` and, by default, at `phi_min`, as in Assumption 4.4 (A10). By the paper's
+        text a tensor that starts at zero would never move (``zero_norm="literal"``: no floor). LAMB's implementations
+        use the ratio 1 for it (``"lamb"``).
         """
-        y_norm, u_norm = layers.norms(y, self.layers), layers.norms(u, self.layers)
+        y_norm, u_norm = layers.norms(y, self.grouping), layers.norms(u, self.grouping)
         phi = torch.clamp(y_norm, max=self.phi_max)
         if self.zero_norm == "floor":
             phi = torch.clamp(phi, min=self.phi_min)

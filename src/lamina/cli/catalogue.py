@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 from lamina import models
 from lamina.algorithms import BUILT_IN, Algorithm, find, options
 from lamina.algorithms.contract import allowed
-from lamina.cli.listing import CATALOGUE
 from lamina.data import partitions, sources
 from lamina.data.own import FORMATS
 from lamina.experiment.config import load
@@ -67,4 +67,5 @@ def _partition_options(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    CATALOGUE.write_text(json.dumps(build(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file = Path(__file__).with_suffix(".json")
+    file.write_text(json.dumps(build(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

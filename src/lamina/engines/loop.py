@@ -3,20 +3,25 @@
 Every other engine is tested against this one. Read `run_round`, then `train_client`: they are the whole method. Models
 and gradients are flat vectors [p]. The words of this file:
 
-    algorithm   the seven functions of a method, and the records that they pass on (algorithms/contract.py)
+    algorithm   the seven functions of a method (algorithms/contract.py); the five that run in a round are `broadcast`,
+                `begin`, `step`, `finish` and `update`
+    down, up    what the server broadcasts and what a client uploads: records of tensors that the algorithm defines
+    client      the record that a client keeps from one of its rounds to the next
+    local       the state of local training; `local.y` is the local model
     objective   the module and the loss as a function of a flat vector; `objective.layers` knows where each layer lies
     buffers     the module's tensors that are not trained, such as BatchNorm statistics, by name
     protocol    the settings of training: learning rate, clipping, weighting, aggregation, ...
-    plan        one round of the random choices: `plan.cohort` are the ids of its active clients, and client
-                number c of the cohort takes `plan.steps[c]` local steps
-    state       what carries over from round to round: `state.server` with the model x, and the clients' own records
+    plan        the random choices of one round: `plan.cohort` are the ids of its active clients, and client number c of
+                the cohort takes `plan.steps[c]` local steps
+    state       what carries over from round to round: `state.server` with the model x, the buffers, and the clients'
+                records by client id
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -45,8 +50,8 @@ class Batch(NamedTuple):
 
     inputs: Inputs
     targets: Tensor
-    stream: Tensor  # of the masks of dropout layers [1]
-    seed: int  # for a module that draws random numbers itself
+    stream: Tensor  # the key of lamina's own dropout masks [1], the same in all engines
+    seed: int  # of torch's generators, for a module that draws random numbers itself
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,7 @@ class Loop:
         """Run one round: broadcast, local training of every active client, mean, server update."""
         algorithm, layers, x = self.algorithm, self.objective.layers, state.server.x
         needs = algorithm.needs(plan.number)  # what it asks for besides mini-batch gradients
-        weights = client_weights(plan, self.protocol.by_examples)  # of the cohort's clients in the mean; their sum is 1
+        weights = client_weights(plan, self.protocol.by_examples)  # of the cohort in the mean; their sum is 1
 
         # Mime: grad F_i(x) over all of a client's data, for `finish`, and its mean over the cohort, for `broadcast`
         full_gradients: list[Any] = [None] * len(plan.cohort)
@@ -82,15 +87,16 @@ class Loop:
             full_gradient = full_gradients[c] if needs.full_gradient else None
             info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)
             client = clients[client_id] if client_id in clients else algorithm.client_init(x, layers)
-            buffers = _copy(state.buffers)  # local training updates them
+            buffers = _copy(state.buffers)  # local training updates the copy
 
             local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
 
             if not _all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)  # raises Diverged
-            sums.keep(c, up, buffers)  # for a robust aggregation; the mean needs the sums below only
-            if self.protocol.by_examples:  # some fields of Up have a uniform mean all the same: see `state_changes`
+            sums.keep(c, up, buffers)  # for a robust aggregation, which weights by itself; the mean needs only sums
+            # fields in `algorithm.state_changes` add up over all clients (SCAFFOLD's c): each counts the same
+            if self.protocol.by_examples:
                 up = undo_weighting(algorithm, up, weights[c] * len(plan.cohort))
             sums.add(up, buffers, weights[c])
             # figures of the cohort, for `update` and the report of the round
@@ -121,7 +127,8 @@ class Loop:
         """
         algorithm, layers = self.algorithm, self.objective.layers
         needs = algorithm.needs(plan.number)
-        control = down.x if needs.control_variate else None  # the original Mime: steps with g(y) - g(x)
+        # the original Mime: `step` gets g(y) - g(x), and adds the mean gradient that the server has sent
+        control = down.x if needs.control_variate else None
         local = algorithm.begin(down, client, info)
         losses = []
         with rng.forked(self.objective.device):  # the module may draw random numbers; the caller must not notice
@@ -158,7 +165,7 @@ class Loop:
         return grad, loss
 
     def _batch(self, plan: Round, c: int, k: int) -> Batch:
-        """Gather, augment and normalise the batch of step k."""
+        """Gather, augment and normalise the batch of the c-th active client's step k."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
         x = map_batch(lambda values: values[index], data.x)
@@ -169,7 +176,7 @@ class Loop:
         return Batch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
 
     def full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
-        """Return the gradient over all of a client's data in evaluation mode (fixed BatchNorm statistics)."""
+        """Return the gradient over all data of the c-th active client, with fixed BatchNorm statistics."""
         data, total = self.data, torch.zeros_like(x)
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
         for part in torch.split(index, FIXED_CHUNK if self.objective.evaluates_by_batch else FULL_GRADIENT_CHUNK):
@@ -181,17 +188,17 @@ class Loop:
 
     def _first_nonfinite_module(self, y: Tensor, buffers: Buffers, plan: Round, c: int, k: int) -> str | None:
         """Return the first layer, in the order of the forward pass, whose output on a batch is not finite."""
-        found: list[str] = []
+        nonfinite: list[str] = []
 
-        def look(name: str) -> Callable[..., None]:
+        def check_output(name: str) -> Callable[..., None]:
             def hook(_module: Any, _inputs: Any, output: Any) -> None:
-                if isinstance(output, Tensor) and not bool(torch.isfinite(output).all()):
-                    found.append(name)
+                if isinstance(output, Tensor) and not _all_finite(output):
+                    nonfinite.append(name)
 
             return hook
 
         leaves = [(n, m) for n, m in self.objective.seeded.named_modules() if not list(m.children())]
-        handles = [m.register_forward_hook(look(n or type(m).__name__)) for n, m in leaves]
+        handles = [m.register_forward_hook(check_output(n or type(m).__name__)) for n, m in leaves]
         try:
             batch = self._batch(plan, c, k)
             with torch.no_grad():
@@ -199,9 +206,11 @@ class Loop:
         finally:
             for handle in handles:
                 handle.remove()
-        return found[0] if found else None
+        return nonfinite[0] if nonfinite else None
 
-    def explain(self, down: Any, client: Any, buffers: Buffers, info: ClientInfo, plan: Round, c: int, up: Any) -> None:
+    def explain(
+        self, down: Any, client: Any, buffers: Buffers, info: ClientInfo, plan: Round, c: int, up: Any
+    ) -> NoReturn:
         """Raise `Diverged` for a client whose result is not finite, after running it again and checking every step."""
         client_id, layers = int(plan.cohort[c]), self.objective.layers
 
@@ -218,8 +227,9 @@ class Loop:
 
         self.train_client(down, client, _copy(buffers), info, plan, c, watch)
         for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
-            if value is not None and not bool(torch.isfinite(value).all()):
+            if not _all_finite(value):
                 raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
+        raise diverged(layers, up.delta, plan.number, plan.lr, client_id, fallback="loss or client state")
 
 
 def _copy(buffers: Buffers) -> Buffers:

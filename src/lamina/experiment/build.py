@@ -14,16 +14,18 @@ from lamina.clients import DEFAULT_CLIENTS
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
+from lamina.devices import choose_device
+from lamina.diagnostics import check_names
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, nearest
 from lamina.experiment.config import Experiment, Named
-from lamina.inputs import create_model
+from lamina.inputs import as_algorithm, create_model
 from lamina.metrics import Metric, description, find_all
 from lamina.protocol import Protocol, Settings, describe
 from lamina.schedules import SCHEDULES, Schedule, make_schedule
-from lamina.simulation import Simulation
 from lamina.storage.identity import splits_digest
+from lamina.training import Training
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
 PROTOCOL_FIELDS = [each.name for each in dataclasses.fields(Protocol)]
@@ -39,32 +41,32 @@ def load_data(experiment: Experiment) -> Splits:
     return Splits(*splits.train.holdout(experiment.data.validation, experiment.train.seed))
 
 
-def build(experiment: Experiment, splits: Splits | None = None, *, like: Simulation | None = None) -> Simulation:
-    """Return the simulation of an experiment; `like`, which differs only in numbers, lends it its engine."""
-    run = experiment.run
+def build(experiment: Experiment, splits: Splits | None = None, *, like: Training | None = None) -> Training:
+    """Return the training run of an experiment; `like`, which differs only in numbers, lends it its engine."""
+    data, run = experiment.data, experiment.run
     check_device(run.device)
-    algorithm = build_algorithm(experiment)  # before the data are read: a wrong option costs no time
+    algorithm = as_algorithm(build_algorithm(experiment))  # before the data are read: a mistake in it costs no time
     partition, settings = build_partition(experiment), settings_of(experiment)
     splits = splits or load_data(experiment)
-    return Simulation(
+    return Training(
         build_model(experiment, splits.train),
         splits.train,
+        splits.test,
         algorithm,
-        test=splits.test,
-        metrics=metrics_of(experiment),
+        Protocol.of(algorithm, settings),
+        device=choose_device(run.device),
         clients=count_clients(experiment),
         partition=partition,
-        heldout_clients=experiment.data.heldout_clients,
-        local_test=experiment.data.local_test,
-        device=run.device,
+        heldout_clients=data.heldout_clients,
+        local_test=data.local_test,
+        metrics=find_all(metrics_of(experiment)),
+        client_metrics=run.client_metrics,
+        evaluate_every=run.evaluate_every,
         engine=like or run.engine,
         precision=run.precision,
         deterministic=run.deterministic,
-        evaluate_every=run.evaluate_every,
-        client_metrics=run.client_metrics,
         trust_ratios=run.trust_ratios,
-        diagnostics=run.diagnostics or (),
-        **settings,
+        diagnostics=check_names(run.diagnostics or ()),
     )
 
 
@@ -193,7 +195,7 @@ def _checked_options(
     return options
 
 
-def resolved(experiment: Experiment, simulation: Simulation) -> dict[str, Any]:
+def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     """Return the whole configuration, with every default and every "auto" replaced by the value used."""
     config = experiment.model_dump()
     partition = build_partition(experiment)

@@ -19,8 +19,8 @@ from lamina.inputs import create_model
 from lamina.metrics import Metric, description
 from lamina.models.registry import Factory
 from lamina.protocol import function_name
-from lamina.simulation import Simulation
 from lamina.storage.identity import content_digest, dataset_digest, structure_digest
+from lamina.training import Training
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Objects:
         """Return whether every part of the experiment is named."""
         return all(one is None for one in (self.data, self.model, self.partition, self.metrics)) and not self.settings
 
-    def describe(self, config: dict[str, Any], simulation: Simulation) -> None:
+    def describe(self, config: dict[str, Any], simulation: Training) -> None:
         """Add digests of the objects to a run's configuration."""
         if self.data is not None:
             config["data"]["content"] = self._data_digest(config["data"]["partition"].get("column"))
@@ -73,7 +73,7 @@ class Objects:
             digests.append(hashlib.sha256("\0".join(values).encode()).hexdigest())
         return _digest(digests)
 
-    def _model_digest(self, simulation: Simulation, options: Mapping[str, Any]) -> str:
+    def _model_digest(self, simulation: Training, options: Mapping[str, Any]) -> str:
         """Return a digest of the layers and the initial weights; of a function, of the weights for one fixed seed."""
         objective = simulation.objective
         facts = [structure_digest(objective)]

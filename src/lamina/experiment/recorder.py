@@ -16,7 +16,7 @@ from lamina.experiment.python import describe
 from lamina.experiment.records import read_metrics
 from lamina.experiment.run import open_folder, restore, resume, train
 from lamina.history import Row
-from lamina.simulation import Simulation
+from lamina.training import Training
 
 
 class Recorder:
@@ -32,7 +32,7 @@ class Recorder:
         self.folder, self._overwrite = folder, overwrite
         self._experiment = describe(**arguments)
 
-    def run(self, simulation: Simulation, last: int, on_round: Callable[[Row], None]) -> None:
+    def run(self, simulation: Training, last: int, on_round: Callable[[Row], None]) -> None:
         """Train up to a round, from where the folder says the run was; raise `Diverged` if it diverged, even before."""
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists() and not self._overwrite:

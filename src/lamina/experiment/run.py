@@ -25,10 +25,10 @@ from lamina.experiment.log_lines import LogLines
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row
 from lamina.population import Population
-from lamina.simulation import Simulation
 from lamina.storage.checkpoint import Checkpoints, load_newest
 from lamina.storage.identity import of_run
 from lamina.storage.locks import is_at, lost
+from lamina.training import Training
 
 CHECKPOINT_THREADS = 8
 
@@ -51,7 +51,7 @@ class RankFolder:
         """Return an empty history: the first process keeps it."""
         return History()
 
-    def checkpoint(self, simulation: Simulation) -> None:
+    def checkpoint(self, simulation: Training) -> None:
         """Save the state after this round."""
         if self._file is not None and not is_at(self._file, self._lock):
             raise lost(self._lock.parent)
@@ -127,7 +127,7 @@ def everywhere(here: bool) -> bool:
     return int(ranks.add(torch.tensor(int(not here), device=device))) == 0
 
 
-def restore(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankFolder]) -> None:
+def restore(simulations: Sequence[Training], folders: Sequence[RunFolder | RankFolder]) -> None:
     """Load the state of the newest round that all folders have, if there is one, into simulations."""
     rounds = set.intersection(*(set(folder.rounds()) for folder in folders))
     ranks = Ranks.current()
@@ -146,7 +146,7 @@ def restore(simulations: Sequence[Simulation], folders: Sequence[RunFolder | Ran
         simulation.state, _ = loaded
 
 
-def resume(simulations: Sequence[Simulation], folders: Sequence[RunFolder | RankFolder]) -> int:
+def resume(simulations: Sequence[Training], folders: Sequence[RunFolder | RankFolder]) -> int:
     """Restore simulations from the newest round that all their folders have, and return its number."""
     restore(simulations, folders)
     for simulation, folder in zip(simulations, folders, strict=True):
@@ -155,7 +155,7 @@ def resume(simulations: Sequence[Simulation], folders: Sequence[RunFolder | Rank
 
 
 def train(
-    simulations: Sequence[Simulation],
+    simulations: Sequence[Training],
     folders: Sequence[RunFolder | RankFolder],
     experiment: Experiment,
     *,
@@ -214,7 +214,7 @@ def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:
 
 
 def _run_round(
-    simulations: Sequence[Simulation],
+    simulations: Sequence[Training],
     population: Population | None,
     diverged: Mapping[int, Diverged],
     *,

@@ -26,8 +26,8 @@ from lamina.experiment.settings import Settings, written
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row, rank
 from lamina.population import mismatch
-from lamina.simulation import Simulation
 from lamina.storage.locks import Lock, lost
+from lamina.training import Training
 
 MAX_OPEN_RUNS = 64  # each holds a few files and its model
 
@@ -135,7 +135,7 @@ class _Open(NamedTuple):
     """A run with rounds left to train."""
 
     job: Job
-    simulation: Simulation
+    simulation: Training
     folder: RunFolder
 
 
@@ -176,7 +176,7 @@ class Trials:
         self._ended: dict[Path, None] = {}  # the folders of runs that have ended
         self._lock: Lock | None = None
 
-    def _load(self, experiment: Experiment) -> Simulation:
+    def _load(self, experiment: Experiment) -> Training:
         """Load the data and build one run, whose device all other runs use."""
         self._loaded = load_data(experiment)
         simulation = build(experiment, self._loaded)

@@ -1,9 +1,13 @@
 """The stacked engine: the clients of one round, or of the same round of several experiments, trained as one model.
 
-Rows are (experiment, client) pairs. Local state is [rows, p]; numbers that differ between experiments are [rows, 1].
-Three parts have a state of their own: the engine runs rounds chunk by chunk, `Memory` says how many rows fit and where
-clients' state is kept, and `Graphs` captures local steps on a GPU. The server's half of a round is the reference's own
-(`close_round`), experiment by experiment.
+Words: a *member* is one experiment (a `Simulation` has one, a `Population` many); a *row* is a pair of a member and one
+of its active clients; a *chunk* is as many rows as fit the memory. Local state is [rows, p]; numbers that differ
+between members are [rows, 1]. If torchrun has started several processes ("ranks"), each has the rows of its own clients
+only. The forward pass may want the elements of vectors in another order than the usual one (its *layout*).
+
+Four parts have a state of their own: the engine runs rounds chunk by chunk, `Memory` says how many rows fit and where
+clients' state is kept, `Graphs` captures local steps on a GPU, and `BatchFeed` sends the batches. The server's half of
+a round is the reference's own (`close_round`), member by member.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 from lamina.aggregation import Mean, combine_vectors
-from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, options
+from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import FIXED_CHUNK, Loop
 from lamina.engines.stacked.feed import BatchFeed
@@ -33,9 +37,14 @@ from lamina.engines.stacked.rows import (
     Outcome,
     RoundInProgress,
     Row,
+    Trained,
+    column,
     map_record,
     on_device,
     order_rows,
+    per_row,
+    row_algorithm,
+    row_buffers,
     row_of,
     row_sums,
     rows_of,
@@ -60,7 +69,6 @@ from lamina.engines.state import (
     Sums,
     client_weights,
     close_round,
-    diverged,
     step_server,
     undo_weighting,
 )
@@ -153,12 +161,19 @@ class Stacked:
     # --- one chunk ------------------------------------------------------------------------------------------------
 
     def _train_chunk(self, now: RoundInProgress, chunk: list[Row]) -> None:
-        """Train some rows and add their uploads to the sums."""
+        """Train some rows and add their uploads to the sums.
+
+        A chunk that does not fit the GPU's memory is run again, so nothing is added before all memory is there.
+        """
+        self._add(now, chunk, self._train(now, chunk))
+
+    def _train(self, now: RoundInProgress, chunk: list[Row]) -> Trained:
+        """Let every row's client train, from the broadcast to the upload; a GPU may still be working on it."""
         members, plans = [now.members[row.member] for row in chunk], now.plans(chunk)
-        first = members[0]
+        first, like = members[0], self.objective.start
         clients = first.state.ledger.clients * len(now.members)
         home = self.memory.choose_client_home(first.algorithm, first.state.server.x, self.objective, clients)
-        algorithm = self._row_algorithm([member.algorithm for member in members])
+        algorithm = row_algorithm([member.algorithm for member in members], like)
         downs = {e: self._in_layout(now.downs[e]) for e in {row.member for row in chunk}}
         down = stack_records([downs[row.member] for row in chunk])
         client = stack_records(self._client_records(now, chunk, home))
@@ -167,32 +182,41 @@ class Stacked:
         needs = algorithm.needs(plans[0].number)
         info = ClientInfo(
             plans[0].number,
-            self._per_row([plan.lr for plan in plans]),
+            per_row([plan.lr for plan in plans], like),
             self._problem.layers,
-            steps=self._per_row([float(plan.steps[row.c]) for plan, row in zip(plans, chunk, strict=True)]),
+            steps=per_row([float(plan.steps[row.c]) for plan, row in zip(plans, chunk, strict=True)], like),
             full_gradient=torch.stack([now.gradients[row] for row in chunk]) if needs.full_gradient else None,
         )
         # made before the GPU is busy: the host would wait for it otherwise
         shares = self._shares(now, chunk)
         relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
         limits = [None if member.algorithm.clips_direction else member.protocol.clip for member in members]
-        clip = self._row_clip(limits)
+        clip = (
+            None if all(limit is None for limit in limits) else per_row([limit or math.inf for limit in limits], like)
+        )
         batches, filled = self.feed.batches(now, chunk)
         local = algorithm.begin(down, client, info)
         work = LocalWork(
             algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
         )  # fmt: skip
         local, losses = self._take_steps(self._problem, work, lone_sample=bool((filled == 1).any()))
-        losses = losses / send((filled > 0).sum(1), self.objective.device)
-
         sent, client = algorithm.finish(local, down, client, info)
-        up = sent if relative is None else undo_weighting(algorithm, sent, relative)
-        client = on_device(self._in_usual_order(client), home)
-        ratios = algorithm.trust_ratios(local) if self.record_trust_ratios else None
-        checks = [losses, *row_sums(up), *(total.to(losses.device) for total in row_sums(client))]
-        # All that needs memory comes before the wait: a chunk that does not fit is run again, and must not count twice.
-        means = self._means(up, buffers, chunk, shares)  # if a row is not finite, they are computed again below
-        totals = {e: now.sums[e].plus(*mean) for e, mean in means.items()}
+        return Trained(
+            losses=losses / send((filled > 0).sum(1), self.objective.device),
+            sent=sent,
+            up=sent if relative is None else undo_weighting(algorithm, sent, relative),
+            client=on_device(self._in_usual_order(client), home),
+            buffers=buffers,
+            ratios=algorithm.trust_ratios(local) if self.record_trust_ratios else None,
+            shares=shares,
+        )
+
+    def _add(self, now: RoundInProgress, chunk: list[Row], trained: Trained) -> None:
+        """Add what some rows have trained to the sums of their members, and leave out rows that diverged."""
+        # Compute all sums, and the server's step after the last chunk, before we know that all is finite: the host then
+        # waits for the GPU only once.
+        up, client, buffers = trained.up, trained.client, trained.buffers
+        totals = self._totals(now, chunk, trained, trained.shares)
         steps = self._step_servers(now, totals) if now.is_last(chunk) else {}
         keeps_state = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
@@ -201,10 +225,12 @@ class Stacked:
         if not isinstance(self.protocol.aggregation, Mean):  # copies: the next chunk writes over these results
             uploads = [
                 (row, {n: b[r].clone() for n, b in buffers.items()})
-                for r, row in enumerate(rows_of(self._in_usual_order(sent)))
+                for r, row in enumerate(rows_of(self._in_usual_order(trained.sent)))
             ]
-        # A sum is finite only if all its terms are. The host waits for the GPU once, for all these numbers.
-        by_row = torch.stack([losses, squares(up.delta), torch.stack(checks).sum(0)])
+
+        # Wait. A sum is finite only if all its terms are.
+        checks = [trained.losses, *row_sums(up), *(total.to(up.delta.device) for total in row_sums(client))]
+        by_row = torch.stack([trained.losses, squares(up.delta), torch.stack(checks).sum(0)])
         numbers = torch.cat([by_row.double().flatten(), *(step.measured for step in steps.values())])
         if numbers.is_cuda:
             self.feed.look_ahead(now, chunk)
@@ -214,10 +240,10 @@ class Stacked:
         for r in map(int, np.flatnonzero(~is_finite)):
             if chunk[r].member not in now.failed:
                 now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
-        if not is_finite.all():
-            means = self._means(up, buffers, chunk, self._shares(now, chunk))
-            totals, steps = {e: now.sums[e].plus(*mean) for e, mean in means.items()}, {}
+        if not is_finite.all():  # again, without the members that diverged
+            totals, steps = self._totals(now, chunk, trained, self._shares(now, chunk)), {}
 
+        # Add; from here on nothing can fail.
         weight, owner = (np.array([getattr(row, name) for row in chunk]) for name in ("weight", "member"))
         for e in set(owner):
             mine = is_finite & (owner == e)
@@ -225,8 +251,8 @@ class Stacked:
             now.sums[e].square += float(np.dot(weight[mine], length[mine]))
         for r in map(int, np.flatnonzero(is_finite)):
             row = chunk[r]
-            if ratios is not None:
-                now.sums[row.member].add_trust(ratios[r], row.weight)
+            if trained.ratios is not None:
+                now.sums[row.member].add_trust(trained.ratios[r], row.weight)
             if uploads:
                 now.sums[row.member].keep(row.c, *uploads[r])
             if keeps_state:
@@ -270,30 +296,6 @@ class Stacked:
             records.append(new[row.member])
         return records
 
-    # --- numbers that may differ between rows ---------------------------------------------------------------------
-
-    def _row_algorithm(self, algorithms: list[Algorithm]) -> Algorithm:
-        """Return one algorithm for all rows: numbers that differ become [rows, 1] tensors."""
-        first, distinct = algorithms[0], {id(algorithm): algorithm for algorithm in algorithms}
-        changed = {}
-        for name in options(type(first)):
-            values = {key: getattr(algorithm, name) for key, algorithm in distinct.items()}
-            if any(value != getattr(first, name) for value in values.values()):
-                changed[name] = self._column([values[id(algorithm)] for algorithm in algorithms])
-        return dataclasses.replace(first, **changed) if changed else first  # type: ignore[type-var]
-
-    def _per_row(self, values: list[float]) -> Number:
-        return values[0] if all(value == values[0] for value in values) else self._column(values)
-
-    def _row_clip(self, limits: list[float | None]) -> Number | None:
-        """Return the largest norm of a gradient, for all rows or one per row; None if no row has one."""
-        if all(limit is None for limit in limits):
-            return None
-        return self._per_row([math.inf if limit is None else limit for limit in limits])
-
-    def _column(self, values: list[float]) -> Tensor:
-        return send(np.array(values), self.objective.device).to(self.objective.dtype).unsqueeze(1)
-
     def _relative_weights(self, now: RoundInProgress, chunk: list[Row]) -> Tensor | None:
         """Return every row's weight times the size of its cohort; None if no member weights clients by examples."""
         members = [now.members[row.member] for row in chunk]
@@ -303,7 +305,7 @@ class Stacked:
             row.weight * len(member.plan.cohort) if member.protocol.by_examples else 1.0
             for row, member in zip(chunk, members, strict=True)
         ]
-        return self._column(weights)
+        return column(weights, self.objective.start)
 
     # --- sums over rows -------------------------------------------------------------------------------------------
 
@@ -319,16 +321,16 @@ class Stacked:
                 shares[places[row.member], r] = row.weight
         return list(places), send(shares, self.objective.device).to(self.objective.dtype)
 
-    def _means(
-        self, up: Any, buffers: Buffers, chunk: list[Row], shares: tuple[list[int], Tensor]
-    ) -> dict[int, tuple[Any, Buffers, float]]:
-        """Return what every member's rows add to its sums: Up, buffers, and the weight that they still need."""
-        members, share = shares
+    def _totals(
+        self, now: RoundInProgress, chunk: list[Row], trained: Trained, shares: tuple[list[int], Tensor]
+    ) -> dict[int, tuple[Any, Buffers]]:
+        """Return every member's sum of uploads and of buffers with these rows added."""
+        (members, share), up, buffers = shares, trained.up, trained.buffers
         if not members:
             return {}
         if len(chunk) == 1:  # one large model: every pass over it counts
             upload = self._in_usual_order(row_of(up, 0))
-            return {members[0]: (upload, {n: b[0] for n, b in buffers.items()}, chunk[0].weight)}
+            return {members[0]: now.sums[members[0]].plus(upload, row_buffers(buffers, 0), chunk[0].weight)}
         all_count = {row.member for row in chunk} == set(members)
         counts = (share != 0).any(0)
 
@@ -342,7 +344,7 @@ class Stacked:
         with arithmetic("fp32"):  # whatever the model's arithmetic is, the mean is exact
             mean_up = self._in_usual_order(map_record(means, up))
             mean_buffers = {name: means(b) for name, b in buffers.items() if b.is_floating_point()}
-        return {e: (row_of(mean_up, i), {n: b[i] for n, b in mean_buffers.items()}, 1.0) for i, e in enumerate(members)}
+        return {e: now.sums[e].plus(row_of(mean_up, i), row_buffers(mean_buffers, i)) for i, e in enumerate(members)}
 
     def _empty_sums(self, member: Member) -> Sums:
         """Return zeros, and what every rank knows from the plan alone."""
@@ -437,4 +439,3 @@ class Stacked:
             loop.explain(now.downs[row.member], client, member.state.buffers, info, plan, row.c, up)
         except Diverged as error:
             return error
-        return diverged(layers, up.delta, plan.number, plan.lr, client_id)

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from lamina import rng
 from lamina.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.dropout import FromStreams, set_streams
+from lamina.engines.stacked.attention_masks import unread_masks
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
 from lamina.engines.stacked.fusion import fuse
@@ -145,7 +146,8 @@ class StackedForward:
         state = self.objective.under_all_names({**parameters, **self.frozen(), **shared})
         state |= {n: state[n].expand(clients, *state[n].shape) for n in self.frozen_per_client}
         set_streams(self.dropouts, self.objective.streams_or_zeros(streams, clients))
-        outputs = outputs_of(functional_call(self.module, state, args, kwargs, tie_weights=False))
+        with unread_masks():
+            outputs = outputs_of(functional_call(self.module, state, args, kwargs, tie_weights=False))
         outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
         losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
         return losses.reshape(clients, batch)

@@ -19,6 +19,7 @@ from lamina import objective as objective_module
 from lamina import rng
 from lamina.batch import Inputs, map_batch, tensors
 from lamina.dispatch import WatchingMode
+from lamina.engines.stacked.attention_masks import unread_masks
 from lamina.errors import LaminaError
 from lamina.objective import Objective
 
@@ -78,7 +79,8 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, ta
         for train in (True, False):
             buffers = {n: b.clone() for n, b in objective.buffers.items()}
             try:
-                outputs = objective.outputs_at(parameters, buffers, watched, train=train, module=module)
+                with unread_masks():
+                    outputs = objective.outputs_at(parameters, buffers, watched, train=train, module=module)
                 objective.loss(outputs, targets.as_subclass(_Watched))
             except _DependsOnBatch as found:
                 return str(found)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.contract import Algorithm, Number, options
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.state import RoundReport, ServerStep, State, Sums
 from lamina.errors import Diverged
+from lamina.objective import Buffers
 from lamina.plan import Round
 from lamina.protocol import Protocol
 
@@ -67,6 +69,18 @@ class RoundInProgress:
         return int(self.members[row.member].plan.cohort[row.c])
 
 
+class Trained(NamedTuple):
+    """What the rows of a chunk have trained; [rows, ...] each."""
+
+    losses: Tensor
+    sent: Any  # the uploads
+    up: Any  # the uploads as they enter the mean
+    client: Any  # what the clients keep
+    buffers: Buffers
+    ratios: Tensor | None  # trust ratios, if they are recorded
+    shares: tuple[list[int], Tensor]  # members, and every row's weight in each one's mean
+
+
 def stack_records(records: list[Any]) -> Any:
     """Return [p] records of the same kind as one record of [rows, p]."""
     kind, distinct = type(records[0]), list({id(record): record for record in records}.values())
@@ -116,6 +130,32 @@ def squares(rows: Tensor) -> Tensor:
         norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
         return norms**2
     return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
+
+
+def row_buffers(buffers: Buffers, r: int) -> Buffers:
+    """Return the buffers of one row."""
+    return {name: buffer[r] for name, buffer in buffers.items()}
+
+
+def row_algorithm(algorithms: list[Algorithm], like: Tensor) -> Algorithm:
+    """Return one algorithm for all rows: numbers that differ become columns [rows, 1]."""
+    first, distinct = algorithms[0], {id(algorithm): algorithm for algorithm in algorithms}
+    changed = {}
+    for name in options(type(first)):
+        values = {key: getattr(algorithm, name) for key, algorithm in distinct.items()}
+        if any(value != getattr(first, name) for value in values.values()):
+            changed[name] = column([values[id(algorithm)] for algorithm in algorithms], like)
+    return dataclasses.replace(first, **changed) if changed else first  # type: ignore[type-var]
+
+
+def per_row(values: list[float], like: Tensor) -> Number:
+    """Return a number for all rows, or a column if they differ."""
+    return values[0] if all(value == values[0] for value in values) else column(values, like)
+
+
+def column(values: list[float], like: Tensor) -> Tensor:
+    """Return numbers as a column [rows, 1] with the type and device of another tensor."""
+    return send(np.array(values), like.device).to(like.dtype).unsqueeze(1)
 
 
 def order_rows(plans: Sequence[Round]) -> list[tuple[int, int]]:

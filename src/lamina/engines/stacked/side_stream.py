@@ -28,11 +28,13 @@ class SideStream:
         self._stream = _stream_of(device)
         self._gradients: dict[int, Tensor] = {}  # by id of the weight
         self._pending: deque[tuple[Any, Sequence[Tensor]]] = deque()
+        self._has_work = False
 
     def add(self, weights: Sequence[int], work: Work, inputs: Sequence[Tensor]) -> None:
         """Start to compute the gradients of these weights from inputs that the main stream computes."""
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
+        self._has_work = True
         with torch.cuda.stream(self._stream):
             for weight, gradient in zip(weights, work(), strict=True):
                 total = self._gradients.get(weight)
@@ -44,7 +46,7 @@ class SideStream:
 
     def finish(self) -> None:
         """Let the main stream wait for all gradients."""
-        if self._gradients:  # a stream without work is not part of a capture
+        if self._has_work:  # a stream without work is not part of a capture
             torch.cuda.current_stream().wait_stream(self._stream)
         self._pending.clear()
 

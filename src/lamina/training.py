@@ -1,0 +1,249 @@
+"""`Training`: one algorithm that trains one model over simulated clients, round by round, in memory.
+
+`__init__` builds the parts of a run and checks that they fit each other. `run_round` is one round: plan, engine,
+evaluation, history. The maths of a round is in engines/loop.py. `lamina.Simulation` is a `Training` for users;
+experiment files create a plain one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lamina import rng
+from lamina.algorithms.contract import Algorithm
+from lamina.clients import deal, reserve
+from lamina.data.dataset import Dataset
+from lamina.devices import check_model_fits, usable_precision
+from lamina.diagnostics import Diagnostics
+from lamina.engines.choice import Engine, choose_engine
+from lamina.engines.stacked.engine import Stacked
+from lamina.engines.stacked.forward import Precision, arithmetic
+from lamina.engines.state import RoundReport, State
+from lamina.errors import BadInput
+from lamina.evaluation import (
+    ClientSamples,
+    Evaluation,
+    check_metrics,
+    refuse_nonfinite,
+    reserved_samples,
+    round_row,
+)
+from lamina.fit import check_clients, check_fit, evaluation_rows, training_rows, with_mask
+from lamina.history import History, Row
+from lamina.inputs import as_model
+from lamina.limits import check_count
+from lamina.metrics import ACCURACY, LOSS, Metric
+from lamina.models.registry import Factory
+from lamina.objective import Objective
+from lamina.plan import Plan, Round
+from lamina.protocol import Protocol
+
+log = logging.getLogger(__name__)
+
+
+class Training:
+    """One run in memory: its parts, its state after the last round, and its history.
+
+    `lamina.Simulation` explains the arguments. Data, algorithm, metrics and device are objects here, not names.
+
+    Args:
+        metrics: the primary one first; None: the accuracy, where there is one, else the loss.
+        engine: the name of an engine, or a similar run that lends its own.
+    """
+
+    out: Path | None = None  # the folder that the run writes by itself; only a `Simulation` may have one
+
+    def __init__(
+        self,
+        model: nn.Module | Factory | str,
+        train: Dataset,
+        test: Dataset | None,
+        algorithm: Algorithm,
+        protocol: Protocol,
+        *,
+        device: torch.device,
+        clients: int | Sequence[Any] | None,
+        partition: Any,
+        heldout_clients: float | Sequence[int] | None,
+        local_test: float | None,
+        metrics: Sequence[Metric] | None,
+        client_metrics: bool,
+        evaluate_every: int,
+        engine: str | Training,
+        precision: Precision,
+        deterministic: bool,
+        trust_ratios: bool,
+        diagnostics: tuple[str, ...],
+    ) -> None:
+        # what trains, by which settings, where
+        self.algorithm, self.protocol, self.device = algorithm, protocol, device
+        module = as_model(model, train, protocol.seed)
+        check_model_fits(module, device)
+        self.objective = Objective(module.to(device), protocol.loss)
+        self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
+        if self.objective.frozen:
+            log.info("the model %s", self.objective.frozen_note())
+
+        # the data, and which client trains on which of them in a round
+        self.train_data = with_mask(train, module).to(device)
+        self.test_data = None if test is None else with_mask(test.with_labels_of(train), module).to(device)
+        if protocol.loss == "cross_entropy" and self.train_data.classes is None and self.train_data.y.dim() == 1:
+            raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
+        if protocol.augmentation is not None and self.train_data.y.dim() > 2:
+            raise BadInput("augmentation moves the pixels of x, but not those of y: switch it off for target maps")
+        dealt = deal(self.train_data, clients, partition, protocol.seed)
+        self.reserved = reserve(dealt, heldout_clients, local_test, protocol.seed)
+        self.plan = Plan(self.reserved.training, protocol)  # makes a `Round`, called the plan of the round, for each
+
+        # the evaluation and the engine; a similar run lends the engine it has chosen, compiled and measured
+        self.precision, self.deterministic = usable_precision(precision, device), deterministic
+        if deterministic:  # cuBLAS reads it when it starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        lender = engine if isinstance(engine, Training) else None
+        self.engine_name: str = engine.engine_name if isinstance(engine, Training) else engine
+        with rng.forked(device, seed=0):  # the module runs, and may draw random numbers itself
+            has_accuracy = self._check_fit()
+            self.metrics = (ACCURACY if has_accuracy else LOSS,) if metrics is None else tuple(metrics)
+            self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(client_metrics, metrics))
+            if metrics is not None:
+                tested = self.train_data if self.test_data is None else self.test_data
+                check_metrics(self.objective, metrics, tested, "train" if self.test_data is None else "test")
+            if lender is None or not lender.plan.same_rounds(self.plan):
+                self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
+            self.engine: Engine = choose_engine(
+                self.engine_name,
+                self.precision,
+                lender.engine if lender is not None and lender.precision == self.precision else None,
+                algorithm=algorithm,
+                objective=self.objective,
+                data=self.train_data,
+                protocol=protocol,
+                record_trust_ratios=trust_ratios,
+            )
+
+        self.evaluate_every = evaluate_every
+        self.diagnostics = Diagnostics(diagnostics, algorithm, self.objective, self.train_data, self.plan)
+        self.state, _ = self.start()
+        self.history = History(metric=self.metric)
+        self._planned: Round | None = None  # the next round's plan, if it was computed ahead
+
+    def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
+        """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics."""
+        last = self.state.round + check_count("run: rounds", rounds, least=0)
+        while self.state.round < last:
+            row = self.run_round(evaluate=self.state.round + 1 == last)
+            if on_round is not None:
+                on_round(row)
+            refuse_nonfinite(row)
+        return self.history
+
+    def run_round(self, *, evaluate: bool = False) -> Row:
+        """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set."""
+        started = time.perf_counter()
+        plan = self.next_plan()
+        if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
+            self.engine.feed.upcoming = lambda: [ahead] if (ahead := self.plan_ahead()) else None
+        before = self.state
+        with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
+            self.state, report = self.engine.run_round(self.state, plan)
+        seconds = time.perf_counter() - started
+        (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
+        return self.record(before, plan, report, seconds, metrics)
+
+    def next_plan(self) -> Round:
+        """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
+        number = self.state.round + 1
+        planned, self._planned = self._planned, None
+        if planned is None or planned.number != number:
+            planned = self.plan.round(number)
+        self.objective.refuse_rate(planned.lr)
+        return planned
+
+    def plan_ahead(self) -> Round | None:
+        """Return the plan of the round after the one that is running; None if there cannot be such a round."""
+        if self._planned is None:
+            with contextlib.suppress(BadInput):  # raised again if that round is reached
+                self._planned = self.plan.round(self.state.round + 2)
+        return self._planned
+
+    def record(
+        self, before: State, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]
+    ) -> Row:
+        """Append the row of a finished round, with evaluation and diagnostics if they were due, and return it."""
+        row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)
+        if metrics and self.diagnostics.names:
+            with arithmetic(self.precision, self.deterministic):
+                self.diagnostics.add_to(row, before, self.state, plan, report)
+        self.history.append(row)
+        return row
+
+    def start(self) -> tuple[State, Any]:
+        """Return the state before round 1 and the initial state of a client."""
+        state = State.start(self.algorithm, self.objective, self.plan.clients.count)
+        return state, self.algorithm.client_init(self.objective.start, self.objective.layers)
+
+    @property
+    def model(self) -> nn.Module:
+        """A copy of the trained module in evaluation mode; later rounds do not change it."""
+        return copy.deepcopy(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric that the run is judged by."""
+        return self.metrics[0].name
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the loss and the metrics of the current model on the test data, and on clients' data if enabled."""
+        return self.finish_evaluation(self.start_evaluation())
+
+    def start_evaluation(self) -> Tensor | None:
+        """Start evaluating the current model on the test data, without waiting for a GPU."""
+        with arithmetic(self.precision, self.deterministic):
+            return self.evaluation.start(self.objective, self.state.server.x, self.state.buffers)
+
+    def finish_evaluation(self, measured: Tensor | None) -> dict[str, float]:
+        """Return the measured values by name, with those of clients if enabled."""
+        with arithmetic(self.precision, self.deterministic):
+            return self.evaluation.finish(measured, self.objective, self.state.server.x, self.state.buffers)
+
+    def _check_fit(self) -> bool:
+        """Refuse a model that does not fit the data now, not in round 1; return whether there is an accuracy."""
+        has_accuracy = check_fit(self.objective, self.train_data, "train", training_rows(self.plan))
+        if self.test_data is not None:
+            check_fit(self.objective, self.test_data, "test", evaluation_rows(self.test_data))
+        check_clients(self.algorithm, self.objective, self.train_data, self.plan)
+        return has_accuracy
+
+    def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
+        """Return the clients' samples to evaluate on."""
+        reserved, parts = reserved_samples(self.reserved, self.train_data, self.device), self.plan.clients.parts
+        if not client_metrics:
+            return reserved
+        if self.reserved.local_tests:
+            raise BadInput("client_metrics evaluates on the clients' training data, local_test does not: give one")
+        if not parts or (chosen is None and self.metric != "accuracy"):
+            raise BadInput(
+                "client_metrics needs an accuracy (class labels, one output per class or one logit for two, a loss "
+                "other than 'mse') and clients that keep their data"
+            )
+        return [ClientSamples("client_", "", self.train_data, parts, pooled=False), *reserved]
+
+
+def evaluate_together(simulations: Sequence[Training], *, always: bool = False) -> list[dict[str, float]]:
+    """Evaluate the simulations that are due, or all of them; start every one before waiting for a GPU."""
+    started = time.perf_counter()
+    due = [one for one in simulations if always or one.state.round % one.evaluate_every == 0]
+    measured = {one: one.start_evaluation() for one in due}
+    metrics = {one: one.finish_evaluation(values) for one, values in measured.items()}
+    seconds = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}
+    return [metrics[one] | seconds if one in metrics else {} for one in simulations]
