@@ -52,15 +52,15 @@ class Server:
         self.attack, self.by_examples, self.limits = attack, by_examples, limits
         self.aggregation = make_aggregation(aggregation)
         self.refused: dict[int, list[str]] = {}
-        self.growth: dict[str, float] = {}
-        self.grown: dict[int, outliers.Growth] = {}
+        self.largest_growth: dict[str, float] = {}
+        self.growth_by_client: dict[int, outliers.Growth] = {}
         self.totals: dict[str, dict[int, Tensor]] = {}
         self.start = torch.empty(0)
 
     def close(
-        self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any, taken: None
+        self, algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any, taken: Any = None
     ) -> Any:
-        """Stand in for the engine's `close_round`."""
+        """Stand in for the engine's `close_round`; `taken` is None, because the engine waits for a median's uploads."""
 
         def info(steps: int) -> ClientInfo:
             return ClientInfo(plan.number, plan.lr, layers, steps=float(steps))
@@ -77,11 +77,11 @@ class Server:
             lambda steps: algorithm.inherited_moments(down, info(steps)),
             self.by_examples,
             lambda steps: algorithm.inherited_step(down, info(steps)),
-            self.growth,
+            self.largest_growth,
             tuple(algorithm.implied_fields(first, down, info(1))),
             drift=state.server.x - self.start,
             totals={name: self.totals.get(name, {}) for name in algorithm.state_changes},
-            grown=self.grown,
+            growth_by_client=self.growth_by_client,
         )
         if self.attack is not None and HOSTILE in updates:
             others = [update for client, update in updates.items() if client != HOSTILE]
@@ -98,9 +98,9 @@ class Server:
         for name in algorithm.state_changes:
             before = self.totals.setdefault(name, {})
             before |= {c: getattr(update.up, name) + before.get(c, 0.0) for c, update in updates.items()}
-        self.grown |= outliers.add_growth(updates, broadcast)
+        self.growth_by_client |= outliers.add_growth(updates, broadcast)
         for name, value in outliers.median_growth(updates, broadcast).items():
-            self.growth[name] = max(value, self.growth.get(name, 0.0))
+            self.largest_growth[name] = max(value, self.largest_growth.get(name, 0.0))
         shares = [update.examples if self.by_examples else 1 for update in updates.values()]
         weights = [share / sum(shares) for share in shares]
         kept = Sums(loss=sums.loss, square=sums.square, weights=weights, aggregation=self.aggregation)
@@ -223,7 +223,7 @@ def poisoned(kind: str) -> Attack:
     ) -> Update:
         fields, generator = {}, torch.Generator().manual_seed(number)
         usual = outliers.add_growth({HOSTILE: update} | dict(enumerate(others, start=1)), broadcast)[HOSTILE].others
-        before = broadcast.grown[HOSTILE].own if HOSTILE in broadcast.grown else 0.0
+        before = broadcast.growth_by_client[HOSTILE].own if HOSTILE in broadcast.growth_by_client else 0.0
         left = outliers.GROWTH_SO_FAR * limits.times_median * max(1.0, usual) - before
         times_usual = NEAR * max(0.0, min(outliers.SUM_OF_MOMENTS * limits.times_median, left))
         for name in moments(update, broadcast):
@@ -237,7 +237,7 @@ def poisoned(kind: str) -> Attack:
                 strict=True,
             ):
                 size = added.shape[1]
-                usual = max(float(added.sum(1).median()), broadcast.growth.get(f"{name} of {layer}", 0.0))
+                usual = max(float(added.sum(1).median()), broadcast.largest_growth.get(f"{name} of {layer}", 0.0))
                 share = torch.zeros(size, dtype=torch.float64)
                 if kind == "spread":
                     share[:] = 1

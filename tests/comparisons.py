@@ -3,7 +3,7 @@
 import csv
 from pathlib import Path
 
-from helpers import assert_same, sets
+from helpers import assert_same, words
 
 TOML = """
 [data]
@@ -39,7 +39,7 @@ RUNS = (
 
 
 def command(out, *more):
-    return ["compare", str(Path("small.toml").resolve()), "--out", str(Path(out).resolve()), "--quiet", *sets(*more)]
+    return words("compare", out, *more)
 
 
 def assert_same_comparison(a, b, runs=RUNS):

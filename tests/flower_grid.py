@@ -27,7 +27,7 @@ def signing_keys():
 
 
 def signed(message):
-    """Sign a message anew, as the server signs its own."""
+    """Sign a message again, as the server signs its own."""
     Signer(Path(signing_keys()[0])).sign(message)
     return message
 

@@ -169,17 +169,49 @@ def as_sent(messages, kind="train"):
     return sent
 
 
-def altered(message, reply, times=1.0, only=("delta", "gradient"), **figures):
-    """A reply with fields times a number, and other figures."""
-    content = reply.content
-    for name in [name for name in only if name in content.get("up", {})]:
-        value = torch.frombuffer(bytearray(content["up"][name].data), dtype=torch.float32)
-        content = change(content, "up", **{name: wire.encode(value * times)})
-    return Message(change(content, "figures", **figures) if figures else content, reply_to=message)
+def altered(times=1.0, **figures):
+    """A function that returns a reply with vectors times a number, and other figures."""
+
+    def spoil(content):
+        for name in {"delta", "gradient"} & content.get("up", {}).keys():
+            value = torch.frombuffer(bytearray(content["up"][name].data), dtype=torch.float32)
+            content = change(content, "up", **{name: wire.encode(value * times)})
+        return change(content, "figures", **figures) if figures else content
+
+    return spoil
+
+
+def spoiled(spoil, rounds=None, kind="train"):
+    """An `on_reply` that changes the content of client 1's replies to messages of one type, in some rounds or all."""
+
+    def on_reply(grid, node, message, reply):
+        is_meant = message.metadata.message_type == kind and client_of(node) == 1
+        if is_meant and (rounds is None or int(message.metadata.group_id) in rounds):
+            return Message(spoil(reply.content), reply_to=message)
+        return reply
+
+    return on_reply
+
+
+def with_delta(make):
+    """A function that returns a reply with another delta."""
+
+    def spoil(content):
+        delta = torch.frombuffer(bytearray(content["up"]["delta"].data), dtype=torch.float32)
+        return change(content, "up", delta=make(delta))
+
+    return spoil
+
+
+def put(delta, value):
+    """A delta with another value in one place, encoded."""
+    delta = delta.clone()
+    delta[3] = value
+    return wire.encode(delta)
 
 
 def change(content, record, **entries):
-    """A reply with other entries in one record; None takes an entry out."""
+    """A reply with other entries in one record; None removes an entry."""
     made = RecordDict(dict(content.items()))
     old = dict(content[record].items()) if record in content else {}
     kept = {name: value for name, value in {**old, **entries}.items() if value is not None}

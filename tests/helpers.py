@@ -38,6 +38,18 @@ def sets(*settings):
     return [word for setting in settings for word in ("--set", setting)]
 
 
+def words(command, out, *settings, file="small.toml"):
+    """The words of a quiet command, which may be started in another folder."""
+    return [command, str(Path(file).resolve()), "--out", str(Path(out).resolve()), "--quiet", *sets(*settings)]
+
+
+def said_in_one_line(capsys):
+    """What a command said on stderr, which must be one line."""
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    return said
+
+
 def child(arguments, environment=(), largest_file=None, errors=None):
     """A command in a process of its own."""
     os.environ.update(environment)

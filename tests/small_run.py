@@ -1,8 +1,6 @@
 """A small run that several test files start."""
 
-from pathlib import Path
-
-from helpers import sets
+from helpers import words
 
 TOML = """
 [data]
@@ -23,5 +21,4 @@ lr = 0.02
 
 def command(out, *more, rounds=40, algorithm="scaffold", engine="stacked"):
     settings = (f"train.rounds={rounds}", f"algorithm.name={algorithm}", f"run.engine={engine}", *more)
-    return ["run", str(Path("small.toml").resolve()), "--out", str(Path(out).resolve()), "--quiet",
-            *sets(*settings)]  # fmt: skip
+    return words("run", out, *settings)

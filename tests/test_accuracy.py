@@ -10,7 +10,6 @@ from torch import nn
 import lamina
 from flower_grid import LoopGrid
 from helpers import call
-from lamina.evaluation import evaluate
 from lamina.flower import Federation
 from lamina.report import figures
 
@@ -85,7 +84,7 @@ def test_outputs_that_do_not_fit_the_labels_have_no_accuracy(model, targets):
 
     run = simulate(model, targets, loss=loss)
     assert "accuracy" not in run.run(1)[0]
-    assert "accuracy" not in evaluate(run.objective, run.state.server.x, run.state.buffers, run.test_data)
+    assert "accuracy" not in run.evaluate()
 
 
 def test_classes_have_the_accuracy_of_the_largest_output():

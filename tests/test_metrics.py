@@ -7,7 +7,7 @@ from torch import nn
 
 import lamina
 from lamina.data.dataset import as_dataset
-from lamina.evaluation import evaluate
+from lamina.evaluation import measure, named
 from lamina.history import History
 from lamina.metrics import Batch, find, find_all, smaller_is_better
 from lamina.objective import Objective
@@ -33,7 +33,8 @@ def measured(outputs, targets, *metrics, loss="cross_entropy"):
     shape = np.shape(outputs)[1:]
     objective = Objective(Same(*shape), loss)
     data = as_dataset((np.asarray(outputs).reshape(len(outputs), -1), targets))
-    return evaluate(objective, objective.start, objective.buffers, data, find_all(list(metrics)))
+    chosen = find_all(list(metrics))
+    return named(measure(objective, objective.start, objective.buffers, data, chosen), chosen)
 
 
 def counts(predicted, actual, classes):

@@ -210,7 +210,7 @@ PAIRS = {
 def test_models_are_compared_by_what_they_hold(kind):
     one, two, where = PAIRS[kind]
     if kind != "weights outside":
-        assert not module_difference(one(), one())  # made anew from the same code
+        assert not module_difference(one(), one())  # built again from the same code
     assert module_difference(one(), two())
     with pytest.raises(lamina.BadInput, match=f"their models differ in {where}"):
         lamina.Population([simulation(one()), simulation(two())])

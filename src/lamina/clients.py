@@ -73,7 +73,7 @@ class Clients:
 
 
 def _checked_parts(parts: Sequence[Any], samples: int) -> Parts:
-    """Return the parts after checking that they are not empty and share no sample, unless they may."""
+    """Return the parts after checking that they are not empty and share no sample, unless samples may repeat."""
     if not isinstance(parts, Parts):
         parts = Parts.of([_as_indices(client, part, samples) for client, part in enumerate(parts)])
     if not len(parts):

@@ -2,7 +2,7 @@
 
 They follow from the server's states before and after a round, the broadcast and the data. Nothing is kept between
 rounds and nothing is changed, so a run with diagnostics has the same trajectory, and a resumed run the same values.
-`Algorithm.analysis` says what z, g_a and the second moment of a method are.
+`Algorithm.analysis` returns z, g_a and the second moment of a method.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ class Diagnostics:
 
     def measure(self, before: State, after: State, plan: Round, report: RoundReport) -> dict[str, float]:
         """Return the columns of a finished round. A quantity that the method does not have is left out."""
-        now = self.algorithm.analysis(after.server, before.server)
+        theory = self.algorithm.analysis(after.server, before.server)
         row: dict[str, Tensor] = {}
         if "gradient" in self.names:
-            row |= self._gradient(now, after.buffers)
+            row |= self._gradient(theory, after.buffers)
         if "pseudo_gradient" in self.names:
             pseudo = report.displacement.double() / -(plan.lr * report.mean_steps)
             gradient = self.full_gradient(before.server.x, before.buffers)
@@ -71,15 +71,16 @@ class Diagnostics:
             row["pseudo_gradient_cosine"] = cosine(pseudo, gradient)
         if "drift" in self.names:
             row["drift"] = self._drift(before, plan, report.down)
-            if now.point is not after.server.x:
-                row["extrapolation"] = square(now.point - after.server.x)
-        then = self.algorithm.analysis(before.server, before.server)  # its point, which needs an older state, is unused
-        if "amendment" in self.names and now.amendment is not None and then.amendment is not None:
-            row["amendment_cosine"] = cosine(now.amendment.double(), then.amendment.double())
-        if "second_moment" in self.names and now.second_moment is not None and then.second_moment is not None:
-            v = now.second_moment.double()
+            if theory.point is not after.server.x:
+                row["extrapolation"] = square(theory.point - after.server.x)
+        # The point, which needs an older state, is not used.
+        earlier = self.algorithm.analysis(before.server, before.server)
+        if "amendment" in self.names and theory.amendment is not None and earlier.amendment is not None:
+            row["amendment_cosine"] = cosine(theory.amendment.double(), earlier.amendment.double())
+        if "second_moment" in self.names and theory.second_moment is not None and earlier.second_moment is not None:
+            v = theory.second_moment.double()
             row["second_moment_mean"], row["second_moment_variance"] = v.mean(), v.var(correction=0)
-            row["second_moment_growth"] = (v - then.second_moment).sum()
+            row["second_moment_growth"] = (v - earlier.second_moment).sum()
         numbers = torch.stack([*row.values()]).tolist() if row else []
         return {name: value for name, value in zip(row, numbers, strict=True) if not math.isnan(value)}
 
@@ -109,12 +110,12 @@ class Diagnostics:
             total += gradient
         return total
 
-    def _gradient(self, now: Analysis, buffers: Buffers) -> dict[str, Tensor]:
+    def _gradient(self, theory: Analysis, buffers: Buffers) -> dict[str, Tensor]:
         """Return ||grad F(z)||^2, and ||grad F(z) / v^(1/4)||^2 if there is a second moment."""
-        gradient = self.full_gradient(now.point, buffers)
+        gradient = self.full_gradient(theory.point, buffers)
         row = {"gradient_squared_norm": square(gradient)}
-        if now.second_moment is not None:
-            v = now.second_moment.double()
+        if theory.second_moment is not None:
+            v = theory.second_moment.double()
             row["scaled_gradient_squared_norm"] = torch.where(v > 0, gradient**2 / v.sqrt(), 0.0).sum()
         return row
 

@@ -41,13 +41,6 @@ EVALUATION_NUMBERS_GPU = 8 << 20
 MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
 
-def evaluate(
-    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
-) -> dict[str, float]:
-    """Return the mean loss of a model on data and the metrics; by default the accuracy, where there is one."""
-    return named(measure(objective, x, buffers, data, metrics), metrics)
-
-
 def measure(
     objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
 ) -> Tensor:
@@ -59,21 +52,21 @@ def measure(
 def sample_means(
     objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
 ) -> dict[str, float]:
-    """Return the mean over samples of what the loss and every metric keep; the perplexity keeps the loss.
+    """Return the mean over samples of the values that the loss and every metric keep; the perplexity keeps the loss.
 
-    Weighted by their samples, such means of several parts of the data can be averaged (`metric_of_mean`).
+    The means of several parts of the data, weighted by their samples, give those of all data (`metric_of_mean`).
     """
     kept = predict(objective, x, buffers, data, metrics)
     return {mean_name(metric): float(mean(values[0])) for metric, values in kept.items()}
 
 
 def mean_name(metric: Metric) -> str:
-    """Return the name under which `sample_means` has the mean of a metric."""
+    """Return the key of a metric's mean in the result of `sample_means`."""
     return LOSS.name if metric.keep is LOSS.keep else metric.name
 
 
 def metric_of_mean(metric: Metric, value: float) -> float:
-    """Return a metric of the samples with this mean; only for those that `is_function_of_mean`."""
+    """Return a metric from its mean over samples; `is_function_of_mean` says for which metrics that works."""
     return float(value_of(metric, (torch.tensor([value], dtype=torch.float64),)))
 
 

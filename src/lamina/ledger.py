@@ -54,7 +54,7 @@ class WireCost(NamedTuple):
     client_state: float
 
 
-def wire_cost(algorithm: Algorithm, rounds: int | None = None) -> WireCost:
+def wire_cost(algorithm: Algorithm) -> WireCost:
     """Return the mean cost per round for a client that takes part in every round, measured on a toy model.
 
     Numbers per layer or per client are negligible in a real model and are not counted.
@@ -63,7 +63,7 @@ def wire_cost(algorithm: Algorithm, rounds: int | None = None) -> WireCost:
     >>> wire_cost(FedLada())
     WireCost(down=3.0, up=2.0, client_state=0.0)
     """
-    rounds = rounds or 12 * algorithm.cycle
+    rounds = 12 * algorithm.cycle
     x = torch.ones(4)
     layers = Layers({"w": (2, 2)})
     unit = x.numel() * x.element_size()

@@ -28,7 +28,9 @@ DIAGNOSTICS = {
     "amendment": ("amendment_cosine",),
     "second_moment": ("second_moment_mean", "second_moment_variance", "second_moment_growth"),
 }
-FALLING = ("consistency", "gradient_squared_norm", "scaled_gradient_squared_norm", "pseudo_gradient_gap", "drift")
+SMALLER_IS_BETTER = (
+    "consistency", "gradient_squared_norm", "scaled_gradient_squared_norm", "pseudo_gradient_gap", "drift"
+)  # fmt: skip
 # columns that a metric's name must not hide
 OTHER_COLUMNS = {
     "round", "lr", "clients", "steps", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "seconds",
@@ -427,7 +429,7 @@ def smaller_is_better(column: str) -> bool:
     metric = of_column(column)
     if metric is not None and (metric.name == column or not column.endswith("_std")):
         return not metric.larger_is_better
-    return column.endswith(("loss", "error", "seconds", "_std")) or column in FALLING or "bytes" in column
+    return column.endswith(("loss", "error", "seconds", "_std")) or column in SMALLER_IS_BETTER or "bytes" in column
 
 
 def is_percent(column: str) -> bool:

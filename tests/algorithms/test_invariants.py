@@ -179,13 +179,13 @@ def test_layerwise_step_forgets_scale(name: str) -> None:
 def test_second_moment_never_decreases(name: str, given: Any) -> None:
     """v_hat+ = max(v_hat, .) coordinate by coordinate, and it does grow."""
     simulation = simulate(make(name, {"beta2": 0.5} | given))
-    before, grown = simulation.state.server.v_hat.clone(), False
+    before, has_grown = simulation.state.server.v_hat.clone(), False
     for _ in range(6):
         simulation.run(1)
         after = simulation.state.server.v_hat
         assert (after >= before).all()
-        grown, before = grown or bool((after > before).any()), after.clone()
-    assert grown
+        has_grown, before = has_grown or bool((after > before).any()), after.clone()
+    assert has_grown
 
 
 def amsgrad(simulation: lamina.Simulation, rounds: int, beta2: float) -> list[np.ndarray]:

@@ -20,33 +20,6 @@ from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
 from lamina.training import Training
 
-TOML = """
-[data]
-name = "digits"
-clients = 8
-partition = { name = "classes", k = 2 }
-
-[model]
-name = "mlp"
-hidden = 16
-
-[algorithm]
-name = "fedlamb"
-decay = 0.01
-
-[train]
-rounds = 3
-participation = 0.5
-lr = 0.02
-"""
-
-
-@pytest.fixture
-def here(empty_folder):
-    """The folder to work in."""
-    (empty_folder / "small.toml").write_text(TOML)
-    return empty_folder
-
 
 def rounds_in(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -169,7 +142,7 @@ def test_shipped_experiments_are_valid(file):
 
 
 def test_overwrite_replaces_a_run_and_nothing_else(here, capsys):
-    quick = ("--set", "train.rounds=1", "--quiet")
+    quick, before = ("--set", "train.rounds=1", "--quiet"), (here / "small.toml").read_bytes()
     assert call("run", "small.toml", "--out", "r", *quick) == 0
     (here / "r" / "thesis.txt").write_text("years of work")
     assert call("run", "small.toml", "--out", "r", "--overwrite", *quick) == 2
@@ -183,7 +156,7 @@ def test_overwrite_replaces_a_run_and_nothing_else(here, capsys):
     for place, text in ((".", "holds other files"), ("small.toml", "is a file"), ("small.toml/x", "is a file")):
         assert call("run", "small.toml", "--out", place, "--overwrite", *quick) == 2
         assert text in capsys.readouterr().err
-    assert (here / "small.toml").read_text() == TOML
+    assert (here / "small.toml").read_bytes() == before
 
 
 def test_out_may_be_the_current_folder_if_it_is_empty(here, monkeypatch):
@@ -261,16 +234,16 @@ def signal_after(monkeypatch, rounds, times=1):
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_stops_after_the_round_and_says_how_to_go_on(here, capsys, monkeypatch):
+def test_ctrl_c_stops_after_the_round_and_says_how_to_resume(here, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         signal_after(patch, 2)
         assert call("run", "small.toml", "--out", "r") == 130
     said = capsys.readouterr().err
-    assert "stopped after round 2 of 3; to go on, start the same command again\n" in said
+    assert "stopped after round 2 of 3; run the same command again to resume\n" in said
     assert len(rounds_in(here / "r")) == 2
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert call("run", "small.toml", "--out", "r") == 0
-    assert "going on after round 2" in capsys.readouterr().out
+    assert "resuming after round 2" in capsys.readouterr().out
     assert [row["round"] for row in rounds_in(here / "r")] == [1, 2, 3]
 
 
@@ -278,7 +251,7 @@ def test_ctrl_c_stops_after_the_round_and_says_how_to_go_on(here, capsys, monkey
 def test_a_second_ctrl_c_stops_at_once(here, capsys, monkeypatch):
     signal_after(monkeypatch, 2, times=2)
     assert call("run", "small.toml", "--out", "r") == 130
-    assert "interrupted; finished rounds are kept; to go on, start the same command again" in capsys.readouterr().err
+    assert "interrupted; finished rounds are kept; run the same command again to resume" in capsys.readouterr().err
     assert len(rounds_in(here / "r")) == 1
 
 

@@ -15,33 +15,6 @@ from lamina.cli.comparison import comparison_table
 from lamina.data.picture import save_picture
 from lamina.report.figures import comparison_figure
 
-TOML = """
-[data]
-name = "digits"
-clients = 8
-partition = { name = "classes", k = 2 }
-
-[model]
-name = "mlp"
-hidden = 16
-
-[algorithm]
-name = "fedlamb"
-decay = 0.01
-
-[train]
-rounds = 3
-participation = 0.5
-lr = 0.02
-"""
-
-
-@pytest.fixture
-def here(empty_folder):
-    """The folder to work in."""
-    (empty_folder / "small.toml").write_text(TOML)
-    return empty_folder
-
 
 def test_compare_prints_the_table_and_saves_the_picture(here, capsys):
     """Off a terminal, a plain line for every run goes to stderr, the table to stdout."""
@@ -75,7 +48,7 @@ def test_compare_survives_seeds_that_diverge_at_once(here, capsys):
 
 
 def test_compare_uses_real_seeds_the_cards_rates_and_the_algorithm_section(here, capsys):
-    (here / "free.toml").write_text(TOML.replace("lr = 0.02", "seed = 7"))
+    (here / "free.toml").write_text((here / "small.toml").read_text().replace("lr = 0.02", "seed = 7"))
     assert call("compare", "free.toml", "--algorithms", "fedlamb,fedavg", "--seeds", "2", "--out", "c") == 0
     assert "train.lr" not in capsys.readouterr().out
     rows = list(csv.DictReader((here / "c" / "rounds.csv").open()))

@@ -60,7 +60,7 @@ def test_a_running_run(capsys):
     assert "training loss" not in shown  # nothing finite to draw
 
 
-def test_runs_that_do_not_go_on(capsys):
+def test_runs_that_have_stopped(capsys):
     assert "complete" in frame(capsys, make_run("complete", 10))
     stopped = frame(capsys, make_run("stopped", 4))
     assert "stopped" in stopped

@@ -321,7 +321,7 @@ LABELS = np.array([0, 0, 0, 1, 1, 1, 2, 2])
         (lambda: Dirichlet(sizes="even"), "'equal' or 'natural'"),
         (lambda: Dirichlet(refill=1), "refill must be true or false"),
         (lambda: Dirichlet(sizes="natural", refill=True), "refill deals clients of equal size"),
-        (lambda: make("reallocate", base="dirichlet", refill=True), "refill leaves some out"),
+        (lambda: make("reallocate", base="dirichlet", refill=True), "leaves some out: set refill = false"),
         (lambda: Classes(k=0), "k = 0 is not a whole number"),
         (lambda: Classes(k=1.5), "k = 1.5 is not a whole number"),
         (lambda: Classes(k=4).split(LABELS, 2, 0), "only 3"),

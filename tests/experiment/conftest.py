@@ -1,6 +1,6 @@
 """Run folders at the end and in the middle of a run."""
 
-import os
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -19,15 +19,12 @@ def here(empty_folder):
 @pytest.fixture(scope="module")
 def halfway(tmp_path_factory):
     """Two folders: a run of six rounds, and one stopped after four with something left to do."""
-    place, before = tmp_path_factory.mktemp("halfway"), Path.cwd()
-    os.chdir(place)
-    try:
+    place = tmp_path_factory.mktemp("halfway")
+    with contextlib.chdir(place):
         Path("small.toml").write_text(TOML)
         assert call(*command("whole", rounds=6)) == 0
         assert call(*command("half", rounds=4)) == 0
         (place / "half" / "model.safetensors").unlink()
-    finally:
-        os.chdir(before)
     return place
 
 

@@ -1,4 +1,4 @@
-"""Comparisons: folders of ordinary runs, stacked where they can be, that go on after a kill."""
+"""Comparisons: folders of ordinary runs, stacked where they can be, that resume after a kill."""
 
 import csv
 import functools
@@ -62,7 +62,7 @@ def test_a_comparison_is_a_folder_of_ordinary_runs(here, whole):
     assert (chosen.algorithm, chosen.seed, chosen.config["data"]["validation"]) == ("fedavg", 1, None)
     scores = {records[name].lr: records[name].history.best() for name in RUNS[:2]}
     assert chosen.lr == max(scores, key=scores.get)
-    # any of them can be gone on with as a run of its own: here it is complete
+    # `lamina run` can continue any of them as a run of its own: here it is complete
     settings = ("algorithm.name=fedavg", "train.seed=1", f"train.lr={chosen.lr}")
     run = ["run", "small.toml", "--out", "c/fedavg/seed1", *sets(*settings)]
     assert call(*run) == 0
@@ -108,7 +108,7 @@ def test_killed_and_started_again_it_ends_the_same(here):
 
 
 @pytest.mark.parametrize("behind", ["seed0", "seed1"])
-def test_members_one_round_apart_go_on_from_the_round_they_share(here, behind, capsys):
+def test_members_one_round_apart_resume_from_the_round_they_share(here, behind, capsys):
     """A kill between two members' checkpoints of the seventh round."""
     untuned = "compare.grid.fedavg.lr=[0.05]"  # with more rounds another rate may be the best
     assert call(*command("whole", untuned)) == 0
@@ -123,8 +123,8 @@ def test_members_one_round_apart_go_on_from_the_round_they_share(here, behind, c
     assert capsys.readouterr().err == ""  # nothing is damaged
     assert_same_comparison("whole", "c", RUNS[2:])
     for seed in ("seed0", "seed1"):
-        assert "going on after round 6" in (here / "c" / "scaffold" / seed / "log.txt").read_text()
-    assert "going on after round 7" in (here / "c" / "fedavg" / "seed0" / "log.txt").read_text()
+        assert "resuming after round 6" in (here / "c" / "scaffold" / seed / "log.txt").read_text()
+    assert "resuming after round 7" in (here / "c" / "fedavg" / "seed0" / "log.txt").read_text()
 
 
 def test_a_kill_between_two_final_models(here, whole):
@@ -225,7 +225,7 @@ def test_choosing_on_the_test_data_is_said(here, capsys):
     assert "data.validation is for single runs" in capsys.readouterr().err
 
 
-def test_ctrl_c_shows_the_finished_runs_and_says_how_to_go_on(here, whole, capsys, monkeypatch):
+def test_ctrl_c_shows_the_finished_runs_and_says_how_to_resume(here, whole, capsys, monkeypatch):
     record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
@@ -240,7 +240,7 @@ def test_ctrl_c_shows_the_finished_runs_and_says_how_to_go_on(here, whole, capsy
     said = capsys.readouterr()
     assert "fedavg" in said.out
     assert "scaffold" not in said.out
-    assert "table, picture and CSV are of the finished runs; to go on, start the same command again" in said.err
+    assert "table, picture and CSV are of the finished runs; run the same command again to resume" in said.err
     assert len(table("c")) == 2 * ROUNDS
     assert Checkpoints(here / "c" / "scaffold" / "seed1" / "checkpoints").rounds()[-1] == 3
     assert call(*command("c")) == 0

@@ -120,7 +120,7 @@ def test_tuning_runs_have_the_rates_of_the_final_ones(here, schedule):
     assert call(*command("c", *SHORT, f"train.schedule={schedule}")) == 0  # the same runs: nothing is refused
 
 
-def test_short_tuning_runs_go_on_and_are_never_mixed(here, monkeypatch, capsys):
+def test_short_tuning_runs_continue_and_are_never_mixed(here, monkeypatch, capsys):
     record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
@@ -156,7 +156,7 @@ STAGES = (
 )
 
 
-def test_the_best_third_and_the_neighbours_of_the_best_go_on(here, capsys):
+def test_the_best_third_and_the_neighbours_of_the_best_continue(here, capsys):
     """Rate 0.5 is best after five rounds, but not among the best third after two."""
     assert call(*command("whole", STAGES[0], STAGES[2], "compare.tuning_rounds=5")) == 0
     assert call(*[word for word in command("c", *STAGES) if word != "--quiet"]) == 0
@@ -169,9 +169,9 @@ def test_the_best_third_and_the_neighbours_of_the_best_go_on(here, capsys):
     first = {name: max((row["accuracy"] for row in own[:2]), default=-1) for name, own in whole.items()}
     third = sorted(folders, key=lambda name: -first[name])[:4]  # of 10; of equals the first
     assert set(third) == {"lr0.1", "lr0.2", "lr1.0", "lr2.0"}
-    going_on = {*third, "lr0.5"}  # next to 0.2 and 1.0; next to it there is no other
+    continued = {*third, "lr0.5"}  # next to 0.2 and 1.0; next to it there is no other
     for name in folders:
-        expected = whole[name][: 5 if name in going_on else 2]
+        expected = whole[name][: 5 if name in continued else 2]
         assert [row["accuracy"] for row in made[name]] == [row["accuracy"] for row in expected]
     assert [int(line["rounds"]) for line in table] == [len(made[name]) for name in folders]
     assert [len(made[name]) for name in folders].count(5) == 5
@@ -181,14 +181,16 @@ def test_the_best_third_and_the_neighbours_of_the_best_go_on(here, capsys):
     assert chosen["learning_rate"] == "0.5"
     assert longest == max(row["accuracy"] for own in whole.values() for row in own)
     assert "chosen on 20% of the training data, held out, in the first 5 rounds\n" in said
-    assert "the best third of what was tried went on after 2 rounds (at least 3); all neighbours of the chosen" in said
+    assert (
+        "the best third of what was tried continued after 2 rounds (at least 3); all neighbours of the chosen" in said
+    )
     (tuned,) = [response for response in responses(find_records(["c"])) if response.on == "validation"]
     assert len(tuned.tried) == 10  # one curve for all stages, so that an edge is one of all that was tried
     assert tuned.chosen == float(chosen["learning_rate"])
 
 
 @pytest.mark.parametrize("stop_at", [2, 5], ids=["second-stage", "neighbour"])
-def test_stages_go_on_after_a_stop_and_can_be_begun_anew(here, monkeypatch, stop_at):
+def test_stages_resume_after_a_stop_and_can_start_again(here, monkeypatch, stop_at):
     record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
@@ -212,7 +214,7 @@ def test_stages_go_on_after_a_stop_and_can_be_begun_anew(here, monkeypatch, stop
     with monkeypatch.context() as patch:
         patch.setattr(Training, "record", lambda self, *rest: seen.append(1) or record(self, *rest))
         assert call(*command("c", *STAGES), "--overwrite") == 0
-    assert len(seen) == 9 * 2 + 5 * 3 + 2 * ROUNDS  # no round twice: nine of two rounds, five go on, two seeds
+    assert len(seen) == 9 * 2 + 5 * 3 + 2 * ROUNDS  # no round twice: nine of two rounds, five continue, two seeds
     assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
     with monkeypatch.context() as patch:
         patch.setattr(Training, "record", None)

@@ -1,4 +1,4 @@
-"""Runs go on with damaged or lost files in their folders."""
+"""Runs resume with damaged or lost files in their folders."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(half, capsys, 
         assert "the checkpoint of round 4 is damaged and not used" in said
         assert path.name in said
     log = (half / "log.txt").read_text()
-    assert "going on after round 3" in log
+    assert "resuming after round 3" in log
 
 
 def test_without_a_sound_checkpoint_it_starts_again(half, capsys):
@@ -119,7 +119,7 @@ def test_damaged_metrics_are_named_and_run_again(half, capsys, damage, name):
     assert len(said.splitlines()) == 1
     assert line in said
     assert "metrics.jsonl" in said
-    assert "going on after round 0, what came later is run again" in said
+    assert "resuming after round 0; later rounds are run again" in said
     assert_same("undisturbed", place)
     assert read_record(place).complete
     assert call(*command(place, rounds=6)) == 0  # and once is enough

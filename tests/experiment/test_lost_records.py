@@ -1,5 +1,6 @@
 """Records that disappear, move or are half deleted: noticed, never silently replaced, never taken for complete."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import Killed, assert_same, call, rows, sets, skip_pictures
+from helpers import Killed, assert_same, call, rows, said_in_one_line, sets, skip_pictures
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.records import find_records, read_record
 from lamina.storage.checkpoint import Checkpoints
@@ -37,15 +38,12 @@ target = 0.3
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """Two folders: a run of four rounds, and one of three that has another to go."""
-    place, before = tmp_path_factory.mktemp("finished"), Path.cwd()
-    os.chdir(place)
-    try:
+    place = tmp_path_factory.mktemp("finished")
+    with contextlib.chdir(place):
         Path("small.toml").write_text(TOML)
         assert call(*command("whole")) == 0
         assert call(*command("part", "train.rounds=3")) == 0
         Path("part/model.safetensors").unlink()
-    finally:
-        os.chdir(before)
     return place
 
 
@@ -62,12 +60,6 @@ def command(out, *more):
 
 def compare(*more, out="c"):
     return ["compare", "small.toml", "--out", out, "--quiet", *sets("train.rounds=2", *more)]
-
-
-def said_in_one_line(capsys):
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    return said
 
 
 def snapshot(folder):
@@ -145,7 +137,7 @@ def test_checkpoints_deleted_during_the_run_are_written_again(here, monkeypatch)
         assert call(*command("r", "train.rounds=3")) == 0
     assert call(*command("r")) == 0
     assert_same("whole", "r")
-    assert "going on after round 3" in Path("r/log.txt").read_text()
+    assert "resuming after round 3" in Path("r/log.txt").read_text()
 
 
 def test_a_comparison_notices_that_its_folder_was_replaced(here, capsys, monkeypatch):

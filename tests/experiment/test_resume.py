@@ -34,7 +34,7 @@ def wait_for_a_round(path, process):
     deadline = time.monotonic() + HELD_UP
     while process.is_alive() and time.monotonic() < deadline:
         size = metrics.stat().st_size if metrics.exists() else 0
-        before = size if before is None or size < before else before  # cut back when it goes on
+        before = size if before is None or size < before else before  # cut back when it resumes
         if size > before:
             return
         time.sleep(0.001)
@@ -136,7 +136,7 @@ def test_the_log_tells_a_run_from_its_start(half):
     (line,) = [line for line in (whole / "log.txt").read_text().splitlines() if "rounds, stacked on" in line]
     assert "scaffold on digits, 8 clients, mlp, lr 0.02, seed 0, 6 rounds, stacked on cpu" in line
     assert call(*command(half, rounds=6)) == 0
-    assert "going on after round 4 of 6" in (half / "log.txt").read_text()
+    assert "resuming after round 4 of 6" in (half / "log.txt").read_text()
 
 
 def read_only(monkeypatch, place):
@@ -207,7 +207,7 @@ def test_what_does_not_change_the_result_may_change(half):
     assert_same("whole", half)
 
 
-def test_more_rounds_go_on_and_fewer_are_refused(half, capsys):
+def test_more_rounds_resume_and_fewer_are_refused(half, capsys):
     assert call(*command("whole", rounds=9)) == 0  # it was complete after six
     assert call(*command(half, rounds=9)) == 0
     assert_same("whole", half)
@@ -220,7 +220,7 @@ def test_more_rounds_go_on_and_fewer_are_refused(half, capsys):
 
 
 @pytest.mark.parametrize("file", ["clients", "state", "round", "best"])
-def test_a_full_disk_is_one_line_and_the_run_goes_on_later(half, capsys, monkeypatch, file):
+def test_a_full_disk_is_one_line_and_the_run_resumes_later(half, capsys, monkeypatch, file):
     write = files.write_file
 
     def full(path, data):
@@ -283,7 +283,7 @@ def test_an_infinite_test_loss_is_still_the_end_after_a_kill(here, capsys):
     for _ in range(2):
         simulation = building.build(experiment)
         with RunFolder(here / "r", building.resolved(experiment, simulation)) as place:
-            if running.go_on([simulation], [place]) == 0:
+            if running.resume([simulation], [place]) == 0:
                 row = {**simulation.run_round(), "loss": float("inf")}
                 place.record(row, simulation)
                 place.checkpoint(simulation)
@@ -294,8 +294,8 @@ def test_an_infinite_test_loss_is_still_the_end_after_a_kill(here, capsys):
 
 
 @pytest.mark.long
-def test_several_processes_go_on_together(here):
-    """Every rank saves the clients it owns, and all go on from the newest round they share."""
+def test_several_processes_resume_together(here):
+    """Every rank saves the clients it owns, and all resume from the newest round they share."""
 
     def torchrun(out, rounds):
         with socket.socket() as probe:
@@ -313,7 +313,7 @@ def test_several_processes_go_on_together(here):
     newest.unlink()  # killed before the second process had saved the fifth round
     assert torchrun("b", 8) == [0, 0]
     assert_same("a", "b")
-    assert "going on after round 4" in (here / "b" / "log.txt").read_text()
+    assert "resuming after round 4" in (here / "b" / "log.txt").read_text()
     assert torchrun("b", 8) == [0, 0]  # complete
     assert call(*command("b", rounds=9)) == 2  # one process does not hold all clients' state
 

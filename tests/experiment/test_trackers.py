@@ -53,7 +53,7 @@ def die_in_round(number, tracker):
             raise RuntimeError("killed")
 
     with RunFolder(RUN, config, trackers=tracked) as folder:
-        running.go_on([simulation], [folder])
+        running.resume([simulation], [folder])
         with pytest.raises(RuntimeError, match="killed"):
             running.train([simulation], [folder], experiment, on_round=die)
 
@@ -80,7 +80,7 @@ def test_tensorboard_holds_no_round_twice_after_a_kill(here):
     pytest.importorskip("tensorboard")
     die_in_round(3, "tensorboard")
     assert [step for step, _ in events("round")] == [1, 2, 3]
-    assert call("run", "small.toml", "-q", "--tensorboard") == 0  # goes on after round 2
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0  # resumes after round 2
     assert [step for step, _ in events("round")] == [1, 2, 3, 4, 5]
 
 
@@ -130,7 +130,7 @@ def test_a_tracker_that_fails_does_not_end_the_run(here, monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert call("run", "small.toml", "-q", "--tensorboard") == 0
     assert [r.getMessage() for r in caplog.records] == [
-        "tensorboard gets no more rounds, the run goes on: the disk is full"
+        "tensorboard gets no more rounds; the run continues: the disk is full"
     ]
     assert read_record(RUN).complete
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, skip_pictures, start
+from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, skip_pictures, start, words
 from lamina import BadInput
 from lamina.cli import tune as tune_command
 from lamina.errors import MissingExtra
@@ -74,7 +74,7 @@ def here(drawn, monkeypatch):
 
 
 def tune(file, *more, out):
-    return ["tune", str(Path(file).resolve()), "--out", str(Path(out).resolve()), "--quiet", *sets(*more)]
+    return words("tune", out, *more, file=file)
 
 
 def table(folder):
@@ -201,7 +201,7 @@ def test_chosen_on_the_test_data(here, capsys):
 
 
 @pytest.mark.parametrize("file", ["grid.toml", "tpe.toml"])
-def test_going_on_after_a_kill(here, monkeypatch, file):
+def test_resuming_after_a_kill(here, monkeypatch, file):
     assert call(*tune(file, out="a")) == 0
     old, left = RunFolder.checkpoint, [4]
 
@@ -282,7 +282,7 @@ def test_a_study_killed_before_its_first_round(here):
     assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
 
 
-def test_a_worker_goes_on_with_the_trial_of_one_that_was_killed(here):
+def test_a_worker_resumes_the_trial_of_one_that_was_killed(here):
     workers = [start(tune("tpe.toml", *LONGER, out="t")) for _ in range(2)]
     assert kill(workers[0], "t", rounds=8, delay=0)
     workers[1].join(HELD_UP)
@@ -308,9 +308,9 @@ def without_a_column(folder):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (not_a_database, "file is not a database; choose another folder with --out, or start anew with --overwrite"),
+        (not_a_database, "file is not a database; choose another folder with --out, or start again with --overwrite"),
         (of_another_optuna, "is no longer compatible with the table schema"),
-        (without_a_column, "no such column: trials.number; choose another folder with --out, or start anew"),
+        (without_a_column, "no such column: trials.number; choose another folder with --out, or start again"),
     ],
 )
 def test_a_study_that_cannot_be_read_is_one_line(here, capsys, damage, said):
@@ -327,7 +327,7 @@ def test_a_study_that_cannot_be_read_is_one_line(here, capsys, damage, said):
     assert table("t")[0]["remark"] == "chosen"
 
 
-def test_a_study_that_is_locked_or_read_only_is_one_line_and_goes_on_later(here, capsys, monkeypatch):
+def test_a_study_that_is_locked_or_read_only_is_one_line_and_resumes_later(here, capsys, monkeypatch):
     two = ("train.rounds=1", "tune.trials=2")
     assert call(*tune("tpe.toml", "train.rounds=1", "tune.trials=1", out="t")) == 0
     with monkeypatch.context() as patch, contextlib.closing(sqlite3.connect("t/study.db")) as other:
@@ -335,24 +335,24 @@ def test_a_study_that_is_locked_or_read_only_is_one_line_and_goes_on_later(here,
         other.execute("BEGIN IMMEDIATE")
         assert call(*tune("tpe.toml", *two, out="t")) == 2
     said = capsys.readouterr().err
-    assert "study.db': database is locked; what is finished is kept: the same command goes on" in said
+    assert "study.db': database is locked; finished trials are kept; run the same command again to resume" in said
     with monkeypatch.context() as patch:
         patch.setattr(study.Study, "url", f"sqlite:///file:{here}/t/study.db?mode=ro&uri=true")
         assert call(*tune("tpe.toml", *two, out="t")) == 2
     said = capsys.readouterr().err
-    assert "study.db': attempt to write a readonly database; what is finished is kept" in said
+    assert "study.db': attempt to write a readonly database; finished trials are kept" in said
     assert said.count("\n") == 1
     assert call(*tune("tpe.toml", *two, out="t")) == 0
     assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
 
 
 @pytest.mark.long
-def test_a_study_that_may_not_grow_is_one_line_and_goes_on_later(here):
+def test_a_study_that_may_not_grow_is_one_line_and_resumes_later(here):
     few = ("train.rounds=2", "tune.trials=2")
     assert finish(tune("tpe.toml", *few, out="t"), largest_file=60_000, errors="said.txt") == 2  # as on a full disk
     said = Path("said.txt").read_text()
     assert "study.db': " in said
-    assert "what is finished is kept" in said
+    assert "finished trials are kept" in said
     assert said.count("\n") == 1
     assert finish(tune("tpe.toml", *few, out="t")) == 0
     assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2

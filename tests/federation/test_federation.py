@@ -173,7 +173,7 @@ def test_a_proxy_closes_the_control_interface_and_lets_nodes_through(federation,
 
 
 @pytest.mark.seconds(400)
-def test_a_killed_node_and_a_killed_server_app_go_on(federation, tmp_path):
+def test_a_killed_node_and_a_killed_server_app_resume(federation, tmp_path):
     """SCAFFOLD, whose clients remember: the result is that of a simulation in which the dead node was only absent."""
     job = Job(federation, experiment("scaffold", 7), tmp_path, quorum=2, deadline=120)
     victim = 1

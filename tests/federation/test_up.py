@@ -86,7 +86,7 @@ def lines(path):
 
 
 @pytest.mark.seconds(420)
-def test_killed_interrupted_gone_on_with_and_complete(lamina, tmp_path):
+def test_killed_interrupted_resumed_and_complete(lamina, tmp_path):
     (tmp_path / "small.toml").write_text(TOML)
     command = ("up", "small.toml", "--nodes", "2")
     out = tmp_path / "runs" / "small-scaffold-seed0-flower"
@@ -103,7 +103,7 @@ def test_killed_interrupted_gone_on_with_and_complete(lamina, tmp_path):
     os.kill(interrupted.pid, signal.SIGINT)
     said = interrupted.communicate(timeout=60)[1]
     assert interrupted.returncode == 130, said
-    assert "stopped after round 1; to go on, start the same command again" in said
+    assert "stopped after round 1; run the same command again to resume" in said
     assert not running(tmp_path)
 
     again = lamina(*command, "--keep-logs")

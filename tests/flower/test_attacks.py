@@ -244,15 +244,15 @@ def test_growth_of_second_moments_adds_up_over_rounds():
         return {c: Update(WithSecondMoment(random_rows()[c], row), {}, 20, 2, 0.0) for c, row in enumerate(rows)}
 
     known = KNOWN._replace(
-        inherited=lambda steps: {"v": torch.zeros(LAYERS.size)}, growth={"v of a": 300.0, "v of b": 1e3}
+        inherited=lambda steps: {"v": torch.zeros(LAYERS.size)}, largest_growth={"v of a": 300.0, "v of b": 1e3}
     )
     assert outliers.judge_updates(updates(1.0), known, Limits()) == {}
     once = outliers.add_growth(updates(4.0), known)
     assert once[0].own == pytest.approx(4 * once[1].own, rel=0.1)
     tired = dict.fromkeys(range(10), outliers.Growth(30.0, 30.0))  # all have taken part in many rounds
-    assert outliers.judge_updates(updates(4.0), known._replace(grown=tired), Limits()) == {}
+    assert outliers.judge_updates(updates(4.0), known._replace(growth_by_client=tired), Limits()) == {}
     tired[0] = outliers.Growth(185.0, 30.0)
-    found = outliers.judge_updates(updates(4.0), known._replace(grown=tired), Limits())
+    found = outliers.judge_updates(updates(4.0), known._replace(growth_by_client=tired), Limits())
     assert list(found) == [0]
     assert "its second moments have grown" in found[0]
 
@@ -375,7 +375,19 @@ def test_growth_is_remembered_with_the_checkpoint(tmp_path):
     federation(tmp_path, lamina.FedAms(), rounds=2)
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "round-000002.json").read_text())
     (facts,) = manifest["content"]["history"]
-    assert len(facts["grown"]) == NODES
-    for own, others in facts["grown"].values():
+    assert len(facts["growth_by_client"]) == NODES
+    for own, others in facts["growth_by_client"].values():
         assert own > 0
         assert others > 1.2  # one in the first round; the later ones are added
+
+
+def test_a_checkpoint_without_the_growth_of_earlier_rounds_is_refused(tmp_path):
+    """Without it, a client whose second moments have grown too much would start with a clean record."""
+    made = Federation("fedams", model, part_of, clients=NODES, device="cpu", out=tmp_path)
+    objective = Objective(model(), "cross_entropy")
+    judge = Judge(made, objective, State.start(made.algorithm, objective, NODES))
+    facts = judge.facts()
+    judge.restore(facts)
+    del facts["growth_by_client"]
+    with pytest.raises(BadInput, match="no 'growth_by_client': another version of lamina wrote it; resume with that"):
+        judge.restore(facts)

@@ -16,26 +16,15 @@ from flower_setup import (
     client_of,
     is_train,
     part_of,
+    put,
     reference,
     small_model,
+    spoiled,
+    with_delta,
 )
 from lamina.algorithms.contract import Displacement
 from lamina.errors import Diverged
 from lamina.flower import Limits, Stopped, checks, outliers, wire
-
-
-def with_delta(make):
-    def spoil(content):
-        delta = torch.frombuffer(bytearray(content["up"]["delta"].data), dtype=torch.float32)
-        return change(content, "up", delta=make(delta))
-
-    return spoil
-
-
-def put(delta, value):
-    delta = delta.clone()
-    delta[3] = value
-    return wire.encode(delta)
 
 
 def extra_record(content):
@@ -132,7 +121,7 @@ def bad_run(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_update_is_refused_and_the_round_goes_on(kind, bad_run):
+def test_a_bad_update_is_refused_and_the_round_continues(kind, bad_run):
     position = 1 + list(BAD).index(kind)
     (refused,) = bad_run.journal[position]["refused"]
     assert (refused["client"], refused["node"]) == (1, str(NODE + 1))
@@ -148,13 +137,8 @@ def test_bad_updates_leave_no_trace(bad_run):
 
 def test_negative_second_moments_are_refused(tmp_path):
     setup = Setup(tmp_path, "fedlada", participation=1.0, rounds=2)
-
-    def on_reply(grid, node, message, reply):
-        if is_train(message, 2) and client_of(node) == 1:
-            return Message(change(reply.content, "up", v_hat=wire.encode(torch.full((83,), -1.0))), reply_to=message)
-        return reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    negative = wire.encode(torch.full((83,), -1.0))
+    setup.run(setup.grid(on_reply=spoiled(lambda content: change(content, "up", v_hat=negative), [2])))
     assert "'v_hat' has negative entries" in setup.journal[1]["refused"][0]["why"]
     assert_weights(setup, reference(setup, absent={(2, 1)}))
 
@@ -169,14 +153,8 @@ def test_negative_second_moments_are_refused(tmp_path):
 )
 def test_bad_buffers_are_refused(buffer, value, why, tmp_path):
     setup = Setup(tmp_path, "fedavg", model=lambda: small_model(norm=True), batch_size=16, participation=1.0, rounds=2)
-
-    def on_reply(grid, node, message, reply):
-        if is_train(message, 2) and client_of(node) == 1:
-            spoiled = change(reply.content, "buffers", **{buffer: wire.encode(torch.full((8,), value))})
-            return Message(spoiled, reply_to=message)
-        return reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    entries = {buffer: wire.encode(torch.full((8,), value))}
+    setup.run(setup.grid(on_reply=spoiled(lambda content: change(content, "buffers", **entries), [2])))
     assert why in setup.journal[1]["refused"][0]["why"]
     assert_weights(setup, reference(setup, absent={(2, 1)}))
 
@@ -184,14 +162,8 @@ def test_bad_buffers_are_refused(buffer, value, why, tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), 1e30])
 def test_a_bad_gradient_keeps_a_client_out_of_mimes_round(value, tmp_path):
     setup = Setup(tmp_path, lamina.algorithms.create("mime", "mime"), participation=1.0, rounds=2)
-
-    def on_reply(grid, node, message, reply):
-        if message.metadata.message_type == "train.gradient" and message.metadata.group_id == "2" and node == NODE + 1:
-            return Message(
-                change(reply.content, "up", gradient=wire.encode(torch.full((83,), value))), reply_to=message
-            )
-        return reply
-
+    gradient = wire.encode(torch.full((83,), value))
+    on_reply = spoiled(lambda content: change(content, "up", gradient=gradient), [2], kind="train.gradient")
     setup.run(setup.grid(on_reply=on_reply))
     assert "'gradient' h" in setup.journal[1]["refused"][0]["why"]
     assert_weights(setup, reference(setup, absent={(2, 1)}))
@@ -222,7 +194,7 @@ def test_large_updates_can_be_refused(tmp_path):
 
 
 def test_a_diverging_node_stops_nobody_else(tmp_path):
-    """A node whose own training went wrong sends NaN, is refused, and goes on from its last good state."""
+    """A node whose own training went wrong sends NaN, is refused, and continues from its last good state."""
     setup = Setup(tmp_path, "scaffold", participation=1.0)
     broken = setup.federation()
     broken.data = lambda context: (part_of(context)[0] * 1e30, part_of(context)[1])
@@ -299,10 +271,6 @@ def test_few_answers_have_no_median():
     assert odd(Limits(times_median=None)) == {}
 
 
-def is_gradient(message):
-    return message.metadata.message_type == "train.gradient"
-
-
 @pytest.mark.parametrize(
     ("times", "figures", "why"),
     [
@@ -314,11 +282,7 @@ def is_gradient(message):
 )
 def test_mimes_first_exchange_is_no_way_around_the_checks(times, figures, why, tmp_path):
     setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, weighting="examples")
-
-    def on_reply(grid, node, message, reply):
-        return altered(message, reply, times, **figures) if is_gradient(message) and client_of(node) == 1 else reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    setup.run(setup.grid(on_reply=spoiled(altered(times, **figures), kind="train.gradient")))
     for entry in setup.journal:
         (refused,) = entry["refused"]
         assert refused["client"] == 1
@@ -331,11 +295,7 @@ def test_mimes_first_exchange_is_no_way_around_the_checks(times, figures, why, t
 def test_a_gradient_may_have_a_limit(tmp_path):
     limits = Limits(max_norm={"gradient": 10.0, "delta": 10.0}, times_median=None)
     setup = Setup(tmp_path, MIME, rounds=2, participation=1.0, more={"limits": limits})
-
-    def on_reply(grid, node, message, reply):
-        return altered(message, reply, 9000.0) if is_gradient(message) and client_of(node) == 1 else reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    setup.run(setup.grid(on_reply=spoiled(altered(9000.0), kind="train.gradient")))
     for entry in setup.journal:
         (refused,) = entry["refused"]
         assert refused["client"] == 1
@@ -351,11 +311,8 @@ def test_with_two_answers_the_last_rounds_tell_what_is_absurd(tmp_path):
     def on_send(grid, node, message):
         return None if is_train(message) and client_of(node) > 1 else message
 
-    def on_reply(grid, node, message, reply):
-        return altered(message, reply, 1e30) if is_train(message) and client_of(node) == 1 else reply
-
     setup.rounds = 3
-    setup.run(setup.grid(on_send, on_reply))
+    setup.run(setup.grid(on_send, spoiled(altered(1e30))))
     (refused,) = setup.journal[2]["refused"]
     assert refused["client"] == 1
     assert "times the median of the last rounds" in refused["why"]
@@ -369,12 +326,7 @@ def test_with_two_answers_the_last_rounds_tell_what_is_absurd(tmp_path):
 def test_a_number_of_examples_cannot_buy_the_mean(count, first, why, tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=3, weighting="examples")
     steps = int(setup.federation().protocol.steps(np.array([count]))[0])
-
-    def on_reply(grid, node, message, reply):
-        lies = is_train(message) and client_of(node) == 1 and int(message.metadata.group_id) >= first
-        return altered(message, reply, 60.0, examples=count, steps=steps) if lies else reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    setup.run(setup.grid(on_reply=spoiled(altered(60.0, examples=count, steps=steps), range(first, 4))))
     for entry in setup.journal[first - 1 :]:
         (refused,) = entry["refused"]
         assert (refused["client"], why in refused["why"]) == (1, True), refused
@@ -385,12 +337,8 @@ def test_a_number_of_examples_cannot_buy_the_mean(count, first, why, tmp_path):
 def test_an_evaluation_that_claims_too_much_is_not_used(weight, tmp_path):
     more = {"evaluate_on": "nodes"} | ({"node_test": part_of} if weight == "test data" else {})
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more=more)
-
-    def on_reply(grid, node, message, reply):
-        lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
-        return altered(message, reply, examples=10_000_000, loss=1e20, accuracy=1.0) if lies else reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    claim = altered(examples=10_000_000, loss=1e20, accuracy=1.0)
+    setup.run(setup.grid(on_reply=spoiled(claim, kind="evaluate")))
     assert setup.rows[0]["evaluating_nodes"] == 3
     assert setup.rows[0]["node_loss"] < 10
     (note,) = setup.journal[0]["notes"]
@@ -400,12 +348,7 @@ def test_an_evaluation_that_claims_too_much_is_not_used(weight, tmp_path):
 
 def test_an_evaluation_loss_that_would_overflow_the_mean_is_not_used(tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"evaluate_on": "nodes"})
-
-    def on_reply(grid, node, message, reply):
-        lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
-        return altered(message, reply, loss=1.7e308) if lies else reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    setup.run(setup.grid(on_reply=spoiled(altered(loss=1.7e308), kind="evaluate")))
     assert "its evaluation loss is 1.7e+308" in setup.journal[0]["notes"][0]
     assert setup.rows[0]["node_loss"] < 10
 

@@ -48,7 +48,7 @@ def test_a_lost_reply_does_not_let_the_clients_state_run_ahead(algorithm, tmp_pa
 
 
 @pytest.mark.parametrize("algorithm", ["scaffold", "fedlamb"])
-def test_a_restarted_node_goes_on(algorithm, tmp_path):
+def test_a_restarted_node_continues(algorithm, tmp_path):
     setup = Setup(tmp_path, algorithm)
 
     def on_send(grid, node, message):
@@ -204,7 +204,7 @@ def test_a_new_node_is_picked_up(tmp_path):
     assert setup.journal[2]["missing"] == []
 
 
-def test_below_the_quorum_the_round_is_repeated_then_the_run_stops_and_can_go_on(tmp_path):
+def test_below_the_quorum_the_round_is_repeated_then_the_run_stops_and_can_resume(tmp_path):
     setup = Setup(tmp_path, "scaffold", participation=1.0, more={"deadline": 0.2, "quorum": 3})
     tries = []
 

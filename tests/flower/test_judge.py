@@ -4,7 +4,7 @@ import pytest
 from flwr.app import Message, RecordDict
 
 from flower_grid import over_the_wire
-from flower_setup import NODE, Setup, altered, assert_weights, client_of, is_train, reference
+from flower_setup import NODE, Setup, altered, assert_weights, client_of, is_train, reference, spoiled
 from lamina.flower import wire
 from lamina.flower.checks import Limits, Refused, read_evaluation
 from lamina.flower.outliers import absurd_losses
@@ -66,11 +66,7 @@ def test_clients_that_do_not_move_are_not_taken_for_a_replay(tmp_path):
 @pytest.mark.parametrize("loss", [9e29, -9e29, 1e4])
 def test_an_absurd_training_loss_is_not_recorded(loss, tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2)
-
-    def on_reply(grid, node, message, reply):
-        return altered(message, reply, loss=loss) if is_train(message, 2) and client_of(node) == 1 else reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    setup.run(setup.grid(on_reply=spoiled(altered(loss=loss), [2])))
     assert 0 < setup.rows[1]["train_loss"] < 10
     (note,) = setup.journal[1]["notes"]
     assert note == f"client 1 (node {NODE + 1}): its training loss {loss:.3g} is out of all proportion: not recorded"
@@ -82,12 +78,7 @@ def test_an_absurd_evaluation_is_not_recorded(name, tmp_path):
     margin = Metric("margin", mean, keep=lambda batch: (batch.outputs.amax(1),))
     more = {"evaluate_on": "nodes"} | ({} if name == "loss" else {"metrics": [margin]})
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more=more)
-
-    def on_reply(grid, node, message, reply):
-        lies = message.metadata.message_type == "evaluate" and client_of(node) == 1
-        return altered(message, reply, **{name: 9e29}) if lies else reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    setup.run(setup.grid(on_reply=spoiled(altered(**{name: 9e29}), kind="evaluate")))
     assert setup.rows[0][f"node_{name}"] < 10
     assert f"its evaluation {name} 9e+29 is out of all proportion" in setup.journal[0]["notes"][0]
 

@@ -22,10 +22,8 @@ from lamina.flower.local import guard, jobs, processes
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    return tmp_path
+def here(empty_folder):
+    return empty_folder
 
 
 def mode(path):

@@ -65,7 +65,7 @@ def test_a_slow_upload_that_is_completed_in_time_counts(tmp_path, monkeypatch):
     grid.pull_messages = slow
     setup.run(grid)
     assert_like_the_simulation(setup)
-    assert len(asked) == len(set(asked))  # never pulled a second time while the first pull is going on
+    assert len(asked) == len(set(asked))  # never pulled a second time while the first pull runs
 
 
 def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):

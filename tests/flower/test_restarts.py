@@ -4,19 +4,23 @@ import json
 
 import pytest
 import torch
-from flwr.app import Message
 from safetensors.torch import load_file
 
 import lamina
-from flower_setup import MIME, NODE, Setup, assert_like_the_simulation, change, client_of, is_train, nodes
+from flower_setup import (
+    MIME,
+    NODE,
+    Setup,
+    assert_like_the_simulation,
+    is_train,
+    nodes,
+    put,
+    spoiled,
+    with_delta,
+)
+from helpers import Killed
 from lamina.errors import BadInput
-from lamina.flower import wire
 from lamina.flower.records import Journal
-
-
-class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
-
 
 ALGORITHMS = {
     "scaffold": "scaffold",
@@ -51,14 +55,20 @@ def restartable(undisturbed, tmp_path):
             assert row[name] == other[name], (row["round"], name)
 
 
-def test_a_killed_server_goes_on_in_the_middle_of_a_round(restartable):
+def kill_server(setup, number, asked=1):
+    """Run a federation and kill its server when it asks the first, second, … node for the update of a round."""
+
     def on_send(grid, node, message):
-        if is_train(message, 4) and len([1 for _, m in grid.seen if is_train(m, 4)]) == 2:
+        if is_train(message, number) and sum(is_train(m, number) for _, m in grid.seen) == asked:
             raise Killed
         return message
 
     with pytest.raises(Killed):
-        restartable.run(restartable.grid(on_send))
+        setup.run(setup.grid(on_send))
+
+
+def test_a_killed_server_resumes_in_the_middle_of_a_round(restartable):
+    kill_server(restartable, number=4, asked=2)
     assert len(restartable.rows) == 3
     restartable.run()
 
@@ -66,14 +76,7 @@ def test_a_killed_server_goes_on_in_the_middle_of_a_round(restartable):
 def test_the_server_knows_the_sum_of_a_clients_changes_after_a_restart(tmp_path):
     """They are the client's control variate, which it keeps to itself."""
     setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=4)
-
-    def on_send(grid, node, message):
-        if is_train(message, 3):
-            raise Killed
-        return message
-
-    with pytest.raises(Killed):
-        setup.run(setup.grid(on_send))
+    kill_server(setup, number=3)
     setup.run()
     simulation = setup.simulation()
     simulation.run(setup.rounds)
@@ -108,13 +111,7 @@ def test_a_server_killed_between_two_writes_never_mixes_rounds(restartable, mome
 
 
 def test_a_damaged_newest_checkpoint_costs_one_round(restartable):
-    def on_send(grid, node, message):
-        if is_train(message, 5) and len([1 for _, m in grid.seen if is_train(m, 5)]) == 3:
-            raise Killed  # two nodes have trained round 5, and tidied up
-        return message
-
-    with pytest.raises(Killed):
-        restartable.run(restartable.grid(on_send))
+    kill_server(restartable, number=5, asked=3)  # two nodes have trained round 5, and tidied up
     (newest,) = (restartable.out / "checkpoints").glob("round-000004.json")
     newest.write_text("{}")
     restartable.run()  # from round 3: the nodes still have the states of that time, if not the cached fields
@@ -122,15 +119,8 @@ def test_a_damaged_newest_checkpoint_costs_one_round(restartable):
 
 
 def test_other_nodes_after_a_restart_take_over_where_the_old_ones_have_gone(restartable):
-    """Flower's simulation draws node ids anew in every run; the nodes' disks are the same."""
-
-    def on_send(grid, node, message):
-        if is_train(message, 4):
-            raise Killed
-        return message
-
-    with pytest.raises(Killed):
-        restartable.run(restartable.grid(on_send))
+    """Flower's simulation draws new node ids in every run; the nodes' disks are the same."""
+    kill_server(restartable, number=4)
     grid = restartable.grid(configs={77 + i: {"partition-id": i} for i in range(4)})
     restartable.run(grid)
     assert f"client 0 was node {NODE}, which has gone, and is node 77 now" in restartable.journal[3]["notes"]
@@ -162,15 +152,10 @@ def test_nodes_keep_only_the_states_the_server_may_ask_for(tmp_path):
 
 def test_a_node_that_is_always_refused_keeps_no_more_states_than_others(tmp_path):
     setup = Setup(tmp_path, "scaffold", rounds=4, participation=1.0)
-
-    def on_reply(grid, node, message, reply):
-        bad = is_train(message) and client_of(node) == 1 and not is_train(message, 1)
-        spoil = with_delta(lambda d: put(d, float("nan")))
-        return Message(spoil(reply.content), reply_to=message) if bad else reply
-
-    setup.run(setup.grid(on_reply=on_reply))
+    spoil = with_delta(lambda delta: put(delta, float("nan")))
+    setup.run(setup.grid(on_reply=spoiled(spoil, [2, 3, 4])))
     kept = sorted(path.name.split("-")[1] for path in (tmp_path / "state").glob("*/client-1/state-*"))
-    assert kept == ["000001", "000004"]  # what the server goes on from, and the last that may be it
+    assert kept == ["000001", "000004"]  # the state the server resumes from, and the last that it may name
 
 
 def test_a_nodes_state_is_for_its_owner_alone(tmp_path):
@@ -178,20 +163,6 @@ def test_a_nodes_state_is_for_its_owner_alone(tmp_path):
     setup.run()
     folders = [tmp_path / "state", *(path for path in (tmp_path / "state").rglob("*") if path.is_dir())]
     assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
-
-
-def with_delta(make):
-    def spoil(content):
-        delta = torch.frombuffer(bytearray(content["up"]["delta"].data), dtype=torch.float32)
-        return change(content, "up", delta=make(delta))
-
-    return spoil
-
-
-def put(delta, value):
-    delta = delta.clone()
-    delta[3] = value
-    return wire.encode(delta)
 
 
 def test_a_torn_journal_is_mended(tmp_path):

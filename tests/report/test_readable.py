@@ -132,7 +132,7 @@ def test_watch_waits_for_a_run_in_a_folder_of_runs_before_its_first_round(here, 
     assert capsys.readouterr().out == "runs: waiting for the first round\n"
 
 
-def test_watch_goes_on_while_a_second_run_has_not_finished_a_round(here, monkeypatch):
+def test_watch_continues_while_a_second_run_has_not_finished_a_round(here, monkeypatch):
     assert call("run", "small.toml", "--quiet", "--out", "runs/old") == 0
     lock = Lock(Path("runs/new"))
     looks = []

@@ -1,4 +1,4 @@
-"""The store of checkpoints, and runs that go on from Python."""
+"""The store of checkpoints, and runs that resume from Python."""
 
 import errno
 import os
@@ -148,7 +148,7 @@ RESUMED = [*((name, "stacked") for name in lamina.registry()), ("scaffold", "loo
 
 
 @pytest.mark.parametrize(("name", "engine"), RESUMED)
-def test_every_algorithm_goes_on_from_python(tmp_path, name, engine):
+def test_every_algorithm_resumes_from_python(tmp_path, name, engine):
     """Saved after every round and restored: the server, the clients, BatchNorm, the ledger, all bit for bit."""
     options = {"sync_every": 3} if "sync_every" in lamina.algorithms.options(lamina.algorithms.find(name)) else {}
     algorithm = lamina.create(name, **options)

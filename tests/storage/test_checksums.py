@@ -111,7 +111,7 @@ def test_a_damaged_best_model_is_named(run, capsys):
 
 @pytest.mark.parametrize("where", range(6))
 def test_a_damaged_client_state_counts_as_lost(where, tmp_path, caplog):
-    """The node says which file, and the protocol for lost state applies: the client begins anew."""
+    """The node says which file, and the protocol for lost state applies: the client starts without state."""
     setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=4)
     damaged = []
 

@@ -1,5 +1,6 @@
 """Files that commands write for the user: nothing foreign is replaced, and a kill leaves no half file."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from helpers import Killed, call
+from helpers import Killed, call, said_in_one_line
 from lamina import BadInput
 from lamina.data.picture import partition_picture
 from lamina.experiment.records import find_records
@@ -39,13 +40,10 @@ lr = 0.05
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A folder with a finished run."""
-    place, before = tmp_path_factory.mktemp("finished"), Path.cwd()
-    os.chdir(place)
-    try:
+    place = tmp_path_factory.mktemp("finished")
+    with contextlib.chdir(place):
         Path("small.toml").write_text(TOML)
         assert call("run", "small.toml", "--out", "r", "--quiet") == 0
-    finally:
-        os.chdir(before)
     return place
 
 
@@ -53,12 +51,6 @@ def finished(tmp_path_factory):
 def here(empty_folder, finished):
     shutil.copytree(finished, empty_folder, dirs_exist_ok=True)
     return empty_folder
-
-
-def said_in_one_line(capsys):
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    return said
 
 
 # --- what may be replaced ----------------------------------------------------------------------------------------

@@ -103,11 +103,11 @@ class Displacement(NamedTuple):
 
 
 class Analysis(NamedTuple):
-    """What a paper's convergence theory speaks of, after a round; for the diagnostics of a run."""
+    """The vectors of a method's convergence theory after a round; the diagnostics measure them."""
 
     point: Tensor  # z, where the bound takes the gradient of F
     amendment: Tensor | None = None  # g_a, the global direction that clients mix into their steps
-    second_moment: Tensor | None = None  # the v that steps are divided by the root of
+    second_moment: Tensor | None = None  # v, by whose root the steps are divided
 
 
 class Card(NamedTuple):
@@ -143,7 +143,7 @@ class Algorithm(ABC):
 
     @property
     def clips_direction(self) -> bool:
-        """Whether `step` clips the direction that it takes; the gradient is then not clipped (`train.clip`) before."""
+        """Whether `step` clips its own direction; the engines then skip `train.clip`, which clips the gradient."""
         return False
 
     @property
@@ -233,7 +233,7 @@ class Algorithm(ABC):
         return None
 
     def analysis(self, server: Any, previous: Any) -> Analysis:
-        """Return what the method's theory speaks of, from the server's states after and before a round."""
+        """Return the vectors of the method's theory from the server's states after and before a round."""
         return Analysis(server.x)
 
 

@@ -65,5 +65,5 @@ class FedAdamStar(FedAdam):
 
     def inherited_step(self, down: Down, info: ClientInfo) -> Tensor | None:
         if self.clips_direction:
-            return None  # the share of the momentum depends on the gradients
+            return None  # the gradients decide how much of the momentum is left after the clip
         return -info.lr * info.steps * (1 - self.alpha) * down.momentum

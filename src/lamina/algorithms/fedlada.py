@@ -2,7 +2,7 @@
 
 Sun et al. 2023, "Efficient federated learning via local adaptive amended optimizer with linear speedup",
 Algorithm 3 ("l." below), read as in B1 to B10: K steps, v seeded from the server, g_a of line 18 broadcast. The options
-B19 to B22 are what public FedLADA codes, and we, do differently: docs/reference/algorithms.md.
+B19 to B22 are choices of public FedLADA codes, and one of ours: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FedLada(LocalAms):
         return after._replace(y=descend(local.y, add_decoupled(direction, local.y, self), lr), ratio=ratio)
 
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
-        """Return the local direction, here as it is. FedLADA-LAMB rescales it and returns the ratios, too."""
+        """Return the local direction unchanged, and no ratios; FedLADA-LAMB rescales it and returns its ratios."""
         return psi, None
 
     def finish(self, local: Local, down: Server, client: Nothing, info: ClientInfo) -> tuple[Up, Nothing]:

@@ -2,7 +2,7 @@
 
 Sun et al. 2023, Algorithm 2 and Tables 3, 5, 11, read as in B1 and B13: the second moment is synchronised
 (``sync=False`` gives Algorithm 2 as printed, which sends only the model). FedLADA shares `LocalAms`, whose options B19
-to B21 are what public FedLADA codes do differently: docs/reference/algorithms.md.
+to B21 are choices of public FedLADA codes: docs/reference/algorithms.md.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def amsgrad(
 
 
 def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
-    """Return the share of gradients in a moment after one more: the moment's own recursion with g = 1 (A6).
+    """Return the share of gradients in a moment after one more gradient: the moment's own recursion with g = 1 (A6).
 
     Bias correction divides a copy of a moment by the fraction of it that comes from gradients, as opposed to its
     initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. One that was averaged over
@@ -48,7 +48,7 @@ def corrected(moment: Tensor, share: Tensor | None) -> Tensor:
 
 
 def is_on(decay: Number) -> bool:
-    """Return whether the weight decay does anything: a plain 0 is skipped, so that it costs nothing."""
+    """Return whether the weight decay can act; code skips a plain 0, so that it costs nothing."""
     return isinstance(decay, Tensor) or decay != 0
 
 
@@ -81,19 +81,19 @@ def clip_by_norm(u: Tensor, limit: Number) -> Tensor:
 
 
 def is_finite(limit: Number) -> bool:
-    """Return whether a limit does anything: a plain infinity is skipped, so that it costs nothing."""
+    """Return whether a limit can act; code skips a plain infinity, so that it costs nothing."""
     return isinstance(limit, Tensor) or limit != math.inf
 
 
 def first_of(one: Tensor | None, other: Tensor | None) -> Tensor:
-    """Return the first of two tensors, or the second if the first is None."""
+    """Return `one`, or `other` if `one` is None."""
     tensor = other if one is None else one
     assert tensor is not None
     return tensor
 
 
 def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the elementwise maximum, or None if a tensor is None."""
+    """Return the elementwise maximum, or None if either is None."""
     return None if one is None or other is None else torch.maximum(one, other)
 
 

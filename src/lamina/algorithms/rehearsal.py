@@ -71,14 +71,14 @@ def rehearse(algorithm: Algorithm) -> None:
     client = checked("client_init", call("client_init", x, TINY))
     down = checked("broadcast", call("broadcast", server, server_info), "x")
     local = checked("begin", call("begin", down, client, info), "y")
-    begun = local
+    start = local
     for has_second in step_kinds(algorithm):
         second = {"second_grad": gradient} if has_second else {}
         if has_second:
-            point = call("second_point", begun, down, gradient, 0.1, TINY)
+            point = call("second_point", start, down, gradient, 0.1, TINY)
             if not isinstance(point, Tensor) or point.shape != x.shape:
                 raise broken("second_point", f"must return a point like local.y, [..., p], found {_describe(point)}")
-        local = checked("step", call("step", begun, down, gradient, 0.1, TINY, **second), "y", like=begun)
+        local = checked("step", call("step", start, down, gradient, 0.1, TINY, **second), "y", like=start)
     ratios = call("trust_ratios", local)
     if ratios is not None and not (isinstance(ratios, Tensor) and ratios.shape[-1:] == sizes[1:2]):
         raise broken("trust_ratios", f"must return a tensor, one ratio per layer, or None, found {_describe(ratios)}")

@@ -14,7 +14,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, app, best_and_last, err, interruptible, tell
-from lamina.cli.run import TO_GO_ON
+from lamina.cli.run import how_to_resume
 from lamina.errors import BadInput, missing_extra
 from lamina.storage.files import check_writable
 from lamina.text import plural
@@ -95,7 +95,7 @@ def new(
 
 
 @flower.command()
-@interruptible(f"finished rounds are kept; {TO_GO_ON}")
+@interruptible(f"finished rounds are kept; {how_to_resume()}")
 def up(
     what: Annotated[
         Path, typer.Argument(metavar="EXPERIMENT.toml|DIR", help="an experiment file, or the folder of a Flower app")
@@ -147,10 +147,10 @@ def up(
             try:
                 status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
             except KeyboardInterrupt:
-                to_go_on = TO_GO_ON + " without --overwrite" * overwrite
-                raise Interrupted(f"stopped after round {len(job.history())}; {to_go_on}") from None
+                done = len(job.history())
+                raise Interrupted(f"stopped after round {done}; {how_to_resume(overwrite)}") from None
     if not status.completed:
-        raise job.failed(status, place / "logs", TO_GO_ON)
+        raise job.failed(status, place / "logs", how_to_resume())
     for name in ("app", "command", "superlink", *(() if keep_logs else ("logs",))):
         shutil.rmtree(place / name, ignore_errors=True)  # keys and the nodes' state stay: more rounds may be wanted
     if not quiet and len(job.history()) == before:
@@ -170,7 +170,7 @@ def up(
 def tell_complete(job: Job, more: str) -> None:
     """Say that nothing is left to do."""
     done = plural(len(job.history()), "round")
-    tell(f"{job.out}/ is complete: {done}; more with {more}, anew with --overwrite")
+    tell(f"{job.out}/ is complete: {done}; raise {more} for more, or start again with --overwrite")
 
 
 def read_quorum(text: str) -> float:

@@ -14,12 +14,10 @@ from lamina.history import Row
 from lamina.progress import IntervalLines
 from lamina.text import plural
 
-TO_GO_ON = "to go on, start the same command again"
 
-
-def to_go_on(overwrite: bool) -> str:
-    """Return how to resume a command that was stopped."""
-    return TO_GO_ON + " without --overwrite" * overwrite
+def how_to_resume(overwrite: bool = False) -> str:
+    """Return what to do to resume a command that was stopped."""
+    return f"run the same command again{' without --overwrite' * overwrite} to resume"
 
 
 def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
@@ -28,7 +26,7 @@ def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {TO_GO_ON}")
+@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
 def run(
     file: base.File,
     overrides: Set = None,
@@ -63,11 +61,11 @@ def run(
                 raise folder.diverged
             if not quiet:
                 finished = plural(len(folder.history), "round")
-                tell(f"{path}/ is complete: {finished}; more with train.rounds, anew with --overwrite")
+                tell(f"{path}/ is complete: {finished}; raise train.rounds for more, or start again with --overwrite")
             return
-        done = running.go_on([simulation], [folder])
+        done = running.resume([simulation], [folder])
         if done and not quiet:
-            tell(f"going on after round {done}")
+            tell(f"resuming after round {done}")
         with base.Stop() as stop, base.RoundBars([name], quiet, state="", total=rounds, completed=done) as bars:
             lines_at_intervals = IntervalLines(name, rounds, done, base.tell_progress)
 
@@ -80,7 +78,7 @@ def run(
     if folder.diverged:
         raise folder.diverged
     if stopped:
-        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {to_go_on(overwrite)}")
+        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {how_to_resume(overwrite)}")
     if not quiet:
         history = simulation.history
         sent, seconds = history.total("bytes_down") + history.total("bytes_up"), history.total("seconds")

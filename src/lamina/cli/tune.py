@@ -9,7 +9,7 @@ import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, out, say, tell
-from lamina.cli.run import TO_GO_ON, to_go_on
+from lamina.cli.run import how_to_resume
 from lamina.text import plural
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {TO_GO_ON}")
+@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
 def tune(
     file: base.File,
     overrides: Set = None,
@@ -59,7 +59,7 @@ def tune(
         for line in tuning.edges():
             say("warning", line)
     if not finished:
-        raise Interrupted(f"stopped after a round; {to_go_on(overwrite)}")
+        raise Interrupted(f"stopped after a round; {how_to_resume(overwrite)}")
     tuning.refuse_all_diverged()
 
 

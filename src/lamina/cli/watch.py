@@ -42,14 +42,14 @@ def watch(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder, or a folder of such folders")],
     once: Annotated[bool, typer.Option("--once", help="print how it stands now, and end")] = False,
 ) -> None:
-    """Show runs as they go on: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
+    """Show runs while they train: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
     import_torch()
     view = View(folder, no_run_until=-math.inf if once else time.monotonic() + START_TIMEOUT_S)
     if once:
         out.print(view.frame())
         return
     with contextlib.suppress(KeyboardInterrupt), Live(view.frame(), console=out, auto_refresh=False) as live:
-        while view.going_on:
+        while view.is_active:
             time.sleep(EVERY)
             live.update(view.frame(), refresh=True)
 
@@ -60,7 +60,7 @@ class View:
     def __init__(self, folder: Path, *, no_run_until: float = -math.inf) -> None:
         self.folder = folder
         self._no_run_until = no_run_until  # a time before which there need not be any run
-        self.going_on = False  # whether any process writes here, as of the last frame
+        self.is_active = False  # whether any process writes here, as of the last frame
         self._records: list[Record] = []
         self._looks: dict[Path, deque[tuple[float, int]]] = {}  # when, and how many rounds there were
 
@@ -81,7 +81,7 @@ class View:
         states = sorted(
             ((state(record), record) for record in self._records), key=lambda one: list(COLOURS).index(one[0])
         )
-        self.going_on = busy or any(how == "running" for how, _ in states)
+        self.is_active = busy or any(how == "running" for how, _ in states)
         for record in self._records:
             looks = self._looks.setdefault(record.folder, deque(maxlen=RECENT))
             looks.append((time.monotonic(), len(record.history)))

@@ -51,7 +51,7 @@ def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
 
 
 def augment(x: Tensor, keys: Tensor, pad: int, flip: bool, crop_probability: float = 1.0) -> Tensor:
-    """Random crop after zero padding with `crop_probability`, and horizontal flip with probability 1/2, of images.
+    """Crop images at random after zero padding, with `crop_probability`, and flip half of them horizontally.
 
     Zeros are black pixels in raw images and the mean colour in normalised ones. The crop and flip of an image of
     `x` [..., n, channels, height, width] depend on its random word in `keys` [..., n] alone (see `lamina.rng.bits`).
@@ -70,8 +70,8 @@ def augment(x: Tensor, keys: Tensor, pad: int, flip: bool, crop_probability: flo
     down = keys % offsets - pad
     right = keys // offsets % offsets - pad
     if crop_probability < 1:
-        rests = 2**WORD_BITS // (2 * offsets**2)
-        is_cropped = keys // (2 * offsets**2) < round(crop_probability * rests)
+        rest_count = 2**WORD_BITS // (2 * offsets**2)
+        is_cropped = keys // (2 * offsets**2) < round(crop_probability * rest_count)
         down, right = torch.where(is_cropped, down, 0), torch.where(is_cropped, right, 0)
     rows = torch.arange(height, device=x.device) + down.unsqueeze(-1)
     columns = torch.arange(width, device=x.device)
@@ -96,11 +96,11 @@ class Augment:
     """The random changes of training images."""
 
     pad: int = 4
-    """Random crop after this many pixels on every side; 0 switches it off."""
+    """Pixels that are added on every side before a random crop; 0 switches it off."""
     flip: bool = True
     """Mirror half of the images horizontally."""
     crop_probability: float = 1.0
-    """The share of the images that are cropped; the others keep their place. Independent of the flip."""
+    """The probability of a crop; it does not depend on the flip."""
     fill: Fill = "black"
     """The added pixels: black, or the mean colour, which is 0 after normalisation."""
 
@@ -113,7 +113,7 @@ class Augment:
             raise unknown("augmentation: fill", str(self.fill), get_args(Fill))
 
     def __call__(self, x: Inputs, keys: Tensor) -> Any:
-        """`augment` with these settings, except for `fill`; of a tuple or a dict, the images are augmented."""
+        """Apply `augment` with these settings; in a tuple or dict, to images only. `training_inputs` applies `fill`."""
         if not isinstance(x, Tensor) and any(values.dim() == keys.dim() + 3 for values in tensors(x)):
             return map_batch(lambda values: self(values, keys) if values.dim() == keys.dim() + 3 else values, x)
         image = x if isinstance(x, Tensor) else tensors(x)[0]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.data.dataset import Dataset
-from lamina.data.parts import Indices, Labels, Parts, sorting
+from lamina.data.parts import Indices, Labels, Parts, stable_order
 from lamina.errors import BadInput, nearest
 from lamina.limits import MOST_CLIENTS, check_count, check_number
 from lamina.named import create_named
@@ -137,7 +137,7 @@ class Dirichlet(_Dealt):
         if not isinstance(self.refill, bool):
             raise BadInput(f"dirichlet: refill must be true or false, found {self.refill!r}")
         if self.refill and self.sizes != "equal":
-            raise BadInput("dirichlet: refill deals clients of equal size: take sizes = 'natural' out")
+            raise BadInput("dirichlet: refill deals clients of equal size: remove sizes = 'natural'")
 
     def _deal(self, labels: Labels, clients: int, seed: int) -> Parts:
         _, kinds, pools = np.unique(labels, return_inverse=True, return_counts=True)
@@ -293,7 +293,7 @@ class Shards(_Dealt):
             )
         # What does not divide evenly is dropped before the sort: at the end, it would all be of the last class.
         order = rng.permutation(rng.key(seed, "partition-shards"), n)[: n - n % self.shards]
-        pieces = order[sorting(labels[order])].reshape(self.shards, -1)
+        pieces = order[stable_order(labels[order])].reshape(self.shards, -1)
         dealt = rng.permutation(rng.key(seed, "partition-shards-clients"), self.shards)[: clients * self.per_client]
         return Parts.of([np.sort(pieces[shards].ravel()) for shards in dealt.reshape(clients, self.per_client)])
 
@@ -340,7 +340,7 @@ class ByColumn:
 
 @dataclass(frozen=True)
 class Reallocate:
-    """The whole training set is shared anew among the active clients in every round (Fed-LAMB's experiments).
+    """The whole training set is split again among the active clients in every round (Fed-LAMB's experiments).
 
     It splits as `base` does; the type tells the round plan to call it in every round, with the size of the cohort and
     a seed of the round.
@@ -356,7 +356,7 @@ class Reallocate:
                 "natural clients own their data, and shards leave some out"
             )
         if isinstance(self.base, Dirichlet) and self.base.refill:
-            raise BadInput("reallocate: every round shares the whole training set, and refill leaves some out")
+            raise BadInput("reallocate: every round splits all samples, but refill leaves some out: set refill = false")
 
     def split(self, *args: Any, **options: Any) -> Parts:
         """Split as the base does; `clients` is the size of the round's cohort."""
@@ -408,7 +408,7 @@ def _deal_by_class(kinds: Labels, counts: Labels, seed: int) -> Parts:
 def _shuffled_by_class(kinds: Labels, seed: int) -> Indices:
     """Return all samples class after class, in random order inside every class."""
     order = rng.permutation(rng.key(seed, "partition-deal"), len(kinds))
-    return order[sorting(kinds[order])]
+    return order[stable_order(kinds[order])]
 
 
 def _occurrences(values: Labels) -> Indices:
@@ -417,7 +417,7 @@ def _occurrences(values: Labels) -> Indices:
     >>> _occurrences(np.array([2, 0, 2, 2]))
     array([0, 0, 1, 2])
     """
-    order, counts = sorting(values), np.bincount(values)
+    order, counts = stable_order(values), np.bincount(values)
     before = np.empty(len(values), np.int64)
     before[order] = np.arange(len(values)) - (np.cumsum(counts) - counts)[values[order]]
     return before

@@ -39,7 +39,7 @@ class Parts(Sequence[Indices]):
     def by_owner(cls, owners: Labels, clients: int) -> Parts:
         """Return the samples of every client, ascending, from the client of every sample."""
         sizes = np.bincount(owners, minlength=clients)
-        return cls(sorting(owners), np.concatenate([[0], np.cumsum(sizes)]))
+        return cls(stable_order(owners), np.concatenate([[0], np.cumsum(sizes)]))
 
     @property
     def sizes(self) -> Indices:
@@ -72,8 +72,8 @@ class Parts(Sequence[Indices]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def sorting(kinds: Labels) -> Labels:
-    """Return the stable order that sorts small whole numbers; with few bits numpy needs one pass over each byte."""
+def stable_order(kinds: Labels) -> Labels:
+    """Return the stable order that sorts whole numbers, as few bits: numpy then needs one pass over each byte."""
     if not len(kinds):
         return np.zeros(0, np.int64)
     from_zero = kinds - kinds.min()

@@ -45,7 +45,7 @@ class RoundReport:
     bytes_down: int
     bytes_up: int
     trust_ratios: dict[str, float]  # of the clients' last local steps, mean by layer; empty unless asked for
-    # for diagnostics
+    # The diagnostics need the rest.
     down: Any  # the broadcast
     displacement: Tensor  # D, the mean of the deltas, as the aggregation combines them
     mean_steps: float  # mean K_i

@@ -189,7 +189,7 @@ class Comparison(Trials):
             lines.append(f"{what} were chosen on {on}{short}")
             if stages:
                 after = " and ".join([*map(str, stages[:-1]), plural(stages[-1], "round")])
-                third = f"the best third of what was tried went on after {after} (at least {MIN_CONTINUED})"
+                third = f"the best third of what was tried continued after {after} (at least {MIN_CONTINUED})"
                 lines.append(f"{third}; all neighbours of the chosen {what} on the grid were run to the end, too")
         untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:

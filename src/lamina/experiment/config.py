@@ -176,12 +176,12 @@ class Aggregation(Named):
 
 def _protocol_fields(**own: Any) -> dict[str, Any]:
     """Return the fields of `Protocol` with its types, bounds and defaults, except for those given."""
-    made: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for each in dataclasses.fields(Protocol):
         bounds = {key: bound for key, bound in each.metadata.items() if bound is not None}
         hint: Any = Annotated[get_type_hints(Protocol)[each.name], Field(**bounds)]
-        made[each.name] = own.get(each.name, (hint, each.default))
-    return made
+        fields[each.name] = own.get(each.name, (hint, each.default))
+    return fields
 
 
 class _Train(_Section):
@@ -253,9 +253,9 @@ class Compare(_Section):
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
-    # of the runs that only help to choose, None: train.rounds; several: stages, after each of which some are dropped
+    # Rounds of the runs that only help to choose; None: train.rounds; several: stages, each of which drops some runs.
     tuning_rounds: Annotated[list[AtLeastOne] | None, BeforeValidator(_in_a_list)] = None
-    # further options for each; with `name`, the algorithm, their key may be any word
+    # Further options of each method. If they name the algorithm (`name`), the method may have any name.
     options: dict[str, dict[str, Any]] = {}
 
     def algorithm_of(self, label: str) -> str:
@@ -374,10 +374,10 @@ def _one_line(error: ValidationError) -> str:
         text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"
     else:
         given = f" = {short_repr(first['input'])}" if not isinstance(first["input"], dict) else ""
-        said = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list",
-                "too_short": "must not be empty"}  # fmt: skip
+        texts = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list",
+                 "too_short": "must not be empty"}  # fmt: skip
         message = first["msg"].removeprefix("Value error, ")
-        problem = said.get(first["type"], message[:1].lower() + message[1:])
+        problem = texts.get(first["type"], message[:1].lower() + message[1:])
         text = f"{dotted}{given}: {problem}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
 

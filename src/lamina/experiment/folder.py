@@ -194,7 +194,7 @@ class RunFolder:
         """Return the rounds that the run could resume after."""
         return [] if self._fresh else [r for r in self.checkpoints.rounds() if r <= len(self.history)]
 
-    def go_on_after(self, number: int) -> History:
+    def resume_after(self, number: int) -> History:
         """Cut the metrics back to a round, for the run to resume after it, and return them."""
         if self._fresh:
             return History(metric=self._metric)
@@ -217,11 +217,11 @@ class RunFolder:
         if self._lines is not None:
             self._lines.follow(self.path)
         if self._damage:
-            self._say(f"{self._damage}: going on after round {number}, what came later is run again", logging.WARNING)
+            self._say(f"{self._damage}: resuming after round {number}; later rounds are run again", logging.WARNING)
         elif again:
             what = "1 finished round is" if again == 1 else f"{again} finished rounds are"
             self._say(f"{self.path}: there is no checkpoint yet: {what} run again", logging.WARNING)
-        self._say(f"{self.path}: going on after round {number} of {self.config['train']['rounds']}")
+        self._say(f"{self.path}: resuming after round {number} of {self.config['train']['rounds']}")
         if not began:
             self._say(f"{self.path / 'environment.json'} was lost or damaged, and says what is now", logging.WARNING)
         for name in ("lamina", "torch", "numpy", "device_name") if began else ():

@@ -14,7 +14,7 @@ from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.python import describe
 from lamina.experiment.records import read_metrics
-from lamina.experiment.run import go_on, open_folder, restore, train
+from lamina.experiment.run import open_folder, restore, resume, train
 from lamina.history import Row
 from lamina.training import Training
 
@@ -51,7 +51,7 @@ class Recorder:
                     return
                 if folder.diverged is None:
                     simulation.state, _ = simulation.start()  # a round that is not in the folder is trained again
-                    go_on([simulation], [folder])
+                    resume([simulation], [folder])
                     self._overwrite = False  # the next call continues this run
                     train([simulation], [folder], experiment, on_round=lambda _, row: on_round(row))
             finally:

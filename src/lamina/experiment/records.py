@@ -99,10 +99,10 @@ def find_records(paths: Iterable[str | Path]) -> list[Record]:
     for path in map(Path, paths):
         if not path.is_dir():
             raise BadInput(f"no folder '{path}'")
-        found = sorted(metrics.parent for metrics in path.rglob("metrics.jsonl"))
-        if not found:
+        parents = sorted(metrics.parent for metrics in path.rglob("metrics.jsonl"))
+        if not parents:
             raise BadInput(f"no run in '{path}': a run's folder holds config.json and metrics.jsonl")
-        folders |= dict.fromkeys(folder.resolve() for folder in found)
+        folders |= dict.fromkeys(folder.resolve() for folder in parents)
     return [read_record(folder) for folder in folders]
 
 
@@ -136,11 +136,12 @@ def check_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 def refuse_format(folder: Path, config: Mapping[str, Any], otherwise: str) -> None:
     """Refuse a folder of another format than this version's; the last words say what to do instead."""
-    found = config.get("format", 0)
-    if found != FORMAT:
-        which = "another" if not is_whole(found) else "an older" if found < FORMAT else "a newer"
+    number = config.get("format", 0)
+    if number != FORMAT:
+        which = "another" if not is_whole(number) else "an older" if number < FORMAT else "a newer"
         raise BadInput(
-            f"the folder '{folder}' was written by {which} lamina (format {found}, this one's is {FORMAT}): {otherwise}"
+            f"the folder '{folder}' was written by {which} lamina (format {number}, this one's is {FORMAT}): "
+            f"{otherwise}"
         )
 
 

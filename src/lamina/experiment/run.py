@@ -47,7 +47,7 @@ class RankFolder:
         """Return the rounds that this process could resume after."""
         return self.checkpoints.rounds() if self._found else []
 
-    def go_on_after(self, number: int) -> History:
+    def resume_after(self, number: int) -> History:
         """Return an empty history: the first process keeps it."""
         return History()
 
@@ -146,11 +146,11 @@ def restore(simulations: Sequence[Training], folders: Sequence[RunFolder | RankF
         simulation.state, _ = loaded
 
 
-def go_on(simulations: Sequence[Training], folders: Sequence[RunFolder | RankFolder]) -> int:
+def resume(simulations: Sequence[Training], folders: Sequence[RunFolder | RankFolder]) -> int:
     """Restore simulations from the newest round that all their folders have, and return its number."""
     restore(simulations, folders)
     for simulation, folder in zip(simulations, folders, strict=True):
-        simulation.history = folder.go_on_after(simulation.state.round)
+        simulation.history = folder.resume_after(simulation.state.round)
     return simulations[0].state.round
 
 

@@ -22,8 +22,8 @@ from lamina.storage.locks import Lock, Locked
 
 FILE = "study.db"
 WRITE_TIMEOUT_S = 60  # for another process to finish writing to the study
-START_ANEW = "choose another folder with --out, or start anew with --overwrite"
-GO_ON = "what is finished is kept: the same command goes on"
+START_AGAIN = "choose another folder with --out, or start again with --overwrite"
+RESUME_LATER = "finished trials are kept; run the same command again to resume"
 
 
 def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
@@ -91,7 +91,7 @@ class Study:
                 storage = self._optuna.storages.RDBStorage(self.url, engine_kwargs=options)
             except RuntimeError as error:  # Optuna's own words for the tables of another version
                 what = str(error).replace("$STORAGE_URL", self.url)
-                raise BadInput(f"cannot use the study '{self._folder / FILE}': {what} Or {START_ANEW}") from error
+                raise BadInput(f"cannot use the study '{self._folder / FILE}': {what} Or {START_AGAIN}") from error
             self._study = self._optuna.create_study(
                 storage=storage,
                 study_name="tune",  # Hyperband's brackets depend on it
@@ -198,7 +198,7 @@ class Study:
             # A full disk, a lock or a read-only file may go away; a file that is no database stays one.
             is_temporary = isinstance(cause, sqlite3.OperationalError) and "no such" not in str(cause)
             what = f"cannot use the study '{self._folder / FILE}': {str(cause).splitlines()[0]}"
-            raise BadInput(f"{what}; {GO_ON if is_temporary else START_ANEW}") from error
+            raise BadInput(f"{what}; {RESUME_LATER if is_temporary else START_AGAIN}") from error
 
 
 def trial_name(number: int) -> str:

@@ -39,7 +39,7 @@ class TensorBoard:
         self._written = 0
 
     def write(self, history: History) -> None:
-        """Write the new rounds, at first all: event files cannot be cut back to where a killed run goes on."""
+        """Write the new rounds, at first all: event files cannot be cut back to where a killed run resumes."""
         if self._writer is None:
             if self._events.exists():
                 shutil.rmtree(self._events)
@@ -87,8 +87,8 @@ class MLflow:
         note = self._folder / MLFLOW_RUN
         if note.exists():
             self._run = str(read_json(note)["run"])
-            found = self._client.get_run(self._run)
-            self._written = int(found.data.metrics.get("round", 0))
+            run = self._client.get_run(self._run)
+            self._written = int(run.data.metrics.get("round", 0))
             self._client.update_run(self._run, status="RUNNING")
             return
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "lamina")
@@ -134,7 +134,7 @@ class Trackers:
                 act(tracker)
             except Exception as error:  # a full disk, a locked store: each package has exceptions of its own
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                log.warning("%s gets no more rounds, the run goes on: %s", name, reason)
+                log.warning("%s gets no more rounds; the run continues: %s", name, reason)
                 del self._trackers[name]
 
 

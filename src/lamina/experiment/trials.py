@@ -21,7 +21,7 @@ from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.records import Record, check_folder, read_record
-from lamina.experiment.run import go_on, train
+from lamina.experiment.run import resume, train
 from lamina.experiment.settings import Settings, written
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row, rank
@@ -255,7 +255,7 @@ class Trials:
     def _train(self, group: list[_Open], stop: Callable[[], bool]) -> bool:
         """Train runs side by side; return whether they finished."""
         simulations, folders = [run.simulation for run in group], [run.folder for run in group]
-        go_on(simulations, folders)
+        resume(simulations, folders)
         stopped = train(
             simulations,
             folders,

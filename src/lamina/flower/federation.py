@@ -52,7 +52,7 @@ class Federation(Setup):
         out: the run's folder, on the server; else ``out`` in Flower's run configuration, else ``runs/flower``.
         test: makes test data, on the server.
         metrics: what the server reports on them, as in `lamina.Simulation`. Nodes report those that can be averaged
-            over nodes: not F1, mean IoU, AUROC, R² and functions of yours.
+            over nodes: not F1, mean IoU, AUROC, R² and your own functions.
         node_test: what a node evaluates on; its training data unless given.
         participation, sampling, batch_size, epochs, local_steps, lr, schedule, clip, weighting, aggregation, loss,
             augmentation, seed, device, evaluate_every: as in `lamina.Simulation`.
@@ -92,9 +92,7 @@ class Federation(Setup):
                 "choose another partition, such as 'dirichlet'"
             )
         if run.trust_ratios or run.client_metrics or run.diagnostics:
-            log.warning(
-                "trust_ratios, client_metrics and diagnostics are not measured in a federation; see evaluate_on"
-            )
+            log.warning("a federation measures no trust_ratios, client_metrics or diagnostics; see evaluate_on")
         if run.precision != "fp32":
             log.warning("precision = '%s' is for simulations only: nodes use the model's own precision", run.precision)
         dealt = _Dealt(experiment, partition)

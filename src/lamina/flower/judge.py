@@ -10,12 +10,14 @@ import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
+from lamina.errors import BadInput
 from lamina.flower import outliers, wire
 from lamina.flower.checks import Evaluation, Expected, FullGradient, Update
 from lamina.flower.records import Attendance
 from lamina.flower.setup import Setup
 from lamina.objective import Objective
 
+STORED = ("examples", "recent", "accepted", "largest_growth", "growth_by_client")  # attributes in a checkpoint
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
 
 
@@ -30,24 +32,30 @@ class Judge:
         upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
         self.limits.check_fields(upload._fields)
         self.no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
-        # These are kept in the checkpoint.
+        # The checkpoint stores these.
         self.examples: dict[int, int] = {}  # by client, as of the last round it took part in
         self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
         self.accepted: dict[int, list[str]] = {}  # by client: digests of its last updates
-        self.growth: dict[str, float] = {}  # the largest median growth of any round, by layer of a second moment
-        self.grown: dict[int, outliers.Growth] = {}  # by client, over the rounds that it took part in
+        self.largest_growth: dict[str, float] = {}  # of any round's medians, by layer of a second moment
+        self.growth_by_client: dict[int, outliers.Growth] = {}  # by client, over the rounds that it took part in
         self._sizes: outliers.Sizes = {}  # of the answers of this attempt
 
     def facts(self) -> dict[str, Any]:
         """Return what a checkpoint stores."""
-        return {name: getattr(self, name) for name in ("examples", "recent", "accepted", "growth", "grown")}
+        return {name: getattr(self, name) for name in STORED}
 
     def restore(self, facts: Mapping[str, Any]) -> None:
         """Take over what a checkpoint stores."""
-        self.recent, self.growth = dict(facts.get("recent", {})), dict(facts.get("growth", {}))
-        self.examples = {int(client): int(count) for client, count in facts.get("examples", {}).items()}
-        self.accepted = {int(client): list(digests) for client, digests in facts.get("accepted", {}).items()}
-        self.grown = {int(client): outliers.Growth(*pair) for client, pair in facts.get("grown", {}).items()}
+        for name in STORED:
+            if name not in facts:
+                wrong = f"this federation's checkpoint has no '{name}': another version of lamina wrote it"
+                raise BadInput(f"{wrong}; resume with that version, or start again in another folder")
+        self.recent, self.largest_growth = dict(facts["recent"]), dict(facts["largest_growth"])
+        self.examples = {int(client): int(count) for client, count in facts["examples"].items()}
+        self.accepted = {int(client): list(digests) for client, digests in facts["accepted"].items()}
+        self.growth_by_client = {
+            int(client): outliers.Growth(*sums) for client, sums in facts["growth_by_client"].items()
+        }
 
     def begin_attempt(self) -> None:
         """Forget the answers of the last attempt."""
@@ -75,8 +83,8 @@ class Judge:
     def _upload(self, down: Any, info: ClientInfo) -> Any:
         """Return the Up of one local step."""
         client = self.algorithm.client_init(down.x, info.layers)
-        begun = self.algorithm.begin(down, client, info)
-        local = trial_step(self.algorithm, begun, down, torch.zeros_like(down.x), info)
+        start = self.algorithm.begin(down, client, info)
+        local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
         return self.algorithm.finish(local, down, client, info)[0]
 
     def _broadcast(self, state: State, down: Any, number: int) -> outliers.Broadcast:
@@ -91,21 +99,21 @@ class Judge:
             lambda steps: self.algorithm.inherited_moments(down, info(steps)),
             self.protocol.by_examples,
             lambda steps: self.algorithm.inherited_step(down, info(steps)),
-            self.growth,
+            self.largest_growth,
             drift=state.server.x - self.objective.start,
             totals={
                 name: {client: getattr(total, name) for client, total in state.clients.items()}
                 for name in self.algorithm.state_changes
             },
-            grown=self.grown,
+            growth_by_client=self.growth_by_client,
         )
 
     # --- what is removed --------------------------------------------------------------------------------------------
 
     def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""
-        known = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
-        self._remove_odd(gradients, known, record)
+        broadcast = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
+        self._remove_odd(gradients, broadcast, record)
 
     def remove_odd_updates(
         self,
@@ -124,20 +132,20 @@ class Judge:
             if bool(update.up.delta.any()) and _short_digest(update) in self.accepted.get(client, [])
         ]
         _remove(updates, dict.fromkeys(repeated, "its update is one it has sent before"), record)
-        known = self._broadcast(state, down, record.round)
-        self._remove_odd(updates, known._replace(implied=tuple(expected.implied(expected.up, 1))), record)
+        broadcast = self._broadcast(state, down, record.round)
+        self._remove_odd(updates, broadcast._replace(implied=tuple(expected.implied(expected.up, 1))), record)
         typical, absurd = outliers.absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
         for client in absurd:
             loss = f"its training loss {updates[client].loss:.3g}"
             record.note(f"{record.name(client)}: {loss} is out of all proportion: not recorded")
             updates[client] = updates[client]._replace(loss=typical)
 
-    def _remove_odd(self, updates: dict[int, Update], known: outliers.Broadcast, record: Attendance) -> None:
+    def _remove_odd(self, updates: dict[int, Update], broadcast: outliers.Broadcast, record: Attendance) -> None:
         """Remove updates that stand out from the others, or are absurd beside those of earlier rounds."""
-        sizes = outliers.sizes_of_updates(updates, known)
+        sizes = outliers.sizes_of_updates(updates, broadcast)
         self._sizes |= sizes
         counts = {client: update.examples for client, update in updates.items()}
-        odd = outliers.judge_updates(updates, known, self.limits)
+        odd = outliers.judge_updates(updates, broadcast, self.limits)
         odd |= outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
         odd |= outliers.judge_growth_of_data(counts, self.examples, self.limits)
         _remove(updates, odd, record)
@@ -157,10 +165,10 @@ class Judge:
         for client, update in updates.items():
             self.examples[client] = update.examples
             self.accepted[client] = [*self.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
-        known = self._broadcast(state, down, number)
-        self.grown |= outliers.add_growth(updates, known)
-        for what, value in outliers.median_growth(updates, known).items():
-            self.growth[what] = max(value, self.growth.get(what, 0.0))
+        broadcast = self._broadcast(state, down, number)
+        self.growth_by_client |= outliers.add_growth(updates, broadcast)
+        for what, value in outliers.median_growth(updates, broadcast).items():
+            self.largest_growth[what] = max(value, self.largest_growth.get(what, 0.0))
         for what, median in outliers.medians(self._sizes, list(updates)).items():
             self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]
 

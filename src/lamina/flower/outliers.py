@@ -54,55 +54,57 @@ class Broadcast(NamedTuple):
     inherited: Callable[[int], Mapping[str, Tensor]]  # by local steps: what a client's second moments began with
     by_examples: bool
     step: Callable[[int], Tensor | None] = lambda _: None  # by local steps: what `delta` inherits from the broadcast
-    growth: Mapping[str, float] = {}  # by layer of a second moment: the largest of all rounds' `median_growth`
+    largest_growth: Mapping[str, float] = {}  # by layer of a second moment: the largest of all rounds' `median_growth`
     implied: Sequence[str] = ()  # fields that follow from others, which is checked: they are not judged again
     drift: Tensor | None = None  # how far the model has moved since its start
     totals: Mapping[str, Mapping[int, Tensor]] = {}  # by field that adds up and client: its sum over earlier rounds
-    grown: Mapping[int, Growth] = {}  # by client, over the rounds that it took part in
+    growth_by_client: Mapping[int, Growth] = {}  # by client, over the rounds that it took part in
 
 
-def judge_updates(updates: Mapping[int, Update], known: Broadcast, limits: Limits) -> dict[int, str]:
+def judge_updates(updates: Mapping[int, Update], broadcast: Broadcast, limits: Limits) -> dict[int, str]:
     """Return the clients whose updates stand out, each with the reason; nothing with fewer than three updates."""
     if limits.times_median is None or len(updates) < FEWEST_FOR_A_MEDIAN:
         return {}
     clients = list(updates)
     odd = judge_counts({client: update.examples for client, update in updates.items()}, limits)
-    for i, why in _judge_answers(updates, known, limits, limits.times_median):
+    for i, why in _judge_answers(updates, broadcast, limits, limits.times_median):
         odd.setdefault(clients[i], why)
     return odd
 
 
-def _judge_answers(updates: Mapping[int, Update], known: Broadcast, limits: Limits, times: float) -> Reasons:
+def _judge_answers(updates: Mapping[int, Update], broadcast: Broadcast, limits: Limits, times: float) -> Reasons:
     answers, steps = list(updates.values()), _steps(updates)
     examples = torch.tensor([answer.examples for answer in answers], dtype=torch.float64)
-    weights = examples / _median(examples) if known.by_examples else torch.ones_like(examples)
-    second_moments = known.inherited(answers[0].steps)
+    weights = examples / _median(examples) if broadcast.by_examples else torch.ones_like(examples)
+    second_moments = broadcast.inherited(answers[0].steps)
     for name in answers[0].up._fields:
         vectors = [getattr(answer.up, name) for answer in answers]
-        if vectors[0] is None or name in known.implied or name in second_moments:
+        if vectors[0] is None or name in broadcast.implied or name in second_moments:
             continue
-        if name == "delta" and known.step(1) is not None:
-            vectors = [vector - known.step(answer.steps) for vector, answer in zip(vectors, answers, strict=True)]
-        yield from _judge_vectors(f"'{name}'", vectors, weights, steps, known.layers, limits)
-        if name == "delta" and known.drift is not None:
-            yield from _judge_drift(vectors, weights, known.drift, limits)
+        if name == "delta" and broadcast.step(1) is not None:
+            vectors = [vector - broadcast.step(answer.steps) for vector, answer in zip(vectors, answers, strict=True)]
+        yield from _judge_vectors(f"'{name}'", vectors, weights, steps, broadcast.layers, limits)
+        if name == "delta" and broadcast.drift is not None:
+            yield from _judge_drift(vectors, weights, broadcast.drift, limits)
     if second_moments:
-        yield from _judge_second_moments(updates, known, times)
-        yield from _judge_growth(updates, known, times)
-    for name, before in known.totals.items():
+        yield from _judge_second_moments(updates, broadcast, times)
+        yield from _judge_growth(updates, broadcast, times)
+    for name, before in broadcast.totals.items():
         vectors = [getattr(answer.up, name) + before.get(client, 0.0) for client, answer in updates.items()]
         equal = torch.ones_like(steps)
-        yield from _judge_vectors(f"the sum of '{name}' over all rounds", vectors, equal, equal, known.layers, limits)
+        yield from _judge_vectors(
+            f"the sum of '{name}' over all rounds", vectors, equal, equal, broadcast.layers, limits
+        )
     for name in answers[0].buffers:
         values = [answer.buffers[name] for answer in answers]
-        yield from _judge_buffer(name, values, known.buffers[name], times)
+        yield from _judge_buffer(name, values, broadcast.buffers[name], times)
 
 
-def sizes_of_updates(updates: Mapping[int, Update], known: Broadcast) -> Sizes:
+def sizes_of_updates(updates: Mapping[int, Update], broadcast: Broadcast) -> Sizes:
     """Return the norms of the fields and buffers, what second moments grew by, and the numbers of examples."""
     sizes: Sizes = {}
     for client, update in updates.items():
-        inherited = known.inherited(update.steps)
+        inherited = broadcast.inherited(update.steps)
         for name, value in zip(update.up._fields, update.up, strict=True):
             if value is not None:
                 added = value.double() - inherited.get(name, 0.0)
@@ -256,15 +258,15 @@ def _segments(vectors: Sequence[Tensor], layers: Layers) -> list[tuple[str, Tens
 # --- second moments --------------------------------------------------------------------------------------------------
 
 
-def _second_moments(updates: Mapping[int, Update], known: Broadcast) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _second_moments(updates: Mapping[int, Update], broadcast: Broadcast) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield a field, a layer, what its second moments began with, and what was added: [clients, size].
 
     Only what a client added in this round is compared: what it inherited from the broadcast may have been poisoned
     before, and would hide or excuse more of it. Late in a run most clients add next to nothing, so the sum may be as
     large as is usual in any round so far.
     """
-    answers, layers = list(updates.values()), known.layers
-    inherited = [known.inherited(answer.steps) for answer in answers]
+    answers, layers = list(updates.values()), broadcast.layers
+    inherited = [broadcast.inherited(answer.steps) for answer in answers]
     for name in inherited[0]:
         vectors = [getattr(answer.up, name) for answer in answers]
         if vectors[0] is None:
@@ -278,16 +280,16 @@ def _second_moments(updates: Mapping[int, Update], known: Broadcast) -> Iterator
             yield name, layer, base, (torch.stack(rows).double() - base).clamp(min=0)
 
 
-def _judge_second_moments(updates: Mapping[int, Update], known: Broadcast, times: float) -> Reasons:
+def _judge_second_moments(updates: Mapping[int, Update], broadcast: Broadcast, times: float) -> Reasons:
     """Find second moments that grow more than the others' do: in the sum over a layer, or in a single coordinate."""
     steps = _steps(updates)
     steps = steps.clamp(max=STEPS_CREDIT * float(_median(steps)))
     most_in_sum, most = (times * factor * _wider(len(updates)) for factor in (SUM_OF_MOMENTS, ONE_MOMENT))
-    for name, layer, base, added in _second_moments(updates, known):
-        if name in known.implied:
+    for name, layer, base, added in _second_moments(updates, broadcast):
+        if name in broadcast.implied:
             continue
         sums = added.sum(1)
-        usual = _usual(sums, name, layer, known)
+        usual = _usual(sums, name, layer, broadcast)
         usual_per_step = torch.maximum(_median(sums / steps), usual / _median(steps))
         for i in _where((sums > most_in_sum * usual) & (sums / steps > most_in_sum * usual_per_step)):
             growth = f"'{name}' of '{layer}' grew by {sums[i]:.4g} in sum"
@@ -297,61 +299,62 @@ def _judge_second_moments(updates: Mapping[int, Update], known: Broadcast, times
             yield i, f"'{name}' of '{layer}' has entries more than {most:.3g} times as large as the others'"
 
 
-def _judge_growth(updates: Mapping[int, Update], known: Broadcast, times: float) -> Reasons:
+def _judge_growth(updates: Mapping[int, Update], broadcast: Broadcast, times: float) -> Reasons:
     """Find clients whose second moments have grown more than the others' in the rounds that they took part in.
 
     What passes in every single round may still add up: a server's second moments forget slowly, or never.
     """
     most = times * GROWTH_SO_FAR * _wider(len(updates))
-    for i, (own, others) in enumerate(add_growth(updates, known).values()):
+    for i, (own, others) in enumerate(add_growth(updates, broadcast).values()):
         if own > most * max(1.0, others):
             growth = f"its second moments have grown by {own:.3g} in all its rounds (1: what is usual in a round)"
             yield i, f"{growth}, more than {most:.3g} times as much as the others', {others:.3g}"
 
 
-def add_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[int, Growth]:
-    """Return `known.grown` of these clients with this round added: the mean over layers of what is usual for each.
+def add_growth(updates: Mapping[int, Update], broadcast: Broadcast) -> dict[int, Growth]:
+    """Return `broadcast.growth_by_client` of these clients with this round added: the mean of their layers' growth.
 
     More local steps excuse more growth.
     """
     steps = _steps(updates)
     excused = (steps / _median(steps)).clamp(1.0, STEPS_CREDIT)
     ratios = [torch.zeros_like(steps)]
-    for name, layer, _, added in _second_moments(updates, known):
+    for name, layer, _, added in _second_moments(updates, broadcast):
         sums = added.sum(1).cpu() / excused
-        usual = _usual(sums, name, layer, known)
+        usual = _usual(sums, name, layer, broadcast)
         ratios.append(torch.where(usual > 0, sums / usual, 0.0))
     growth = (torch.stack(ratios).sum(0) / max(1, len(ratios) - 1)).tolist()
     median = statistics.median(growth)
-    before = [known.grown.get(client, Growth(0.0, 0.0)) for client in updates]
+    before = [broadcast.growth_by_client.get(client, Growth(0.0, 0.0)) for client in updates]
     return {
         client: Growth(old.own + own, old.others + median)
         for client, old, own in zip(updates, before, growth, strict=True)
     }
 
 
-def median_growth(updates: Mapping[int, Update], known: Broadcast) -> dict[str, float]:
+def median_growth(updates: Mapping[int, Update], broadcast: Broadcast) -> dict[str, float]:
     """Return the medians over the clients of what every layer's second moments grew by, or nothing if they are few."""
     if len(updates) < FEWEST_FOR_A_MEDIAN:
         return {}  # a single hostile node could set them
     return {
-        f"{name} of {layer}": float(_median(added.sum(1))) for name, layer, _, added in _second_moments(updates, known)
+        f"{name} of {layer}": float(_median(added.sum(1)))
+        for name, layer, _, added in _second_moments(updates, broadcast)
     }
 
 
-def _usual(sums: Tensor, name: str, layer: str, known: Broadcast) -> Tensor:
-    return _median(sums).clamp(min=known.growth.get(f"{name} of {layer}", 0.0))
+def _usual(sums: Tensor, name: str, layer: str, broadcast: Broadcast) -> Tensor:
+    return _median(sums).clamp(min=broadcast.largest_growth.get(f"{name} of {layer}", 0.0))
 
 
 # --- buffers and statistics ------------------------------------------------------------------------------------------
 
 
-def _judge_buffer(name: str, values: Sequence[Tensor], broadcast: Tensor, times: float) -> Reasons:
+def _judge_buffer(name: str, values: Sequence[Tensor], sent: Tensor, times: float) -> Reasons:
     """Find buffers (BatchNorm's statistics) with entries that are much further from the median than the others' are."""
     rows = torch.stack([value.flatten() for value in values]).double()
     median = _median(rows)
     distance = (rows - median).abs()
-    moved = (median - broadcast.flatten().double()).abs()
+    moved = (median - sent.flatten().double()).abs()
     reference = torch.maximum(_believed_maximum(distance), moved).clamp(min=float(_median(distance.amax(1))))
     most = times * _wider(len(values))
     for i in _where((distance > most * reference).any(1)):

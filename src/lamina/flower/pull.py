@@ -19,7 +19,7 @@ from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.serverapp import Grid
 
 AT_ONCE = 8  # pulls that are waited for at the same time
-PATIENCE_S = 1.0  # after that a pull goes on alone, and a later look finds what it brought
+PATIENCE_S = 1.0  # the wait for a pull; a slower one continues in its thread, and a later look finds its reply
 
 
 def take_replies_only(grid: Grid) -> None:
@@ -72,7 +72,7 @@ class Puller:
     def look(self, messages: Iterable[str]) -> dict[str, Pull]:
         """Return the finished pulls of these messages, in this order; any other message is forgotten.
 
-        A message whose pull is still going on from an earlier look is not pulled a second time.
+        A message whose pull still runs since an earlier look is not pulled a second time.
         """
         before, self._pulls = self._pulls, {}
         for message in messages:
@@ -92,10 +92,10 @@ class Puller:
         return message in self._pulls
 
     def _wait_for_all_but(self, most: int) -> None:
-        """Wait until at most so many pulls go on that are still worth the patience."""
+        """Wait until at most `most` pulls run that are still worth waiting for."""
         while True:
             now = time.monotonic()
-            going_on = [pull for pull in self._pulls.values() if pull.is_alive() and now < pull.patience_ends]
-            if len(going_on) <= most:
+            pending = [pull for pull in self._pulls.values() if pull.is_alive() and now < pull.patience_ends]
+            if len(pending) <= most:
                 return
-            going_on[0].join(going_on[0].patience_ends - now)
+            pending[0].join(pending[0].patience_ends - now)

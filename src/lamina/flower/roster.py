@@ -140,7 +140,7 @@ class Roster:
             contact.fault = f"says it is client {number}, but they are numbered 0 to {self.clients - 1}"
         else:
             contact.claim = int(client)
-        if contact.claim != before:  # who changes its mind queues up anew
+        if contact.claim != before:  # a node that claims another client moves to the end of the queue
             self._contacts[node] = self._contacts.pop(node)
 
     def _bind_claims(self, record: Attendance) -> None:

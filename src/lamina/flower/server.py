@@ -129,7 +129,7 @@ class Server:
             ((self.state, (facts,)),) = loaded
             self.exchange.restore(facts)
             self.judge.restore(facts)
-        self.history = self.folder.go_on_after(self.state.round)
+        self.history = self.folder.resume_after(self.state.round)
         self.journal.cut(self.state.round)
 
     def _record(self, row: Row, record: Attendance) -> None:

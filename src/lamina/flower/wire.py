@@ -172,7 +172,7 @@ class Task(BaseModel):
     clients: Number
     participation: float = Field(gt=0, le=1)
     settings: str = Field(max_length=10_000)  # JSON of `Protocol.local_record`
-    base: OptionalHex  # the token of the exchange whose client state the server last accepted; "": begin anew
+    base: OptionalHex  # the token of the exchange whose client state the server last accepted; "": start without state
     keep: list[Hex] = Texts  # tokens the server may still name as base, beside this exchange's
     held: list[FieldName] = Texts  # Down fields the node should hold
     held_digests: list[Hex] = Texts

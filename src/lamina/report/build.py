@@ -155,7 +155,7 @@ def _deal(run: Record) -> Dealt:
     if digest is not None and not run.on_validation_data and digest != splits_digest(train, test):
         raise BadInput("the data have changed since the run")
     parts = split_dataset(partition, train, count_clients(experiment), run.seed)
-    every_round = "; dealt anew in every round, this is an example" if isinstance(partition, Reallocate) else ""
+    every_round = "; split again in every round: this is an example" if isinstance(partition, Reallocate) else ""
     return Dealt(f"{describe(run)}, seed {run.seed}{every_round}", parts, train.labels)
 
 

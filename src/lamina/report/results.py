@@ -200,7 +200,7 @@ def compare(
         data: the training data as for `Simulation`, training and test data as `lamina.data.load` returns them, or the
             name of a data set.
         algorithms: algorithms or their names. In a list, those of one class are named by the options in which they
-            differ, such as "fedlada (alpha=0.05)"; a dict from names to algorithms gives them names of yours.
+            differ, such as "fedlada (alpha=0.05)"; a dict from names to algorithms gives them your own names.
         test: the test data, unless `data` includes them.
         clients: as for `Simulation`.
         partition: as for `Simulation`.

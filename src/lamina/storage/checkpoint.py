@@ -173,7 +173,7 @@ class Checkpoints:
         if content["format"] != FORMAT:
             raise BadInput(
                 f"{path} has format {content['format']}; this version of lamina reads {FORMAT}: "
-                "resume with the version that wrote it, or start anew in another folder"
+                "resume with the version that wrote it, or start again in another folder"
             )
         return cast(dict[str, Any], content)
 

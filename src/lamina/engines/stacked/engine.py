@@ -259,12 +259,12 @@ class Stacked:
                 now.clients[row.member][now.client_id(row)] = kept[r]
         for e, (total_up, total_buffers) in totals.items():
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
-        now.trained += len(chunk)
+        now.trained_rows += len(chunk)
         values = iter(measured[3 * len(chunk) :])
         now.server_steps = {e: (step, [next(values) for _ in step.measured]) for e, step in steps.items()}
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
-        """Take the members' steps on the server, if these totals are all that they need."""
+        """Take the members' steps on the server; none if other ranks or another aggregation than the mean need more."""
         if Ranks.current().world > 1 or not isinstance(self.protocol.aggregation, Mean):
             return {}
         steps = {}

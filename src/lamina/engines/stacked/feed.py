@@ -1,4 +1,4 @@
-"""The batches of a round on the device, sent ahead where a GPU is still busy with the round before."""
+"""Send the batches of a round to the device, ahead of time if a GPU is still busy with the round before."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from lamina.plan import Round, dropout_streams, sample_counters
 from lamina.protocol import Protocol
 
 
-class Sent(NamedTuple):
+class SentBatches(NamedTuple):
     """Batches on the device."""
 
     batches: Batches
     filled: Indices  # how many samples each has [rows, K], on the host
 
 
-class Ahead(NamedTuple):
+class NextRound(NamedTuple):
     """The batches of a round that was planned ahead."""
 
     plans: Sequence[Round]  # every member's
-    sent: Sent
+    sent: SentBatches
 
 
 @dataclass
 class BatchFeed:
-    """What sends batches to the device."""
+    """Sends batches to the device, those of the next round while the GPU is busy."""
 
     objective: Objective
     protocol: Protocol
     upcoming: Callable[[], Sequence[Round] | None] | None = None  # plans the next round, for every member
-    _ahead: Ahead | None = field(default=None, repr=False)
+    _ahead: NextRound | None = field(default=None, repr=False)
 
     def look_ahead(self, now: RoundInProgress, chunk: list[Row]) -> None:
         """Plan the next round and, if a round is a single chunk, send its batches."""
         plans = None if self.upcoming is None else self.upcoming()
         if plans is not None and len(chunk) == len(now.rows):
             order = order_rows(plans)
-            self._ahead = Ahead(plans, self._send([plans[e] for e, _ in order], [c for _, c in order]))
+            self._ahead = NextRound(plans, self._send([plans[e] for e, _ in order], [c for _, c in order]))
 
-    def batches(self, now: RoundInProgress, chunk: list[Row]) -> Sent:
+    def batches(self, now: RoundInProgress, chunk: list[Row]) -> SentBatches:
         """Return the batches of some rows."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and len(chunk) == len(now.rows) and len(ahead.plans) == len(now.members):
@@ -56,7 +56,7 @@ class BatchFeed:
                 return ahead.sent
         return self._send(now.plans(chunk), [row.c for row in chunk])
 
-    def _send(self, plans: list[Round], places: list[int]) -> Sent:
+    def _send(self, plans: list[Round], places: list[int]) -> SentBatches:
         device = self.objective.device
         index, filled = pad_plans(plans, places)
         streams = np.array([plan.streams[c] for plan, c in zip(plans, places, strict=True)])
@@ -67,4 +67,4 @@ class BatchFeed:
         if self.objective.dropouts:
             masks = send(dropout_streams(streams, index.shape[1]), device)
         counts = send(filled, device) if (filled < index.shape[2]).any() else None
-        return Sent(Batches(send(index, device), counts, keys, masks), filled)
+        return SentBatches(Batches(send(index, device), counts, keys, masks), filled)

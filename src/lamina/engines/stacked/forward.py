@@ -92,7 +92,7 @@ class StackedForward:
 
     name = "stacked"
 
-    def __init__(self, objective: Objective, precision: Precision = "fp32", channels_last: bool = False) -> None:
+    def __init__(self, objective: Objective) -> None:
         self.objective = objective
         self.module = stack(objective.seeded)
         if objective.device.type == "cuda":
@@ -101,8 +101,8 @@ class StackedForward:
         self.with_shared_inputs = [layer for layer in self.module.modules() if isinstance(layer, SharedInput)]
         self.frozen_per_client = frozen_per_client(self.module)
         self._frozen: dict[Precision, Parameters] = {}
-        self.precision = precision
-        self.layout = objective.layers.channels_last() if channels_last else None
+        self.precision: Precision = "fp32"
+        self.layout: ChannelsLast | None = None
         self.batch_norms = [layer for layer in self.module.modules() if is_batch_norm(layer)]
         statistics = {f"{n}.{b}" for n, m in self.module.named_modules() if is_batch_norm(m) for b in m._buffers}
         self.per_client_buffers = statistics & set(objective.buffers)
@@ -202,8 +202,8 @@ class VmapForward:
 
         def one(own: Parameters, own_buffers: Buffers, xs: Inputs, ys: Tensor, stream: Tensor | None) -> Tensor:
             outputs = objective.outputs_at(own, own_buffers, xs, train=train, streams=stream, module=self.module)
-            made: Tensor = objective.loss(outputs, ys)
-            return made
+            losses: Tensor = objective.loss(outputs, ys)
+            return losses
 
         streams = objective.streams_or_zeros(streams, len(targets))
         axes = (0, 0, 0, 0, None if streams is None else 0)

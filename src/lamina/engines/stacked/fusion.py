@@ -82,12 +82,12 @@ def _fuse_norm(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
 def _fuse_pooling(graph: fx.Graph, pool: fx.Node, layers: dict[str, Any]) -> None:
     """Let a pooling take over its ReLU, and move Dropout2d behind it.
 
-    The largest of a window is the same before and after a function that never falls, and so is its gradient.
+    A function that never decreases keeps the place of a window's maximum, so values and gradients stay the same.
     """
     dropouts, replaced = [], []
     while (before := pool.args[0]) and isinstance(before, fx.Node) and len(before.users) == 1:
         source = before.args[0] if before.args else None
-        if not isinstance(source, fx.Node) or len(source.users) != 1:  # it may be changed in place
+        if not isinstance(source, fx.Node) or len(source.users) != 1:  # others may read what a ReLU changes in place
             break
         if _is_relu(before, layers):
             pool.kwargs = {"relu": True}

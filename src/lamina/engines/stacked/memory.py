@@ -157,7 +157,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Ask the C library to keep freed memory: otherwise every step's large tensors are paged in anew, page by page.
+    """Ask the C library to keep freed memory: otherwise every step's large tensors are paged in again, page by page.
 
     Process-wide, as such settings are. Only glibc has it; elsewhere nothing happens.
     """

@@ -348,7 +348,7 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
         elif isinstance(layer, StreamDropout):
             layer.kernel = kernels.drop
         elif isinstance(layer, StackedLinear) and layer.in_features % 8 == 0 and layer.out_features % 8 == 0:
-            layer.kernel = kernels.linear  # of aligned matrices
+            layer.kernel = kernels.linear  # rows of aligned matrices
         elif isinstance(layer, StackedGroupNorm) and layer.affine:
             layer.kernel = kernels.group_norm
         elif isinstance(layer, PlainMaxPool2d) and math.prod(_two(layer.kernel_size)) <= kernels.LARGEST_WINDOW:

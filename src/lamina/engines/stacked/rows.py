@@ -53,12 +53,12 @@ class RoundInProgress:
     sums: list[Sums] = field(default_factory=list)
     clients: list[dict[int, Any]] = field(default_factory=list)
     failed: dict[int, Diverged] = field(default_factory=dict)
-    trained: int = 0  # rows
-    server_steps: dict[int, tuple[ServerStep, list[float]]] = field(default_factory=dict)  # those taken already
+    trained_rows: int = 0
+    server_steps: dict[int, tuple[ServerStep, list[float]]] = field(default_factory=dict)  # with measured values
 
     def is_last(self, chunk: Sequence[Row]) -> bool:
         """Return whether no rows remain after these."""
-        return self.trained + len(chunk) == len(self.rows)
+        return self.trained_rows + len(chunk) == len(self.rows)
 
     def plans(self, chunk: Sequence[Row]) -> list[Round]:
         """Return the plan of every row."""
@@ -82,7 +82,7 @@ class Trained(NamedTuple):
 
 
 def stack_records(records: list[Any]) -> Any:
-    """[p] records of the same kind as one of [rows, p]."""
+    """Return [p] records of the same kind as one record of [rows, p]."""
     kind, distinct = type(records[0]), list({id(record): record for record in records}.values())
     if len(distinct) == 1:  # the same broadcast for every row: no copy
         return kind(*(None if v is None else v.expand(len(records), *v.shape) for v in records[0]))
@@ -171,7 +171,7 @@ def order_rows(plans: Sequence[Round]) -> list[tuple[int, int]]:
 
 
 def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
-    """Every row's indices [rows, K, B] and counts [rows, K] up to the longest K; missing steps have count 0."""
+    """Return every row's indices [rows, K, B] and counts [rows, K] up to the longest K; missing steps have count 0."""
     longest = max(int(plan.steps[c]) for plan, c in zip(plans, places, strict=True))
     if all(plan.index is plans[0].index for plan in plans):
         return plans[0].index[places, :longest], plans[0].filled[places, :longest]
@@ -188,6 +188,6 @@ def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
 
 
 def send(values: Any, device: torch.device) -> Tensor:
-    """A numpy array on the device. From pinned memory: from any other, the host waits until the GPU is idle."""
-    made = torch.from_numpy(np.ascontiguousarray(values))
-    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+    """Return a numpy array on the device, by pinned memory: from any other, the host waits until the GPU is idle."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -31,7 +31,7 @@ class SideStream:
         self._has_work = False
 
     def add(self, weights: Sequence[int], work: Work, inputs: Sequence[Tensor]) -> None:
-        """Start to compute the gradients of these weights from inputs that the main stream makes."""
+        """Start to compute the gradients of these weights from inputs that the main stream computes."""
         main = torch.cuda.current_stream()
         self._stream.wait_stream(main)
         self._has_work = True
@@ -51,7 +51,7 @@ class SideStream:
         self._pending.clear()
 
     def gradient(self, weight: Tensor) -> Tensor | None:
-        """Return what was computed here of a weight's gradient."""
+        """Return the part of a weight's gradient that this stream computed, or None."""
         return self._gradients.get(id(weight))
 
 
@@ -97,16 +97,16 @@ def differentiate(losses: Callable[[], Tensor], leaves: Sequence[Tensor]) -> tup
     """Return losses and the gradients of their sum; zeros at a leaf that they do not depend on."""
     with _side_stream(leaves[0].device) as stream:
         values = losses()
-        found = torch.autograd.grad(values.sum(), list(leaves), allow_unused=True)
-    return values.detach(), [_total(leaf, g, stream) for leaf, g in zip(leaves, found, strict=True)]
+        gradients = torch.autograd.grad(values.sum(), list(leaves), allow_unused=True)
+    return values.detach(), [_total(leaf, g, stream) for leaf, g in zip(leaves, gradients, strict=True)]
 
 
 def _total(leaf: Tensor, gradient: Tensor | None, stream: SideStream | None) -> Tensor:
     """Return the sum of what autograd found and what the side stream computed."""
-    own = None if stream is None else stream.gradient(leaf)
+    part = None if stream is None else stream.gradient(leaf)
     if gradient is None:
-        return torch.zeros_like(leaf) if own is None else own
-    return gradient if own is None else gradient + own
+        return torch.zeros_like(leaf) if part is None else part
+    return gradient if part is None else gradient + part
 
 
 @contextlib.contextmanager

@@ -71,7 +71,7 @@ class LocalFederation:
     """A SuperLink and `nodes` SuperNodes, all files in one private folder: keys, logs, database, state of the nodes.
 
     A context: entering starts everything and waits until every node has joined, leaving ends everything. Keys and the
-    nodes' state are used again when the folder is; the SuperLink's database is not, so every start registers anew.
+    nodes' state are used again when the folder is; the SuperLink's database is not, so every start registers the nodes.
     """
 
     def __init__(

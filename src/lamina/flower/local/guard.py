@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 VARIABLE = "LAMINA_FEDERATION"  # holds the mark, in the environment of every process of the federation
-PATIENCE = 5.0  # seconds from asking to killing
+PATIENCE_S = 5.0  # from asking to killing
 
 
 def marked(mark: str) -> list[int]:
@@ -31,10 +31,10 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
-def end_all(groups: Iterable[int], mark: str, patience: float = PATIENCE) -> None:
+def end_all(groups: Iterable[int], mark: str) -> None:
     """End process groups and marked processes: ask first, then kill."""
     groups = list(groups)
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + PATIENCE_S
     _signal(groups, marked(mark), signal.SIGTERM)
     while time.monotonic() < deadline and (marked(mark) or any(map(_exists, groups))):
         time.sleep(0.05)

@@ -10,7 +10,6 @@ overwrites them while a product still reads them.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lamina.engines.stacked.gpu.kernels import Pair, Tile
 from lamina.engines.stacked.gpu.launch import launch
 
 
@@ -103,15 +103,15 @@ def _product(  # type: ignore[no-untyped-def]
         sums = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[sums]))  # the step before has read its buffers
         _fetch(step + STAGES - 1, steps, x, w, pixels, weights, ready, client, sample, first_row, first_column, column0,
                KW, CHUNKS, BK, STAGES, BACK)  # fmt: skip
-    made = warpgroup_mma_wait(0, deps=[sums])
+    total = warpgroup_mma_wait(0, deps=[sums])
     if BIASED:
         column = column0 + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
         shift = gl.load(bias + client.to(gl.int64) * bias_client + column, mask=column < COLUMNS, other=0.0)
-        made += gl.expand_dims(shift.to(gl.float32), 0)
+        total += gl.expand_dims(shift.to(gl.float32), 0)
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
     out = gl.allocate_shared_memory(y.dtype, [1, NB, BH, BW, BN], y.layout)
-    out.reshape([BM, BN]).store(made.to(y.dtype))
+    out.reshape([BM, BN]).store(total.to(y.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(y, [client, sample, top, left, column0], out)
     tma.store_wait(0)
@@ -179,51 +179,38 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         later = step + STAGES - 1
         _fetch_pair(first + later, last, g, x, gradients, pixels, ready, client, across, down, shift_h, shift_w,
                     out0, channel0, later % STAGES, NB, BH, BW)  # fmt: skip
-    made = warpgroup_mma_wait(0, deps=[sums])
+    total = warpgroup_mma_wait(0, deps=[sums])
     for i in gl.static_range(STAGES):
         mbarrier.invalidate(ready.index(i))
     out = gl.allocate_shared_memory(dw.dtype, [1, 1, BM, 1, BN], dw.layout)
-    out.reshape([BM, BN]).store(made.to(dw.dtype))
+    out.reshape([BM, BN]).store(total.to(dw.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dw, [part, client, out0, tap, channel0], out)
     tma.store_wait(0)
 
 
-class Tile(NamedTuple):
-    """The tile that one program computes: pixels (output channels, in a weight gradient), columns, depth."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int = 4
-    stages: int = 3
-
-
-Pair = tuple[int, int]
 ALIGNED = 8  # channels: the copy engine wants strides of 16 bytes
 
 
-def forward(x: Tensor, w: Tensor, padding: Pair, tile: Tile | None = None, bias: Tensor | None = None) -> Tensor:
+def forward(x: Tensor, w: Tensor, padding: Pair, bias: Tensor | None = None) -> Tensor:
     """Convolve x [C * B, in, H, W] with w [C, out, in, kh, kw], both bfloat16 with the channels last."""
     kh, kw = w.shape[3:]
     size = x.shape[2] + 2 * padding[0] - kh + 1, x.shape[3] + 2 * padding[1] - kw + 1
-    return _multiply(x, w, w.shape[1], size, padding, False, tile, bias)
+    return _multiply(x, w, w.shape[1], size, padding, False, bias)
 
 
-def input_gradient(g: Tensor, w: Tensor, size: Pair, padding: Pair, tile: Tile | None = None) -> Tensor:
+def input_gradient(g: Tensor, w: Tensor, size: Pair, padding: Pair) -> Tensor:
     """Return the gradient of the input [C * B, in, H, W] from that of the output."""
-    return _multiply(g, w, w.shape[2], size, padding, True, tile)
+    return _multiply(g, w, w.shape[2], size, padding, True)
 
 
 def _multiply(
-    x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, back: bool, tile: Tile | None,
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, w: Tensor, columns: int, size: Pair, padding: Pair, back: bool, bias: Tensor | None = None
+) -> Tensor:
     clients, _, _, kh, kw = w.shape
     depth = x.shape[1]
     y = torch.empty(x.shape[0], columns, *size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-    if tile is None:
-        tile = _product_tile(x.shape[0] * size[0] * size[1], columns, depth)
+    tile = _product_tile(x.shape[0] * size[0] * size[1], columns, depth)
     box = _box(size, tile.rows)
     bn, bk = tile.columns, tile.depth
     x5, y5 = _by_client(x, clients), _by_client(y, clients)
@@ -242,18 +229,16 @@ def _multiply(
 
 
 def weight_gradient(
-    g: Tensor, x: Tensor, clients: int, kernel: Pair, padding: Pair, tile: Tile | None = None, parts: int | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:  # fmt: skip
+    g: Tensor, x: Tensor, clients: int, kernel: Pair, padding: Pair, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Return the gradient of the weights [C, out, in, kh, kw], channels last in memory; sums are float32."""
     out, inp, (kh, kw) = g.shape[1], x.shape[1], kernel
-    tile = tile or _gradient_tile(out, inp)
+    tile = _gradient_tile(out, inp)
     g5, x5 = _by_client(g, clients), _by_client(x, clients)
     box = _box((g.shape[2], g.shape[3]), tile.depth)
     boxes = _boxes(g5, box)
     tiles = triton.cdiv(out, tile.rows) * kh * kw * triton.cdiv(inp, tile.columns)
-    if parts is None:
-        parts = max(1, min(PROGRAMS // (tiles * clients), boxes // BOXES_PER_PART))
+    parts = max(1, min(PROGRAMS // (tiles * clients), boxes // BOXES_PER_PART))
     per_part = triton.cdiv(boxes, parts)
     parts = triton.cdiv(boxes, per_part)  # none is empty
     summed = dtype if parts == 1 else torch.float32  # parts are added up before they are rounded

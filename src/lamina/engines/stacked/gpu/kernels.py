@@ -283,10 +283,7 @@ MOST_PARTS = 32
 Pair = tuple[int, int]
 
 
-def forward(
-    x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, tile: Tile | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def forward(x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, bias: Tensor | None = None) -> Tensor:
     """Convolve x [C * B, in, H, W] with w [C, out, in, kh, kw], both with the channels last in memory."""
     x, w = _images(x), _kernels(w)
     clients, out, inp, kh, kw = w.shape
@@ -295,7 +292,7 @@ def forward(
     y = empty_images(x, x.shape[0], out, out_height, out_width)
     rows = x.shape[0] // clients * out_height * out_width
     run = kw * inp if padding == (0, 0) else 0
-    bm, bn, bk, warps, stages = tile or _product_tile(out, inp, kh * kw, run, x.element_size())
+    bm, bn, bk, warps, stages = _product_tile(out, inp, kh * kw, run, x.element_size())
     grid = (triton.cdiv(rows, bm) * triton.cdiv(out, bn), clients)
     if bias is not None and bias.stride(1) != 1:
         bias = bias.contiguous()
@@ -308,18 +305,16 @@ def forward(
     return y
 
 
-def input_gradient(
-    g: Tensor, w: Tensor, size: Pair, stride: Pair, padding: Pair, precision: str, tile: Tile | None = None
-) -> Tensor:
+def input_gradient(g: Tensor, w: Tensor, size: Pair, stride: Pair, padding: Pair, precision: str) -> Tensor:
     """Return the gradient of the input [C * B, in, H, W] from that of the output."""
     g, w = _images(g), _kernels(w)
     clients, out, inp, kh, kw = w.shape
     height, width = size
     dx = empty_images(g, g.shape[0], inp, height, width)
     samples = g.shape[0] // clients
-    some = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # pixels of the largest residue
-    bm, bn, bk, warps, stages = tile or _product_tile(inp, out, kh * kw, 0, g.element_size())
-    grid = (triton.cdiv(samples * some, bm) * triton.cdiv(inp, bn), clients, stride[0] * stride[1])
+    pixels = triton.cdiv(height, stride[0]) * triton.cdiv(width, stride[1])  # of the largest residue
+    bm, bn, bk, warps, stages = _product_tile(inp, out, kh * kw, 0, g.element_size())
+    grid = (triton.cdiv(samples * pixels, bm) * triton.cdiv(inp, bn), clients, stride[0] * stride[1])
     launch(
         _input_gradient, grid, g, w, dx, samples, height, width, g.shape[2], g.shape[3],
         g.numel() // clients, w.stride(0), dx.numel() // clients,
@@ -330,7 +325,7 @@ def input_gradient(
 
 def weight_gradient(
     g: Tensor, x: Tensor, clients: int, kernel: Pair, stride: Pair, padding: Pair, precision: str,
-    tile: Tile | None = None, parts: int | None = None, biased: bool = False, dtype: torch.dtype = torch.float32,
+    parts: int | None = None, biased: bool = False, dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of the weights [C, out, in, kh, kw], channels last in memory, and of the bias (float32)."""
     g, x = _images(g), _images(x)
@@ -338,7 +333,7 @@ def weight_gradient(
     (height, width), (out_height, out_width), (kh, kw) = x.shape[2:], g.shape[2:], kernel
     rows, depth = g.shape[0] // clients * out_height * out_width, kh * kw * inp
     run = kw * inp if padding == (0, 0) else 0
-    bm, bn, bk, warps, stages = tile or _gradient_tile(out, inp, run, g.element_size())
+    bm, bn, bk, warps, stages = _gradient_tile(out, inp, run, g.element_size())
     tiles = triton.cdiv(out, bm) * (kh if fits_run(run, bn) else triton.cdiv(depth, bn))
     if parts is None:
         parts = max(1, min(MOST_PARTS, PROGRAMS // (tiles * clients), rows // (4 * bk)))

@@ -28,7 +28,7 @@ from lamina.engines.stacked.gpu.trace import CannotFuse, Value, trace_step
 from lamina.layers import Layers
 
 BLOCK = 1024  # elements that a program works on
-LONGEST_AXIS = 65535  # of a launch, but for the first
+MAX_GRID_AXIS = 65535  # programs along the second or third axis of a launch
 SUMMED_BLOCKS = 1024  # of a norm, at a time
 ALIGNMENT = 16  # elements: with starts and strides in multiples of it, loads are wide
 
@@ -173,7 +173,7 @@ class LocalStep:
         """Trace the algorithm's step and write its kernels.
 
         Args:
-            algorithm: its numbers may be tensors [rows, 1], which are read anew in every step.
+            algorithm: its numbers may be tensors [rows, 1], which are read again in every step.
             local: the local state; a vector field is [rows, p].
             down: the broadcast; a field may be one vector for all rows, expanded.
             lr: the learning rates [rows, 1].
@@ -181,7 +181,7 @@ class LocalStep:
             layers: the layout of the vectors.
             rounded: where to write the new parameters in bfloat16 as well [rows, p].
         """
-        self._layers, self._rounded, self._rows = layers, rounded, len(local.y)
+        self._rounded, self._rows = rounded, len(local.y)
         by = algorithm.grouping
         sizes = {1: "row", len(layers.group_sizes(by)): by, layers.size: "element"}
         if len(sizes) < 3:
@@ -264,7 +264,7 @@ def _two_axes(blocks: int) -> tuple[int, int]:
     >>> _two_axes(7), _two_axes(100_001)
     ((7, 1), (50001, 2))
     """
-    axes = -(-blocks // LONGEST_AXIS)
+    axes = -(-blocks // MAX_GRID_AXIS)
     return -(-blocks // axes), axes
 
 

@@ -91,9 +91,9 @@ def _forward(  # type: ignore[no-untyped-def]
 def _gradient_and_value(  # type: ignore[no-untyped-def]
     g, x, y, place, mask, mean, scale, w, b, RESIDUAL: tl.constexpr, RELU: tl.constexpr
 ):
-    """The gradient before the ReLU and the value, in their own types, of which more fit the registers.
+    """Return the gradient before the ReLU and the value, in their narrow types, so that more fit the registers.
 
-    Where the ReLU was zero is computed again, which is faster than reading y; a residual would have to be read, too.
+    Without a residual, the output is computed again, which is faster than reading y.
     """
     gradient = tl.load(g + place, mask=mask, other=0.0)
     value = tl.load(x + place, mask=mask, other=0.0)
@@ -113,7 +113,7 @@ def _add_pairs(a, b, c, d):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _channel_sums(gradient, value, mean, scale):  # type: ignore[no-untyped-def]
-    """The sums over pixels of the gradient, and of its product with the normalised value: in one reduction."""
+    """Return the sums over pixels of the gradient and of its product with the normalised value, in one reduction."""
     wide = gradient.to(tl.float32)
     return tl.reduce((wide, wide * ((value.to(tl.float32) - mean) * scale)), axis=0, combine_fn=_add_pairs)
 
@@ -221,10 +221,10 @@ class GroupNorm(torch.autograd.Function):
             num_warps=_warps(ctx.sizes, BACKWARD_TILE) if ctx.sizes[2] * ctx.sizes[1] > BACKWARD_TILE else 4,
         )  # fmt: skip
 
-        def of_weights() -> tuple[Tensor, ...]:
+        def compute() -> tuple[Tensor, ...]:
             return d_affine.reshape(2, clients, -1, x.shape[1]).sum(2).to(weight.dtype).unbind()
 
-        d_weight, d_bias = weight_gradients(ctx.claim, of_weights, (d_affine,))
+        d_weight, d_bias = weight_gradients(ctx.claim, compute, (d_affine,))
         return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None
 
 

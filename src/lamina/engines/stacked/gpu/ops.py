@@ -81,7 +81,7 @@ class _Convolution(torch.autograd.Function):
         elif needs_x:
             dx = kernels.input_gradient(g, rounded, size, stride, padding, precision)
 
-        def of_weights() -> list[Tensor]:
+        def compute() -> list[Tensor]:
             """Return the gradients of the weights and of the bias, if there is one."""
             if not on_hopper:
                 sides = clients, window, stride, padding, precision
@@ -95,7 +95,7 @@ class _Convolution(torch.autograd.Function):
 
         if not (needs_weight or needs_bias):
             return dx, None, None, None, None, None
-        dw, *db = weight_gradients(ctx.claim, of_weights, (g, x))
+        dw, *db = weight_gradients(ctx.claim, compute, (g, x))
         return dx, dw, db[0] if db else None, None, None, None
 
 
@@ -108,7 +108,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """All three products have rows of whole features, which are aligned; those of autograd have rows of samples."""
+    """A linear layer whose products have rows of features, which are aligned; autograd's would have rows of samples."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -129,13 +129,13 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         dx = torch.bmm(g, weight).reshape(ctx.shape) if needs_x else None
 
-        def of_weights() -> list[Tensor]:
+        def compute() -> list[Tensor]:
             dw = torch.bmm(g.transpose(1, 2), rows)
             return [dw, g.sum(1, dtype=torch.float32).to(ctx.bias_dtype)] if needs_bias else [dw]
 
         if not (needs_weight or needs_bias):
             return dx, None, None
-        dw, *db = weight_gradients(ctx.claim, of_weights, (g, rows))
+        dw, *db = weight_gradients(ctx.claim, compute, (g, rows))
         return dx, dw, db[0] if db else None
 
 
