@@ -172,8 +172,10 @@ def test_a_class_that_only_the_test_data_have_is_named(caplog):
     assert not caplog.text
     simulate(test=(X, torch.full_like(Y, 2)))
     assert not caplog.text
-    lamina.Simulation(nn.Linear(4, 3), (X, Y % 2), test=(X, Y), clients=3, device="cpu")
-    assert "class 2 appears only in the test data" in caplog.text
+    with pytest.raises(lamina.BadInput, match="class 2 appears only in the test data; drop it there, or declare it"):
+        lamina.Simulation(nn.Linear(4, 3), (X, Y % 2), test=(X, Y), clients=3, device="cpu")
+    lamina.Simulation(nn.Linear(4, 3), lamina.Dataset(X, Y % 2, classes=3), test=(X, Y), clients=3, device="cpu")
+    assert "class 2 appears only in the test data: no client can learn it" in caplog.text
 
 
 def test_a_column_that_nobody_splits_by_is_named(caplog):

@@ -44,7 +44,7 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
 
 
 def _check_alike(train: Dataset, test: Dataset) -> None:
-    """Refuse test data with other inputs than the training data; warn of a class that no client can learn."""
+    """Refuse test data with other inputs or more classes; warn of a class that no client can learn."""
     names, other = (sorted(data.x) if isinstance(data.x, dict) else None for data in (train, test))
     if names != other and names is not None and other is not None:
         raise BadInput(
@@ -53,6 +53,12 @@ def _check_alike(train: Dataset, test: Dataset) -> None:
     if train.classes is None or test.classes is None or train.y.dim() != 1 or train.class_names is not None:
         return
     extra = sorted(set(test.y.unique().tolist()) - set(train.y.unique().tolist()))
+    if extra and extra[-1] >= train.classes:
+        raise BadInput(
+            f"class {extra[-1]} appears only in the test data; drop it there, or declare it: "
+            f"lamina.Dataset(x, y, classes={extra[-1] + 1}) for the training data",
+            without_data="a class appears only in the test data",
+        )
     if extra:
         log.warning("class %d appears only in the test data: no client can learn it", extra[0])
 
