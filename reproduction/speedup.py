@@ -118,11 +118,11 @@ def train(experiment: Experiment, splits: Splits, name: str, clients: Sequence[i
     for count, settings, seed in itertools.product(
         clients, points_of(experiment, name), range(experiment.compare.seeds)
     ):
-        own = with_algorithm(experiment, name, settings)
+        variant = with_algorithm(experiment, name, settings)
         point = {"participation": count / experiment.data.clients, "local_steps": steps, "seed": seed}
         every = {"evaluate_every": max(1, EVERY_ROUND_FROM // (count * steps))}
-        changed = {"train": own.train.model_copy(update=point), "run": own.run.model_copy(update=every)}
-        simulation = build(own.model_copy(update=changed), splits, like=runs[0].simulation if runs else None)
+        changed = {"train": variant.train.model_copy(update=point), "run": variant.run.model_copy(update=every)}
+        simulation = build(variant.model_copy(update=changed), splits, like=runs[0].simulation if runs else None)
         runs.append(Training(simulation, count, settings["lr"], seed))
     running = runs
     while running:

@@ -45,9 +45,9 @@ def words(command, out, *settings, file="small.toml"):
 
 def said_in_one_line(capsys):
     """What a command said on stderr, which must be one line."""
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1, said
-    return said
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1, printed
+    return printed
 
 
 def child(arguments, environment=(), largest_file=None, errors=None):

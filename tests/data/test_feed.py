@@ -146,19 +146,19 @@ def test_the_simulators_images_are_padded_with_the_mean_colour():
     x, keys = images(60, 3, 6, 5), words(9, 60)
     mean, std = np.array([0.49, 0.48, 0.45]), np.array([0.25, 0.24, 0.26])
     protocol = Augment(2, crop_probability=0.5, fill="mean")
-    made = training_inputs(x, keys, protocol, tuple(mean), tuple(std), torch.float64)
+    inputs = training_inputs(x, keys, protocol, tuple(mean), tuple(std), torch.float64)
     expected = [
         simulator_image(image.numpy(), int(word), 2, mean, std, 0.5) for image, word in zip(x, keys, strict=True)
     ]
-    np.testing.assert_allclose(made.numpy(), expected, rtol=1e-12, atol=0)
-    assert 0 < (made == 0).flatten(1).any(1).sum() < 60  # some images have the padding, others not
+    np.testing.assert_allclose(inputs.numpy(), expected, rtol=1e-12, atol=0)
+    assert 0 < (inputs == 0).flatten(1).any(1).sum() < 60  # some images have the padding, others not
 
 
 def test_black_padding_is_black_before_the_normalisation():
     x, keys = images(30, 1, 4, 4), words(10, 30)
-    made = training_inputs(x, keys, Augment(2, fill="black"), (0.5,), (0.25,), torch.float64)
-    torch.testing.assert_close(made, prepare(augment(x, keys, 2, True), (0.5,), (0.25,), torch.float64))
-    assert made.min() == -2  # (0 - 0.5) / 0.25
+    inputs = training_inputs(x, keys, Augment(2, fill="black"), (0.5,), (0.25,), torch.float64)
+    torch.testing.assert_close(inputs, prepare(augment(x, keys, 2, True), (0.5,), (0.25,), torch.float64))
+    assert inputs.min() == -2  # (0 - 0.5) / 0.25
 
 
 def test_augmenting_what_is_no_image_is_refused():

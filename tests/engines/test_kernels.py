@@ -148,8 +148,8 @@ def test_gradients_beside_the_chain_are_those_of_autograd():
     def leaves():
         return [value.detach().requires_grad_() for value in (shared, scaled, bias, scale, shift, unused)]
 
-    own = leaves()
-    _, beside = differentiate(lambda: losses(*own), own)
+    claimed = leaves()
+    _, beside = differentiate(lambda: losses(*claimed), claimed)
     expected = torch.autograd.grad(losses(*(plain := leaves())).sum(), plain, materialize_grads=True)
     for one, other in zip(beside, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

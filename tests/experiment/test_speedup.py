@@ -92,10 +92,10 @@ def test_rounds_are_those_of_runs_alone(tmp_path: Path) -> None:
         assert outcomes == {0.0001: speedup.SLOWER, 0.2: speedup.REACHED, 1e30: speedup.DIVERGED}
         alone = []
         for seed in range(2):
-            own = with_algorithm(experiment, "fedavg", {"lr": 0.2})
+            variant = with_algorithm(experiment, "fedavg", {"lr": 0.2})
             changed = {"participation": clients / 10, "local_steps": steps, "seed": seed}
-            own = own.model_copy(update={"train": own.train.model_copy(update=changed)})
-            rows = build(own, splits).run(12)
+            variant = variant.model_copy(update={"train": variant.train.model_copy(update=changed)})
+            rows = build(variant, splits).run(12)
             alone.append(next(row["round"] for row in rows if row["round"] % every == 0 and row["accuracy"] >= 0.5))
         assert [one.rounds for one in runs if one.lr == 0.2] == alone
         found = speedup.best(runs)

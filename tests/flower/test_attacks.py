@@ -383,9 +383,9 @@ def test_growth_is_remembered_with_the_checkpoint(tmp_path):
 
 def test_a_checkpoint_without_the_growth_of_earlier_rounds_is_refused(tmp_path):
     """Without it, a client whose second moments have grown too much would start with a clean record."""
-    made = Federation("fedams", model, part_of, clients=NODES, device="cpu", out=tmp_path)
+    federation = Federation("fedams", model, part_of, clients=NODES, device="cpu", out=tmp_path)
     objective = Objective(model(), "cross_entropy")
-    judge = Judge(made, objective, State.start(made.algorithm, objective, NODES))
+    judge = Judge(federation, objective, State.start(federation.algorithm, objective, NODES))
     facts = judge.facts()
     judge.restore(facts)
     del facts["growth_by_client"]

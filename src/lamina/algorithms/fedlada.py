@@ -92,9 +92,9 @@ class FedLada(LocalAms):
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         after, psi = self.next_moments(local, grad)  # l.8-11
-        own, ratio = self.rescale(psi, local.y, layers)
+        adaptive, ratio = self.rescale(psi, local.y, layers)
         alpha = self.alpha if local.alpha is None else local.alpha  # B22
-        direction = alpha * own + (1 - alpha) * down.g_a  # l.12
+        direction = alpha * adaptive + (1 - alpha) * down.g_a  # l.12
         return after._replace(y=descend(local.y, add_decoupled(direction, local.y, self), lr), ratio=ratio)
 
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:

@@ -285,17 +285,17 @@ def with_algorithm(experiment: Experiment, label: str, settings: Settings | None
     """
     section, name = experiment.algorithm, experiment.compare.algorithm_of(label)
     options = {"preset": section.preset, **section.options()} if section.name == name else {}
-    own = {key: value for key, value in experiment.compare.options.get(label, {}).items() if key != "name"}
+    table = {key: value for key, value in experiment.compare.options.get(label, {}).items() if key != "name"}
     tried = dict(settings or {})
     lr = tried.pop("lr", experiment.train.lr)
     if "name" in tried:
         raise BadInput(f"[compare.grid.{label}] has no key 'name': the table's own name says which algorithm it is")
-    preset = {**own, **tried}.get("preset", "")
+    preset = {**table, **tried}.get("preset", "")
     if not isinstance(preset, str):
         raise BadInput(f"compare.options.{label}.preset = {preset!r}: must be the name of a preset")
     return experiment.model_copy(
         update={
-            "algorithm": AlgorithmSection(name=name, **{**options, **own, **tried}),
+            "algorithm": AlgorithmSection(name=name, **{**options, **table, **tried}),
             "train": experiment.train.model_copy(update={"lr": lr}),
         }
     )

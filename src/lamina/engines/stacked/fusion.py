@@ -118,7 +118,8 @@ def _fuse_pooling(graph: fx.Graph, pool: fx.Node, layers: dict[str, Any]) -> Non
 
 
 def _is_channel_dropout(node: fx.Node, layers: dict[str, Any]) -> bool:
-    return node.op == "call_module" and type(layers[str(node.target)]) is LAYERS[nn.Dropout2d]
+    layer = layers[str(node.target)] if node.op == "call_module" else None
+    return type(layer) is LAYERS[nn.Dropout2d] and not layer.inplace  # a ReLU's result must not change in place
 
 
 def _is_relu(node: fx.Node, layers: dict[str, Any]) -> bool:
