@@ -24,6 +24,7 @@ def test_batches_are_sent_ahead_for_the_round_that_was_planned():
     )  # fmt: skip
     feed, first, second = run.engine.feed, round_of(run, 1), round_of(run, 2)
     expected = feed.batches(second, second.rows)
+    assert [row.c for row in second.rows] == [2, 1, 0]  # most steps first
 
     feed.upcoming = lambda: [second.members[0].plan]
     feed.look_ahead(first, first.rows)

@@ -145,16 +145,17 @@ def test_a_network_that_branches_is_not_fused():
 
 
 class Pooling(nn.Module):
-    """One pooling used twice, with ReLUs on both sides and Dropout2d before it."""
+    """One pooling used twice, with ReLUs on both sides and two Dropout2d before it."""
 
-    def __init__(self):
+    def __init__(self, inplace=False):
         super().__init__()
+        self.more = nn.Dropout2d(0.3, inplace)
         self.first, self.second = nn.Conv2d(1, 4, 3), nn.Conv2d(4, 4, 3)
         self.pool, self.drop, self.head = nn.MaxPool2d(2), nn.Dropout2d(0.5), nn.Linear(16, 3)
 
     def forward(self, x):
         x = self.pool(torch.relu(self.first(x)))
-        x = torch.relu(self.pool(self.drop(self.second(x))))
+        x = torch.relu(self.pool(self.more(self.drop(self.second(x)))))
         return self.head(x.flatten(1))
 
 
@@ -163,7 +164,7 @@ def test_pooling_takes_over_the_relu_and_comes_before_dropout():
     plain = stack(with_streams(Pooling().double())[0])
     fused = fuse(copy.deepcopy(plain))
     operations = [node.target for node in fused.graph.nodes if node.op in ("call_module", "call_function")]
-    assert operations == ["first", "pool", "second", "pool", "drop", "head"]
+    assert operations == ["first", "pool", "second", "pool", "drop", "more", "head"]
     parameters = {n: torch.stack([p, -p]).requires_grad_() for n, p in plain.named_parameters()}
     x = torch.randn(6, 1, 14, 14, dtype=torch.float64)  # two clients with three samples
     results = []
@@ -174,3 +175,9 @@ def test_pooling_takes_over_the_relu_and_comes_before_dropout():
     for one, other in zip(*results, strict=True):
         assert one.abs().sum() > 0
         assert torch.equal(one, other)
+
+
+def test_dropout_that_works_in_place_stays_before_the_pooling():
+    fused = fuse(stack(with_streams(Pooling(inplace=True))[0]))
+    operations = [node.target for node in fused.graph.nodes if node.op == "call_module"]
+    assert operations == ["first", "pool", "second", "drop", "more", "pool", "head"]

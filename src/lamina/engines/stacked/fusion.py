@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.dropout import LAYERS
+from lamina.dropout import FromStreams
 from lamina.engines.stacked.modules import PlainMaxPool2d, StackedGroupNorm
 
 ADDITIONS = (operator.add, torch.add)
@@ -84,7 +84,7 @@ def _fuse_pooling(graph: fx.Graph, pool: fx.Node, layers: dict[str, Any]) -> Non
 
     A function that never decreases keeps the place of a window's maximum, so values and gradients stay the same.
     """
-    dropouts, replaced = [], []
+    dropouts = []
     while (before := pool.args[0]) and isinstance(before, fx.Node) and len(before.users) == 1:
         source = before.args[0] if before.args else None
         if not isinstance(source, fx.Node) or len(source.users) != 1:  # others may read what a ReLU changes in place
@@ -96,9 +96,7 @@ def _fuse_pooling(graph: fx.Graph, pool: fx.Node, layers: dict[str, Any]) -> Non
         else:
             break
         pool.args = (source,)
-        replaced.append(before)
-    for node in replaced:
-        graph.erase_node(node)
+        graph.erase_node(before)
     for name in dropouts:
         with graph.inserting_after(pool):
             moved = graph.call_module(name, (pool,))
@@ -118,8 +116,9 @@ def _fuse_pooling(graph: fx.Graph, pool: fx.Node, layers: dict[str, Any]) -> Non
 
 
 def _is_channel_dropout(node: fx.Node, layers: dict[str, Any]) -> bool:
+    """Return whether a node is a Dropout2d that may come after a ReLU, whose result must not change in place."""
     layer = layers[str(node.target)] if node.op == "call_module" else None
-    return type(layer) is LAYERS[nn.Dropout2d] and not layer.inplace  # a ReLU's result must not change in place
+    return isinstance(layer, FromStreams) and isinstance(layer, nn.Dropout2d) and not layer.inplace
 
 
 def _is_relu(node: fx.Node, layers: dict[str, Any]) -> bool:
