@@ -34,7 +34,8 @@ class FromStreams:
 
     def kept(self, shape: Sequence[int], p: float) -> Tensor:
         """Draw which elements stay, each with probability 1 - p; the first axis holds the clients' samples in turn."""
-        streams = self.next_streams(shape)
+        own, counter = self.next_call(shape)
+        streams: Tensor = rng.fork(own.reshape(-1, 1), counter)
         elements = math.prod(shape) // len(streams)
         counters = torch.arange((elements + 1) // 2, device=streams.device)
         words = rng.words(streams, counters)  # two numbers from one word
@@ -43,15 +44,14 @@ class FromStreams:
         kept: Tensor = (halves >= lowest_kept(p)).reshape(shape)
         return kept & False if p == 1 else kept
 
-    def next_streams(self, shape: Sequence[int]) -> Tensor:
-        """Return the streams [clients, 1] of this call, for an input of the given shape."""
+    def next_call(self, shape: Sequence[int]) -> tuple[Tensor, int]:
+        """Return the clients' streams and the number of this call below them, for an input of the given shape."""
         if self.streams is None:
             raise BadInput("a dropout layer runs outside the forward pass: do without activation checkpointing")
         if (shape[0] if shape else 1) % self.streams.numel():
             raise ValueError("the first axis of a dropout layer's input does not hold the samples of the batch")
-        streams: Tensor = rng.fork(self.streams.reshape(-1, 1), (self.number << CALL_BITS) + self.calls)
         self.calls += 1
-        return streams
+        return self.streams, (self.number << CALL_BITS) + self.calls - 1
 
 
 def lowest_kept(p: float) -> int:
@@ -121,7 +121,7 @@ class StreamDropout(_Mask, nn.Dropout):
         """Drop elements in training mode."""
         if self.kernel is None or not self.training or self.sample_axis or self.p == 1:
             return super().forward(input)
-        return self.kernel(input, self.next_streams(input.shape), lowest_kept(self.p), 1 / (1 - self.p))
+        return self.kernel(input, *self.next_call(input.shape), lowest_kept(self.p), 1 / (1 - self.p))
 
 
 class StreamAttention(FromStreams, nn.MultiheadAttention):

@@ -4,7 +4,7 @@ import torch
 
 import lamina
 from lamina.data import Augment
-from lamina.engines.stacked.rows import Member, RoundInProgress, Row, order_rows
+from lamina.engines.stacked.rows import Member, RoundInProgress
 
 X, Y = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
 CLIENTS = [range(0, 5), range(5, 20), range(20, 40)]  # of different sizes, so that rows are ordered and padded
@@ -12,8 +12,8 @@ CLIENTS = [range(0, 5), range(5, 20), range(20, 40)]  # of different sizes, so t
 
 def round_of(run, number):
     plan = run.plan.round(number)
-    rows = [Row(e, c, 1 / 3) for e, c in order_rows([plan])]
-    return RoundInProgress([Member(run.algorithm, run.state, plan, run.protocol)], rows)
+    members = [Member(run.algorithm, run.state, plan, run.protocol)]
+    return RoundInProgress(members, run.engine.feed.rows(members))
 
 
 def test_batches_are_sent_ahead_for_the_round_that_was_planned():
@@ -28,7 +28,11 @@ def test_batches_are_sent_ahead_for_the_round_that_was_planned():
 
     feed.upcoming = lambda: [second.members[0].plan]
     feed.look_ahead(first, first.rows)
-    sent = feed.batches(second, second.rows)
+    assert feed.rows(first.members) == first.rows  # not the round that was planned
+    rows = feed.rows(second.members)
+    assert rows == second.rows
+    second.rows = rows
+    sent = feed.batches(second, rows)
     for one, other in zip((*sent.batches, sent.filled), (*expected.batches, expected.filled), strict=True):
         assert (torch.as_tensor(one) == torch.as_tensor(other)).all()
 

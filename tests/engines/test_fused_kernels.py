@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import lamina
-from lamina import rng
 from lamina.algorithms.contract import ClientInfo, ServerInfo, options
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.dropout import FromStreams, lowest_kept
@@ -18,9 +17,11 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from lamina.engines.stacked.gpu.copies import fill_rows, flatten
 from lamina.engines.stacked.gpu.local_step import LocalStep
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
+from lamina.engines.stacked.gpu.sums import sum_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: 0 / 0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,16 +107,19 @@ def test_a_fused_step_is_the_step(case, clip, shapes):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("clients", "batch", "channels", "size", "groups", "residual", "relu"),
+    ("clients", "batch", "channels", "size", "groups", "residual", "relu", "twice"),
     [
-        (2, 3, 8, (5, 5), 2, True, True),
-        (2, 2, 6, (4, 4), 1, False, True),
-        (3, 1, 12, (3, 7), 4, True, False),
-        (1, 2, 64, (32, 32), 2, True, True),  # a group in registers
-        (1, 1, 4, (96, 192), 1, True, True),  # a group that is read twice
+        (2, 3, 8, (5, 5), 2, True, True, False),
+        (2, 20, 6, (4, 4), 1, False, True, True),
+        (3, 1, 12, (3, 7), 4, True, False, False),
+        (1, 2, 64, (16, 16), 2, True, True, True),  # a group in registers
+        (1, 2, 64, (32, 32), 2, False, True, True),
+        (1, 1, 4, (96, 192), 1, True, True, True),  # a group that is read twice
+        (1, 1, 4, (96, 192), 1, False, True, True),
+        (1, 1, 96, (3, 3), 1, True, False, True),
     ],
 )
-def test_group_norm_with_what_follows_it(clients, batch, channels, size, groups, residual, relu, dtype):
+def test_group_norm_with_what_follows_it(clients, batch, channels, size, groups, residual, relu, twice, dtype):
     torch.manual_seed(0)
 
     def draw(*shape):
@@ -125,17 +129,47 @@ def test_group_norm_with_what_follows_it(clients, batch, channels, size, groups,
     other = draw(*x.shape).to(dtype).requires_grad_() if residual else None
     weight, bias = (draw(clients, channels).requires_grad_() for _ in range(2))
     inputs = [x, weight, bias] + ([other] if residual else [])
-    y = group_norm(x, weight, bias, groups, 1e-5, other, relu)
+    y = group_norm(x, weight, bias, groups, 1e-5, other, relu, twice)
     parts = zip(x.double().reshape(clients, batch, *x.shape[1:]), weight.double(), bias.double(), strict=True)
     expected = torch.cat([F.group_norm(part, groups, w, b) for part, w, b in parts])
     expected = expected if other is None else expected + other.double()
     expected = F.relu(expected) if relu else expected
-    seed = draw(*y.shape)
+    results = y if twice else (y,)  # of two users, each with a gradient of its own
+    seeds = [draw(*expected.shape).to(dtype) for _ in results]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    results = [y, *torch.autograd.grad(y, inputs, seed.to(dtype))]
-    wanted = [expected, *torch.autograd.grad(expected, inputs, seed.to(dtype).double())]
-    for result, value in zip(results, wanted, strict=True):
-        assert float((result.double() - value.double()).norm() / value.double().norm()) < tolerance
+    values = [results[0], *torch.autograd.grad(results, inputs, seeds)]
+    wanted = [expected, *torch.autograd.grad(expected, inputs, sum(seed.double() for seed in seeds))]
+    for value, right in zip(values, wanted, strict=True):
+        assert (value.double() - right.double()).norm().item() < tolerance * right.double().norm().item()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 4, 7), (2, 64, 14, 14), (2, 3, 1, 1)])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_flattened_images_and_their_gradients(shape, channels_last):
+    x = torch.randn(shape, device=DEVICE)
+    x = (x.contiguous(memory_format=torch.channels_last) if channels_last else x).requires_grad_()
+    y = flatten(x)
+    assert torch.equal(y, x.flatten(1))
+    (gradient,) = torch.autograd.grad((y**2).sum(), x)
+    assert torch.equal(gradient, 2 * x)
+    assert gradient.stride() == x.stride()
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 5), (2, 300, 70), (1, 1000, 64)])
+def test_sums_over_rows(shape):
+    values = torch.randn(shape, device=DEVICE).bfloat16()
+    torch.testing.assert_close(sum_rows(values), values.float().sum(1), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [7, 5000])
+def test_a_vector_fills_rows(size):
+    vector = torch.randn(size, device=DEVICE)
+    rows, rounded = (torch.zeros(3, size + 9, dtype=dtype, device=DEVICE) for dtype in (torch.float32, torch.bfloat16))
+    fill_rows(rows[:2, :size], vector, rounded[:2, :size])
+    for filled, value in ((rows, vector), (rounded, vector.bfloat16())):
+        torch.testing.assert_close(filled[:2, :size], value.expand(2, -1), rtol=0.01 * (filled is rounded), atol=0)
+        assert not filled[2].any()
+        assert not filled[:, size:].any()
 
 
 @pytest.mark.parametrize("shape", [(6, 5), (6, 7, 2), (6, 3, 4, 5)])
@@ -146,13 +180,14 @@ def test_dropout_draws_the_masks_of_its_streams(shape, channels_last):
 
     layer, p = Layer(), 0.37
     layer.streams = torch.randint(-(2**62), 2**62, (3,), device=DEVICE)
+    layer.number = 3
     kept = layer.kept(shape, p)
-    streams = rng.fork(layer.streams.reshape(-1, 1), 0)
+    layer.calls = 0
     x = torch.randn(shape, device=DEVICE) + 3
     if channels_last and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     x.requires_grad_()
-    y = drop(x, streams, lowest_kept(p), 1 / (1 - p))
+    y = drop(x, *layer.next_call(shape), lowest_kept(p), 1 / (1 - p))
     torch.testing.assert_close(y, torch.where(kept, x / (1 - p), 0.0))
     (gradient,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(gradient, torch.where(kept, 1 / (1 - p), 0.0).expand_as(x))

@@ -54,6 +54,25 @@ def test_a_lone_sample_is_refused():
         run.run(1)
 
 
+def test_a_client_that_never_fits_the_memory_is_refused(monkeypatch):
+    """A failed attempt holds nothing that could be given back, so that trying again would not help."""
+    attempts = []
+
+    def fail(self, work):
+        attempts.append(work.rows)
+        if len(attempts) > 20:
+            raise AssertionError("it tries for ever")
+        raise RuntimeError("CUDA out of memory")
+
+    run = simulation("mlp", "fedlamb", "stacked")
+    take_gpu_path(run)
+    run.run(1)
+    monkeypatch.setattr(CapturedSteps, "train", fail)
+    with pytest.raises(lamina.BadInput, match="too small for one client"):
+        run.run(1)
+    assert attempts[-1] == 1
+
+
 def test_a_cohort_of_varying_size_needs_few_captures(monkeypatch):
     """Bernoulli sampling: a cohort larger than all before takes new buffers; smaller ones share them."""
     sizes = []

@@ -107,6 +107,7 @@ def test_norms_take_over_the_sum_and_the_relu_after_them():
     plain = stack(Residual().double())
     fused = fuse(copy.deepcopy(plain))
     assert [fused.get_submodule(f"norm{i}").relu for i in (1, 2, 3)] == [True] * 3
+    assert [fused.get_submodule(f"norm{i}").twice for i in (1, 2, 3)] == [True, False, False]
     assert "relu" not in {node.target for node in fused.graph.nodes}
     parameters = {n: torch.stack([p, 1.5 * p]).requires_grad_() for n, p in plain.named_parameters()}
     x = torch.randn(6, 3, 5, 5, dtype=torch.float64)  # two clients with three samples
@@ -127,6 +128,21 @@ def test_a_norm_whose_result_is_used_twice_stays_as_it_is():
             return torch.relu(y) + y
 
     assert not fuse(stack(Twice())).get_submodule("norm").relu
+
+
+def test_users_that_may_write_into_a_result_do_not_share_copies_of_it():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.conv, self.drop = nn.GroupNorm(1, 3), nn.Conv2d(3, 3, 1), nn.Dropout(0.5, inplace=True)
+
+        def forward(self, x):
+            y = torch.relu(self.norm(x))
+            return self.conv(y).sum() + self.drop(y).sum()
+
+    norm = fuse(stack(InPlace())).get_submodule("norm")
+    assert norm.relu
+    assert not norm.twice
 
 
 def test_a_network_that_branches_is_not_fused():

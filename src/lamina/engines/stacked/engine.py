@@ -41,8 +41,7 @@ from lamina.engines.stacked.rows import (
     column,
     map_record,
     on_device,
-    order_rows,
-    per_row,
+    per_member,
     row_algorithm,
     row_buffers,
     row_of,
@@ -93,6 +92,7 @@ class Stacked:
     memory: Memory = field(init=False)
     graphs: Graphs | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)
+    _sent_shares: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # on the host and the device
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
@@ -117,8 +117,7 @@ class Stacked:
     def run_members(self, members: Sequence[Member]) -> list[Outcome]:
         """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
         ranks = Ranks.current()
-        weights = [client_weights(member.plan, member.protocol.by_examples) for member in members]
-        rows = [Row(e, c, weights[e][c]) for e, c in order_rows([member.plan for member in members])]
+        rows = self.feed.rows(members)
         now = RoundInProgress(members, rows)
         needs = members[0].algorithm.needs(members[0].plan.number)
         needs_gradients = needs.full_gradient or needs.control_variate
@@ -169,32 +168,34 @@ class Stacked:
 
     def _train(self, now: RoundInProgress, chunk: list[Row]) -> Trained:
         """Let every row's client train, from the broadcast to the upload; a GPU may still be working on it."""
-        members, plans = [now.members[row.member] for row in chunk], now.plans(chunk)
-        first, like = members[0], self.objective.start
+        members = {e: now.members[e] for e in {row.member for row in chunk}}
+        first, like = members[chunk[0].member], self.objective.start
         clients = first.state.ledger.clients * len(now.members)
         home = self.memory.choose_client_home(first.algorithm, first.state.server.x, self.objective, clients)
-        algorithm = row_algorithm([member.algorithm for member in members], like)
-        downs = {e: self._in_layout(now.downs[e]) for e in {row.member for row in chunk}}
+        algorithm = row_algorithm(chunk, members, like)
+        downs = {e: self._in_layout(now.downs[e]) for e in members}
         down = stack_records([downs[row.member] for row in chunk])
         client = stack_records(self._client_records(now, chunk, home))
         client = self._in_layout(on_device(client, self.objective.device))
-        buffers = {n: torch.stack([member.state.buffers[n] for member in members]) for n in self.objective.buffers}
-        needs = algorithm.needs(plans[0].number)
+        buffers = {
+            n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
+        }
+        batches, filled = self.feed.batches(now, chunk)
+        taken = (filled > 0).sum(1)  # steps of every row
+        needs = algorithm.needs(first.plan.number)
         info = ClientInfo(
-            plans[0].number,
-            per_row([plan.lr for plan in plans], like),
+            first.plan.number,
+            per_member(chunk, {e: member.plan.lr for e, member in members.items()}, like),
             self._problem.layers,
-            steps=per_row([float(plan.steps[row.c]) for plan, row in zip(plans, chunk, strict=True)], like),
+            steps=float(taken[0]) if (taken == taken[0]).all() else column(taken, like),
             full_gradient=torch.stack([now.gradients[row] for row in chunk]) if needs.full_gradient else None,
         )
         # made before the GPU is busy: the host would wait for it otherwise
         shares = self._shares(now, chunk)
         relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
-        limits = [None if member.algorithm.clips_direction else member.protocol.clip for member in members]
-        clip = (
-            None if all(limit is None for limit in limits) else per_row([limit or math.inf for limit in limits], like)
-        )
-        batches, filled = self.feed.batches(now, chunk)
+        limits = {e: None if m.algorithm.clips_direction else m.protocol.clip for e, m in members.items()}
+        is_limited = any(limit is not None for limit in limits.values())
+        clip = per_member(chunk, {e: limit or math.inf for e, limit in limits.items()}, like) if is_limited else None
         local = algorithm.begin(down, client, info)
         work = LocalWork(
             algorithm, local, down, buffers, batches, info.lr, clip, needs.control_variate, needs.second_gradient
@@ -202,7 +203,7 @@ class Stacked:
         local, losses = self._take_steps(self._problem, work, lone_sample=bool((filled == 1).any()))
         sent, client = algorithm.finish(local, down, client, info)
         return Trained(
-            losses=losses / send((filled > 0).sum(1), self.objective.device),
+            losses=losses / send(taken, self.objective.device),
             sent=sent,
             up=sent if relative is None else undo_weighting(algorithm, sent, relative),
             client=on_device(self._in_usual_order(client), home),
@@ -229,14 +230,19 @@ class Stacked:
             ]
 
         # Wait. A sum is finite only if all its terms are.
-        checks = [trained.losses, *row_sums(up), *(total.to(up.delta.device) for total in row_sums(client))]
-        by_row = torch.stack([trained.losses, squares(up.delta), torch.stack(checks).sum(0)])
+        length = squares(up.delta)
+        checks = [trained.losses, *row_sums(up._replace(delta=None)), *row_sums(client)]
+        check = torch.stack([length, *(total.to(length.device) for total in checks)]).sum(0)
+        by_row = torch.stack([trained.losses, length, check])
         numbers = torch.cat([by_row.double().flatten(), *(step.measured for step in steps.values())])
         if numbers.is_cuda:
             self.feed.look_ahead(now, chunk)
         measured = numbers.tolist()
-        loss, length, check = np.array(measured[: 3 * len(chunk)]).reshape(3, len(chunk))
-        is_finite = np.isfinite(check)
+        loss, square, checked = np.array(measured[: 3 * len(chunk)]).reshape(3, len(chunk))
+        is_finite = np.isfinite(checked)
+        if not is_finite.all():  # the square of a finite number may be too large
+            total = torch.stack([total.to(length.device) for total in (*checks, up.delta.sum(-1))]).sum(0)
+            is_finite = np.isfinite(total.double().tolist())
         for r in map(int, np.flatnonzero(~is_finite)):
             if chunk[r].member not in now.failed:
                 now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
@@ -248,7 +254,7 @@ class Stacked:
         for e in set(owner):
             mine = is_finite & (owner == e)
             now.sums[e].loss += float(np.dot(weight[mine], loss[mine]))
-            now.sums[e].square += float(np.dot(weight[mine], length[mine]))
+            now.sums[e].square += float(np.dot(weight[mine], square[mine]))
         for r in map(int, np.flatnonzero(is_finite)):
             row = chunk[r]
             if trained.ratios is not None:
@@ -261,7 +267,7 @@ class Stacked:
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
         now.trained_rows += len(chunk)
         values = iter(measured[3 * len(chunk) :])
-        now.server_steps = {e: (step, [next(values) for _ in step.measured]) for e, step in steps.items()}
+        now.server_steps = {e: (step, [next(values) for _ in range(len(step.measured))]) for e, step in steps.items()}
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
         """Take the members' steps on the server; none if other ranks or another aggregation than the mean need more."""
@@ -319,7 +325,9 @@ class Stacked:
         for r, row in enumerate(chunk):
             if row.member in places:
                 shares[places[row.member], r] = row.weight
-        return list(places), send(shares, self.objective.device).to(self.objective.dtype)
+        if self._sent_shares is None or not np.array_equal(self._sent_shares[0], shares):  # rarely another one
+            self._sent_shares = shares, send(shares, self.objective.device).to(self.objective.dtype)
+        return list(places), self._sent_shares[1]
 
     def _totals(
         self, now: RoundInProgress, chunk: list[Row], trained: Trained, shares: tuple[list[int], Tensor]

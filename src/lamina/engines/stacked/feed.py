@@ -10,7 +10,7 @@ import numpy as np
 
 from lamina import rng
 from lamina.data.parts import Indices
-from lamina.engines.stacked.rows import RoundInProgress, Row, order_rows, pad_plans, send
+from lamina.engines.stacked.rows import Member, RoundInProgress, Row, pad_plans, plan_rows, send
 from lamina.engines.stacked.steps import Batches
 from lamina.objective import Objective
 from lamina.plan import Round, dropout_streams, sample_counters
@@ -25,15 +25,16 @@ class SentBatches(NamedTuple):
 
 
 class NextRound(NamedTuple):
-    """The batches of a round that was planned ahead."""
+    """A round that was planned ahead."""
 
     plans: Sequence[Round]  # every member's
+    rows: list[Row]
     sent: SentBatches
 
 
 @dataclass
 class BatchFeed:
-    """Sends batches to the device, those of the next round while the GPU is busy."""
+    """Prepares the rows of a round and sends their batches to the device, ahead of time while the GPU is busy."""
 
     objective: Objective
     protocol: Protocol
@@ -44,16 +45,24 @@ class BatchFeed:
         """Plan the next round and, if a round is a single chunk, send its batches."""
         plans = None if self.upcoming is None else self.upcoming()
         if plans is not None and len(chunk) == len(now.rows):
-            order = order_rows(plans)
-            self._ahead = NextRound(plans, self._send([plans[e] for e, _ in order], [c for _, c in order]))
+            rows = plan_rows(plans, [member.protocol for member in now.members])
+            sent = self._send([plans[row.member] for row in rows], [row.c for row in rows])
+            self._ahead = NextRound(plans, rows, sent)
+
+    def rows(self, members: Sequence[Member]) -> list[Row]:
+        """Return the rows of a round."""
+        ahead = self._ahead
+        if ahead is not None and len(ahead.plans) == len(members):
+            pairs = zip(ahead.plans, members, strict=True)
+            if all(plan.index is member.plan.index for plan, member in pairs):
+                return ahead.rows
+        return plan_rows([member.plan for member in members], [member.protocol for member in members])
 
     def batches(self, now: RoundInProgress, chunk: list[Row]) -> SentBatches:
         """Return the batches of some rows."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and len(chunk) == len(now.rows) and len(ahead.plans) == len(now.members):
-            pairs = zip(ahead.plans, now.members, strict=True)
-            if all(plan.index is member.plan.index for plan, member in pairs):
-                return ahead.sent
+        if ahead is not None and now.rows is ahead.rows and len(chunk) == len(now.rows):
+            return ahead.sent
         return self._send(now.plans(chunk), [row.c for row in chunk])
 
     def _send(self, plans: list[Round], places: list[int]) -> SentBatches:

@@ -1,6 +1,6 @@
 """Spare a GPU passes over a network's activations, without changing a result.
 
-- GroupNorm also adds the residual and applies the ReLU that follow it.
+- GroupNorm also adds the residual and applies the ReLU that follow it, and adds the gradients of two later layers.
 - Max-pooling also applies the ReLU before or after it, and Dropout2d comes after it, where the images are smaller.
 
 The network's operations are found with `torch.fx`; a network that it cannot trace, or that does something else in
@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.dropout import FromStreams
-from lamina.engines.stacked.modules import PlainMaxPool2d, StackedGroupNorm
+from lamina.engines.stacked.modules import PlainMaxPool2d, StackedConv2d, StackedGroupNorm
 
 ADDITIONS = (operator.add, torch.add)
 RELUS = (F.relu, torch.relu)
@@ -47,6 +47,9 @@ def fuse(module: nn.Module) -> nn.Module:
             _fuse_norm(graph, node, layers)
         elif node.op == "call_module" and isinstance(layers[node.target], PlainMaxPool2d):
             _fuse_pooling(graph, node, layers)
+    for node in list(graph.nodes):
+        if node.op == "call_module" and isinstance(layers[node.target], StackedGroupNorm):
+            _split_users(graph, node, layers)
     graph.lint()
     fused = fx.GraphModule(module, graph)
     same = all(
@@ -77,6 +80,24 @@ def _fuse_norm(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
         if node in graph.nodes and not node.users:
             graph.erase_node(node)
     layer.relu = True
+
+
+def _split_users(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
+    """Give each of two users its own copy of a norm's result, so that the norm itself adds up their gradients.
+
+    The copies share their memory, so both users must be layers that do not change their inputs in place.
+    """
+    users, layer = list(norm.users), layers[str(norm.target)]
+    if len(users) != 2 or not layer.relu:
+        return
+    kinds = StackedConv2d | StackedGroupNorm
+    if not all(user.op == "call_module" and isinstance(layers[str(user.target)], kinds) for user in users):
+        return
+    layer.twice = True
+    for i, user in enumerate(users):
+        with graph.inserting_after(norm):
+            own = graph.call_function(operator.getitem, (norm, i))
+        user.replace_input_with(norm, own)
 
 
 def _fuse_pooling(graph: fx.Graph, pool: fx.Node, layers: dict[str, Any]) -> None:

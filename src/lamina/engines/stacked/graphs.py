@@ -64,9 +64,11 @@ class Graphs:
             gc.collect()  # graphs may be in reference cycles
             if not self._captured:  # a pool ends with the last graph that uses it
                 self._pool = torch.cuda.graph_pool_handle() if work.local.y.is_cuda else None
-            steps = self._captured[kind] = CapturedSteps(problem, work, self._pool)
+            steps = CapturedSteps(problem, work, self._pool)
             self.unfused += [steps.unfused] if steps.unfused else []
-        return steps.train(work)
+        trained = steps.train(work)
+        self._captured[kind] = steps  # not before it is known to fit the memory
+        return trained
 
     def release(self) -> bool:
         """Give back the memory of all captured steps; return whether there were any."""
@@ -139,6 +141,7 @@ class CapturedSteps:
 
     def __init__(self, problem: Problem, work: LocalWork, pool: Any) -> None:
         self.capacity = work.rows
+        self._kernels = kernels_for(work.local.y.device, work.local.y.dtype)
         self._problem, self._pool = problem, pool
         self._local = map_record(self._rows_like, work.local)
         self._down = map_record(self._like_broadcast, work.down)
@@ -165,11 +168,10 @@ class CapturedSteps:
         A step is captured for a few numbers of rows. Rows without a client compute on old values that nobody reads.
         """
         rows, count = work.batches.samples.shape[:2]
-        self._copy_in(work)
         size = min(size_class(rows), self.capacity)
         if size not in self._graphs:
-            self._graphs[size] = self._capture(size)
-            self._copy_in(work)  # the runs before a capture have changed the state
+            self._graphs[size] = self._capture(size, work)
+        self._copy_in(work)  # after the capture: the runs before it change the state
         for _ in range(count):
             self._graphs[size]()
         for name, buffer in work.buffers.items():
@@ -203,10 +205,19 @@ class CapturedSteps:
 
     def _copy_in(self, work: LocalWork) -> None:
         rows, count = work.batches.samples.shape[:2]
+        rounded = None if self._rounded is None else self._rounded[:rows]
         for target, source in zip((*self._local, *self._down), (*work.local, *work.down), strict=True):
-            if target is not None:
-                shared = target.stride(0) == 0
-                (target[0] if shared else target[:rows]).copy_(source[0] if shared else source)
+            if target is None:
+                continue
+            is_vector = source.dim() == 2 and source.stride(0) == 0  # the same for all rows
+            if target.stride(0) == 0:
+                target[0].copy_(source[0])
+            elif is_vector and self._kernels is not None:
+                self._kernels.fill_rows(target[:rows], source[0], rounded if target is self._local.y else None)
+            else:
+                target[:rows].copy_(source)
+                if rounded is not None and target is self._local.y:
+                    rounded.copy_(target[:rows])
         for name, buffer in work.buffers.items():
             self._buffers[name][:rows].copy_(buffer)
         for target, source in zip(self._batches, work.batches, strict=True):
@@ -220,15 +231,12 @@ class CapturedSteps:
             target[:rows].copy_(number) if isinstance(number, Tensor) else target.fill_(number)
         self._losses.zero_()
         self._k.zero_()
-        if self._rounded is not None:
-            self._rounded.copy_(self._local.y)
 
     # --- one step --------------------------------------------------------------------------------------------------
 
     def _fuse(self) -> Any:
         """Return the algorithm's step as a kernel, or None where there is no Triton or no such kernel."""
-        y = self._local.y
-        if kernels_for(y.device, y.dtype) is None:
+        if self._kernels is None:
             return None
         from lamina.engines.stacked.gpu.local_step import LocalStep
         from lamina.engines.stacked.gpu.trace import CannotFuse
@@ -289,8 +297,11 @@ class CapturedSteps:
 
     # --- capture ---------------------------------------------------------------------------------------------------
 
-    def _capture(self, rows: int) -> Callable[[], None]:
-        """Return a function that takes one step of the first rows: the replay of a CUDA graph, where there is CUDA."""
+    def _capture(self, rows: int, work: LocalWork) -> Callable[[], None]:
+        """Return a function that takes one step of the first rows: the replay of a CUDA graph, where there is CUDA.
+
+        `work` is something to try the step on before it is captured.
+        """
         device = self._local.y.device
         if device.type != "cuda":
             return lambda: self._step(rows, lambda table: table)
@@ -299,8 +310,10 @@ class CapturedSteps:
         step = self._step
         if not self._graphs:
             with recording() as launches:
+                self._copy_in(work)
                 step(rows, table.copy_)
             compile_ahead(launches)
+        self._copy_in(work)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

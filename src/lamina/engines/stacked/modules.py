@@ -61,13 +61,15 @@ class StackedConv2d(nn.Conv2d):
 class StackedGroupNorm(nn.GroupNorm):
     """GroupNorm with scale and shift per client, and, if fused, the residual sum and the ReLU that follow it."""
 
-    kernel: Callable[..., Tensor] | None = None  # our own, where it applies: set by `use_kernels`
+    kernel: Callable[..., Any] | None = None  # our own, where it applies: set by `use_kernels`
     relu: bool = False  # set by `fuse`
+    twice: bool = False  # set by `fuse`: return a pair, for two users
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         """[C * B, channels, ...], the same shape out."""
         if self.kernel is not None and input.dim() == 4:
-            return self.kernel(input, self.weight, self.bias, self.num_groups, self.eps, residual, self.relu)
+            options = self.num_groups, self.eps, residual, self.relu, self.twice
+            return self.kernel(input, self.weight, self.bias, *options)
         shape = (input.shape[0], self.num_groups, -1, *input.shape[2:])
         groups = input.view(shape).to(at_least_float32(input))  # a view in any memory format: no copy
         variance, mean = torch.var_mean(groups, dim=list(range(2, groups.dim())), correction=0, keepdim=True)
@@ -78,7 +80,8 @@ class StackedGroupNorm(nn.GroupNorm):
             out = (x * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)).flatten(0, 1)
         out = out.to(input.dtype)
         out = out if residual is None else out + residual
-        return F.relu(out) if self.relu else out
+        out = F.relu(out) if self.relu else out
+        return (out, out) if self.twice else out
 
 
 class StackedLayerNorm(nn.LayerNorm):
@@ -156,6 +159,18 @@ class PlainMaxPool2d(nn.MaxPool2d):
             out = F.max_pool2d(input, self.kernel_size)
             return F.relu(out) if relu else out
         return self.kernel(input, (height, width), relu)
+
+
+class PlainFlatten(nn.Flatten):
+    """Flatten. It is replaced because our kernel is faster for images with their channels last."""
+
+    kernel: Callable[[Tensor], Tensor] | None = None  # our own: set by `use_kernels`
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[N, ...] -> [N, features]."""
+        if self.kernel is None or input.dim() != 4 or (self.start_dim, self.end_dim) != (1, -1):
+            return super().forward(input)
+        return self.kernel(input)
 
 
 def _two(size: Any) -> tuple[int, int]:
@@ -284,6 +299,8 @@ def stack(module: nn.Module) -> nn.Module:
     for name, layer in list(stacked.named_modules()):
         if type(layer) is nn.MaxPool2d and _windows_lie_apart(layer):
             layer.__class__ = PlainMaxPool2d
+        elif type(layer) is nn.Flatten:
+            layer.__class__ = PlainFlatten
         kind = STACKED.get(type(layer))
         if kind is None or not _differs(layer) or any(name.startswith(f"{unit}.") for unit in units):
             continue
@@ -353,6 +370,8 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
             layer.kernel = kernels.group_norm
         elif isinstance(layer, PlainMaxPool2d) and math.prod(_two(layer.kernel_size)) <= kernels.LARGEST_WINDOW:
             layer.kernel = kernels.max_pool
+        elif isinstance(layer, PlainFlatten):
+            layer.kernel = kernels.flatten
 
 
 def _check_options(name: str, layer: nn.Module) -> None:

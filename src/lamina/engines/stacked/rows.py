@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Number, options
 from lamina.engines.stacked.ranks import Ranks
-from lamina.engines.state import RoundReport, ServerStep, State, Sums
+from lamina.engines.state import RoundReport, ServerStep, State, Sums, client_weights
 from lamina.errors import Diverged
 from lamina.objective import Buffers
 from lamina.plan import Round
@@ -137,20 +137,23 @@ def row_buffers(buffers: Buffers, r: int) -> Buffers:
     return {name: buffer[r] for name, buffer in buffers.items()}
 
 
-def row_algorithm(algorithms: list[Algorithm], like: Tensor) -> Algorithm:
+def row_algorithm(chunk: Sequence[Row], members: Mapping[int, Member], like: Tensor) -> Algorithm:
     """Return one algorithm for all rows: numbers that differ become columns [rows, 1]."""
-    first, distinct = algorithms[0], {id(algorithm): algorithm for algorithm in algorithms}
+    first = members[chunk[0].member].algorithm
     changed = {}
-    for name in options(type(first)):
-        values = {key: getattr(algorithm, name) for key, algorithm in distinct.items()}
+    for name in options(type(first)) if len(members) > 1 else ():
+        values = {e: getattr(member.algorithm, name) for e, member in members.items()}
         if any(value != getattr(first, name) for value in values.values()):
-            changed[name] = column([values[id(algorithm)] for algorithm in algorithms], like)
+            changed[name] = column([values[row.member] for row in chunk], like)
     return dataclasses.replace(first, **changed) if changed else first  # type: ignore[type-var]
 
 
-def per_row(values: list[float], like: Tensor) -> Number:
-    """Return a number for all rows, or a column if they differ."""
-    return values[0] if all(value == values[0] for value in values) else column(values, like)
+def per_member(chunk: Sequence[Row], values: Mapping[int, float], like: Tensor) -> Number:
+    """Return a member's number for each of its rows, as a column; one number if all members have the same."""
+    first = values[chunk[0].member]
+    if all(value == first for value in values.values()):
+        return first
+    return column([values[row.member] for row in chunk], like)
 
 
 def column(values: list[float], like: Tensor) -> Tensor:
@@ -158,16 +161,20 @@ def column(values: list[float], like: Tensor) -> Tensor:
     return send(np.array(values), like.device).to(like.dtype).unsqueeze(1)
 
 
-def order_rows(plans: Sequence[Round]) -> list[tuple[int, int]]:
-    """Return this rank's rows as pairs of a member and a place in its cohort, those with most steps first.
+def plan_rows(plans: Sequence[Round], protocols: Sequence[Protocol]) -> list[Row]:
+    """Return this rank's rows of a round, from every member's plan and settings, those with most steps first.
 
     Neighbours have about as many steps, so that little is wasted on masked ones.
     """
     ranks = Ranks.current()
-    rows = [(e, c) for e, plan in enumerate(plans) for c in range(len(plan.cohort))]
+    pairs = zip(plans, protocols, strict=True)
+    weights = [client_weights(plan, protocol.by_examples) for plan, protocol in pairs]
+    rows = [Row(e, c, weight) for e, own in enumerate(weights) for c, weight in enumerate(own)]
     steps = np.concatenate([plan.steps for plan in plans])
     ordered = [rows[i] for i in np.argsort(-steps, kind="stable")]
-    return [(e, c) for e, c in ordered if ranks.owns(int(plans[e].cohort[c]))] if ranks.world > 1 else ordered
+    if ranks.world == 1:
+        return ordered
+    return [row for row in ordered if ranks.owns(int(plans[row.member].cohort[row.c]))]
 
 
 def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:

@@ -14,11 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lamina.engines.stacked.gpu.launch import launch
+from lamina.engines.stacked.gpu.sums import sum_rows
 from lamina.engines.stacked.side_stream import claim, weight_gradients
 
-# Elements that a program holds at a time, from a sweep over the layers of ResNet-18 on an H200: forward, a whole group
-# of a small image, so that it is read once; backward, where it holds three times as much, half of it.
-FORWARD_TILE, BACKWARD_TILE = 32768, 16384
+# Elements that a program holds at a time, from a sweep over the layers of ResNet-18 on an H200: a whole group of a
+# small image, so that it is read once, unless the gradients of a residual have to be held as well.
+TILE, RESIDUAL_TILE = 32768, 16384
 
 
 @triton.jit
@@ -89,14 +90,17 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradient_and_value(  # type: ignore[no-untyped-def]
-    g, x, y, place, mask, mean, scale, w, b, RESIDUAL: tl.constexpr, RELU: tl.constexpr
+    g, g_again, x, y, place, mask, mean, scale, w, b, RESIDUAL: tl.constexpr, RELU: tl.constexpr, TWICE: tl.constexpr
 ):
     """Return the gradient before the ReLU and the value, in their narrow types, so that more fit the registers.
 
-    Without a residual, the output is computed again, which is faster than reading y.
+    Without a residual, the output is computed again, which is faster than reading y. TWICE: the gradient has two terms.
     """
     gradient = tl.load(g + place, mask=mask, other=0.0)
     value = tl.load(x + place, mask=mask, other=0.0)
+    if TWICE:
+        again = tl.load(g_again + place, mask=mask, other=0.0)
+        gradient = (gradient.to(tl.float32) + again.to(tl.float32)).to(gradient.dtype)
     if RELU:
         if RESIDUAL:
             out = tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
@@ -120,9 +124,9 @@ def _channel_sums(gradient, value, mean, scale):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    g, x, y, weight, bias, moments, dx, d_residual, d_affine, samples, w_client,
+    g, g_again, x, y, weight, bias, moments, dx, d_residual, d_affine, samples, w_client,
     CHANNELS: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr,
-    BP: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+    BP: tl.constexpr, BC: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr, TWICE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of `_forward`; those of weight and bias for every sample apart."""
     n = tl.program_id(0).to(tl.int64)
@@ -140,7 +144,7 @@ def _backward(  # type: ignore[no-untyped-def]
         pixel = tl.arange(0, BP)
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
-        gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
+        gradient, value = _gradient_and_value(g, g_again, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU, TWICE)
         sums, products = _channel_sums(gradient, value, mean, scale)
     else:
         sums = tl.zeros((BC,), dtype=tl.float32)
@@ -149,13 +153,15 @@ def _backward(  # type: ignore[no-untyped-def]
             pixel = start + tl.arange(0, BP)
             mask = (pixel < PIXELS)[:, None] & real[None, :]
             place = first + pixel[:, None] * CHANNELS + channel[None, :]
-            gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
-            if RESIDUAL and RELU:  # the second pass reads it instead of the gradient and y
+            gradient, value = _gradient_and_value(
+                g, g_again, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU, TWICE
+            )
+            if RESIDUAL and (RELU or TWICE):  # the second pass reads it instead of the gradients and y
                 tl.store(d_residual + place, gradient.to(d_residual.dtype.element_ty), mask=mask)
             tile_sums, tile_products = _channel_sums(gradient, value, mean, scale)
             sums += tile_sums
             products += tile_products
-    if RESIDUAL and RELU and not IN_REGISTERS:
+    if RESIDUAL and (RELU or TWICE) and not IN_REGISTERS:
         tl.debug_barrier()  # what the first pass has stored is read by other threads
     tl.store(d_affine + n * CHANNELS + channel, products, mask=real)
     tl.store(d_affine + (tl.num_programs(0) + n) * CHANNELS + channel, sums, mask=real)
@@ -167,12 +173,14 @@ def _backward(  # type: ignore[no-untyped-def]
         mask = (pixel < PIXELS)[:, None] & real[None, :]
         place = first + pixel[:, None] * CHANNELS + channel[None, :]
         if not IN_REGISTERS:
-            if RESIDUAL and RELU:
+            if RESIDUAL and (RELU or TWICE):
                 gradient = tl.load(d_residual + place, mask=mask, other=0.0)
                 value = tl.load(x + place, mask=mask, other=0.0)
             else:
-                gradient, value = _gradient_and_value(g, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU)
-        elif RESIDUAL and RELU:
+                gradient, value = _gradient_and_value(
+                    g, g_again, x, y, place, mask, mean, scale, w, b, RESIDUAL, RELU, TWICE
+                )
+        elif RESIDUAL and (RELU or TWICE):
             tl.store(d_residual + place, gradient.to(d_residual.dtype.element_ty), mask=mask)
         normal = (value.to(tl.float32) - mean) * scale
         out = scale * (w[None, :] * gradient.to(tl.float32) - mean_gradient - normal * mean_product)
@@ -184,8 +192,9 @@ class GroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, groups: int, eps: float, relu: bool
-    ) -> Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, groups: int, eps: float, relu: bool,
+        twice: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """See `group_norm`."""
         ctx.claim = claim(weight, bias)
         x = x.contiguous(memory_format=torch.channels_last)
@@ -199,43 +208,48 @@ class GroupNorm(torch.autograd.Function):
         launch(
             _forward, (samples, groups), x, x if residual is None else residual, weight, bias, y, moments,
             samples // len(weight), weight.stride(0),
-            *ctx.sizes, eps, *_tile(ctx.sizes, FORWARD_TILE), ctx.residual, relu,
-            num_warps=_warps(ctx.sizes, FORWARD_TILE),
+            *ctx.sizes, eps, *_tile(ctx.sizes, TILE), ctx.residual, relu, num_warps=_warps(ctx.sizes, TILE),
         )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, y if relu and ctx.residual else x, moments)
-        return y
+        return (y, y.detach()) if twice else y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of images, scale, shift and residual."""
         x, weight, bias, y, moments = ctx.saved_tensors
-        g = gradients[0].contiguous(memory_format=torch.channels_last)
+        g, again = (gradients[i].contiguous(memory_format=torch.channels_last) for i in (0, -1))
+        twice = len(gradients) == 2
         dx = torch.empty_like(x)
-        d_residual = torch.empty_like(x) if ctx.residual and ctx.relu else g
+        d_residual = torch.empty_like(x) if ctx.residual and (ctx.relu or twice) else g
         d_affine = torch.empty(2, len(x), x.shape[1], dtype=torch.float32, device=x.device)
-        clients = len(weight)
+        clients, most = len(weight), RESIDUAL_TILE if ctx.residual else TILE
+        elements = ctx.sizes[1] * ctx.sizes[2]  # of a group
+        warps = 4 if elements <= most // 2 else 16 if ctx.residual or elements > most else 8
         launch(
-            _backward, (len(x), moments.shape[1]), g, x, y, weight, bias, moments, dx, d_residual, d_affine,
+            _backward, (len(x), moments.shape[1]), g, again, x, y, weight, bias, moments, dx, d_residual, d_affine,
             len(x) // clients, weight.stride(0),
-            *ctx.sizes, *_tile(ctx.sizes, BACKWARD_TILE), ctx.residual, ctx.relu,
-            num_warps=_warps(ctx.sizes, BACKWARD_TILE) if ctx.sizes[2] * ctx.sizes[1] > BACKWARD_TILE else 4,
+            *ctx.sizes, *_tile(ctx.sizes, most), ctx.residual, ctx.relu, twice, num_warps=warps,
         )  # fmt: skip
 
         def compute() -> tuple[Tensor, ...]:
-            return d_affine.reshape(2, clients, -1, x.shape[1]).sum(2).to(weight.dtype).unbind()
+            sums = sum_rows(d_affine.reshape(2 * clients, -1, x.shape[1]))
+            return sums.to(weight.dtype).reshape(2, clients, -1).unbind()
 
         d_weight, d_bias = weight_gradients(ctx.claim, compute, (d_affine,))
-        return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None
+        return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None, None
 
 
 def group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, residual: Tensor | None = None, relu: bool = False
-) -> Tensor:
-    """x [C * B, channels, H, W], weight and bias [C, channels] -> relu(GroupNorm(x) + residual), of the same shape."""
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, residual: Tensor | None = None,
+    relu: bool = False, twice: bool = False,
+) -> Any:  # fmt: skip
+    """x [C * B, channels, H, W], weight and bias [C, channels] -> relu(GroupNorm(x) + residual), of the same shape.
+
+    With `twice`, the result is a pair of the same images for two users: the backward pass adds their gradients itself.
+    """
     if bias.stride(0) != weight.stride(0) or weight.stride(1) != 1 or bias.stride(1) != 1:
         weight, bias = weight.contiguous(), bias.contiguous()
-    y: Tensor = GroupNorm.apply(x, weight, bias, residual, groups, eps, relu)  # type: ignore[no-untyped-call]
-    return y
+    return GroupNorm.apply(x, weight, bias, residual, groups, eps, relu, twice)  # type: ignore[no-untyped-call]
 
 
 def _tile(sizes: tuple[int, int, int], most: int) -> tuple[int, int]:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from lamina.engines.stacked import folding
 from lamina.engines.stacked.gpu import kernels, pooling
+from lamina.engines.stacked.gpu.copies import fill_rows, flatten
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
+from lamina.engines.stacked.gpu.sums import sum_rows
 from lamina.engines.stacked.side_stream import claim, weight_gradients
 
 try:
@@ -21,7 +23,7 @@ try:
 except ImportError:  # a triton without Gluon, or with another one
     hopper = None  # type: ignore[assignment]
 
-__all__ = ["LARGEST_WINDOW", "convolve", "drop", "group_norm", "linear", "max_pool", "prepare"]
+__all__ = ["LARGEST_WINDOW", "convolve", "drop", "fill_rows", "flatten", "group_norm", "linear", "max_pool", "prepare"]
 
 log = logging.getLogger(__name__)
 
@@ -90,8 +92,8 @@ class _Convolution(torch.autograd.Function):
             dw = hopper.weight_gradient(g, x, clients, window, padding, dtype=ctx.dtype)
             if not needs_bias:
                 return [dw]
-            sums = g.reshape(clients, -1, *g.shape[1:]).sum((1, 3, 4), dtype=torch.float32)
-            return [dw, sums.to(ctx.bias_dtype)]
+            db = sum_rows(g.permute(0, 2, 3, 1).reshape(clients, -1, g.shape[1]))
+            return [dw, db.to(ctx.bias_dtype)]
 
         if not (needs_weight or needs_bias):
             return dx, None, None, None, None, None
