@@ -19,10 +19,10 @@ ALIGNMENT = 16  # elements: rows are filled up to a multiple of it, so that stor
 @triton.jit
 def _swap(x, y, first, second, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """y[n, j, i] = x[n, i, j], a square of i and j at a time."""
-    n = tl.program_id(1).to(tl.int64) * first * second
+    n = tl.program_id(0).to(tl.int64) * first * second
     across = tl.cdiv(second, SIDE)
-    i = tl.program_id(0) // across * SIDE + tl.arange(0, SIDE)
-    j = tl.program_id(0) % across * SIDE + tl.arange(0, SIDE)
+    i = tl.program_id(1) // across * SIDE + tl.arange(0, SIDE)
+    j = tl.program_id(1) % across * SIDE + tl.arange(0, SIDE)
     mask = (i < first)[:, None] & (j < second)[None, :]
     square = tl.load(x + n + i[:, None] * second + j[None, :], mask=mask)
     tl.store(y + n + j[:, None] * first + i[None, :], tl.trans(square), mask=tl.trans(mask))
@@ -32,7 +32,7 @@ def _swapped(x: Tensor) -> Tensor:
     """Return contiguous x [N, A, B] as contiguous [N, B, A]."""
     samples, first, second = x.shape
     y = torch.empty(samples, second, first, dtype=x.dtype, device=x.device)
-    launch(_swap, (triton.cdiv(first, SIDE) * triton.cdiv(second, SIDE), samples), x, y, first, second, SIDE)
+    launch(_swap, (samples, triton.cdiv(first, SIDE) * triton.cdiv(second, SIDE)), x, y, first, second, SIDE)
     return y
 
 
