@@ -22,7 +22,7 @@ from rich.text import Text
 from lamina.history import History
 from lamina.interrupt import end_guard
 from lamina.progress import Bars
-from lamina.text import printable
+from lamina.text import plural, printable
 
 if TYPE_CHECKING:
     from lamina.engines.stacked.ranks import Ranks
@@ -170,19 +170,25 @@ def table(
     return fitted
 
 
-def best_and_last(history: History) -> str:
-    """Return the best and last value of a run's first metric in words."""
-    for name in (history.metric, "loss", f"node_{history.metric}", "node_loss"):
+def summary(history: History) -> str:
+    """Return a run in words: its rounds, the best and last value of its first metric, what it sent, its time."""
+    score = "not evaluated"
+    for name in ("node_loss", f"node_{history.metric}", "loss", history.metric):
         if name in history.columns:
-            return f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
-    return "not evaluated"
+            score = f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
+    sent = (history.total("bytes_down") + history.total("bytes_up")) / 1e6
+    return f"{plural(len(history), 'round')}, {score}, {sent:.1f} MB sent, {history.total('seconds'):.1f} s"
 
 
-class RoundBars(Bars):
-    """Live bars on a terminal, one for each name, with the last score and the time left; elsewhere nothing."""
+def tell_complete(folder: Path, history: History, more: str = "train.rounds") -> None:
+    """Say that nothing is left to do in a run's folder."""
+    done = plural(len(history), "round")
+    tell(f"{folder}/ is complete: {done}; raise {more} for more, or start again with --overwrite")
 
-    def __init__(self, names: Iterable[str], quiet: bool, **options: Any) -> None:
-        super().__init__(names, err, is_shown=not quiet and err.is_terminal, **options)
+
+def round_bars(names: Iterable[str], quiet: bool, **options: Any) -> Bars:
+    """Return live bars, one for each name, with the last score and the time left; shown on a terminal only."""
+    return Bars(names, err, is_shown=not quiet and err.is_terminal, **options)
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
@@ -207,6 +213,14 @@ def interruptible(kept: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {kept}") from None
+
+
+def how_to_resume(overwrite: bool = False) -> str:
+    """Return what to do to resume a command that was stopped."""
+    return f"run the same command again{' without --overwrite' * overwrite} to resume"
+
+
+resumable = interruptible(f"finished rounds are kept; {how_to_resume()}")  # decorates a command that trains
 
 
 def this_rank() -> Ranks:

@@ -9,11 +9,11 @@ import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard
-from lamina.cli.run import how_to_resume, wanted_trackers
+from lamina.cli.run import wanted_trackers
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
+@base.resumable
 def compare(
     file: base.File,
     overrides: Set = None,
@@ -44,5 +44,5 @@ def compare(
     comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, quiet, trackers)
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
-        raise Interrupted(f"stopped after a round{shown}; {how_to_resume(overwrite)}")
+        raise Interrupted(f"stopped after a round{shown}; {base.how_to_resume(overwrite)}")
     refuse_all_diverged(comparison.entries)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lamina.cli.base import RoundBars, Stop, out, table, tell, tell_progress
+from lamina.cli.base import Stop, out, round_bars, table, tell, tell_progress
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Experiment
 from lamina.experiment.records import Record
@@ -29,7 +29,7 @@ class Follower:
         self._data = {True: experiment.compare.select, False: "test"}
         self._quiet, self._seeds = quiet, experiment.compare.seeds
         self._best: dict[str, dict[int, float]] = {name: {} for name in experiment.compare.algorithms}  # by seed
-        self.bars = RoundBars(self._best, quiet)
+        self.bars = round_bars(self._best, quiet)
 
     def round_finished(self, job: Job, row: Row) -> None:
         """Move the algorithm's bar; runs that train side by side share it."""

@@ -13,7 +13,6 @@ import typer
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, tell
 from lamina.cli.listing import list_
-from lamina.cli.run import how_to_resume
 from lamina.errors import BadInput
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def print_papers(wanted: bool) -> None:
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
+@base.resumable
 def reproduce(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="a paper's figure or table, or an experiment file with claims")
@@ -78,7 +77,7 @@ def reproduce(
         comparison, finished = run_comparison(experiment, place, stop, overwrite, quiet)
         entries |= {f"{entry.name}@{variant}" if variant else entry.name: entry for entry in comparison.entries}
         if not finished or (stop() and variant != list(experiments)[-1]):
-            raise Interrupted(f"stopped after a round; {how_to_resume(overwrite)}")
+            raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
     if scale == "small":
         rounds = next(iter(experiments.values())).train.rounds
         wanted = [reproduction.in_reach(claim, rounds) for claim in wanted]

@@ -12,12 +12,6 @@ from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
 from lamina.history import Row
 from lamina.progress import IntervalLines
-from lamina.text import plural
-
-
-def how_to_resume(overwrite: bool = False) -> str:
-    """Return what to do to resume a command that was stopped."""
-    return f"run the same command again{' without --overwrite' * overwrite} to resume"
 
 
 def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
@@ -26,7 +20,7 @@ def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
+@base.resumable
 def run(
     file: base.File,
     overrides: Set = None,
@@ -60,13 +54,12 @@ def run(
             if folder.diverged is not None:
                 raise folder.diverged
             if not quiet:
-                finished = plural(len(folder.history), "round")
-                tell(f"{path}/ is complete: {finished}; raise train.rounds for more, or start again with --overwrite")
+                base.tell_complete(path, folder.history)
             return
         done = running.resume([simulation], [folder])
         if done and not quiet:
             tell(f"resuming after round {done}")
-        with base.Stop() as stop, base.RoundBars([name], quiet, state="", total=rounds, completed=done) as bars:
+        with base.Stop() as stop, base.round_bars([name], quiet, state="", total=rounds, completed=done) as bars:
             lines_at_intervals = IntervalLines(name, rounds, done, base.tell_progress)
 
             def show(_: int, row: Row) -> None:
@@ -78,14 +71,9 @@ def run(
     if folder.diverged:
         raise folder.diverged
     if stopped:
-        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {how_to_resume(overwrite)}")
+        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {base.how_to_resume(overwrite)}")
     if not quiet:
-        history = simulation.history
-        sent, seconds = history.total("bytes_down") + history.total("bytes_up"), history.total("seconds")
-        tell(
-            f"{simulation.algorithm.card.title}: {plural(len(history), 'round')}, {base.best_and_last(history)}, "
-            f"{sent / 1e6:.1f} MB sent, {seconds:.1f} s"
-        )
+        tell(f"{simulation.algorithm.card.title}: {base.summary(simulation.history)}")
         if simulation.objective.frozen:
             tell(f"the model {simulation.objective.frozen_note()}")
         tell(f"records and model in {path}/")

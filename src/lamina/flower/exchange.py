@@ -13,8 +13,7 @@ from flwr.app import Array, MessageType, RecordDict
 
 from lamina.engines.state import State
 from lamina.flower import checks, wire
-from lamina.flower.checks import Evaluation, Expected, Problem, Refused, Update
-from lamina.flower.judge import Judge
+from lamina.flower.checks import Evaluation, Expected, FullGradient, Problem, Refused, Update
 from lamina.flower.mail import Mail, late
 from lamina.flower.records import Attendance
 from lamina.flower.roster import Roster
@@ -29,8 +28,8 @@ Base = tuple[int, str]  # the round and the token of an exchange whose client st
 class Exchange:
     """Sends tasks to the clients of a round, and returns the sound answers."""
 
-    def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster, judge: Judge) -> None:
-        self.setup, self.app, self.mail, self.roster, self.judge = setup, app, mail, roster, judge
+    def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster) -> None:
+        self.setup, self.app, self.mail, self.roster = setup, app, mail, roster
         self.diverged: dict[int, str] = {}  # by client, of this attempt: the layer its training went non-finite in
         self._tokens: dict[int, str] = {}  # by client: the last task to train
         self._gradient_tokens: dict[int, str] = {}  # by client: the last task to send its full gradient
@@ -81,13 +80,10 @@ class Exchange:
 
     def gradients(self, state: State, clients: Iterable[int], record: Attendance) -> dict[int, Update]:
         """Ask for every client's full gradient at x and number of examples."""
-        contents, expected = self._about_x(state, clients, record.round), self.judge.expected_gradient(state)
+        expected = Expected(FullGradient(state.server.x), {}, None, self.setup.limits)
+        contents = self._about_x(state, clients, record.round)
         self._gradient_tokens = {client: wire.token_of(content) for client, content in contents.items()}
-        gradients = self._collect(
-            wire.GRADIENT, contents, state, record, lambda _, content: checks.read_update(content, expected)
-        )
-        self.judge.remove_odd_gradients(gradients, record)
-        return dict(sorted(gradients.items()))
+        return self._collect(wire.GRADIENT, contents, record, lambda _, content: checks.read_update(content, expected))
 
     def updates(
         self,
@@ -97,9 +93,8 @@ class Exchange:
         down: Any,
         expected: Expected,
         gradients: Mapping[int, Update],
-        last_loss: float | None,
     ) -> dict[int, Update]:
-        """Have every client train, and return the updates that are used; `gradients` are those of Mime."""
+        """Have every client train, and return the sound updates; `gradients` are those of Mime."""
         versions = self.setup.algorithm.down_versions(record.round)
         arrays = wire.pack(down)
         x_is_held = ["x"] if gradients else []
@@ -135,28 +130,22 @@ class Exchange:
         for client in clients:
             held = [n for n, v in versions.items() if n in digests and n in ledger and ledger[n][client] == v]
             contents[client] = message(client, held + x_is_held)
-        updates = self._collect(MessageType.TRAIN, contents, state, record, read, resend)
-        self.judge.remove_odd_updates(updates, record, state, down, expected, last_loss)
-        return dict(sorted(updates.items()))
+        return self._collect(MessageType.TRAIN, contents, record, read, resend)
 
-    def evaluations(self, state: State, record: Attendance) -> dict[int, Evaluation]:
-        """Have every connected client evaluate the model."""
+    def evaluations(self, state: State, record: Attendance, examples: Mapping[int, int]) -> dict[int, Evaluation]:
+        """Have every connected client evaluate the model; `examples` says on how many it may, by client."""
         clients = [client for client in range(self.roster.clients) if self.roster.is_online(client)]
-        examples = self.judge.examples if self.setup.node_test is None else {}  # those that clients train on
 
         def read(client: int, content: RecordDict) -> Evaluation:
             return checks.read_evaluation(content, self.setup.limits, examples.get(client), self.setup.node_metrics)
 
         contents = self._about_x(state, clients, record.round)
-        evaluations = self._collect(MessageType.EVALUATE, contents, state, record, read)
-        self.judge.remove_odd_evaluations(evaluations, record)
-        return dict(sorted(evaluations.items()))
+        return self._collect(MessageType.EVALUATE, contents, record, read)
 
     def _collect(
         self,
         kind: str,
         contents: Mapping[int, RecordDict],
-        state: State,
         record: Attendance,
         read: Callable[[int, RecordDict], Any],
         resend: Callable[[int, Problem], RecordDict] | None = None,
@@ -211,7 +200,7 @@ class Exchange:
                     take(client, reply.content)
             if not waiting or time.monotonic() >= until:
                 break
-            if not state.round:  # later it is known how long a round takes
+            if record.round == 1:  # later it is known how long a round takes
                 self.log_waiting(waiting.values(), "to answer")
             time.sleep(min(self.setup.poll, max(0.0, until - time.monotonic())))
         for sent, client in waiting.items():
@@ -221,7 +210,7 @@ class Exchange:
         for client, answer in answers.items():
             for field in getattr(answer, "clipped", ()):
                 record.note(f"{record.name(client)}: '{field}' was scaled down to the limit")
-        return answers
+        return dict(sorted(answers.items()))
 
     # --- messages ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
 from lamina.errors import BadInput
 from lamina.flower import outliers, wire
-from lamina.flower.checks import Evaluation, Expected, FullGradient, Update
+from lamina.flower.checks import Evaluation, Expected, Update
 from lamina.flower.records import Attendance
 from lamina.flower.setup import Setup
 from lamina.objective import Objective
@@ -75,10 +75,6 @@ class Judge:
             lambda up, steps: algorithm.implied_fields(up, down, info._replace(steps=float(steps))),
             sum(float(value.norm()) for name, value in down._asdict().items() if name != "x" and value is not None),
         )
-
-    def expected_gradient(self, state: State) -> Expected:
-        """Return what a sound full gradient (Mime's first exchange) looks like."""
-        return Expected(FullGradient(state.server.x), {}, None, self.limits)
 
     def _upload(self, down: Any, info: ClientInfo) -> Any:
         """Return the Up of one local step."""

@@ -78,7 +78,7 @@ class Server:
         self.mail = Mail(grid, lambda node: self.roster.name(node), signer)
         self.roster = Roster(self.mail, self.plan.clients.count, nodes, setup.poll)
         app = wire.fingerprint(self.algorithm, self.objective)
-        self.exchange = Exchange(setup, app, self.mail, self.roster, self.judge)
+        self.exchange = Exchange(setup, app, self.mail, self.roster)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
 
     # --- the run ----------------------------------------------------------------------------------------------------
@@ -198,6 +198,7 @@ class Server:
         gradients: dict[int, Update] = {}
         if needs.control_variate:
             gradients = self.exchange.gradients(self.state, clients, record)
+            self.judge.remove_odd_gradients(gradients, record)
             if len(gradients) < needed:
                 return None, {}  # nobody need train for nothing
             clients = list(gradients)
@@ -205,8 +206,10 @@ class Server:
         down = self.algorithm.broadcast(self.state.server, info)
         example = self.state.server.x if needs.full_gradient else None
         expected = self.judge.expected(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
+        updates = self.exchange.updates(self.state, clients, record, down, expected, gradients)
         last_loss = float(self.history[-1]["train_loss"]) if len(self.history) else None
-        return down, self.exchange.updates(self.state, clients, record, down, expected, gradients, last_loss)
+        self.judge.remove_odd_updates(updates, record, self.state, down, expected, last_loss)
+        return down, updates
 
     def _refuse_divergence(self, number: int, needed: int) -> None:
         """Raise `Diverged` if a quorum of a round without enough updates reports that its training went non-finite."""
@@ -293,33 +296,31 @@ class Server:
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, record: Attendance) -> dict[str, float | int]:
+    def _evaluate(self, record: Attendance) -> dict[str, float]:
         """Return the new model's loss and metrics: on the server's test data, on the nodes, or both."""
         started = time.monotonic()
-        metrics: dict[str, float | int] = {}
+        metrics: dict[str, float] = {}
         metrics |= self.evaluation.run(self.objective, self.state.server.x, self.state.buffers)
         if self.setup.evaluate_on != "central":
             metrics |= self._evaluate_on_nodes(record)
         return metrics | {"evaluation_seconds": time.monotonic() - started} if metrics else {}
 
-    def _evaluate_on_nodes(self, record: Attendance) -> dict[str, float | int]:
+    def _evaluate_on_nodes(self, record: Attendance) -> dict[str, float]:
         """Return the means over the examples of all connected nodes."""
         self.mail.traffic = Traffic()
-        attendance = Attendance(
-            record.round, nodes=self.roster.bound
-        )  # a client that does not evaluate still took part in the round
-        results = self.exchange.evaluations(self.state, attendance).values()
+        # a record of its own: a client that does not evaluate still took part in the round
+        attendance = Attendance(record.round, nodes=self.roster.bound)
+        examples = self.judge.examples if self.setup.node_test is None else {}  # those that clients train on
+        results = self.exchange.evaluations(self.state, attendance, examples)
+        self.judge.remove_odd_evaluations(results, attendance)
         for line in attendance.lines():
             record.note(f"evaluation: {line}")
         self._warn(record)
-        metrics: dict[str, float | int] = {
-            "evaluating_nodes": len(results),
-            "evaluation_bytes": self.mail.traffic.down,
-        }
+        metrics: dict[str, float] = {"evaluating_nodes": len(results), "evaluation_bytes": self.mail.traffic.down}
         chosen = self.setup.node_metrics
         for metric in with_loss((ACCURACY,) if chosen is None else chosen):
             name = mean_name(metric)
-            means = [(one.figures[name], one.examples) for one in results if name in one.figures]
+            means = [(one.figures[name], one.examples) for one in results.values() if name in one.figures]
             if means:
                 mean = sum(value * count for value, count in means) / sum(count for _, count in means)
                 metrics[f"node_{metric.name}"] = metric_of_mean(metric, mean)
