@@ -303,7 +303,7 @@ class Finished:
         return 1
 
     def wait(self, run, tick):
-        return local.RunStatus("finished:completed", "", 0, 0)
+        return local.RunStatus("finished:completed", "")
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def test_the_shim_builds_the_federation(tmp_path):
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_a_run_that_failed_is_one_line(tmp_path, rounds):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"round": {n + 1}}}\n' for n in range(rounds)))
-    status = local.RunStatus("finished:failed", "ServerApp failed with exception: too few", 0, 0)
+    status = local.RunStatus("finished:failed", "ServerApp failed with exception: too few")
     failed = jobs.Job(tmp_path, 3).failed(status, Path("logs"), "run it again")
     assert isinstance(failed, processes.FederationFailed)
     kept = "2 rounds are kept; run it again; " if rounds else ""
@@ -211,7 +211,7 @@ def test_processes_that_have_ended_are_forgotten(tmp_path, monkeypatch):
 def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
     federation = local.LocalFederation(tmp_path / "fed", 1)
     (federation.folder / "logs").mkdir(parents=True)
-    status = local.RunStatus("finished:completed", "", 0, 0)
+    status = local.RunStatus("finished:completed", "")
     ends, launch = [sys.executable, "-c", ""], federation.processes.launch
     monkeypatch.setattr(federation, "follow", lambda run: launch("run", ends, "command"))
     monkeypatch.setattr(federation, "status", lambda run: status)

@@ -149,7 +149,7 @@ def up(
             except KeyboardInterrupt:
                 done = len(job.history())
                 raise Interrupted(f"stopped after round {done}; {how_to_resume(overwrite)}") from None
-    if not status.completed:
+    if status.status != "finished:completed":
         raise job.failed(status, place / "logs", how_to_resume())
     for name in ("app", "command", "superlink", *(() if keep_logs else ("logs",))):
         shutil.rmtree(place / name, ignore_errors=True)  # keys and the nodes' state stay: more rounds may be wanted

@@ -212,19 +212,9 @@ def executable(name: str) -> str:
     return path
 
 
-def free_port() -> int:
-    """Return a port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def is_free(port: int) -> bool:
-    """Return whether nobody listens on a port now."""
+def free_port(wanted: int = 0) -> int:
+    """Return a port nobody listens on now: the wanted one, or any; raises OSError if the wanted one is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+        probe.bind((HOST, wanted))
+        return int(probe.getsockname()[1])
