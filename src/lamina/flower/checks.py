@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
 from lamina.evaluation import mean_name
-from lamina.flower.wire import Unreadable, arrays_of, decode, shorten
-from lamina.metrics import ACCURACY, LOSS, METRICS, Metric
+from lamina.flower.wire import Unreadable, arrays_of, decode, shorten, wire_bytes
+from lamina.metrics import ACCURACY, METRICS, Metric
 from lamina.objective import Buffers
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
@@ -195,13 +195,13 @@ def read_evaluation(
     if most is not None and examples > most:
         raise Refused(f"says it evaluates on {examples} examples, and said it trains on {most}")
     _check_loss(figures.get("loss"), "evaluation")
-    wanted = {"loss": LOSS, **{mean_name(metric): metric for metric in metrics if mean_name(metric) != "loss"}}
+    wanted = {mean_name(metric): metric for metric in metrics if mean_name(metric) != "loss"}
     for name, metric in wanted.items():
-        value: Any = figures.get(name)
+        value = figures.get(name)
         smallest, largest = 0.0 if metric.name in METRICS else -LARGEST_LOSS, 1.0 if metric.percent else LARGEST_LOSS
-        if metric is not LOSS and not (isinstance(value, float) and smallest <= value <= largest):
+        if not (isinstance(value, float) and smallest <= value <= largest):
             raise Refused(f"its {name} is {_quote(value)}")
-    return Evaluation({name: figures[name] for name in wanted}, examples)
+    return Evaluation({name: figures[name] for name in ("loss", *wanted)}, examples)
 
 
 def read_problem(content: RecordDict) -> Problem | None:
@@ -223,7 +223,7 @@ def _read_figures(
     content: RecordDict, tensors: Sequence[Tensor], limits: Limits, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> tuple[dict[str, Any], int]:
     """Check a reply's size, its records and its number of examples; return its figures and that number."""
-    explained, size = sum(t.numel() * t.element_size() for t in tensors) + SLACK, content_bytes(content)
+    explained, size = sum(t.numel() * t.element_size() for t in tensors) + SLACK, wire_bytes(content)
     if size > explained:
         raise Refused(f"it holds {size} bytes, and the model explains {explained}")
     for name in needed:
@@ -237,22 +237,6 @@ def _read_figures(
     if not is_whole(examples) or not 1 <= examples <= limits.max_examples:
         raise Refused(f"says {_quote(examples)} examples; at least 1 and at most {limits.max_examples} are allowed")
     return figures, int(examples)
-
-
-def content_bytes(content: RecordDict) -> int:
-    """Return about how many bytes a content takes, whatever it holds."""
-    total = 0
-    for name, record in content.items():
-        total += len(name)
-        entries: dict[str, Any] = dict(record)
-        for key, value in entries.items():
-            total += len(key)
-            if isinstance(value, Array):
-                total += len(value.data) + len(value.dtype) + len(value.stype) + 8 * len(value.shape)
-            else:
-                for entry in value if isinstance(value, list) else [value]:
-                    total += len(entry) if isinstance(entry, str | bytes) else 8
-    return total
 
 
 def _read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from torch import nn
 from lamina.aggregation import Mean
 from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import options
-from lamina.clients import Clients, Reserved, deal, reserve
+from lamina.clients import Reserved, deal, reserve
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
@@ -96,10 +96,17 @@ class Federation(Setup):
         if run.precision != "fp32":
             log.warning("precision = '%s' is for simulations only: nodes use the model's own precision", run.precision)
         dealt = _Dealt(experiment, partition)
-        given: dict[str, Any] = {"rounds": experiment.train.rounds, "out": run.out, "test": dealt.test, **settings}
-        given |= {"device": run.device, "evaluate_every": run.evaluate_every, "metrics": experiment.train.metrics}
         clients = building.count_clients(experiment) if experiment.data.heldout_clients is None else None
-        federation = cls(algorithm, dealt.model, dealt.part, clients=clients or dealt.clients.count, **(given | more))
+        given: dict[str, Any] = {
+            "clients": clients or dealt.reserved.training.count,
+            "rounds": experiment.train.rounds,
+            "out": run.out,
+            "test": lambda: dealt.splits.test,
+            "device": run.device,
+            "evaluate_every": run.evaluate_every,
+            "metrics": experiment.train.metrics,
+        }
+        federation = cls(algorithm, dealt.model, dealt.part, **(given | dict(settings) | more))
         federation.resolved_config = dealt.config
         if experiment.data.heldout_clients is not None or experiment.data.local_test is not None:
             federation.client_samples = dealt.client_samples
@@ -180,22 +187,15 @@ class _Dealt:
         dealt = deal(self.splits.train, count, self.partition, seed)
         return reserve(dealt, data.heldout_clients, data.local_test, seed)
 
-    @property
-    def clients(self) -> Clients:
-        return self.reserved.training
-
     def part(self, context: Context) -> Dataset:
         """Return the data of a node."""
-        client = client_number(context)
-        if not 0 <= client < self.clients.count:
-            raise BadInput(f"partition-id = {client}, but the clients are numbered 0 to {self.clients.count - 1}")
-        return self.splits.train.subset(self.clients.parts[client])
+        client, clients = client_number(context), self.reserved.training
+        if not 0 <= client < clients.count:
+            raise BadInput(f"partition-id = {client}, but the clients are numbered 0 to {clients.count - 1}")
+        return self.splits.train.subset(clients.parts[client])
 
     def client_samples(self) -> list[ClientSamples]:
         return reserved_samples(self.reserved, self.splits.train, choose_device(self.experiment.run.device))
-
-    def test(self) -> Dataset:
-        return self.splits.test
 
     def model(self) -> nn.Module:
         return building.build_model(self.experiment, self.splits.train)

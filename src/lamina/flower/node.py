@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +130,8 @@ class Node(ClientApp):
     def send_evaluation(self, content: RecordDict, context: Context) -> RecordDict:
         """Evaluate the server's model on this node's data."""
         self._accept(content, context)
-        data = self._data(self.setup.node_test or self.setup.data, context)
+        make = self.setup.node_test or self.setup.data
+        data = self.setup.dataset(make(context), self.objective)
         check_fit(self.objective, data, "test", evaluation_rows(data))
         metrics = self.setup.node_metrics
         if metrics is not None:
@@ -152,7 +152,7 @@ class Node(ClientApp):
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
-        data = self._data(self.setup.data, context)
+        data = self.setup.dataset(self.setup.data(context), self.objective)
         check_fit(self.objective, data, "train", 2 * min(task.protocol.batch_size or len(data), len(data)))
         return task, store, data
 
@@ -175,9 +175,6 @@ class Node(ClientApp):
         if not signing.is_simulated():
             store.refuse_replay(task.issued)
         return task, store
-
-    def _data(self, make: Callable[[Context], Any], context: Context) -> Dataset:
-        return self.setup.dataset(make(context), self.objective)
 
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
         """Return the round's Down, from the message and from disk; the buffers; and the client's state at its base."""
