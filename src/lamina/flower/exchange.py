@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,8 +19,6 @@ from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.wire import Task
 
-log = logging.getLogger(__name__)
-FIRST_LINE_S, NEXT_LINE_S = 10.0, 60.0  # until a line says who is waited for, and until the next one
 Base = tuple[int, str]  # the round and the token of an exchange whose client state the server accepted
 
 
@@ -30,10 +27,8 @@ class Exchange:
 
     def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster) -> None:
         self.setup, self.app, self.mail, self.roster = setup, app, mail, roster
-        self.diverged: dict[int, str] = {}  # by client, of this attempt: the layer its training went non-finite in
         self._tokens: dict[int, str] = {}  # by client: the last task to train
         self._gradient_tokens: dict[int, str] = {}  # by client: the last task to send its full gradient
-        self._next_line = 0.0  # time.monotonic() at which a line says who is waited for
         # These are kept in the checkpoint.
         self.run_name = secrets.token_hex(16)
         self.base: dict[int, Base] = {}  # by client
@@ -56,25 +51,11 @@ class Exchange:
         if self.roster.fixed is None:
             self.roster.bound.update({int(client): int(node) for client, node in facts["nodes"].items()})
 
-    def begin_attempt(self) -> None:
-        """Forget what the last attempt at a round came to."""
-        self.diverged = {}
-        self._next_line = time.monotonic() + FIRST_LINE_S
-
     def accept(self, number: int, clients: Iterable[int]) -> None:
         """Remember the client states that belong to the updates in the mean."""
         self.older_base = dict(self.base)
         for client in clients:
             self.base[client] = (number, self._tokens[client])
-
-    def log_waiting(self, clients: Iterable[int], what: str) -> None:
-        """Log now and then which clients the server is waiting for."""
-        if time.monotonic() < self._next_line:
-            return
-        self._next_line = time.monotonic() + NEXT_LINE_S
-        names = sorted(clients)
-        whom = f"client{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
-        log.warning("waiting for %s %s (deadline: %g s)", whom, what, self.setup.deadline)
 
     # --- exchanges --------------------------------------------------------------------------------------------------
 
@@ -176,7 +157,7 @@ class Exchange:
                 resent.add(client)
                 send(client, resend(client, problem), until - time.monotonic())
             elif problem is not None and problem.diverged is not None:
-                self.diverged[client] = problem.diverged
+                record.diverged[client] = problem.diverged
                 record.refuse(client, problem.text)
             elif problem is not None:
                 record.miss(client, problem.text)
@@ -201,7 +182,7 @@ class Exchange:
             if not waiting or time.monotonic() >= until:
                 break
             if record.round == 1:  # later it is known how long a round takes
-                self.log_waiting(waiting.values(), "to answer")
+                self.roster.log_waiting(waiting.values(), "to answer")
             time.sleep(min(self.setup.poll, max(0.0, until - time.monotonic())))
         for sent, client in waiting.items():
             stalled = self.mail.give_up(sent)

@@ -15,16 +15,10 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from lamina.errors import BadInput
@@ -59,20 +53,15 @@ def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS)
     alternatives = [_general_name(host) for host in dict.fromkeys((*LOOPBACK, *hosts))]
     ca_key, server_key = ec.generate_private_key(CURVE), ec.generate_private_key(CURVE)
     issuer, subject = _name("lamina federation authority"), _name(hosts[0] if hosts else LOOPBACK[0])
-    ca_identifier, server_identifier = map(
-        x509.SubjectKeyIdentifier.from_public_key, (ca_key.public_key(), server_key.public_key())
-    )
     certificate = _certificate(issuer, issuer, ca_key, ca_key, days, [
         (x509.BasicConstraints(ca=True, path_length=0), True),
         (_usage("key_cert_sign", "crl_sign"), True),
-        (ca_identifier, False),
     ])  # fmt: skip
     server_certificate = _certificate(subject, issuer, server_key, ca_key, days, [
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (x509.SubjectAlternativeName(alternatives), False),
         (_usage("digital_signature"), True),
         (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
-        (server_identifier, False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
     ])  # fmt: skip
     _write_pair((authority.key, _pem(ca_key)), (authority.certificate, certificate))
@@ -109,7 +98,7 @@ def usable(authority: Authority) -> bool:
     try:
         ca = x509.load_pem_x509_certificate(authority.certificate.read_bytes())
         server = x509.load_pem_x509_certificate(authority.server_certificate.read_bytes())
-        key = load_pem_private_key(authority.server_key.read_bytes(), None)
+        key = serialization.load_pem_private_key(authority.server_key.read_bytes(), None)
         server.verify_directly_issued_by(ca)
         hosts = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
@@ -177,7 +166,7 @@ def _certificate(
         now - HOUR,  # clocks differ
         now + datetime.timedelta(days=days),
     )  # fmt: skip
-    for extension, critical in extensions:
+    for extension, critical in (*extensions, (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)):
         builder = builder.add_extension(extension, critical)
     return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,18 +61,12 @@ class Sent:
     ttl: float
     status: Literal["waiting", "given up", "answered"] = "waiting"
 
-    @property
-    def forgotten_at(self) -> float:
-        """When a reply that nobody waits for is no longer looked for."""
-        return self.expires + FORGET_AFTER_S
-
 
 @dataclass
 class Mail:
     """Sends the server's messages and collects the replies."""
 
     grid: Grid
-    name: Callable[[int], str]  # a node, in words
     signer: Signer | None = None  # None: in a simulation, where nodes verify nothing
     traffic: Traffic = field(default_factory=Traffic)
     _sent: dict[str, Sent] = field(default_factory=dict)
@@ -111,8 +105,7 @@ class Mail:
         """
         replies: dict[str, Message | str] = {}
         wanted, now = list(waiting), time.monotonic()
-        for old in [m for m, sent in self._sent.items() if sent.status != "waiting" and now > sent.forgotten_at]:
-            del self._sent[old]
+        self._sent = {m: s for m, s in self._sent.items() if s.status == "waiting" or now < s.expires + FORGET_AFTER_S}
         given_up = [message for message, sent in self._sent.items() if sent.status == "given up"]
         # one at a time: a reply that cannot be read must not take others with it
         for message, pull in self._puller.look([*wanted, *given_up]).items():
@@ -139,15 +132,15 @@ class Mail:
         if sent is None:
             record.note(f"node {sender} replied to a message that was not sent: ignored")
         elif sent.status == "answered":
-            record.note(f"{self.name(sent.node)} answered twice ({sent.what}): only the first counts")
+            record.note(f"{record.name_node(sent.node)} answered twice ({sent.what}): only the first counts")
         elif reply.has_content() and sender != sent.node:
-            record.note(f"node {sender} replied to a message to {self.name(sent.node)}: ignored")
+            record.note(f"node {sender} replied to a message to {record.name_node(sent.node)}: ignored")
         else:
             is_late, sent.status = sent.status == "given up", "answered"
             if not is_late:
                 return _why(reply, sent) if reply.has_error() else reply
             if reply.has_content():
-                record.note(f"{self.name(sent.node)} answered too late ({sent.what}): ignored")
+                record.note(f"{record.name_node(sent.node)} answered too late ({sent.what}): ignored")
         return None
 
 

@@ -21,6 +21,7 @@ class Attendance:
         self.missing: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.diverged: dict[int, str] = {}  # by client: the layer in which its training went non-finite
         self._nodes = nodes  # by client
 
     def accept(self, client: int) -> None:
@@ -54,9 +55,13 @@ class Attendance:
         """Return a client and its node in words."""
         return name_of(client, self._nodes.get(client))
 
+    def name_node(self, node: int) -> str:
+        """Return a node, and its client if it is one, in words."""
+        return name_of(next((client for client, other in self._nodes.items() if other == node), None), node)
+
     def json(self) -> str:
         """Return the line of ``federation.jsonl``."""
-        return json.dumps({name: value for name, value in vars(self).items() if name != "_nodes"})
+        return json.dumps({name: value for name, value in vars(self).items() if name not in ("diverged", "_nodes")})
 
     def _entry(self, client: int) -> dict[str, Any]:
         node = self._nodes.get(client)

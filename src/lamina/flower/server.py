@@ -16,19 +16,11 @@ import torch
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from lamina import evaluation
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting
 from lamina.errors import Diverged, LaminaError
-from lamina.evaluation import (
-    Evaluation,
-    check_metrics,
-    mean_name,
-    metric_of_mean,
-    refuse_nonfinite,
-    round_row,
-    with_loss,
-)
 from lamina.experiment.folder import RunFolder
 from lamina.fit import with_mask
 from lamina.flower import wire
@@ -63,20 +55,20 @@ class Server:
         self.algorithm, self.plan, self.protocol = setup.algorithm, setup.plan, setup.protocol
         self.objective = setup.objective()
         self.objective.refuse_rate(self.protocol.lr)
-        self.test_data = None
+        test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
-            self.test_data = setup.dataset(setup.test(), self.objective)
+            test_data = setup.dataset(setup.test(), self.objective)
             if setup.metrics is not None:
-                check_metrics(self.objective, setup.metrics, self.test_data, "test")
+                evaluation.check_metrics(self.objective, setup.metrics, test_data, "test")
         groups = setup.client_samples() if setup.evaluate_on != "nodes" else []
         groups = [group._replace(data=with_mask(group.data, self.objective.module)) for group in groups]
-        self.evaluation = Evaluation(setup.metrics, self.test_data, groups)
+        self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups)
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)
         self.judge = Judge(setup, self.objective, self.state)
-        self.mail = Mail(grid, lambda node: self.roster.name(node), signer)
-        self.roster = Roster(self.mail, self.plan.clients.count, nodes, setup.poll)
+        self.mail = Mail(grid, signer)
+        self.roster = Roster(setup, self.mail, nodes)
         app = wire.fingerprint(self.algorithm, self.objective)
         self.exchange = Exchange(setup, app, self.mail, self.roster)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
@@ -91,23 +83,21 @@ class Server:
             log.warning("no node is listed for client %d: it takes no part", client)
         try:
             if len(self.history):  # killed after the checkpoint of a round with an infinite test loss
-                refuse_nonfinite(self.history[-1])
-            first = True
+                evaluation.refuse_nonfinite(self.history[-1])
             while self.state.round < self.setup.rounds:
-                self._run_round(wait_for_all=first)
-                first = False
+                self._run_round()
         except Diverged as error:
             self.folder.diverge(error)
             raise
         self.folder.finish(self)
         return self.history
 
-    def _run_round(self, *, wait_for_all: bool) -> None:
+    def _run_round(self) -> None:
         """Run one more round, evaluate it if it is its turn, and record it."""
         started = time.monotonic()
         traffic = self.mail.traffic = Traffic()
-        plan, report, record = self._round(self.state.round + 1, wait_for_all=wait_for_all)
-        row = round_row(self.algorithm, self.objective.start, plan, report, time.monotonic() - started)
+        plan, report, record = self._round(self.state.round + 1)
+        row = evaluation.round_row(self.algorithm, self.objective.start, plan, report, time.monotonic() - started)
         row |= {
             "asked": len(self.plan.cohort(record.round)),
             "missing": len(record.missing),
@@ -118,7 +108,7 @@ class Server:
         if plan.number % self.setup.evaluate_every == 0 or plan.number == self.setup.rounds:
             row |= self._evaluate(record)
         self._record(row, record)
-        refuse_nonfinite(row)
+        evaluation.refuse_nonfinite(row)
 
     def _resume(self) -> None:
         """Resume the run in the folder from its newest sound checkpoint."""
@@ -147,22 +137,13 @@ class Server:
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
-    def _round(self, number: int, *, wait_for_all: bool) -> tuple[Round, RoundReport, Attendance]:
+    def _round(self, number: int) -> tuple[Round, RoundReport, Attendance]:
         """Run a round; while too few clients answer, try it again with the same plan."""
         attempts, deadline = self.setup.attempts, self.setup.deadline
         cohort = self.plan.cohort(number).tolist()
         needed = self.setup.needed(len(cohort))
         for attempt in range(1, attempts + 1):
             record = Attendance(number, attempt, nodes=self.roster.bound)
-            self.exchange.begin_attempt()
-            self.roster.call(
-                list(range(self.plan.clients.count)) if wait_for_all else cohort,
-                needed,
-                time.monotonic() + deadline,
-                record,
-                all_of_them=wait_for_all and attempt == 1,
-                waits=lambda clients: self.exchange.log_waiting(clients, "to connect"),
-            )
             down, updates = self._attempt(cohort, needed, record)
             self._warn(record)
             if len(updates) >= needed:
@@ -172,7 +153,7 @@ class Server:
             )
             self.folder.refuse_lost()
             self.journal.write(record)
-            self._refuse_divergence(number, needed)
+            self._refuse_divergence(record, needed)
         who = "; ".join(record.lines()) or "nobody is connected"
         kept = f"the {self.state.round} finished rounds are kept: " if self.state.round else ""
         late = any(entry["why"].startswith(LATE) for entry in record.missing)
@@ -187,10 +168,7 @@ class Server:
     def _attempt(self, cohort: list[int], needed: int, record: Attendance) -> tuple[Any, dict[int, Update]]:
         """Ask the clients of a round for their updates; return what was broadcast, and the updates to use by client."""
         self.judge.begin_attempt()
-        for client in cohort:
-            if not self.roster.is_online(client):
-                record.miss(client, self.roster.why_absent(client))
-        clients = [client for client in cohort if self.roster.is_online(client)]
+        clients = self.roster.call(cohort, needed, record)
         number = record.round
         needs = self.algorithm.needs(number)
         layers, rate = self.objective.layers, self.protocol.rate(number)
@@ -211,9 +189,9 @@ class Server:
         self.judge.remove_odd_updates(updates, record, self.state, down, expected, last_loss)
         return down, updates
 
-    def _refuse_divergence(self, number: int, needed: int) -> None:
+    def _refuse_divergence(self, record: Attendance, needed: int) -> None:
         """Raise `Diverged` if a quorum of a round without enough updates reports that its training went non-finite."""
-        diverged = self.exchange.diverged
+        number, diverged = record.round, record.diverged
         if len(diverged) < needed:
             return
         client, layer = min(diverged.items())
@@ -318,10 +296,10 @@ class Server:
         self._warn(record)
         metrics: dict[str, float] = {"evaluating_nodes": len(results), "evaluation_bytes": self.mail.traffic.down}
         chosen = self.setup.node_metrics
-        for metric in with_loss((ACCURACY,) if chosen is None else chosen):
-            name = mean_name(metric)
+        for metric in evaluation.with_loss((ACCURACY,) if chosen is None else chosen):
+            name = evaluation.mean_name(metric)
             means = [(one.figures[name], one.examples) for one in results.values() if name in one.figures]
             if means:
                 mean = sum(value * count for value, count in means) / sum(count for _, count in means)
-                metrics[f"node_{metric.name}"] = metric_of_mean(metric, mean)
+                metrics[f"node_{metric.name}"] = evaluation.metric_of_mean(metric, mean)
         return metrics
