@@ -14,48 +14,25 @@ from lamina.engines.state import State
 from lamina.flower import checks, wire
 from lamina.flower.checks import Evaluation, Expected, FullGradient, Problem, Refused, Update
 from lamina.flower.mail import Mail, late
-from lamina.flower.records import Attendance
+from lamina.flower.records import Attendance, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.wire import Task
-
-Base = tuple[int, str]  # the round and the token of an exchange whose client state the server accepted
 
 
 class Exchange:
     """Sends tasks to the clients of a round, and returns the sound answers."""
 
-    def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster) -> None:
-        self.setup, self.app, self.mail, self.roster = setup, app, mail, roster
+    def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster, memory: Memory) -> None:
+        self.setup, self.app, self.mail, self.roster, self.memory = setup, app, mail, roster, memory
         self._tokens: dict[int, str] = {}  # by client: the last task to train
         self._gradient_tokens: dict[int, str] = {}  # by client: the last task to send its full gradient
-        # These are kept in the checkpoint.
-        self.run_name = secrets.token_hex(16)
-        self.base: dict[int, Base] = {}  # by client
-        self.older_base: dict[int, Base] = {}  # as of the checkpoint before the last
-        self.issued = 0  # of the last task
-
-    def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
-        nodes = {client: str(node) for client, node in self.roster.bound.items()}
-        base, older = self.base, self.older_base
-        return {"run": self.run_name, "base": base, "older": older, "issued": self.issued, "nodes": nodes}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint stores."""
-        self.run_name, self.issued = facts["run"], int(facts.get("issued", 0))
-        self.base, self.older_base = (
-            {int(client): (int(number), str(token)) for client, (number, token) in facts.get(name, {}).items()}
-            for name in ("base", "older")
-        )
-        if self.roster.fixed is None:
-            self.roster.bound.update({int(client): int(node) for client, node in facts["nodes"].items()})
 
     def accept(self, number: int, clients: Iterable[int]) -> None:
         """Remember the client states that belong to the updates in the mean."""
-        self.older_base = dict(self.base)
+        self.memory.older = dict(self.memory.base)
         for client in clients:
-            self.base[client] = (number, self._tokens[client])
+            self.memory.base[client] = (number, self._tokens[client])
 
     # --- exchanges --------------------------------------------------------------------------------------------------
 
@@ -76,20 +53,20 @@ class Exchange:
         gradients: Mapping[int, Update],
     ) -> dict[int, Update]:
         """Have every client train, and return the sound updates; `gradients` are those of Mime."""
-        versions = self.setup.algorithm.down_versions(record.round)
+        versions, memory = self.setup.algorithm.down_versions(record.round), self.memory
         arrays = wire.pack(down)
         x_is_held = ["x"] if gradients else []
         digests = {name: wire.digest(getattr(down, name)) for name in (*versions, *x_is_held) if name in arrays}
 
         def message(client: int, held: list[str], *, is_new: bool = False) -> RecordDict:
             self._tokens[client] = secrets.token_hex(8)
-            base = "" if is_new or client not in self.base else self.base[client][1]
+            base = "" if is_new or client not in memory.base else memory.base[client][1]
             task = self._task(
                 record.round,
                 client,
                 self._tokens[client],
                 base=base,
-                keep=[bases[client][1] for bases in (self.base, self.older_base) if client in bases],
+                keep=[bases[client][1] for bases in (memory.base, memory.older) if client in bases],
                 held=held,
                 held_digests=[digests[name] for name in held],
                 gradient=self._gradient_tokens[client] if client in gradients else "",
@@ -197,12 +174,12 @@ class Exchange:
 
     def _task(self, number: int, client: int, token: str, **more: Any) -> Task:
         plan = self.setup.plan
-        self.issued = max(self.issued + 1, time.time_ns() // 1000)
+        self.memory.issued = max(self.memory.issued + 1, time.time_ns() // 1000)
         return Task(
-            run=self.run_name,
+            run=self.memory.run,
             token=token,
             app=self.app,
-            issued=self.issued,
+            issued=self.memory.issued,
             round=number,
             client=client,
             clients=plan.clients.count,

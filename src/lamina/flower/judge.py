@@ -10,52 +10,27 @@ import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
-from lamina.errors import BadInput
 from lamina.flower import outliers, wire
 from lamina.flower.checks import Evaluation, Expected, Update
-from lamina.flower.records import Attendance
+from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
 from lamina.objective import Objective
 
-STORED = ("examples", "recent", "accepted", "largest_growth", "growth_by_client")  # attributes in a checkpoint
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
 
 
 class Judge:
     """Removes answers that stand out, and remembers from earlier rounds what that takes."""
 
-    def __init__(self, setup: Setup, objective: Objective, state: State) -> None:
-        self.objective = objective
+    def __init__(self, setup: Setup, objective: Objective, state: State, memory: Memory) -> None:
+        self.objective, self.memory = objective, memory
         self.algorithm, self.protocol, self.limits = setup.algorithm, setup.protocol, setup.limits
         rate, layers, zero = self.protocol.rate(1), objective.layers, torch.zeros_like(state.server.x)
         down = self.algorithm.broadcast(state.server, ServerInfo(1, rate, layers, mean_gradient=zero))
         upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
         self.limits.check_fields(upload._fields)
         self.no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
-        # The checkpoint stores these.
-        self.examples: dict[int, int] = {}  # by client, as of the last round it took part in
-        self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
-        self.accepted: dict[int, list[str]] = {}  # by client: digests of its last updates
-        self.largest_growth: dict[str, float] = {}  # of any round's medians, by layer of a second moment
-        self.growth_by_client: dict[int, outliers.Growth] = {}  # by client, over the rounds that it took part in
         self._sizes: outliers.Sizes = {}  # of the answers of this attempt
-
-    def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
-        return {name: getattr(self, name) for name in STORED}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint stores."""
-        for name in STORED:
-            if name not in facts:
-                wrong = f"this federation's checkpoint has no '{name}': another version of lamina wrote it"
-                raise BadInput(f"{wrong}; resume with that version, or start again in another folder")
-        self.recent, self.largest_growth = dict(facts["recent"]), dict(facts["largest_growth"])
-        self.examples = {int(client): int(count) for client, count in facts["examples"].items()}
-        self.accepted = {int(client): list(digests) for client, digests in facts["accepted"].items()}
-        self.growth_by_client = {
-            int(client): outliers.Growth(*sums) for client, sums in facts["growth_by_client"].items()
-        }
 
     def begin_attempt(self) -> None:
         """Forget the answers of the last attempt."""
@@ -95,13 +70,13 @@ class Judge:
             lambda steps: self.algorithm.inherited_moments(down, info(steps)),
             self.protocol.by_examples,
             lambda steps: self.algorithm.inherited_step(down, info(steps)),
-            self.largest_growth,
+            self.memory.largest_growth,
             drift=state.server.x - self.objective.start,
             totals={
                 name: {client: getattr(total, name) for client, total in state.clients.items()}
                 for name in self.algorithm.state_changes
             },
-            growth_by_client=self.growth_by_client,
+            growth_by_client=self.memory.growth_by_client,
         )
 
     # --- what is removed --------------------------------------------------------------------------------------------
@@ -125,7 +100,7 @@ class Judge:
         repeated = [
             client
             for client, update in updates.items()
-            if bool(update.up.delta.any()) and _short_digest(update) in self.accepted.get(client, [])
+            if bool(update.up.delta.any()) and _short_digest(update) in self.memory.accepted.get(client, [])
         ]
         _remove(updates, dict.fromkeys(repeated, "its update is one it has sent before"), record)
         broadcast = self._broadcast(state, down, record.round)
@@ -142,8 +117,8 @@ class Judge:
         self._sizes |= sizes
         counts = {client: update.examples for client, update in updates.items()}
         odd = outliers.judge_updates(updates, broadcast, self.limits)
-        odd |= outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
-        odd |= outliers.judge_growth_of_data(counts, self.examples, self.limits)
+        odd |= outliers.judge_by_earlier_rounds(sizes, self.memory.recent, self.limits)
+        odd |= outliers.judge_growth_of_data(counts, self.memory.examples, self.limits)
         _remove(updates, odd, record)
 
     def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], record: Attendance) -> None:
@@ -158,15 +133,16 @@ class Judge:
 
     def remember(self, updates: Mapping[int, Update], state: State, down: Any, number: int) -> None:
         """Remember the updates in the mean of a round; `state` is the one after it."""
+        memory = self.memory
         for client, update in updates.items():
-            self.examples[client] = update.examples
-            self.accepted[client] = [*self.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
+            memory.examples[client] = update.examples
+            memory.accepted[client] = [*memory.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
         broadcast = self._broadcast(state, down, number)
-        self.growth_by_client |= outliers.add_growth(updates, broadcast)
+        memory.growth_by_client |= outliers.add_growth(updates, broadcast)
         for what, value in outliers.median_growth(updates, broadcast).items():
-            self.largest_growth[what] = max(value, self.largest_growth.get(what, 0.0))
+            memory.largest_growth[what] = max(value, memory.largest_growth.get(what, 0.0))
         for what, median in outliers.medians(self._sizes, list(updates)).items():
-            self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]
+            memory.recent[what] = [*memory.recent.get(what, []), median][-outliers.REMEMBERED :]
 
 
 def _remove(answers: dict[int, Any], odd: Mapping[int, str], record: Attendance) -> None:

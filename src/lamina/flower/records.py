@@ -1,4 +1,8 @@
-"""Attendance of rounds: ``federation.jsonl`` in the run's folder says who took part, who did not, and why."""
+"""What the server of a federation keeps beside the model.
+
+``federation.jsonl`` in the run's folder says who took part in each round, who did not, and why; a `Memory` of the
+earlier rounds is in every checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from lamina.errors import BadInput
+from lamina.flower.outliers import Growth
 from lamina.storage.files import write_file, writing_to
 
 
@@ -101,3 +109,31 @@ class Journal:
             file.write((attendance.json() + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+class Memory(BaseModel):
+    """What the server remembers of earlier rounds, beside the model; by client where nothing else is said."""
+
+    run: str  # lamina's name of the run
+    issued: int = 0  # of the last task, see `Task`
+    base: dict[int, tuple[int, str]] = {}  # the round and the token of the exchange whose client state was accepted
+    older: dict[int, tuple[int, str]] = {}  # the same as of the checkpoint before the last
+    examples: dict[int, int]  # as of the last round it took part in
+    recent: dict[str, list[float]]  # by what was measured: the medians of the last rounds' answers
+    accepted: dict[int, list[str]]  # digests of its last updates
+    largest_growth: dict[str, float]  # by layer of a second moment: of any round's medians
+    growth_by_client: dict[int, Growth]  # over the rounds that it took part in
+
+    @classmethod
+    def start(cls, run: str) -> Memory:
+        """Return the memory before the first round."""
+        return cls(run=run, examples={}, recent={}, accepted={}, largest_growth={}, growth_by_client={})
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Memory:
+        """Return the memory that a checkpoint stores."""
+        try:
+            return cls(**facts)
+        except ValidationError as error:
+            wrong = f"this federation's checkpoint has no '{error.errors()[0]['loc'][0]}': another version of lamina"
+        raise BadInput(f"{wrong} wrote it; resume with that version, or start again in another folder")

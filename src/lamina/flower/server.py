@@ -6,6 +6,7 @@ Read `run`, `_round` and `_attempt`: the run with its records, a round with its 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +29,7 @@ from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
 from lamina.flower.judge import Judge
 from lamina.flower.mail import LATE, Mail, Traffic
-from lamina.flower.records import Attendance, Journal
+from lamina.flower.records import Attendance, Journal, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.signing import Signer
@@ -66,11 +67,12 @@ class Server:
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)
-        self.judge = Judge(setup, self.objective, self.state)
+        memory = Memory.start(secrets.token_hex(16))
+        self.judge = Judge(setup, self.objective, self.state, memory)
         self.mail = Mail(grid, signer)
         self.roster = Roster(setup, self.mail, nodes)
         app = wire.fingerprint(self.algorithm, self.objective)
-        self.exchange = Exchange(setup, app, self.mail, self.roster)
+        self.exchange = Exchange(setup, app, self.mail, self.roster, memory)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
 
     # --- the run ----------------------------------------------------------------------------------------------------
@@ -117,8 +119,9 @@ class Server:
         loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
         if loaded is not None:
             ((self.state, (facts,)),) = loaded
-            self.exchange.restore(facts)
-            self.judge.restore(facts)
+            self.exchange.memory = self.judge.memory = Memory.read(facts)
+            if self.roster.fixed is None:
+                self.roster.bound.update({int(client): int(node) for client, node in facts["nodes"].items()})
         self.history = self.folder.resume_after(self.state.round)
         self.journal.cut(self.state.round)
 
@@ -128,7 +131,8 @@ class Server:
         self.folder.refuse_lost()
         self.journal.write(record)
         self.folder.record(row, self)
-        self.folder.checkpoint(self, [self.exchange.facts() | self.judge.facts()])
+        nodes = {client: str(node) for client, node in self.roster.bound.items()}
+        self.folder.checkpoint(self, [self.judge.memory.model_dump() | {"nodes": nodes}])
         metric = self.setup.metrics[0].name if self.setup.metrics else "accuracy"
         shown = "".join(f", {name} {row[name]:.4f}" for name in (metric, f"node_{metric}") if name in row)
         log.info(
@@ -288,7 +292,7 @@ class Server:
         self.mail.traffic = Traffic()
         # a record of its own: a client that does not evaluate still took part in the round
         attendance = Attendance(record.round, nodes=self.roster.bound)
-        examples = self.judge.examples if self.setup.node_test is None else {}  # those that clients train on
+        examples = self.judge.memory.examples if self.setup.node_test is None else {}  # those that clients train on
         results = self.exchange.evaluations(self.state, attendance, examples)
         self.judge.remove_odd_evaluations(results, attendance)
         for line in attendance.lines():
