@@ -27,10 +27,11 @@ from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
+from lamina.flower.mail import Mail
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
 from lamina.flower.setup import Setup
-from lamina.flower.signing import SERVER_OPTION, read_signer
+from lamina.flower.signing import SERVER_OPTION, read_signing_key
 from lamina.metrics import description
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ class Federation(Setup):
         def main(grid: Grid, context: Context) -> None:
             out = Path(str(self.out or context.run_config.get("out") or "runs/flower"))
             nodes = read_nodes(self.nodes or context.run_config.get("nodes") or None, self.plan.clients.count)
-            signer = read_signer(self.signing_key or context.run_config.get(SERVER_OPTION), grid)
+            key = read_signing_key(self.signing_key or context.run_config.get(SERVER_OPTION), grid)
             with LogLines() as lines, RunFolder(out, self.config(), lines=lines) as folder:
                 if folder.diverged is not None:
                     raise folder.diverged
@@ -158,7 +159,7 @@ class Federation(Setup):
                     "quorum %s, deadline %g s, %d attempts, %s", self.quorum, self.deadline, self.attempts, self.limits
                 )
                 try:
-                    Server(self, grid, folder, nodes, signer).run()
+                    Server(self, folder, Mail(grid, key), nodes).run()
                 except Exception as error:  # Flower's log may be gone when somebody asks why
                     why = str(error) if isinstance(error, LaminaError) else f"{type(error).__name__}: {error}"
                     log.error("the run stopped: %s", why)

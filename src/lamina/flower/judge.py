@@ -30,11 +30,6 @@ class Judge:
         upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
         self.limits.check_fields(upload._fields)
         self.no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
-        self._sizes: outliers.Sizes = {}  # of the answers of this attempt
-
-    def begin_attempt(self) -> None:
-        """Forget the answers of the last attempt."""
-        self._sizes = {}
 
     # --- what is expected -------------------------------------------------------------------------------------------
 
@@ -114,7 +109,7 @@ class Judge:
     def _remove_odd(self, updates: dict[int, Update], broadcast: outliers.Broadcast, record: Attendance) -> None:
         """Remove updates that stand out from the others, or are absurd beside those of earlier rounds."""
         sizes = outliers.sizes_of_updates(updates, broadcast)
-        self._sizes |= sizes
+        record.sizes |= sizes
         counts = {client: update.examples for client, update in updates.items()}
         odd = outliers.judge_updates(updates, broadcast, self.limits)
         odd |= outliers.judge_by_earlier_rounds(sizes, self.memory.recent, self.limits)
@@ -131,17 +126,17 @@ class Judge:
             absurd = outliers.absurd_losses(means, None)[1]
             _remove(evaluations, {client: reason.format(means[client]) for client in absurd}, record)
 
-    def remember(self, updates: Mapping[int, Update], state: State, down: Any, number: int) -> None:
+    def remember(self, updates: Mapping[int, Update], state: State, down: Any, record: Attendance) -> None:
         """Remember the updates in the mean of a round; `state` is the one after it."""
         memory = self.memory
         for client, update in updates.items():
             memory.examples[client] = update.examples
             memory.accepted[client] = [*memory.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
-        broadcast = self._broadcast(state, down, number)
+        broadcast = self._broadcast(state, down, record.round)
         memory.growth_by_client |= outliers.add_growth(updates, broadcast)
         for what, value in outliers.median_growth(updates, broadcast).items():
             memory.largest_growth[what] = max(value, memory.largest_growth.get(what, 0.0))
-        for what, median in outliers.medians(self._sizes, list(updates)).items():
+        for what, median in outliers.medians(record.sizes, list(updates)).items():
             memory.recent[what] = [*memory.recent.get(what, []), median][-outliers.REMEMBERED :]
 
 

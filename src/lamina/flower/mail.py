@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import httpx
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from lamina.flower import wire
 from lamina.flower.pull import Puller
 from lamina.flower.records import Attendance
-from lamina.flower.signing import Signer
+from lamina.flower.signing import sign
 
 ERRORS = {  # Flower's error codes, in words
     0: "an unknown error",
@@ -67,7 +68,7 @@ class Mail:
     """Sends the server's messages and collects the replies."""
 
     grid: Grid
-    signer: Signer | None = None  # None: in a simulation, where nodes verify nothing
+    signing_key: Ed25519PrivateKey | None = None  # None: in a simulation, where nodes verify nothing
     traffic: Traffic = field(default_factory=Traffic)
     _sent: dict[str, Sent] = field(default_factory=dict)
 
@@ -80,8 +81,8 @@ class Mail:
             return None, "no time was left to send it a message"
         expires = time.monotonic() + ttl  # its time runs while it is handed over, too
         message = Message(content, node, kind, ttl=ttl, group_id=group)
-        if self.signer is not None:
-            self.signer.sign(message)
+        if self.signing_key is not None:
+            sign(message, self.signing_key)
         try:
             ids = list(self.grid.push_messages([message]))
         except Exception as error:  # the SuperLink refuses it: expired on its way, too large, an unknown node

@@ -15,8 +15,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from lamina.errors import BadInput
-from lamina.flower.outliers import Growth
+from lamina.flower.outliers import Growth, Sizes
 from lamina.storage.files import write_file, writing_to
+
+IN_JOURNAL = ("round", "attempt", "complete", "took_part", "missing", "refused", "notes")
 
 
 class Attendance:
@@ -30,6 +32,7 @@ class Attendance:
         self.refused: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.diverged: dict[int, str] = {}  # by client: the layer in which its training went non-finite
+        self.sizes: Sizes = {}  # of the answers
         self._nodes = nodes  # by client
 
     def accept(self, client: int) -> None:
@@ -69,7 +72,7 @@ class Attendance:
 
     def json(self) -> str:
         """Return the line of ``federation.jsonl``."""
-        return json.dumps({name: value for name, value in vars(self).items() if name not in ("diverged", "_nodes")})
+        return json.dumps({name: getattr(self, name) for name in IN_JOURNAL})
 
     def _entry(self, client: int) -> dict[str, Any]:
         node = self._nodes.get(client)

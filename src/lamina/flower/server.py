@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.serverapp import Grid
 from torch import Tensor
 
 from lamina import evaluation
@@ -32,7 +31,6 @@ from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
-from lamina.flower.signing import Signer
 from lamina.history import History, Row
 from lamina.metrics import ACCURACY
 from lamina.plan import Round
@@ -49,9 +47,7 @@ class Stopped(LaminaError):
 class Server:
     """One run of a federation."""
 
-    def __init__(
-        self, setup: Setup, grid: Grid, folder: RunFolder, nodes: Mapping[int, int] | None, signer: Signer | None
-    ) -> None:
+    def __init__(self, setup: Setup, folder: RunFolder, mail: Mail, nodes: Mapping[int, int] | None) -> None:
         self.setup, self.folder = setup, folder
         self.algorithm, self.plan, self.protocol = setup.algorithm, setup.plan, setup.protocol
         self.objective = setup.objective()
@@ -69,8 +65,7 @@ class Server:
         self.journal = Journal(folder.path)
         memory = Memory.start(secrets.token_hex(16))
         self.judge = Judge(setup, self.objective, self.state, memory)
-        self.mail = Mail(grid, signer)
-        self.roster = Roster(setup, self.mail, nodes)
+        self.mail, self.roster = mail, Roster(setup, mail, nodes)
         app = wire.fingerprint(self.algorithm, self.objective)
         self.exchange = Exchange(setup, app, self.mail, self.roster, memory)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
@@ -171,7 +166,6 @@ class Server:
 
     def _attempt(self, cohort: list[int], needed: int, record: Attendance) -> tuple[Any, dict[int, Update]]:
         """Ask the clients of a round for their updates; return what was broadcast, and the updates to use by client."""
-        self.judge.begin_attempt()
         clients = self.roster.call(cohort, needed, record)
         number = record.round
         needs = self.algorithm.needs(number)
@@ -236,7 +230,7 @@ class Server:
         totals = self._add_to_totals(updates)
         self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, totals)
         self.exchange.accept(number, updates)
-        self.judge.remember(updates, self.state, down, number)
+        self.judge.remember(updates, self.state, down, record)
         for client in updates:
             record.accept(client)
         record.complete = True

@@ -32,13 +32,12 @@ HOW = "`lamina flower keys` makes both, tasks.key for the server and tasks.pub f
 def is_pair(private: Path, public: Path) -> bool:
     """Return whether both key files are there and belong together."""
     try:
-        pair = _load(private, secret=True).public_key(), _load(public)
+        return bool(load_key(private, secret=True).public_key() == load_key(public))
     except BadInput:
         return False
-    return bool(pair[0].public_bytes_raw() == pair[1].public_bytes_raw())
 
 
-def _load(path: Path, *, secret: bool = False) -> Any:
+def load_key(path: Path, *, secret: bool = False) -> Any:
     """Return the server's signing key (secret), or its public key."""
     what = "signing key" if secret else "server's public key"
     try:
@@ -58,22 +57,15 @@ def _load(path: Path, *, secret: bool = False) -> Any:
 # --- the server ------------------------------------------------------------------------------------------------------
 
 
-class Signer:
-    """Signs messages with the server's private key."""
-
-    def __init__(self, key: Path) -> None:
-        self._key = _load(key, secret=True)
-
-    def sign(self, message: Message) -> None:
-        """Add the signature to a message."""
-        signature = self._key.sign(_statement(message))
-        message.content[SIGNATURE] = ConfigRecord({"ed25519": signature})
+def sign(message: Message, key: Ed25519PrivateKey) -> None:
+    """Add the server's signature to a message."""
+    message.content[SIGNATURE] = ConfigRecord({"ed25519": key.sign(_statement(message))})
 
 
-def read_signer(path: Any, grid: Grid) -> Signer | None:
-    """Return the server's signer; None in Flower's simulation, where all nodes are processes of this machine."""
+def read_signing_key(path: Any, grid: Grid) -> Ed25519PrivateKey | None:
+    """Return the server's private key; None in Flower's simulation, where all nodes are processes of this machine."""
     if path:
-        return Signer(Path(str(path)).expanduser())
+        return load_key(Path(str(path)).expanduser(), secret=True)
     if type(grid).__name__ == "InMemoryGrid":
         return None
     raise BadInput(
@@ -98,7 +90,7 @@ def authenticate(message: Message, context: Context) -> None:
             "this node has no public key of its server, so it cannot tell whether a task is the server's: start it "
             f"with --node-config '{NODE_OPTION}=\"/path/to/tasks.pub\"'; {HOW}"
         )
-    key = _load(Path(str(path)).expanduser())
+    key = load_key(Path(str(path)).expanduser())
     record = message.content.get(SIGNATURE)
     signature = record.get("ed25519") if isinstance(record, ConfigRecord) else None
     if not isinstance(signature, bytes):
