@@ -25,14 +25,13 @@ class Exchange:
 
     def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster, memory: Memory) -> None:
         self.setup, self.app, self.mail, self.roster, self.memory = setup, app, mail, roster, memory
-        self._tokens: dict[int, str] = {}  # by client: the last task to train
-        self._gradient_tokens: dict[int, str] = {}  # by client: the last task to send its full gradient
+        self._tokens: dict[tuple[str, int], str] = {}  # of the last task, by type of message and client
 
     def accept(self, number: int, clients: Iterable[int]) -> None:
         """Remember the client states that belong to the updates in the mean."""
         self.memory.older = dict(self.memory.base)
         for client in clients:
-            self.memory.base[client] = (number, self._tokens[client])
+            self.memory.base[client] = (number, self._tokens[MessageType.TRAIN, client])
 
     # --- exchanges --------------------------------------------------------------------------------------------------
 
@@ -40,7 +39,6 @@ class Exchange:
         """Ask for every client's full gradient at x and number of examples."""
         expected = Expected(FullGradient(state.server.x), {}, None, self.setup.limits)
         contents = self._about_x(state, clients, record.round)
-        self._gradient_tokens = {client: wire.token_of(content) for client, content in contents.items()}
         return self._collect(wire.GRADIENT, contents, record, lambda _, content: checks.read_update(content, expected))
 
     def updates(
@@ -59,26 +57,23 @@ class Exchange:
         digests = {name: wire.digest(getattr(down, name)) for name in (*versions, *x_is_held) if name in arrays}
 
         def message(client: int, held: list[str], *, is_new: bool = False) -> RecordDict:
-            self._tokens[client] = secrets.token_hex(8)
-            base = "" if is_new or client not in memory.base else memory.base[client][1]
-            task = self._task(
+            return self._message(
+                state,
+                {name: array for name, array in arrays.items() if name not in held},
                 record.round,
                 client,
-                self._tokens[client],
-                base=base,
+                base="" if is_new or client not in memory.base else memory.base[client][1],
                 keep=[bases[client][1] for bases in (memory.base, memory.older) if client in bases],
                 held=held,
                 held_digests=[digests[name] for name in held],
-                gradient=self._gradient_tokens[client] if client in gradients else "",
+                gradient=self._tokens[wire.GRADIENT, client] if client in gradients else "",
             )
-            return self._message(state, {name: a for name, a in arrays.items() if name not in held}, task)
 
         def resend(client: int, problem: Problem) -> RecordDict:
-            if "state" in problem.missing:
-                record.note(f"{record.name(client)} has lost its client state and starts again")
-                return message(client, [], is_new=True)
-            record.note(f"{record.name(client)} {problem.text}: all is sent again")
-            return message(client, [])
+            is_new = "state" in problem.missing
+            what = "has lost its client state and starts again" if is_new else f"{problem.text}: all is sent again"
+            record.note(f"{record.name(client)} {what}")
+            return message(client, [], is_new=is_new)
 
         def read(client: int, content: RecordDict) -> Update:
             return checks.read_update(content, expected, gradients[client].examples if client in gradients else None)
@@ -115,7 +110,6 @@ class Exchange:
         """
         answers: dict[int, Any] = {}
         waiting: dict[str, int] = {}  # by message: the client
-        tokens: dict[int, str] = {}
         resent: set[int] = set()
 
         def send(client: int, content: RecordDict, seconds: float) -> None:
@@ -123,10 +117,10 @@ class Exchange:
             if sent is None:
                 record.miss(client, why)
             else:
-                waiting[sent], tokens[client] = client, wire.token_of(content)
+                waiting[sent], self._tokens[kind, client] = client, wire.token_of(content)
 
         def take(client: int, content: RecordDict) -> None:
-            if wire.take_answer(content) != tokens[client]:
+            if wire.take_answer(content) != self._tokens[kind, client]:
                 record.refuse(client, "its reply does not name the task it was sent: an old one again?")
                 return
             problem = checks.read_problem(content)
@@ -172,14 +166,20 @@ class Exchange:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _task(self, number: int, client: int, token: str, **more: Any) -> Task:
-        plan = self.setup.plan
-        self.memory.issued = max(self.memory.issued + 1, time.time_ns() // 1000)
-        return Task(
-            run=self.memory.run,
-            token=token,
+    def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:
+        """Return messages with nothing but x, the buffers and a task, by client."""
+        arrays = {"x": wire.encode(state.server.x)}
+        return {client: self._message(state, arrays, number, client) for client in clients}
+
+    def _message(self, state: State, down: Mapping[str, Array], number: int, client: int, **more: Any) -> RecordDict:
+        """Return a message of round `number`; `more` are the entries of its task for a client that trains."""
+        plan, memory = self.setup.plan, self.memory
+        memory.issued = max(memory.issued + 1, time.time_ns() // 1000)
+        task = Task(
+            run=memory.run,
+            token=secrets.token_hex(8),
             app=self.app,
-            issued=self.memory.issued,
+            issued=memory.issued,
             round=number,
             client=client,
             clients=plan.clients.count,
@@ -187,14 +187,5 @@ class Exchange:
             settings=json.dumps(plan.protocol.local_record(number)),
             **({"base": "", "keep": [], "held": [], "held_digests": [], "gradient": ""} | more),
         )
-
-    def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:
-        """Return messages with nothing but x, the buffers and a task, by client."""
-        arrays = {"x": wire.encode(state.server.x)}
-        return {
-            client: self._message(state, arrays, self._task(number, client, secrets.token_hex(8))) for client in clients
-        }
-
-    def _message(self, state: State, down: Mapping[str, Array], task: Task) -> RecordDict:
         buffers = {name: wire.encode(value) for name, value in wire.floating(state.buffers).items()}
         return wire.content_of({"down": down, "buffers": buffers, "task": task.model_dump()})
