@@ -361,8 +361,8 @@ def test_the_judge_compares_with_earlier_rounds(what, tmp_path):
     def refused(state):
         judge, record = Judge(made, objective, state, Memory.start("a")), Attendance(2, nodes={})
         down = algorithm.broadcast(state.server, ServerInfo(2, 0.1, layers))
-        expected = judge.expected(state, down, ClientInfo(2, 0.1, layers))
-        judge.remove_odd_updates(dict(updates), record, state, down, expected, None)
+        judge.expect(state, down, ClientInfo(2, 0.1, layers))
+        judge.remove_odd_updates(dict(updates), record, None)
         return {one["client"]: one["why"] for one in record.refused}
 
     assert refused(state) == {}

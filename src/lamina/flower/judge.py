@@ -33,11 +33,30 @@ class Judge:
 
     # --- what is expected -------------------------------------------------------------------------------------------
 
-    def expected(self, state: State, down: Any, info: ClientInfo) -> Expected:
-        """Return what a sound update looks like: the fields an engine would get from one local step."""
+    def expect(self, state: State, down: Any, info: ClientInfo) -> Expected:
+        """Return what a sound update looks like: the fields an engine would get from one local step.
+
+        What the updates of this broadcast are compared by is kept for `remove_odd_updates` and `remember`.
+        """
         algorithm, non_negative = self.algorithm, self.limits.non_negative
+        upload = self._upload(down, info)
+        self._broadcast = outliers.Broadcast(
+            self.objective.layers,
+            wire.floating(state.buffers),
+            lambda steps: algorithm.inherited_moments(down, info._replace(steps=float(steps))),
+            self.protocol.by_examples,
+            lambda steps: algorithm.inherited_step(down, info._replace(steps=float(steps))),
+            self.memory.largest_growth,
+            implied=tuple(algorithm.implied_fields(upload, down, info._replace(steps=1.0))),
+            drift=state.server.x - self.objective.start,
+            totals={
+                name: {client: getattr(total, name) for client, total in state.clients.items()}
+                for name in algorithm.state_changes
+            },
+            growth_by_client=self.memory.growth_by_client,
+        )
         return Expected(
-            self._upload(down, info),
+            upload,
             wire.floating(state.buffers),
             lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,
@@ -53,27 +72,6 @@ class Judge:
         local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
         return self.algorithm.finish(local, down, client, info)[0]
 
-    def _broadcast(self, state: State, down: Any, number: int) -> outliers.Broadcast:
-        """Return what updates are compared by."""
-
-        def info(steps: int) -> ClientInfo:
-            return ClientInfo(number, self.protocol.rate(number), self.objective.layers, steps=float(steps))
-
-        return outliers.Broadcast(
-            self.objective.layers,
-            wire.floating(state.buffers),
-            lambda steps: self.algorithm.inherited_moments(down, info(steps)),
-            self.protocol.by_examples,
-            lambda steps: self.algorithm.inherited_step(down, info(steps)),
-            self.memory.largest_growth,
-            drift=state.server.x - self.objective.start,
-            totals={
-                name: {client: getattr(total, name) for client, total in state.clients.items()}
-                for name in self.algorithm.state_changes
-            },
-            growth_by_client=self.memory.growth_by_client,
-        )
-
     # --- what is removed --------------------------------------------------------------------------------------------
 
     def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
@@ -81,15 +79,7 @@ class Judge:
         broadcast = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
         self._remove_odd(gradients, broadcast, record)
 
-    def remove_odd_updates(
-        self,
-        updates: dict[int, Update],
-        record: Attendance,
-        state: State,
-        down: Any,
-        expected: Expected,
-        last_loss: float | None,
-    ) -> None:
+    def remove_odd_updates(self, updates: dict[int, Update], record: Attendance, last_loss: float | None) -> None:
         """Remove updates that were sent before or stand out, and replace training losses nobody can believe."""
         # An update without any movement is no sign of a replay.
         repeated = [
@@ -98,8 +88,7 @@ class Judge:
             if bool(update.up.delta.any()) and _short_digest(update) in self.memory.accepted.get(client, [])
         ]
         _remove(updates, dict.fromkeys(repeated, "its update is one it has sent before"), record)
-        broadcast = self._broadcast(state, down, record.round)
-        self._remove_odd(updates, broadcast._replace(implied=tuple(expected.implied(expected.up, 1))), record)
+        self._remove_odd(updates, self._broadcast, record)
         typical, absurd = outliers.absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
         for client in absurd:
             loss = f"its training loss {updates[client].loss:.3g}"
@@ -126,13 +115,12 @@ class Judge:
             absurd = outliers.absurd_losses(means, None)[1]
             _remove(evaluations, {client: reason.format(means[client]) for client in absurd}, record)
 
-    def remember(self, updates: Mapping[int, Update], state: State, down: Any, record: Attendance) -> None:
-        """Remember the updates in the mean of a round; `state` is the one after it."""
-        memory = self.memory
+    def remember(self, updates: Mapping[int, Update], record: Attendance) -> None:
+        """Remember the updates in the mean of a round."""
+        memory, broadcast = self.memory, self._broadcast
         for client, update in updates.items():
             memory.examples[client] = update.examples
             memory.accepted[client] = [*memory.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
-        broadcast = self._broadcast(state, down, record.round)
         memory.growth_by_client |= outliers.add_growth(updates, broadcast)
         for what, value in outliers.median_growth(updates, broadcast).items():
             memory.largest_growth[what] = max(value, memory.largest_growth.get(what, 0.0))

@@ -146,7 +146,7 @@ class Server:
             down, updates = self._attempt(cohort, needed, record)
             self._warn(record)
             if len(updates) >= needed:
-                return *self._close(number, down, updates, record), record
+                return *self._close(down, updates, record), record
             log.warning(
                 "round %d: %d of %d needed updates, try %d of %d", number, len(updates), needed, attempt, attempts
             )
@@ -181,10 +181,10 @@ class Server:
             info = info._replace(mean_gradient=self._mean_gradient(number, gradients))
         down = self.algorithm.broadcast(self.state.server, info)
         example = self.state.server.x if needs.full_gradient else None
-        expected = self.judge.expected(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
+        expected = self.judge.expect(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
         updates = self.exchange.updates(self.state, clients, record, down, expected, gradients)
         last_loss = float(self.history[-1]["train_loss"]) if len(self.history) else None
-        self.judge.remove_odd_updates(updates, record, self.state, down, expected, last_loss)
+        self.judge.remove_odd_updates(updates, record, last_loss)
         return down, updates
 
     def _refuse_divergence(self, record: Attendance, needed: int) -> None:
@@ -211,11 +211,9 @@ class Server:
 
     # --- the server's step ------------------------------------------------------------------------------------------
 
-    def _close(
-        self, number: int, down: Any, updates: dict[int, Update], record: Attendance
-    ) -> tuple[Round, RoundReport]:
+    def _close(self, down: Any, updates: dict[int, Update], record: Attendance) -> tuple[Round, RoundReport]:
         """Take the server's step on the mean of the updates, as the engines do."""
-        plan = self._as_round(number, updates)
+        plan = self._as_round(record.round, updates)
         weights = client_weights(plan, self.protocol.by_examples)
         sums = Sums(weights=weights, aggregation=self.protocol.aggregation)
         for c, (update, weight) in enumerate(zip(updates.values(), weights, strict=True)):
@@ -229,8 +227,8 @@ class Server:
             sums.square += weight * float(torch.sum(update.up.delta.double() ** 2))
         totals = self._add_to_totals(updates)
         self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, totals)
-        self.exchange.accept(number, updates)
-        self.judge.remember(updates, self.state, down, record)
+        self.exchange.accept(record.round, updates)
+        self.judge.remember(updates, record)
         for client in updates:
             record.accept(client)
         record.complete = True
