@@ -88,13 +88,8 @@ def say(what: str, text: object) -> None:
 
 
 def tell(line: str, console: Console = out) -> None:
-    """Print a line as it is: no markup, no colours, no folding."""
+    """Print a line as it is: no markup, no colours, no folding. Progress, which is no result, goes to `err`."""
     console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
-
-
-def tell_progress(line: str) -> None:
-    """Print a line about progress, which is no part of the result, to standard error."""
-    tell(line, err)
 
 
 def tell_text(text: str) -> None:

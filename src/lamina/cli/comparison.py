@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lamina.cli.base import Stop, out, round_bars, table, tell, tell_progress
+from lamina.cli.base import Stop, err, out, round_bars, table, tell
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Experiment
 from lamina.experiment.records import Record
@@ -56,7 +56,7 @@ def tell_ending(run: str, record: Record, score_name: str) -> None:
         how = f"diverged in round {rounds + 1}"
     elif not record.complete:
         how += f", pruned after round {rounds}"
-    tell_progress(f"{run}: {how}")
+    tell(f"{run}: {how}", err)
 
 
 def run_comparison(

@@ -217,7 +217,7 @@ class Display:
     def line(self, text: str) -> None:
         """Print a line that stays, above the bar if there is one."""
         if not self._quiet:
-            err.print(text, markup=False, highlight=False, soft_wrap=True)
+            tell(text, err)
 
     def update(self) -> None:
         """Show what is new in the run's folder."""

@@ -60,7 +60,7 @@ def run(
         if done and not quiet:
             tell(f"resuming after round {done}")
         with base.Stop() as stop, base.round_bars([name], quiet, state="", total=rounds, completed=done) as bars:
-            lines_at_intervals = IntervalLines(name, rounds, done, base.tell_progress)
+            lines_at_intervals = IntervalLines(name, rounds, done, lambda line: tell(line, base.err))
 
             def show(_: int, row: Row) -> None:
                 bars.update(name, row, completed=row["round"])

@@ -130,16 +130,14 @@ class Server:
         self.folder.checkpoint(self, [self.judge.memory.model_dump() | {"nodes": nodes}])
         metric = self.setup.metrics[0].name if self.setup.metrics else "accuracy"
         shown = "".join(f", {name} {row[name]:.4f}" for name in (metric, f"node_{metric}") if name in row)
-        log.info(
-            "round %d: %d of %d clients, %.1f s%s", row["round"], row["clients"], row["asked"], row["seconds"], shown
-        )
+        taken = f"{row['clients']} of {row['asked']} clients, {row['seconds']:.1f} s"
+        log.info("round %d: %s%s", row["round"], taken, shown)
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
     def _round(self, number: int) -> tuple[Round, RoundReport, Attendance]:
         """Run a round; while too few clients answer, try it again with the same plan."""
-        attempts, deadline = self.setup.attempts, self.setup.deadline
-        cohort = self.plan.cohort(number).tolist()
+        attempts, cohort = self.setup.attempts, self.plan.cohort(number).tolist()
         needed = self.setup.needed(len(cohort))
         for attempt in range(1, attempts + 1):
             record = Attendance(number, attempt, nodes=self.roster.bound)
@@ -147,21 +145,19 @@ class Server:
             self._warn(record)
             if len(updates) >= needed:
                 return *self._close(down, updates, record), record
-            log.warning(
-                "round %d: %d of %d needed updates, try %d of %d", number, len(updates), needed, attempt, attempts
-            )
+            tried = f"{len(updates)} of {needed} needed updates, try {attempt} of {attempts}"
+            log.warning("round %d: %s", number, tried)
             self.folder.refuse_lost()
             self.journal.write(record)
             self._refuse_divergence(record, needed)
         who = "; ".join(record.lines()) or "nobody is connected"
         kept = f"the {self.state.round} finished rounds are kept: " if self.state.round else ""
         late = any(entry["why"].startswith(LATE) for entry in record.missing)
-        advice = f"; if nodes need longer, raise deadline (now {deadline:g} s)" * late
+        advice = f"; if nodes need longer, raise deadline (now {self.setup.deadline:g} s)" * late
+        advice += ", or lower quorum" * bool(updates)
         raise Stopped(
             f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); {kept}"
             f"start the server again with the same folder '{self.folder.path}' to resume{advice}"
-            + ", or lower quorum"
-            * bool(updates)
         )
 
     def _attempt(self, cohort: list[int], needed: int, record: Attendance) -> tuple[Any, dict[int, Update]]:
