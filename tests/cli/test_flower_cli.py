@@ -13,7 +13,7 @@ from rich.console import Console
 
 import lamina
 from lamina import cli
-from lamina.cli import flower, flower_template
+from lamina.cli import base, flower, flower_template
 from lamina.flower import TESTED
 from lamina.flower.local import federation as local
 from lamina.flower.local import jobs
@@ -223,9 +223,9 @@ def test_the_command_line_does_not_import_flower():
 
 def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
     shown = io.StringIO()
-    monkeypatch.setattr(flower, "err", Console(file=shown, width=200))
+    monkeypatch.setattr(base, "err", Console(file=shown, width=200))
     job = jobs.Job(tmp_path / "run", 3)
-    display = flower.Display(job, quiet=False)
+    display = flower.Display(job)
     with display:
         display.say("starting")
         display.update()
@@ -254,7 +254,8 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
         "round 1/3: accuracy 0.5000",
         "round 2/3",
     ]
-    quiet = flower.Display(job, quiet=True)
+    monkeypatch.setattr(base.out, "quiet", True)
+    quiet = flower.Display(job)
     with quiet:
         quiet.say("starting")
         quiet.update()

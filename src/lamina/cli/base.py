@@ -37,14 +37,6 @@ app = typer.Typer(
     help="Layer-wise, locally adaptive federated optimisation: Fed-LAMB, Mime-LAMB, FedLADA and their baselines.",
 )
 
-File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's folder, or a folder of such folders")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what the folder holds of an earlier run")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")]
-MLflow = Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but errors")]
-
 
 # --- the two streams --------------------------------------------------------------------------------------------------
 
@@ -74,6 +66,12 @@ out = SafeConsole()
 err = ErrorConsole(stderr=True)
 
 
+def be_quiet(quiet: bool) -> bool:
+    """Print no results and no progress, if asked for: where results are not printed, `out.quiet` is set."""
+    out.quiet = quiet
+    return quiet
+
+
 def discard(stream: TextIO) -> None:
     """Discard the buffer of a stream and all later output; otherwise Python fails again at exit."""
     with contextlib.suppress(OSError, ValueError):
@@ -88,8 +86,14 @@ def say(what: str, text: object) -> None:
 
 
 def tell(line: str, console: Console = out) -> None:
-    """Print a line as it is: no markup, no colours, no folding. Progress, which is no result, goes to `err`."""
+    """Print a line as it is: no markup, no colours, no folding."""
     console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
+
+
+def tell_progress(line: str) -> None:
+    """Print a line about progress, which is no part of the result, to standard error, unless the command is quiet."""
+    if not out.quiet:
+        tell(line, err)
 
 
 def tell_text(text: str) -> None:
@@ -112,6 +116,17 @@ class WarningLines(logging.Handler):
         if line not in self._printed:
             self._printed.add(line)
             say("warning", line)
+
+
+# --- options of several commands -------------------------------------------------------------------------------------
+
+File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's folder, or a folder of such folders")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what the folder holds of an earlier run")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")]
+MLflow = Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="print nothing but errors")]
 
 
 # --- tables and progress ----------------------------------------------------------------------------------------------
@@ -181,9 +196,9 @@ def tell_complete(folder: Path, history: History, more: str = "train.rounds") ->
     tell(f"{folder}/ is complete: {done}; raise {more} for more, or start again with --overwrite")
 
 
-def round_bars(names: Iterable[str], quiet: bool, **options: Any) -> Bars:
+def round_bars(names: Iterable[str], **options: Any) -> Bars:
     """Return live bars, one for each name, with the last score and the time left; shown on a terminal only."""
-    return Bars(names, err, is_shown=not quiet and err.is_terminal, **options)
+    return Bars(names, err, is_shown=not out.quiet and err.is_terminal, **options)
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------

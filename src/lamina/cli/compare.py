@@ -41,7 +41,7 @@ def compare(
     experiment = load(file, chosen)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
     trackers = wanted_trackers(tensorboard, mlflow)
-    comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, quiet, trackers)
+    comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, trackers)
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
         raise Interrupted(f"stopped after a round{shown}; {base.how_to_resume(overwrite)}")

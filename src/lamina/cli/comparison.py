@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lamina.cli.base import Stop, err, out, round_bars, table, tell
+from lamina.cli.base import Stop, out, round_bars, table, tell, tell_progress
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Experiment
 from lamina.experiment.records import Record
@@ -25,11 +25,11 @@ ASCII = str.maketrans({"±": "+-", NEVER: "inf", NONE: "-"})  # for terminals wi
 class Follower:
     """Show the progress of a comparison: a bar for every algorithm on a terminal, else a line for every ended run."""
 
-    def __init__(self, experiment: Experiment, quiet: bool) -> None:
+    def __init__(self, experiment: Experiment) -> None:
         self._data = {True: experiment.compare.select, False: "test"}
-        self._quiet, self._seeds = quiet, experiment.compare.seeds
+        self._seeds = experiment.compare.seeds
         self._best: dict[str, dict[int, float]] = {name: {} for name in experiment.compare.algorithms}  # by seed
-        self.bars = round_bars(self._best, quiet)
+        self.bars = round_bars(self._best)
 
     def round_finished(self, job: Job, row: Row) -> None:
         """Move the algorithm's bar; runs that train side by side share it."""
@@ -38,7 +38,7 @@ class Follower:
 
     def run_ended(self, job: Job, record: Record) -> None:
         """Print how a run ended; on a terminal, show an algorithm whose runs have all ended as done."""
-        if not self._quiet and not self.bars.live:
+        if not self.bars.live:
             which = f"tuning {job}, {plural(job.rounds, 'round')}" if job.tuning else str(job)
             tell_ending(which, record, f"best {self._data[job.tuning]} {record.history.metric}")
         if not job.tuning:
@@ -56,24 +56,24 @@ def tell_ending(run: str, record: Record, score_name: str) -> None:
         how = f"diverged in round {rounds + 1}"
     elif not record.complete:
         how += f", pruned after round {rounds}"
-    tell(f"{run}: {how}", err)
+    tell_progress(f"{run}: {how}")
 
 
 def run_comparison(
-    experiment: Experiment, path: Path, stop: Stop, overwrite: bool, quiet: bool, trackers: Sequence[str] = ()
+    experiment: Experiment, path: Path, stop: Stop, overwrite: bool, trackers: Sequence[str] = ()
 ) -> tuple[Comparison, bool]:
     """Run a comparison and show it; return it and whether it was finished, not stopped."""
-    follower = Follower(experiment, quiet)
+    follower = Follower(experiment)
     comparison = Comparison(experiment, path, overwrite=overwrite, stop=stop, trackers=trackers)
     comparison.on_round, comparison.on_end = follower.round_finished, follower.run_ended
     with stop, follower.bars:
         finished = comparison.run()
     if comparison.entries:
-        show(comparison, quiet)
+        show(comparison)
     return comparison, finished
 
 
-def show(comparison: Comparison, quiet: bool) -> None:
+def show(comparison: Comparison) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
     from lamina.data.picture import save_picture  # imported here: matplotlib takes a second
     from lamina.report.build import describe_partition
@@ -83,14 +83,12 @@ def show(comparison: Comparison, quiet: bool) -> None:
     dealt = describe_partition(data.partition.name, **data.partition.options())
     title = f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}"
     save_picture(comparison_figure(comparison.entries, title), path / "comparison.png")
-    if not quiet:
-        out.print(comparison_table(comparison.entries, comparison.target))
-        for line in comparison.notes():
-            tell(f"note: {line}")
+    out.print(comparison_table(comparison.entries, comparison.target))
+    for line in comparison.notes():
+        tell(f"note: {line}")
     page = write_page(comparison)
-    if not quiet:
-        tell(f"runs, picture and tables in {path}/")
-        tell(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
+    tell(f"runs, picture and tables in {path}/")
+    tell(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
 
 
 def write_page(comparison: Comparison) -> Path | None:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import base
-from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, err, how_to_resume, tell
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, how_to_resume, tell, tell_progress
 from lamina.errors import BadInput, missing_extra
-from lamina.progress import Bars
 from lamina.storage.files import check_writable
 
 if TYPE_CHECKING:
@@ -135,14 +134,13 @@ def up(
         raise BadInput("--set, --deadline and --quorum are for experiment files: an app has its own settings")
     job = AppJob(what, out_folder) if what.is_dir() else FileJob(what, overrides or [], nodes, out_folder, options)
     if job.is_complete(overwrite=overwrite):
-        if not quiet:
-            base.tell_complete(job.out, job.history())
+        base.tell_complete(job.out, job.history())
         return
     before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
-    with terminate_as_interrupt(), private_files(), Display(job, quiet, overwrite=overwrite) as display:
-        federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=display.line)
+    with terminate_as_interrupt(), private_files(), Display(job, overwrite=overwrite) as display:
+        federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=tell_progress)
         with federation:
             try:
                 status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
@@ -153,9 +151,9 @@ def up(
         raise job.failed(status, place / "logs", how_to_resume())
     for name in ("app", "command", "superlink", *(() if keep_logs else ("logs",))):
         shutil.rmtree(place / name, ignore_errors=True)  # keys and the nodes' state stay: more rounds may be wanted
-    if not quiet and len(job.history()) == before:
+    if len(job.history()) == before:
         base.tell_complete(job.out, job.history(), "the app's rounds")
-    elif not quiet:
+    else:
         tell(base.summary(job.history()))
         tell(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
         if keep_logs:
@@ -190,18 +188,18 @@ def terminate_as_interrupt() -> Iterator[None]:
 class Display:
     """Shows how a run goes: a bar on a terminal, else a line per round; and the warnings in the server's log."""
 
-    def __init__(self, job: Job, quiet: bool, *, overwrite: bool = False) -> None:
-        self._job, self._quiet = job, quiet
+    def __init__(self, job: Job, *, overwrite: bool = False) -> None:
+        self._job = job
         self._rounds = 0 if overwrite else len(job.history())  # that have been shown
         self._log_lines = len(self._read_log())  # that have been shown
         self._sizes: list[int] = []  # of the files that are shown
         shown = {"state": "starting", "score": "", "total": job.rounds, "completed": self._rounds}
-        self._bars = Bars([BAR], err, is_shown=not quiet and err.is_terminal, **shown)
+        self._bars = base.round_bars([BAR], **shown)
 
     def __enter__(self) -> Display:
         self._bars.__enter__()
         if self._rounds:
-            self.line(f"resuming after round {self._rounds}")
+            tell_progress(f"resuming after round {self._rounds}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -212,12 +210,7 @@ class Display:
         if self._bars.live:
             self._bars.update(BAR, state=what)
         else:
-            self.line(what)
-
-    def line(self, text: str) -> None:
-        """Print a line that stays, above the bar if there is one."""
-        if not self._quiet:
-            tell(text, err)
+            tell_progress(what)
 
     def update(self) -> None:
         """Show what is new in the run's folder."""
@@ -232,7 +225,7 @@ class Display:
         for line in lines[self._log_lines :]:
             _, _, level, text = [*line.split(" ", 3), "", "", ""][:4]  # after the date and the time
             if level == "WARNING":
-                self.line(text)
+                tell_progress(text)
         self._log_lines = len(lines)
         history, rounds = self._job.history(), self._job.rounds
         metric = history.metric if history.metric != "loss" else ""  # without a metric, a line names the round only
@@ -240,7 +233,7 @@ class Display:
             self._bars.update(BAR, row, total=rounds, completed=row["round"], state="training")
             if not self._bars.live:
                 score = f": {metric} {row[metric]:.4f}" if metric in row else ""
-                self.line(f"round {row['round']}/{rounds or '?'}{score}")
+                tell_progress(f"round {row['round']}/{rounds or '?'}{score}")
         self._rounds = max(self._rounds, len(history))
 
     def _read_log(self) -> list[str]:

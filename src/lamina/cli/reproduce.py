@@ -64,17 +64,17 @@ def reproduce(
         return
     experiments = reproduction.plan(file, overrides or [], scale)
     wanted = load(file, overrides or []).claim
-    if scale == "full" and not quiet:
+    if scale == "full":
         for note in filter(None, (reproduction.too_short(claim, experiments) for claim in wanted)):
             tell(f"note: {note}")
     path = out_folder or Path("runs") / (file.stem + "-small" * (scale == "small"))
     entries: dict[str, Trial] = {}
     stop = base.Stop()  # shared by all variants: a stop in the last round of one keeps the next from starting
     for variant, experiment in experiments.items():
-        if not quiet and variant:
+        if variant:
             tell(f"{variant}:")
         place = path / (variant or reproduction.FOLDER_AS_GIVEN)
-        comparison, finished = run_comparison(experiment, place, stop, overwrite, quiet)
+        comparison, finished = run_comparison(experiment, place, stop, overwrite)
         entries |= {f"{entry.name}@{variant}" if variant else entry.name: entry for entry in comparison.entries}
         if not finished or (stop() and variant != list(experiments)[-1]):
             raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
@@ -83,10 +83,9 @@ def reproduce(
         wanted = [reproduction.in_reach(claim, rounds) for claim in wanted]
     findings = [claims.evaluate(claim, entries) for claim in wanted]
     reproduction.save(findings, path, scale)
-    if not quiet:
-        show(findings, scale)
-        if overrides:
-            tell(f"note: not as in the file: {', '.join(overrides)}")
+    show(findings, scale)
+    if overrides:
+        tell(f"note: not as in the file: {', '.join(overrides)}")
     refuse_all_diverged(entries.values())
 
 

@@ -42,7 +42,7 @@ def run(
     name, seed, rounds = experiment.algorithm.name, experiment.train.seed, experiment.train.rounds
     path = out_folder or Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
     experiment, ranks = running.join_ranks(experiment)
-    quiet = quiet or ranks.rank > 0
+    base.be_quiet(quiet or ranks.rank > 0)
     trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
     with contextlib.ExitStack() as opened:
         lines = opened.enter_context(LogLines())
@@ -53,18 +53,17 @@ def run(
         if isinstance(folder, RunFolder) and folder.ended:
             if folder.diverged is not None:
                 raise folder.diverged
-            if not quiet:
-                base.tell_complete(path, folder.history)
+            base.tell_complete(path, folder.history)
             return
         done = running.resume([simulation], [folder])
-        if done and not quiet:
+        if done:
             tell(f"resuming after round {done}")
-        with base.Stop() as stop, base.round_bars([name], quiet, state="", total=rounds, completed=done) as bars:
-            lines_at_intervals = IntervalLines(name, rounds, done, lambda line: tell(line, base.err))
+        with base.Stop() as stop, base.round_bars([name], state="", total=rounds, completed=done) as bars:
+            lines_at_intervals = IntervalLines(name, rounds, done, base.tell_progress)
 
             def show(_: int, row: Row) -> None:
                 bars.update(name, row, completed=row["round"])
-                if not quiet and not bars.live:
+                if not bars.live:
                     lines_at_intervals.round_finished(row)
 
             stopped = running.train([simulation], [folder], experiment, stop=stop, on_round=show)
@@ -72,8 +71,7 @@ def run(
         raise folder.diverged
     if stopped:
         raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {base.how_to_resume(overwrite)}")
-    if not quiet:
-        tell(f"{simulation.algorithm.card.title}: {base.summary(simulation.history)}")
-        if simulation.objective.frozen:
-            tell(f"the model {simulation.objective.frozen_note()}")
-        tell(f"records and model in {path}/")
+    tell(f"{simulation.algorithm.card.title}: {base.summary(simulation.history)}")
+    if simulation.objective.frozen:
+        tell(f"the model {simulation.objective.frozen_note()}")
+    tell(f"records and model in {path}/")

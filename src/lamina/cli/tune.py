@@ -46,17 +46,16 @@ def tune(
     stop = base.Stop()
     tuning = Tuning(experiment, out_folder or Path("runs") / f"{file.stem}-tune", overwrite=overwrite, stop=stop)
     rounds = tuning.count * experiment.tune.seeds * experiment.train.rounds
-    with stop, base.round_bars(["tuning"], quiet, total=rounds) as bars:
+    with stop, base.round_bars(["tuning"], total=rounds) as bars:
         tuning.on_round = lambda job, row: bars.update("tuning", row, advance=1, state=job.label)
-        if not quiet and not bars.live:
+        if not bars.live:
             tuning.on_end = lambda job, record: tell_ending(str(job), record, tuning.score_name)
         finished = tuning.run()
     with tuning.turn():
         save_picture(tuning)
-    if not quiet:
-        show(tuning, finished)
-        for line in tuning.edges():
-            say("warning", line)
+    show(tuning, finished)
+    for line in [] if quiet else tuning.edges():
+        say("warning", line)
     if not finished:
         raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
     tuning.refuse_all_diverged()
