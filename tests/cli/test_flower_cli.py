@@ -226,7 +226,7 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
     monkeypatch.setattr(base, "err", Console(file=shown, width=200))
     job = jobs.Job(tmp_path / "run", 3)
     display = flower.Display(job)
-    with display:
+    with display.bars:
         display.say("starting")
         display.update()
         (tmp_path / "run").mkdir()
@@ -256,7 +256,7 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
     ]
     monkeypatch.setattr(base.out, "quiet", True)
     quiet = flower.Display(job)
-    with quiet:
+    with quiet.bars:
         quiet.say("starting")
         quiet.update()
     assert shown.getvalue().count("\n") == 7

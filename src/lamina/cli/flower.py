@@ -139,7 +139,8 @@ def up(
     before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
-    with terminate_as_interrupt(), private_files(), Display(job, overwrite=overwrite) as display:
+    display = Display(job, overwrite=overwrite)
+    with terminate_as_interrupt(), private_files(), display.bars:
         federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=tell_progress)
         with federation:
             try:
@@ -192,33 +193,20 @@ class Display:
         self._job = job
         self._rounds = 0 if overwrite else len(job.history())  # that have been shown
         self._log_lines = len(self._read_log())  # that have been shown
-        self._sizes: list[int] = []  # of the files that are shown
         shown = {"state": "starting", "score": "", "total": job.rounds, "completed": self._rounds}
-        self._bars = base.round_bars([BAR], **shown)
-
-    def __enter__(self) -> Display:
-        self._bars.__enter__()
+        self.bars = base.round_bars([BAR], **shown)
         if self._rounds:
             tell_progress(f"resuming after round {self._rounds}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.__exit__()
 
     def say(self, what: str) -> None:
         """Say what is being done now."""
-        if self._bars.live:
-            self._bars.update(BAR, state=what)
+        if self.bars.live:
+            self.bars.update(BAR, state=what)
         else:
             tell_progress(what)
 
     def update(self) -> None:
         """Show what is new in the run's folder."""
-        files = [self._job.out / name for name in ("log.txt", "metrics.jsonl")]
-        sizes = [file.stat().st_size if file.exists() else 0 for file in files]
-        if sizes == self._sizes:
-            return
-        self._sizes = sizes
         lines = self._read_log()
         if len(lines) < self._log_lines:
             self._log_lines = 0  # the log was restarted or truncated
@@ -230,8 +218,8 @@ class Display:
         history, rounds = self._job.history(), self._job.rounds
         metric = history.metric if history.metric != "loss" else ""  # without a metric, a line names the round only
         for row in history[self._rounds :]:
-            self._bars.update(BAR, row, total=rounds, completed=row["round"], state="training")
-            if not self._bars.live:
+            self.bars.update(BAR, row, total=rounds, completed=row["round"], state="training")
+            if not self.bars.live:
                 score = f": {metric} {row[metric]:.4f}" if metric in row else ""
                 tell_progress(f"round {row['round']}/{rounds or '?'}{score}")
         self._rounds = max(self._rounds, len(history))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,9 @@ class Attendance:
         self.sizes: Sizes = {}  # of the answers
         self._nodes = nodes  # by client
 
-    def accept(self, client: int) -> None:
-        """Record a client whose update is in the mean."""
-        self.took_part.append(self._entry(client))
+    def accept(self, clients: Iterable[int]) -> None:
+        """Record the clients whose updates are in the mean: the round counts."""
+        self.complete, self.took_part = True, [self._entry(client) for client in clients]
 
     def miss(self, client: int, why: str) -> None:
         """Record a client that did not answer."""

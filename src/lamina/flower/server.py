@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from lamina import evaluation
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting
+from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting, went_nonfinite
 from lamina.errors import Diverged, LaminaError
 from lamina.experiment.folder import RunFolder
 from lamina.fit import with_mask
@@ -174,7 +173,9 @@ class Server:
             if len(gradients) < needed:
                 return None, {}  # nobody need train for nothing
             clients = list(gradients)
-            info = info._replace(mean_gradient=self._mean_gradient(number, gradients))
+            weights = client_weights(self._as_round(number, gradients), self.protocol.by_examples)
+            vectors = [one.up.gradient for one in gradients.values()]
+            info = info._replace(mean_gradient=combine_vectors(self.protocol.aggregation, vectors, weights))
         down = self.algorithm.broadcast(self.state.server, info)
         example = self.state.server.x if needs.full_gradient else None
         expected = self.judge.expect(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
@@ -185,18 +186,11 @@ class Server:
 
     def _refuse_divergence(self, record: Attendance, needed: int) -> None:
         """Raise `Diverged` if a quorum of a round without enough updates reports that its training went non-finite."""
-        number, diverged = record.round, record.diverged
-        if len(diverged) < needed:
-            return
-        client, layer = min(diverged.items())
-        raise Diverged(
-            f"round {number}: training went non-finite on {len(diverged)} clients, on client {client} first in "
-            f"'{layer}'; lower the learning rate (now {self.protocol.rate(number):g}) or clip the gradients"
-            + (". Earlier rounds are kept" if number > 1 else ""),
-            round=number,
-            client=client,
-            layer=layer,
-        )
+        count = len(record.diverged)
+        if count >= needed:
+            client, layer = min(record.diverged.items())
+            what = f"training went non-finite on {count} clients, on client {client}"
+            raise went_nonfinite(what, layer, record.round, self.protocol.rate(record.round), client)
 
     def _warn(self, record: Attendance) -> None:
         """Log who is not in the mean; what is the same in one round after another is logged once."""
@@ -225,9 +219,7 @@ class Server:
         self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, totals)
         self.exchange.accept(record.round, updates)
         self.judge.remember(updates, record)
-        for client in updates:
-            record.accept(client)
-        record.complete = True
+        record.accept(updates)
         return plan, replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)
 
     def _add_to_totals(self, updates: Mapping[int, Update]) -> dict[int, Any]:
@@ -242,10 +234,6 @@ class Server:
                 total = change if getattr(before, name) is None else getattr(before, name) + change
                 totals[client] = before._replace(**{name: total})
         return totals
-
-    def _mean_gradient(self, number: int, gradients: Mapping[int, Update]) -> Tensor:
-        weights = client_weights(self._as_round(number, gradients), self.protocol.by_examples)
-        return combine_vectors(self.protocol.aggregation, [one.up.gradient for one in gradients.values()], weights)
 
     def _as_round(self, number: int, updates: Mapping[int, Update]) -> Round:
         """Return the round as it really was: the clients that answered and their numbers of examples."""

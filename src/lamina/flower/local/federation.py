@@ -314,9 +314,7 @@ def _as_options(settings: Settings) -> str:
 
 def json_in(text: str) -> dict[str, Any]:
     """Return the JSON table in a command's output, which may have other lines before it."""
-    start = text.find("{")
     with contextlib.suppress(ValueError):
-        value, _ = json.JSONDecoder().raw_decode(text[start:] if start >= 0 else "")
-        if isinstance(value, dict):
-            return value
+        value, _ = json.JSONDecoder().raw_decode(text, max(0, text.find("{")))
+        return value if isinstance(value, dict) else {}
     return {}
