@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
 from lamina.evaluation import mean_name
-from lamina.flower.wire import Unreadable, arrays_of, decode, shorten, wire_bytes
+from lamina.flower.wire import Unreadable, decode, entries_of, shorten, wire_bytes
 from lamina.metrics import ACCURACY, METRICS, Metric
 from lamina.objective import Buffers
 
@@ -206,14 +206,12 @@ def read_evaluation(
 
 def read_problem(content: RecordDict) -> Problem | None:
     """Return why a node cannot do a task; None if the reply reports no problem."""
-    record = content.get("problem")
-    if not isinstance(record, ConfigRecord):
+    if not isinstance(content.get("problem"), ConfigRecord):
         return None
-    missing, layer = record.get("missing"), record.get("diverged")
-    names = [m for m in missing if isinstance(m, str)] if isinstance(missing, list) else []
-    return Problem(
-        shorten(str(record.get("text", ""))), names[:100], shorten(layer, 80) if isinstance(layer, str) else None
-    )
+    entries = entries_of(content, "problem")
+    missing, layer = entries.get("missing"), entries.get("diverged")
+    names = [m for m in missing if isinstance(m, str)][:100] if isinstance(missing, list) else []
+    return Problem(shorten(str(entries.get("text", ""))), names, shorten(layer, 80) if isinstance(layer, str) else None)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -241,7 +239,7 @@ def _read_figures(
 
 def _read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a record: exactly those wanted, and finite."""
-    arrays, tensors = arrays_of(content, name), {}
+    arrays, tensors = entries_of(content, name, ArrayRecord), {}
     for key in wanted:
         if key not in arrays:
             raise Refused(f"the field '{key}' is missing in '{name}'")

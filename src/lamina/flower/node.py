@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -184,7 +184,7 @@ class Node(ClientApp):
             algorithm.init(start, layers), ServerInfo(task.round, task.protocol.lr, layers, mean_gradient=mean_gradient)
         )
         wanted = {name for name, value in like_down._asdict().items() if value is not None}
-        arrays = wire.arrays_of(content, "down")
+        arrays = wire.entries_of(content, "down", ArrayRecord)
         if {*arrays, *task.held} != wanted:
             names = wire.shorten(", ".join(sorted({*arrays, *task.held} ^ wanted)), 80)
             raise BadInput(
@@ -211,12 +211,12 @@ class Node(ClientApp):
 
     def _model(self, content: RecordDict) -> Tensor:
         """Return the server's model from a message."""
-        return _decode("x", wire.arrays_of(content, "down").get("x"), self.objective.start)
+        return _decode("x", wire.entries_of(content, "down", ArrayRecord).get("x"), self.objective.start)
 
     def _buffers(self, content: RecordDict) -> Buffers:
         """Return buffers to train with: the server's floating ones, and this node's others."""
         buffers = {name: value.clone() for name, value in self.objective.buffers.items()}
-        arrays = wire.arrays_of(content, "buffers")
+        arrays = wire.entries_of(content, "buffers", ArrayRecord)
         sent = {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(buffers).items()}
         return buffers | sent
 

@@ -10,9 +10,8 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from flwr.app import ConfigRecord, MessageType, RecordDict
+from flwr.app import MessageType, RecordDict
 
 from lamina.errors import is_whole
 from lamina.flower import wire
@@ -130,9 +129,7 @@ class Roster:
                 self._hear(node, reply.content)
 
     def _hear(self, node: int, content: RecordDict) -> None:
-        problem, who = read_problem(content), content.get("who")
-        entries: dict[str, Any] = dict(who) if isinstance(who, ConfigRecord) else {}
-        client: Any = entries.get("client")
+        problem, client = read_problem(content), wire.entries_of(content, "who").get("client")
         contact = self._contacts[node]
         before, contact.claim, contact.heard, contact.fault = contact.claim, None, time.monotonic(), ""
         if problem is not None:

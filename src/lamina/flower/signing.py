@@ -22,6 +22,7 @@ from flwr.app import Array, ConfigRecord, Context, Message
 from flwr.serverapp import Grid
 
 from lamina.errors import BadInput
+from lamina.flower.wire import entries_of
 
 SIGNATURE = "signature"  # the record that holds it
 CONTEXT = b"lamina federation message 1\n"  # so that a signature means nothing elsewhere
@@ -91,8 +92,7 @@ def authenticate(message: Message, context: Context) -> None:
             f"with --node-config '{NODE_OPTION}=\"/path/to/tasks.pub\"'; {HOW}"
         )
     key = load_key(Path(str(path)).expanduser())
-    record = message.content.get(SIGNATURE)
-    signature = record.get("ed25519") if isinstance(record, ConfigRecord) else None
+    signature = entries_of(message.content, SIGNATURE).get("ed25519")
     if not isinstance(signature, bytes):
         raise BadInput("refused a message without a signature: it is not from the server")
     metadata = message.metadata
