@@ -47,13 +47,13 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # a character that the terminal lacks must not stop a run
     if not out.is_terminal:
         out.width = WIDTH_FOR_PROGRAMS
-    out.quiet = False  # of an earlier command in this process
     warnings = WarningLines()
     logging.getLogger("lamina").addHandler(warnings)
     try:
         sys.exit(run_command(arguments))
     finally:
         guard()
+        out.quiet = False
         logging.getLogger("lamina").removeHandler(warnings)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, tell
+from lamina.cli.compare import run_comparison
 from lamina.cli.listing import list_
 from lamina.errors import BadInput
 
@@ -53,7 +54,6 @@ def reproduce(
     """
     if name is None:
         raise BadInput("say which: lamina reproduce NAME; lamina reproduce --list has the names")
-    from lamina.cli.comparison import run_comparison
     from lamina.experiment import claims, reproduction
     from lamina.experiment.config import load
     from lamina.experiment.trials import refuse_all_diverged

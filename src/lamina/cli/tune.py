@@ -9,6 +9,7 @@ import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, out, say, tell
+from lamina.cli.compare import tell_ending
 from lamina.text import plural
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ def tune(
     Started again, it skips the runs that are complete and resumes the others. With Optuna, several of these
     commands at once share the work.
     """
-    from lamina.cli.comparison import tell_ending
     from lamina.experiment.config import load
     from lamina.experiment.tune import Tuning
 
