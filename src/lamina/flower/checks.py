@@ -214,9 +214,6 @@ def read_problem(content: RecordDict) -> Problem | None:
     return Problem(shorten(str(entries.get("text", ""))), names, shorten(layer, 80) if isinstance(layer, str) else None)
 
 
-# --- parts -----------------------------------------------------------------------------------------------------------
-
-
 def _read_figures(
     content: RecordDict, tensors: Sequence[Tensor], limits: Limits, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> tuple[dict[str, Any], int]:

@@ -33,8 +33,6 @@ class Exchange:
         for client in clients:
             self.memory.base[client] = (number, self._tokens[MessageType.TRAIN, client])
 
-    # --- exchanges --------------------------------------------------------------------------------------------------
-
     def gradients(self, state: State, clients: Iterable[int], record: Attendance) -> dict[int, Update]:
         """Ask for every client's full gradient at x and number of examples."""
         expected = Expected(FullGradient(state.server.x), {}, None, self.setup.limits)
@@ -163,8 +161,6 @@ class Exchange:
             for field in getattr(answer, "clipped", ()):
                 record.note(f"{record.name(client)}: '{field}' was scaled down to the limit")
         return dict(sorted(answers.items()))
-
-    # --- messages ---------------------------------------------------------------------------------------------------
 
     def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:
         """Return messages with nothing but x, the buffers and a task, by client."""

@@ -31,8 +31,6 @@ class Judge:
         self.limits.check_fields(upload._fields)
         self.no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
 
-    # --- what is expected -------------------------------------------------------------------------------------------
-
     def expect(self, state: State, down: Any, info: ClientInfo) -> Expected:
         """Return what a sound update looks like: the fields an engine would get from one local step.
 
@@ -71,8 +69,6 @@ class Judge:
         start = self.algorithm.begin(down, client, info)
         local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
         return self.algorithm.finish(local, down, client, info)[0]
-
-    # --- what is removed --------------------------------------------------------------------------------------------
 
     def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""

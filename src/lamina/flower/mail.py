@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import httpx
@@ -63,17 +63,13 @@ class Sent:
     status: Literal["waiting", "given up", "answered"] = "waiting"
 
 
-@dataclass
 class Mail:
-    """Sends the server's messages and collects the replies."""
+    """Sends the server's messages and collects the replies; in a simulation, without a key, they are not signed."""
 
-    grid: Grid
-    signing_key: Ed25519PrivateKey | None = None  # None: in a simulation, where nodes verify nothing
-    traffic: Traffic = field(default_factory=Traffic)
-    _sent: dict[str, Sent] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._puller = Puller(self.grid)
+    def __init__(self, grid: Grid, signing_key: Ed25519PrivateKey | None = None) -> None:
+        self.grid, self.signing_key, self.traffic = grid, signing_key, Traffic()
+        self._puller = Puller(grid)
+        self._sent: dict[str, Sent] = {}
 
     def send(self, node: int, content: RecordDict, kind: str, group: str, ttl: float) -> tuple[str | None, str]:
         """Send one message; its id, or None and why it could not be sent. Never raises: only this node is concerned."""

@@ -84,8 +84,6 @@ class Node(ClientApp):
         content[wire.ANSWER] = ConfigRecord({"to": token})
         return Message(content, reply_to=message)
 
-    # --- messages ---------------------------------------------------------------------------------------------------
-
     def send_name(self, content: RecordDict, context: Context) -> RecordDict:
         """Return the number of this node's client, from its own configuration."""
         return wire.content_of({"who": {"client": client_number(context)}})
@@ -138,8 +136,6 @@ class Node(ClientApp):
             check_metrics(self.objective, metrics, data, "test")
         figures = sample_means(self.objective, self._model(content), self._buffers(content), data, metrics)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
-
-    # --- parts ------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def objective(self) -> Objective:

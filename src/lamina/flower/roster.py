@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from flwr.app import MessageType, RecordDict
 
@@ -129,7 +130,8 @@ class Roster:
                 self._hear(node, reply.content)
 
     def _hear(self, node: int, content: RecordDict) -> None:
-        problem, client = read_problem(content), wire.entries_of(content, "who").get("client")
+        problem = read_problem(content)
+        client: Any = wire.entries_of(content, "who").get("client")
         contact = self._contacts[node]
         before, contact.claim, contact.heard, contact.fault = contact.claim, None, time.monotonic(), ""
         if problem is not None:

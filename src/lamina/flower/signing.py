@@ -55,9 +55,6 @@ def load_key(path: Path, *, secret: bool = False) -> Any:
     return key
 
 
-# --- the server ------------------------------------------------------------------------------------------------------
-
-
 def sign(message: Message, key: Ed25519PrivateKey) -> None:
     """Add the server's signature to a message."""
     message.content[SIGNATURE] = ConfigRecord({"ed25519": key.sign(_statement(message))})
@@ -66,16 +63,14 @@ def sign(message: Message, key: Ed25519PrivateKey) -> None:
 def read_signing_key(path: Any, grid: Grid) -> Ed25519PrivateKey | None:
     """Return the server's private key; None in Flower's simulation, where all nodes are processes of this machine."""
     if path:
-        return load_key(Path(str(path)).expanduser(), secret=True)
+        key: Ed25519PrivateKey = load_key(Path(str(path)).expanduser(), secret=True)
+        return key
     if type(grid).__name__ == "InMemoryGrid":
         return None
     raise BadInput(
         "the server has no key to sign tasks with, and nodes refuse tasks without a signature: give its path as "
         f"{SERVER_OPTION} in the run configuration, or as Federation(signing_key=...); {HOW}"
     )
-
-
-# --- nodes -----------------------------------------------------------------------------------------------------------
 
 
 def authenticate(message: Message, context: Context) -> None:
@@ -111,9 +106,6 @@ def is_simulated() -> bool:
     """Return whether this process is an actor of Ray, as a node in Flower's simulation is, and nowhere else."""
     ray = sys.modules.get("ray")
     return bool(ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
-
-
-# --- what is signed --------------------------------------------------------------------------------------------------
 
 
 def _statement(message: Message) -> bytes:
