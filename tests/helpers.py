@@ -29,8 +29,13 @@ class Killed(BaseException):
 def call(*arguments):
     """The exit code of a command run in this process: a process of its own costs three seconds."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
+        cli.main(list(map(str, arguments)))
     return ended.value.code or 0
+
+
+def mode(path):
+    """The permissions of a file or folder."""
+    return path.stat().st_mode & 0o777
 
 
 def sets(*settings):

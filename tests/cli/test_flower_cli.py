@@ -1,5 +1,6 @@
 """`lamina flower` without its processes: what it prints, the template, and what is refused."""
 
+import functools
 import importlib.util
 import io
 import re
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import helpers
 import lamina
-from lamina import cli
+from helpers import mode
 from lamina.cli import base, flower, flower_template
 from lamina.flower import TESTED
 from lamina.flower.local import federation as local
@@ -21,19 +23,8 @@ from lamina.flower.local import jobs
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def here(empty_folder):
-    return empty_folder
-
-
-def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["flower", *map(str, arguments)])
-    return ended.value.code or 0
-
-
-def mode(path):
-    return path.stat().st_mode & 0o777
+pytestmark = pytest.mark.usefixtures("empty_folder")
+call = functools.partial(helpers.call, "flower")
 
 
 def test_the_commands_say_what_is_secret(tmp_path, capsys):

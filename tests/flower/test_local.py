@@ -14,20 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers import mode
 from lamina import BadInput
 from lamina.experiment.config import parse
 from lamina.flower import keys
 from lamina.flower.local import federation as local
 from lamina.flower.local import guard, jobs, processes
 
-
-@pytest.fixture(autouse=True)
-def here(empty_folder):
-    return empty_folder
-
-
-def mode(path):
-    return path.stat().st_mode & 0o777
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_the_shim_builds_the_federation(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_grid import over_the_wire, signed
-from flower_setup import NODE, Setup, as_sent, assert_like_the_simulation, client_of, is_train, nodes
+from flower_setup import NODE, Setup, as_sent, assert_like_the_simulation, client_of, is_train, nodes, problem
 from lamina.errors import BadInput
 from lamina.flower import keys, signing, wire
 
@@ -38,12 +38,6 @@ def victim(run, tmp_path):
     context = copy.copy(grid.contexts[NODE + 1])
     context.node_config = {**context.node_config, "state-dir": str(tmp_path / "state")}
     return lambda message: setup.client_app()(message, context)
-
-
-def problem(reply):
-    text = reply.content["problem"]["text"]
-    assert "\n" not in text
-    return text
 
 
 def forged_by(make):
