@@ -143,17 +143,10 @@ def table(
     caption: str = "",
     console: Console | None = None,
 ) -> Table:
-    """Return a table whose cells are text, not markup, and which fits the console.
+    """Return a table whose cells are text, not markup, and which fits the console, standard output by default.
 
-    Args:
-        headings: of all columns.
-        rows: a cell for each heading.
-        right: headings of right-aligned columns.
-        no_wrap: headings of columns that must not be folded.
-        optional: headings of columns to leave out on a narrow console, the least important one first.
-        title: a line above the table.
-        caption: a line below the table.
-        console: where it will be printed; standard output by default.
+    `right`, `no_wrap` and `optional` name columns: aligned to the right, never folded, and left out on a narrow
+    console, the least important one first.
     """
     console, rows = console or out, list(rows)
     unbounded = console.options.update(max_width=10_000)  # rich measures nothing as wider than the console

@@ -142,10 +142,7 @@ def write_page(comparison: Comparison) -> Path | None:
 def comparison_table(entries: Sequence[Trial], target: float | None, console: Console = base.out) -> Table:
     """Return the table of a comparison for a console: narrow ones show fewer columns, some cannot show all characters.
 
-    Args:
-        entries: the algorithms, a row each.
-        target: value of the metric on the test data; None leaves its columns out.
-        console: where the table will be printed.
+    Without a `target`, a value of the metric on the test data, its columns are left out.
     """
     from lamina.report.tables import NEVER, NONE, algorithms_table
 

@@ -54,8 +54,9 @@ def tune(
     with tuning.turn():
         save_picture(tuning)
     show(tuning, finished)
-    for line in [] if quiet else tuning.edges():
-        say("warning", line)
+    if not quiet:
+        for line in tuning.edges():
+            say("warning", line)
     if not finished:
         raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
     tuning.refuse_all_diverged()

@@ -65,11 +65,11 @@ class Limits:
     def __post_init__(self) -> None:
         if self.on_large not in ("reject", "clip"):
             raise unknown("limits.on_large", self.on_large, ("reject", "clip"))
-        names = ("times_median", "times_against", "times_examples")
-        given: list[tuple[str, Any]] = [*self.norms.items(), *((name, getattr(self, name)) for name in names)]
-        for name, value in given:
-            is_off = value is None and name == "times_median"
-            if not is_off and not (is_number(value) and value > 0):
+        factors = {"times_against": self.times_against, "times_examples": self.times_examples}
+        if self.times_median is not None:
+            factors["times_median"] = self.times_median
+        for name, value in {**self.norms, **factors}.items():
+            if not (is_number(value) and value > 0):
                 raise BadInput(f"limits: {name} = {value!r} is not a number > 0")
         if not is_whole(self.max_examples) or self.max_examples < 1:
             raise BadInput(f"limits: max_examples = {self.max_examples!r} is not a whole number >= 1")
@@ -183,11 +183,8 @@ def read_evaluation(
 ) -> Evaluation:
     """Return a checked evaluation; raises `Refused`.
 
-    Args:
-        content: the reply.
-        limits: the limits of this federation.
-        most: the number of examples the client said it trains on, where it evaluates on the same.
-        metrics: what it must report; None stands for the accuracy, if its data have classes.
+    `most` is the number of examples the client said it trains on, where it evaluates on the same. Without `metrics`
+    that it must report, it reports the accuracy, if its data have classes.
     """
     figures, examples = _read_figures(content, [], limits, ("figures",))
     if metrics is None:

@@ -101,11 +101,10 @@ class Node(ClientApp):
                 full_gradient=loop.full_gradient(down.x, buffers, plan, 0) if sent is None else sent.to(down.x.device)
             )
         local, losses = loop.train_client(down, client, buffers, info, plan, 0)
-        before = client
-        up, client = self.algorithm.finish(local, down, before, info)
-        if not all(bool(torch.isfinite(value).all()) for value in (losses, *up, *client) if value is not None):
-            loop.explain(down, before, self._buffers(content), info, plan, 0, up)  # raises Diverged
-        store.save_state(task.round, task.token, client)
+        up, new_client = self.algorithm.finish(local, down, client, info)
+        if not all(bool(torch.isfinite(value).all()) for value in (losses, *up, *new_client) if value is not None):
+            loop.explain(down, client, self._buffers(content), info, plan, 0, up)  # raises Diverged
+        store.save_state(task.round, task.token, new_client)
         store.forget_all_but([task.token, task.base, *task.keep])
         figures = {"examples": len(data), "steps": int(plan.steps[0]), "loss": float(losses.mean())}
         moved = {name: wire.encode(value) for name, value in wire.floating(buffers).items()}
@@ -188,10 +187,9 @@ class Node(ClientApp):
             )
         sent = {name: _decode(name, array, getattr(like_down, name)) for name, array in arrays.items()}
         digests = dict(zip(task.held, task.held_digests, strict=True))
-        held = {name: store.load_held(name, digest) for name, digest in digests.items() if name not in sent}
+        held: dict[str, Any] = {n: store.load_held(n, digest) for n, digest in digests.items() if n not in sent}
         missing = [name for name, value in held.items() if value is None]
-        like = algorithm.client_init(start, layers)
-        client = None
+        client, like = None, algorithm.client_init(start, layers)
         if task.base and any(value is not None for value in like):
             client = store.load_state(task.base, like)
             missing += ["state"] if client is None else []
@@ -200,10 +198,8 @@ class Node(ClientApp):
         for name in algorithm.down_versions(task.round):  # kept from now on, and not sent again
             if name in sent:
                 store.save_held(name, wire.digest(sent[name]), sent[name])
-        down = type(like_down)(*(_on({**held, **sent}.get(name), start) for name in like_down._fields))
-        if client is None:
-            client = algorithm.client_init(down.x, layers)
-        return down, self._buffers(content), type(client)(*(_on(value, start) for value in client))
+        down = like_down._replace(**sent, **{name: value.to(start.device) for name, value in held.items()})
+        return down, self._buffers(content), algorithm.client_init(down.x, layers) if client is None else client
 
     def _model(self, content: RecordDict) -> Tensor:
         """Return the server's model from a message."""
@@ -278,7 +274,3 @@ def client_number(context: Context) -> int:
             "or give the server a list of nodes"
         )
     return given
-
-
-def _on(value: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if value is None else value.to(like.device)
