@@ -71,7 +71,7 @@ class Server:
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> History:
+    def run(self) -> None:
         """Run the rounds that are left; each is in the records before the next begins."""
         self._resume()
         self.folder.begin()  # so that the records name missing clients from the first attempt on
@@ -86,7 +86,6 @@ class Server:
             self.folder.diverge(error)
             raise
         self.folder.finish(self)
-        return self.history
 
     def _run_round(self) -> None:
         """Run one more round, evaluate it if it is its turn, and record it."""
