@@ -77,7 +77,7 @@ def test_a_process_is_stopped_with_its_group(tmp_path):
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     environment = {**os.environ, guard.VARIABLE: "stopped-with-its-group"}
     command = [sys.executable, str(tmp_path / "stubborn.py"), "child"]
-    process = processes.Process("stubborn", command, tmp_path / "log", environment)
+    process = processes.Process(command, tmp_path / "log", environment)
     wait_until(lambda: process.output().count("ready") == 2)
     pids = guard.marked("stopped-with-its-group")
     assert len(pids) == 2
@@ -118,7 +118,7 @@ def test_a_federation_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
     false = [sys.executable, "-c", "print('INFO: hello'); raise SystemExit('OSError: no such thing')"]
     monkeypatch.setattr(processes, "executable", lambda name: false[0] if "superlink" in name else real(name))
     monkeypatch.setattr(
-        processes, "Process", lambda name, command, *more: REAL(name, false if name == "superlink" else command, *more)
+        processes, "Process", lambda command, log, env: REAL(false if log.stem == "superlink" else command, log, env)
     )
     federation = local.LocalFederation(tmp_path / "fed", 2)
     log = tmp_path / "fed" / "logs" / "superlink.log"

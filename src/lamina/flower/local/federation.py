@@ -112,12 +112,11 @@ class LocalFederation:
 
     def close(self) -> None:
         """End every process of the federation. May be called again."""
-        self.processes.close(last=self.superlink)
+        self.processes.close()
         self.nodes.clear()
         self.superlink = None
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
     # --- keys --------------------------------------------------------------------------------------------------------
 
