@@ -15,7 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from lamina.flower import wire
 from lamina.flower.keys import make_signing_key
-from lamina.flower.signing import Signer
+from lamina.flower.signing import load_key, sign
 
 KEYS = tempfile.TemporaryDirectory(prefix="lamina-keys-")  # removed when the process ends
 
@@ -28,7 +28,7 @@ def signing_keys():
 
 def signed(message):
     """Sign a message again, as the server signs its own."""
-    Signer(Path(signing_keys()[0])).sign(message)
+    sign(message, load_key(Path(signing_keys()[0]), secret=True))
     return message
 
 

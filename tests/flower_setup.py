@@ -156,6 +156,13 @@ def is_train(message, number=None):
     return message.metadata.message_type == "train" and number in (None, int(message.metadata.group_id))
 
 
+def problem(reply):
+    """The line in which a node says why it cannot do a task."""
+    text = reply.content["problem"]["text"]
+    assert "\n" not in text
+    return text
+
+
 def client_of(node):
     return node - NODE
 

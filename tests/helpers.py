@@ -18,7 +18,7 @@ HELD_UP = 60  # seconds; nothing here takes so long
 
 # Children are forked from a server that has imported torch, and what the commands import, once.
 processes = multiprocessing.get_context("forkserver")
-PRELOADED = ["lamina.cli.comparison", "lamina.experiment.tune", "lamina.report.save", "sklearn.datasets", "helpers"]
+PRELOADED = ["lamina.experiment.compare", "lamina.experiment.tune", "lamina.report.save", "sklearn.datasets", "helpers"]
 processes.set_forkserver_preload(PRELOADED)
 
 
@@ -29,8 +29,13 @@ class Killed(BaseException):
 def call(*arguments):
     """The exit code of a command run in this process: a process of its own costs three seconds."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
+        cli.main(list(map(str, arguments)))
     return ended.value.code or 0
+
+
+def mode(path):
+    """The permissions of a file or folder."""
+    return path.stat().st_mode & 0o777
 
 
 def sets(*settings):
@@ -119,7 +124,7 @@ def populations(monkeypatch):
 def skip_pictures(monkeypatch):
     """Let commands write an empty picture and no report: drawing costs more than training a small model."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **options: file.write(b""))
-    monkeypatch.setattr("lamina.cli.comparison.write_page", lambda comparison: None)
+    monkeypatch.setattr("lamina.cli.compare.write_page", lambda comparison: None)
 
 
 def assert_same(a, b):

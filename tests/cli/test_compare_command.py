@@ -11,7 +11,7 @@ from rich.console import Console
 
 from helpers import call, sets, trial
 from lamina import History, algorithms
-from lamina.cli.comparison import comparison_table
+from lamina.cli.compare import comparison_table
 from lamina.data.picture import save_picture
 from lamina.report.figures import comparison_figure
 

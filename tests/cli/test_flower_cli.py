@@ -1,5 +1,6 @@
 """`lamina flower` without its processes: what it prints, the template, and what is refused."""
 
+import functools
 import importlib.util
 import io
 import re
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import helpers
 import lamina
-from lamina import cli
-from lamina.cli import flower, flower_template
+from helpers import mode
+from lamina.cli import base, flower, flower_template
 from lamina.flower import TESTED
 from lamina.flower.local import federation as local
 from lamina.flower.local import jobs
@@ -21,19 +23,8 @@ from lamina.flower.local import jobs
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def here(empty_folder):
-    return empty_folder
-
-
-def call(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["flower", *map(str, arguments)])
-    return ended.value.code or 0
-
-
-def mode(path):
-    return path.stat().st_mode & 0o777
+pytestmark = pytest.mark.usefixtures("empty_folder")
+call = functools.partial(helpers.call, "flower")
 
 
 def test_the_commands_say_what_is_secret(tmp_path, capsys):
@@ -223,10 +214,10 @@ def test_the_command_line_does_not_import_flower():
 
 def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
     shown = io.StringIO()
-    monkeypatch.setattr(flower, "err", Console(file=shown, width=200))
+    monkeypatch.setattr(base, "err", Console(file=shown, width=200))
     job = jobs.Job(tmp_path / "run", 3)
-    display = flower.Display(job, quiet=False)
-    with display:
+    display = flower.Display(job)
+    with display.bars:
         display.say("starting")
         display.update()
         (tmp_path / "run").mkdir()
@@ -254,8 +245,9 @@ def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
         "round 1/3: accuracy 0.5000",
         "round 2/3",
     ]
-    quiet = flower.Display(job, quiet=True)
-    with quiet:
+    monkeypatch.setattr(base.out, "quiet", True)
+    quiet = flower.Display(job)
+    with quiet.bars:
         quiet.say("starting")
         quiet.update()
     assert shown.getvalue().count("\n") == 7
@@ -303,7 +295,7 @@ class Finished:
         return 1
 
     def wait(self, run, tick):
-        return local.RunStatus("finished:completed", "", 0, 0)
+        return local.RunStatus("finished:completed", "")
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path, monkeypatch):

@@ -70,7 +70,9 @@ class Job:
     def __init__(self, federation, spec, folder, *, more="", nodes=None, **options):
         self.federation, self.spec, self.out = federation, spec, folder / "run"
         options = {"poll": 0.2, "signing_key": str(federation.signing_key), **options}
-        write_app(folder / "app", spec, self.out, nodes or federation.node_ids, options, more)
+        write_app(folder / "app", spec, self.out, nodes or federation.node_ids, options)
+        with (folder / "app" / "lamina_up" / "__init__.py").open("a") as file:
+            file.write(more)
         self._app = folder / "app"
         self.submit()
 
@@ -80,7 +82,7 @@ class Job:
     def wait(self, tick=lambda: None):
         status = self.federation.wait(self.run, tick=tick)
         log = self.federation.folder / "logs" / f"run-{self.run}.log"
-        assert status.completed, f"{status}\n{log.read_text()[-4000:]}"
+        assert status.status == "finished:completed", f"{status}\n{log.read_text()[-4000:]}"
         return status
 
     def rows(self):

@@ -25,7 +25,7 @@ from federation.harness import NODES, Say
 from lamina import Simulation
 from lamina.experiment.environment import processor
 from lamina.experiment.records import read_record
-from lamina.flower.local.federation import LocalFederation
+from lamina.flower.local.federation import LINK, LocalFederation
 from lamina.flower.local.processes import HOST, free_port
 
 APP = """
@@ -121,7 +121,8 @@ def measure(federation, folder, case):
     before = federation.meter.up, federation.meter.down
     run = federation.submit(package.parent)
     status = federation.wait(run)
-    assert status.completed, status
+    assert status.status == "finished:completed", status
+    traffic = federation.flwr("ls", LINK, "--run-id", str(run), "--format", "json")["runs"][0]["network-traffic"]
     tcp_up, tcp_down = federation.meter.up - before[0], federation.meter.down - before[1]
     history = read_record(out).history
 
@@ -155,7 +156,7 @@ def measure(federation, folder, case):
         "training": statistics.median([row["seconds"] for row in simulation.history][1:]),
         "ledger": [simulation.history.total(f"bytes_{way}") for way in ("down", "up")],
         "lamina": [history.total(f"wire_bytes_{way}") for way in ("down", "up")],
-        "flower": [status.bytes_out, status.bytes_in],
+        "flower": [int(traffic["outbound-bytes"]), int(traffic["inbound-bytes"])],
         "tcp": [tcp_down, tcp_up],
     }
 

@@ -342,7 +342,7 @@ def test_a_message_that_cannot_be_sent_costs_one_node(tmp_path):
 
 def test_what_has_no_time_left_is_not_sent():
     grid = LoopGrid(lambda message, context: message, nodes(1), least=10.0)
-    mail = Mail(grid, str)
+    mail = Mail(grid)
     content = wire.content_of({"question": {"who": True}})
     assert mail.send(NODE, content, "query", "", -0.5) == (None, "no time was left to send it a message")
     assert grid.seen == []
@@ -364,7 +364,7 @@ def test_a_late_node_is_called_late_and_the_advice_is_the_deadline(tmp_path):
 
 
 def test_who_is_waited_for_is_said_while_it_is_waited(tmp_path, monkeypatch):
-    monkeypatch.setattr("lamina.flower.exchange.FIRST_LINE_S", 0.05)
+    monkeypatch.setattr("lamina.flower.roster.FIRST_LINE_S", 0.05)
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"deadline": 0.4, "attempts": 1})
     grid = setup.grid(delay=lambda node, message: 0.2 if is_train(message) else 0)
     grid.offline.update((NODE + 2, NODE + 3))

@@ -10,12 +10,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from helpers import mode
 from lamina import BadInput
 from lamina.flower import keys
-
-
-def mode(path):
-    return path.stat().st_mode & 0o777
 
 
 def handshake(authority, trusted, host):

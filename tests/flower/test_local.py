@@ -14,20 +14,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from helpers import mode
 from lamina import BadInput
 from lamina.experiment.config import parse
 from lamina.flower import keys
 from lamina.flower.local import federation as local
 from lamina.flower.local import guard, jobs, processes
 
-
-@pytest.fixture(autouse=True)
-def here(empty_folder):
-    return empty_folder
-
-
-def mode(path):
-    return path.stat().st_mode & 0o777
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_the_shim_builds_the_federation(tmp_path):
@@ -47,7 +41,7 @@ def test_the_shim_builds_the_federation(tmp_path):
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_a_run_that_failed_is_one_line(tmp_path, rounds):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"round": {n + 1}}}\n' for n in range(rounds)))
-    status = local.RunStatus("finished:failed", "ServerApp failed with exception: too few", 0, 0)
+    status = local.RunStatus("finished:failed", "ServerApp failed with exception: too few")
     failed = jobs.Job(tmp_path, 3).failed(status, Path("logs"), "run it again")
     assert isinstance(failed, processes.FederationFailed)
     kept = "2 rounds are kept; run it again; " if rounds else ""
@@ -83,7 +77,7 @@ def test_a_process_is_stopped_with_its_group(tmp_path):
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     environment = {**os.environ, guard.VARIABLE: "stopped-with-its-group"}
     command = [sys.executable, str(tmp_path / "stubborn.py"), "child"]
-    process = processes.Process("stubborn", command, tmp_path / "log", environment)
+    process = processes.Process(command, tmp_path / "log", environment)
     wait_until(lambda: process.output().count("ready") == 2)
     pids = guard.marked("stopped-with-its-group")
     assert len(pids) == 2
@@ -124,7 +118,7 @@ def test_a_federation_that_fails_says_why_in_one_line(tmp_path, monkeypatch):
     false = [sys.executable, "-c", "print('INFO: hello'); raise SystemExit('OSError: no such thing')"]
     monkeypatch.setattr(processes, "executable", lambda name: false[0] if "superlink" in name else real(name))
     monkeypatch.setattr(
-        processes, "Process", lambda name, command, *more: REAL(name, false if name == "superlink" else command, *more)
+        processes, "Process", lambda command, log, env: REAL(false if log.stem == "superlink" else command, log, env)
     )
     federation = local.LocalFederation(tmp_path / "fed", 2)
     log = tmp_path / "fed" / "logs" / "superlink.log"
@@ -211,7 +205,7 @@ def test_processes_that_have_ended_are_forgotten(tmp_path, monkeypatch):
 def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
     federation = local.LocalFederation(tmp_path / "fed", 1)
     (federation.folder / "logs").mkdir(parents=True)
-    status = local.RunStatus("finished:completed", "", 0, 0)
+    status = local.RunStatus("finished:completed", "")
     ends, launch = [sys.executable, "-c", ""], federation.processes.launch
     monkeypatch.setattr(federation, "follow", lambda run: launch("run", ends, "command"))
     monkeypatch.setattr(federation, "status", lambda run: status)

@@ -13,16 +13,9 @@ from torch import nn
 
 import lamina
 from flower_grid import over_the_wire, signed
-from flower_setup import NODE, Setup, client_of, is_train, small_model
+from flower_setup import NODE, Setup, client_of, is_train, problem, small_model
 from lamina.errors import BadInput
 from lamina.flower import Stopped, wire
-
-
-def problem(reply):
-    text = reply.content["problem"]["text"]
-    assert "\n" not in text
-    return text
-
 
 CELL = "Jane Doe 1962-03-04"
 

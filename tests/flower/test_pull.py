@@ -11,7 +11,7 @@ from flwr.proto.message_pb2 import ObjectTree
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 
 from flower_setup import NODE, Setup, assert_like_the_simulation, assert_weights, client_of, is_train, reference
-from lamina.flower import pull
+from lamina.flower import mail
 
 
 class Stall:
@@ -32,7 +32,7 @@ class Stall:
 
 
 def test_a_stalled_upload_costs_only_its_own_node(tmp_path, monkeypatch):
-    monkeypatch.setattr(pull, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(mail, "PATIENCE_S", 0.05)
     setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=3, more={"deadline": 1.0, "attempts": 1})
     grid = setup.grid()
     stall = Stall(grid, lambda node, message: is_train(message, 2) and client_of(node) == 0)
@@ -50,7 +50,7 @@ def test_a_stalled_upload_costs_only_its_own_node(tmp_path, monkeypatch):
 
 
 def test_a_slow_upload_that_is_completed_in_time_counts(tmp_path, monkeypatch):
-    monkeypatch.setattr(pull, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(mail, "PATIENCE_S", 0.02)
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2)
     grid = setup.grid()
     whole, asked = grid.pull_messages, []
@@ -69,7 +69,7 @@ def test_a_slow_upload_that_is_completed_in_time_counts(tmp_path, monkeypatch):
 
 
 def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):
-    monkeypatch.setattr(pull, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(mail, "PATIENCE_S", 0.05)
     over = threading.Event()
 
     class Grid:
@@ -79,8 +79,8 @@ def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):
                 over.wait(60)
             return [wanted]
 
-    wanted = [f"bad{i}" for i in range(3 * pull.AT_ONCE)] + ["good"]
-    puller = pull.Puller(Grid())
+    wanted = [f"bad{i}" for i in range(3 * mail.AT_ONCE)] + ["good"]
+    puller = mail.Puller(Grid())
     try:
         assert list(puller.look(wanted)) == ["good"]
         assert all(map(puller.is_uploading, wanted[:-1]))
@@ -113,7 +113,7 @@ def test_messages_to_the_server_that_are_no_replies_are_not_waited_for():
     """Flower's SuperLink adds them to any pull, and its Grid would wait for their parts before it returns."""
     grid = HttpGrid("m2", "", "m1", "m9", "")
     assert grid.pulled("m1", "m2") == ["m2", "", "m1", "m9", ""]
-    pull.Puller(grid)
+    mail.Puller(grid)
     assert grid.pulled("m1", "m2") == ["m2", "m1"]
     assert grid.pulled() == []
 

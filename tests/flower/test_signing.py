@@ -12,7 +12,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_grid import over_the_wire, signed
-from flower_setup import NODE, Setup, as_sent, assert_like_the_simulation, client_of, is_train, nodes
+from flower_setup import NODE, Setup, as_sent, assert_like_the_simulation, client_of, is_train, nodes, problem
 from lamina.errors import BadInput
 from lamina.flower import keys, signing, wire
 
@@ -38,12 +38,6 @@ def victim(run, tmp_path):
     context = copy.copy(grid.contexts[NODE + 1])
     context.node_config = {**context.node_config, "state-dir": str(tmp_path / "state")}
     return lambda message: setup.client_app()(message, context)
-
-
-def problem(reply):
-    text = reply.content["problem"]["text"]
-    assert "\n" not in text
-    return text
 
 
 def forged_by(make):
@@ -107,7 +101,7 @@ def signed_with_another_key(messages, victim):
     with tempfile.TemporaryDirectory() as folder:
         private, _ = keys.make_signing_key(Path(folder) / "keys")
         made = fresh(messages[victim][-1])
-        signing.Signer(private).sign(made)
+        signing.sign(made, signing.load_key(private, secret=True))
     return made
 
 
@@ -193,10 +187,10 @@ def test_a_server_without_a_key_does_not_start(tmp_path):
 def test_a_signing_key_that_others_can_read_is_refused(tmp_path, mode):
     private, public = keys.make_signing_key(tmp_path / "keys")
     assert [path.stat().st_mode & 0o777 for path in (private, public)] == [0o600, 0o644]
-    signing.Signer(private)
+    signing.load_key(private, secret=True)
     private.chmod(mode)
     with pytest.raises(BadInput, match="can be read by others: chmod 600"):
-        signing.Signer(private)
+        signing.load_key(private, secret=True)
 
 
 def test_keys_that_are_none_are_one_line(tmp_path):
@@ -205,11 +199,11 @@ def test_keys_that_are_none_are_one_line(tmp_path):
     other = keys.make_signing_key(tmp_path / "other")
     assert not signing.is_pair(private, other[1])
     with pytest.raises(BadInput, match="cannot read the signing key"):
-        signing.Signer(tmp_path / "none")
+        signing.load_key(tmp_path / "none", secret=True)
     (tmp_path / "text").write_text("hello")
     (tmp_path / "text").chmod(0o600)
     with pytest.raises(BadInput, match="is not a signing key"):
-        signing.Signer(tmp_path / "text")
+        signing.load_key(tmp_path / "text", secret=True)
     with pytest.raises(BadInput, match="a key is never replaced"):
         keys.make_signing_key(tmp_path / "keys")
 
@@ -265,5 +259,5 @@ def test_the_simulation_engine_of_flower_needs_no_keys():
     class InMemoryGrid:
         pass
 
-    assert signing.read_signer("", InMemoryGrid()) is None
+    assert signing.read_signing_key("", InMemoryGrid()) is None
     assert not signing.is_simulated()

@@ -13,7 +13,7 @@ from rich.console import Console
 from helpers import call, trial
 from lamina import History, algorithms
 from lamina.cli import watch
-from lamina.cli.comparison import comparison_table
+from lamina.cli.compare import comparison_table
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trials import Trial
 from lamina.report import figures

@@ -28,7 +28,7 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     tune,
     watch,
 )
-from lamina.cli.base import Interrupted, WarningLines, app, discard, out, say, tell, tell_progress, this_rank
+from lamina.cli.base import Interrupted, WarningLines, app, discard, err, out, say, tell, this_rank
 from lamina.errors import Diverged, LaminaError, short_repr
 from lamina.interrupt import guard
 
@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(run_command(arguments))
     finally:
         guard()
+        out.quiet = False
         logging.getLogger("lamina").removeHandler(warnings)
 
 
@@ -66,11 +67,11 @@ def run_command(arguments: list[str] | None) -> int:
     except click.UsageError as error:
         say_usage(error)
     except (click.Abort, KeyboardInterrupt):
-        tell_progress("interrupted")
+        tell("interrupted", err)
         return EXIT_INTERRUPTED
     except Interrupted as error:
         if this_rank().rank == 0:
-            tell_progress(str(error))
+            tell(str(error), err)
         return EXIT_INTERRUPTED
     except Diverged as error:
         say("diverged", error)

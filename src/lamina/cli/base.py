@@ -22,7 +22,7 @@ from rich.text import Text
 from lamina.history import History
 from lamina.interrupt import end_guard
 from lamina.progress import Bars
-from lamina.text import printable
+from lamina.text import plural, printable
 
 if TYPE_CHECKING:
     from lamina.engines.stacked.ranks import Ranks
@@ -36,14 +36,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Layer-wise, locally adaptive federated optimisation: Fed-LAMB, Mime-LAMB, FedLADA and their baselines.",
 )
-
-File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
-Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's folder, or a folder of such folders")]
-Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what the folder holds of an earlier run")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")]
-MLflow = Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="print nothing but errors")]
 
 
 # --- the two streams --------------------------------------------------------------------------------------------------
@@ -74,6 +66,12 @@ out = SafeConsole()
 err = ErrorConsole(stderr=True)
 
 
+def be_quiet(quiet: bool) -> bool:
+    """Print no results and no progress, if asked for: where results are not printed, `out.quiet` is set."""
+    out.quiet = quiet
+    return quiet
+
+
 def discard(stream: TextIO) -> None:
     """Discard the buffer of a stream and all later output; otherwise Python fails again at exit."""
     with contextlib.suppress(OSError, ValueError):
@@ -93,8 +91,9 @@ def tell(line: str, console: Console = out) -> None:
 
 
 def tell_progress(line: str) -> None:
-    """Print a line about progress, which is no part of the result, to standard error."""
-    tell(line, err)
+    """Print a line about progress, which is no part of the result, to standard error, unless the command is quiet."""
+    if not out.quiet:
+        tell(line, err)
 
 
 def tell_text(text: str) -> None:
@@ -119,6 +118,17 @@ class WarningLines(logging.Handler):
             say("warning", line)
 
 
+# --- options of several commands -------------------------------------------------------------------------------------
+
+File = Annotated[Path, typer.Argument(metavar="EXPERIMENT.toml", help="the experiment file")]
+Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's folder, or a folder of such folders")]
+Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what the folder holds of an earlier run")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")]
+MLflow = Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="print nothing but errors")]
+
+
 # --- tables and progress ----------------------------------------------------------------------------------------------
 
 
@@ -133,17 +143,10 @@ def table(
     caption: str = "",
     console: Console | None = None,
 ) -> Table:
-    """Return a table whose cells are text, not markup, and which fits the console.
+    """Return a table whose cells are text, not markup, and which fits the console, standard output by default.
 
-    Args:
-        headings: of all columns.
-        rows: a cell for each heading.
-        right: headings of right-aligned columns.
-        no_wrap: headings of columns that must not be folded.
-        optional: headings of columns to leave out on a narrow console, the least important one first.
-        title: a line above the table.
-        caption: a line below the table.
-        console: where it will be printed; standard output by default.
+    `right`, `no_wrap` and `optional` name columns: aligned to the right, never folded, and left out on a narrow
+    console, the least important one first.
     """
     console, rows = console or out, list(rows)
     unbounded = console.options.update(max_width=10_000)  # rich measures nothing as wider than the console
@@ -170,19 +173,25 @@ def table(
     return fitted
 
 
-def best_and_last(history: History) -> str:
-    """Return the best and last value of a run's first metric in words."""
-    for name in (history.metric, "loss", f"node_{history.metric}", "node_loss"):
+def summary(history: History) -> str:
+    """Return a run in words: its rounds, the best and last value of its first metric, what it sent, its time."""
+    score = "not evaluated"
+    for name in ("node_loss", f"node_{history.metric}", "loss", history.metric):
         if name in history.columns:
-            return f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
-    return "not evaluated"
+            score = f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
+    sent = (history.total("bytes_down") + history.total("bytes_up")) / 1e6
+    return f"{plural(len(history), 'round')}, {score}, {sent:.1f} MB sent, {history.total('seconds'):.1f} s"
 
 
-class RoundBars(Bars):
-    """Live bars on a terminal, one for each name, with the last score and the time left; elsewhere nothing."""
+def tell_complete(folder: Path, history: History, more: str = "train.rounds") -> None:
+    """Say that nothing is left to do in a run's folder."""
+    done = plural(len(history), "round")
+    tell(f"{folder}/ is complete: {done}; raise {more} for more, or start again with --overwrite")
 
-    def __init__(self, names: Iterable[str], quiet: bool, **options: Any) -> None:
-        super().__init__(names, err, is_shown=not quiet and err.is_terminal, **options)
+
+def round_bars(names: Iterable[str], **options: Any) -> Bars:
+    """Return live bars, one for each name, with the last score and the time left; shown on a terminal only."""
+    return Bars(names, err, is_shown=not out.quiet and err.is_terminal, **options)
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
@@ -207,6 +216,14 @@ def interruptible(kept: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise Interrupted(f"interrupted; {kept}") from None
+
+
+def how_to_resume(overwrite: bool = False) -> str:
+    """Return what to do to resume a command that was stopped."""
+    return f"run the same command again{' without --overwrite' * overwrite} to resume"
+
+
+resumable = interruptible(f"finished rounds are kept; {how_to_resume()}")  # decorates a command that trains
 
 
 def this_rank() -> Ranks:

@@ -1,19 +1,32 @@
-"""``lamina compare``: several algorithms on the same clients and batches."""
+"""``lamina compare``: several algorithms on the same clients and batches; `run_comparison` also serves `reproduce`."""
 
 from __future__ import annotations
 
+import importlib.util
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from lamina.cli import base
-from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard
-from lamina.cli.run import how_to_resume, wanted_trackers
+from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
+from lamina.cli.run import wanted_trackers
+from lamina.history import Row
+from lamina.text import plural
+
+if TYPE_CHECKING:
+    from lamina.experiment.compare import Comparison
+    from lamina.experiment.config import Experiment
+    from lamina.experiment.records import Record
+    from lamina.experiment.trials import Job, Trial
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
+@base.resumable
 def compare(
     file: base.File,
     overrides: Set = None,
@@ -29,7 +42,6 @@ def compare(
 
     Started again, it skips the runs that are complete and resumes the others.
     """
-    from lamina.cli.comparison import run_comparison
     from lamina.experiment.config import load
     from lamina.experiment.trials import refuse_all_diverged
 
@@ -41,8 +53,109 @@ def compare(
     experiment = load(file, chosen)
     path = out_folder or Path("runs") / f"{file.stem}-compare"
     trackers = wanted_trackers(tensorboard, mlflow)
-    comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, quiet, trackers)
+    comparison, finished = run_comparison(experiment, path, base.Stop(), overwrite, trackers)
     if not finished:
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
-        raise Interrupted(f"stopped after a round{shown}; {how_to_resume(overwrite)}")
+        raise Interrupted(f"stopped after a round{shown}; {base.how_to_resume(overwrite)}")
     refuse_all_diverged(comparison.entries)
+
+
+def run_comparison(
+    experiment: Experiment, path: Path, stop: base.Stop, overwrite: bool, trackers: Sequence[str] = ()
+) -> tuple[Comparison, bool]:
+    """Run a comparison and show it; return it and whether it was finished, not stopped.
+
+    Progress is a bar for every algorithm on a terminal, else a line for every run that has ended.
+    """
+    from lamina.experiment.compare import Comparison
+
+    settings = experiment.compare
+    best: dict[str, dict[int, float]] = {name: {} for name in settings.algorithms}  # by algorithm and seed
+    bars = base.round_bars(best)
+
+    def round_finished(job: Job, row: Row) -> None:  # runs that train side by side share a bar
+        state = "tuning" if job.tuning else "running"
+        bars.update(job.algorithm, row, state=state, completed=row["round"], total=job.rounds)
+
+    def run_ended(job: Job, record: Record) -> None:
+        metric = record.history.metric
+        if not bars.live:
+            which = f"tuning {job}, {plural(job.rounds, 'round')}" if job.tuning else str(job)
+            tell_ending(which, record, f"best {settings.select if job.tuning else 'test'} {metric}")
+        if not job.tuning:
+            scores = best[job.algorithm]
+            scores[job.seed] = record.history.best(metric, optional=True)
+            if len(scores) == settings.seeds:
+                bars.update(job.algorithm, state="done", score=f"best {statistics.fmean(scores.values()):.3f}")
+
+    comparison = Comparison(experiment, path, overwrite=overwrite, stop=stop, trackers=trackers)
+    comparison.on_round, comparison.on_end = round_finished, run_ended
+    with stop, bars:
+        finished = comparison.run()
+    if comparison.entries:
+        show(comparison)
+    return comparison, finished
+
+
+def tell_ending(run: str, record: Record, score_name: str) -> None:
+    """Print how a run ended, as progress without a terminal."""
+    rounds, metric = len(record.history), record.history.metric
+    how = f"{score_name} {record.history.best(metric, optional=True):.4f}"
+    if record.diverged:
+        how = f"diverged in round {rounds + 1}"
+    elif not record.complete:
+        how += f", pruned after round {rounds}"
+    base.tell_progress(f"{run}: {how}")
+
+
+def show(comparison: Comparison) -> None:
+    """Save the picture and the report of the finished runs; print their table and notes about them."""
+    from lamina.data.picture import save_picture  # imported here: matplotlib takes a second
+    from lamina.report.build import describe_partition
+    from lamina.report.figures import comparison_figure
+
+    data, path = comparison.experiment.data, comparison.folder
+    dealt = describe_partition(data.partition.name, **data.partition.options())
+    title = f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}"
+    save_picture(comparison_figure(comparison.entries, title), path / "comparison.png")
+    base.out.print(comparison_table(comparison.entries, comparison.target))
+    for line in comparison.notes():
+        tell(f"note: {line}")
+    page = write_page(comparison)
+    tell(f"runs, picture and tables in {path}/")
+    tell(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
+
+
+def write_page(comparison: Comparison) -> Path | None:
+    """Write the HTML report into the comparison's folder, if plotly is installed."""
+    if importlib.util.find_spec("plotly") is None:
+        return None
+    from lamina.report.build import build
+    from lamina.report.save import save_page
+
+    page = comparison.folder / "report.html"
+    targets = [] if comparison.target is None else [comparison.target]
+    save_page(build(comparison.runs, targets=targets), page)
+    return page
+
+
+def comparison_table(entries: Sequence[Trial], target: float | None, console: Console = base.out) -> Table:
+    """Return the table of a comparison for a console: narrow ones show fewer columns, some cannot show all characters.
+
+    Without a `target`, a value of the metric on the test data, its columns are left out.
+    """
+    from lamina.report.tables import NEVER, NONE, algorithms_table
+
+    _, headings, rows, title = algorithms_table(entries, target)
+    if not console.encoding.startswith("utf"):
+        ascii = str.maketrans({"±": "+-", NEVER: "inf", NONE: "-"})
+        title, rows = title.translate(ascii), [[row[0], *(cell.translate(ascii) for cell in row[1:])] for row in rows]
+    return base.table(
+        headings,
+        rows,
+        right=headings[1:],
+        no_wrap=headings[1:],
+        optional=[headings[-1], headings[-2], *headings[3:4] * (target is not None), "lr"],
+        title=title,
+        console=console,
+    )

@@ -11,19 +11,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, app, best_and_last, err, interruptible, tell
-from lamina.cli.run import how_to_resume
+from lamina.cli import base
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, how_to_resume, tell, tell_progress
 from lamina.errors import BadInput, missing_extra
 from lamina.storage.files import check_writable
-from lamina.text import plural
 
 if TYPE_CHECKING:
     from lamina.flower.local.jobs import Job
 
 flower = typer.Typer(no_args_is_help=True, help="Run a federation of separate processes or machines, on Flower.")
-app.add_typer(flower, name="flower")
+base.app.add_typer(flower, name="flower")
+BAR = "federation"  # what the bar on a terminal is called
 
 
 def need_flower() -> None:
@@ -95,7 +94,7 @@ def new(
 
 
 @flower.command()
-@interruptible(f"finished rounds are kept; {how_to_resume()}")
+@base.resumable
 def up(
     what: Annotated[
         Path, typer.Argument(metavar="EXPERIMENT.toml|DIR", help="an experiment file, or the folder of a Flower app")
@@ -135,42 +134,31 @@ def up(
         raise BadInput("--set, --deadline and --quorum are for experiment files: an app has its own settings")
     job = AppJob(what, out_folder) if what.is_dir() else FileJob(what, overrides or [], nodes, out_folder, options)
     if job.is_complete(overwrite=overwrite):
-        if not quiet:
-            tell_complete(job, "train.rounds")
+        base.tell_complete(job.out, job.history())
         return
     before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
-    with terminate_as_interrupt(), private_files(), Display(job, quiet, overwrite=overwrite) as display:
-        federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=display.line)
+    display = Display(job, overwrite=overwrite)
+    with terminate_as_interrupt(), private_files(), display.bars:
+        federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=tell_progress)
         with federation:
             try:
                 status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
             except KeyboardInterrupt:
                 done = len(job.history())
                 raise Interrupted(f"stopped after round {done}; {how_to_resume(overwrite)}") from None
-    if not status.completed:
+    if status.status != "finished:completed":
         raise job.failed(status, place / "logs", how_to_resume())
     for name in ("app", "command", "superlink", *(() if keep_logs else ("logs",))):
         shutil.rmtree(place / name, ignore_errors=True)  # keys and the nodes' state stay: more rounds may be wanted
-    if not quiet and len(job.history()) == before:
-        tell_complete(job, "the app's rounds")
-    elif not quiet:
-        history = job.history()
-        sent = history.total("bytes_down") + history.total("bytes_up")
-        tell(
-            f"{plural(len(history), 'round')}, {best_and_last(history)}, {sent / 1e6:.1f} MB sent, "
-            f"{history.total('seconds'):.1f} s"
-        )
+    if len(job.history()) == before:
+        base.tell_complete(job.out, job.history(), "the app's rounds")
+    else:
+        tell(base.summary(job.history()))
         tell(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
         if keep_logs:
             tell(f"logs of all processes in {place / 'logs'}/")
-
-
-def tell_complete(job: Job, more: str) -> None:
-    """Say that nothing is left to do."""
-    done = plural(len(job.history()), "round")
-    tell(f"{job.out}/ is complete: {done}; raise {more} for more, or start again with --overwrite")
 
 
 def read_quorum(text: str) -> float:
@@ -201,67 +189,39 @@ def terminate_as_interrupt() -> Iterator[None]:
 class Display:
     """Shows how a run goes: a bar on a terminal, else a line per round; and the warnings in the server's log."""
 
-    def __init__(self, job: Job, quiet: bool, *, overwrite: bool = False) -> None:
-        self._job, self._quiet = job, quiet
-        self._live = not quiet and err.is_terminal
+    def __init__(self, job: Job, *, overwrite: bool = False) -> None:
+        self._job = job
         self._rounds = 0 if overwrite else len(job.history())  # that have been shown
         self._log_lines = len(self._read_log())  # that have been shown
-        self._sizes: list[int] = []  # of the files that are shown
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-            console=err,
-            transient=True,
-            disable=not self._live,
-        )
-        self._task = self._bar.add_task("starting", total=job.rounds, completed=self._rounds, note="")
-
-    def __enter__(self) -> Display:
-        self._bar.start()
+        shown = {"state": "starting", "score": "", "total": job.rounds, "completed": self._rounds}
+        self.bars = base.round_bars([BAR], **shown)
         if self._rounds:
-            self.line(f"resuming after round {self._rounds}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+            tell_progress(f"resuming after round {self._rounds}")
 
     def say(self, what: str) -> None:
         """Say what is being done now."""
-        if self._live:
-            self._bar.update(self._task, description=what)
+        if self.bars.live:
+            self.bars.update(BAR, state=what)
         else:
-            self.line(what)
-
-    def line(self, text: str) -> None:
-        """Print a line that stays, above the bar if there is one."""
-        if not self._quiet:
-            err.print(text, markup=False, highlight=False, soft_wrap=True)
+            tell_progress(what)
 
     def update(self) -> None:
         """Show what is new in the run's folder."""
-        files = [self._job.out / name for name in ("log.txt", "metrics.jsonl")]
-        sizes = [file.stat().st_size if file.exists() else 0 for file in files]
-        if sizes == self._sizes:
-            return
-        self._sizes = sizes
         lines = self._read_log()
         if len(lines) < self._log_lines:
             self._log_lines = 0  # the log was restarted or truncated
         for line in lines[self._log_lines :]:
             _, _, level, text = [*line.split(" ", 3), "", "", ""][:4]  # after the date and the time
             if level == "WARNING":
-                self.line(text)
+                tell_progress(text)
         self._log_lines = len(lines)
         history, rounds = self._job.history(), self._job.rounds
         metric = history.metric if history.metric != "loss" else ""  # without a metric, a line names the round only
         for row in history[self._rounds :]:
-            what, score = f"round {row['round']}", f"{metric} {row[metric]:.4f}" if metric in row else ""
-            self._bar.update(self._task, total=rounds, completed=row["round"], description=what, note=score)
-            if not self._live:
-                self.line(f"{what}/{rounds or '?'}{': ' + score if score else ''}")
+            self.bars.update(BAR, row, total=rounds, completed=row["round"], state="training")
+            if not self.bars.live:
+                score = f": {metric} {row[metric]:.4f}" if metric in row else ""
+                tell_progress(f"round {row['round']}/{rounds or '?'}{score}")
         self._rounds = max(self._rounds, len(history))
 
     def _read_log(self) -> list[str]:

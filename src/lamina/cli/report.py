@@ -34,9 +34,8 @@ def report(
     contents = build(folders, targets=targets or [], baseline=baseline, title=title)
     save_page(contents, out_file)
     files = save_files(contents, figures) if figures is not None else []
-    if not quiet:
-        for line in contents.notes:
-            tell(f"note: {line}")
-        tell(f"report in {out_file}")
-        if figures is not None:
-            tell(f"{plural(len(files), 'file')} of figures and tables in {figures}/")
+    for line in contents.notes:
+        tell(f"note: {line}")
+    tell(f"report in {out_file}")
+    if figures is not None:
+        tell(f"{plural(len(files), 'file')} of figures and tables in {figures}/")

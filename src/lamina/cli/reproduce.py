@@ -12,8 +12,8 @@ import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, tell
+from lamina.cli.compare import run_comparison
 from lamina.cli.listing import list_
-from lamina.cli.run import how_to_resume
 from lamina.errors import BadInput
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def print_papers(wanted: bool) -> None:
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
+@base.resumable
 def reproduce(
     name: Annotated[
         str | None, typer.Argument(metavar="NAME", help="a paper's figure or table, or an experiment file with claims")
@@ -54,7 +54,6 @@ def reproduce(
     """
     if name is None:
         raise BadInput("say which: lamina reproduce NAME; lamina reproduce --list has the names")
-    from lamina.cli.comparison import run_comparison
     from lamina.experiment import claims, reproduction
     from lamina.experiment.config import load
     from lamina.experiment.trials import refuse_all_diverged
@@ -65,29 +64,28 @@ def reproduce(
         return
     experiments = reproduction.plan(file, overrides or [], scale)
     wanted = load(file, overrides or []).claim
-    if scale == "full" and not quiet:
+    if scale == "full":
         for note in filter(None, (reproduction.too_short(claim, experiments) for claim in wanted)):
             tell(f"note: {note}")
     path = out_folder or Path("runs") / (file.stem + "-small" * (scale == "small"))
     entries: dict[str, Trial] = {}
     stop = base.Stop()  # shared by all variants: a stop in the last round of one keeps the next from starting
     for variant, experiment in experiments.items():
-        if not quiet and variant:
+        if variant:
             tell(f"{variant}:")
         place = path / (variant or reproduction.FOLDER_AS_GIVEN)
-        comparison, finished = run_comparison(experiment, place, stop, overwrite, quiet)
+        comparison, finished = run_comparison(experiment, place, stop, overwrite)
         entries |= {f"{entry.name}@{variant}" if variant else entry.name: entry for entry in comparison.entries}
         if not finished or (stop() and variant != list(experiments)[-1]):
-            raise Interrupted(f"stopped after a round; {how_to_resume(overwrite)}")
+            raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
     if scale == "small":
         rounds = next(iter(experiments.values())).train.rounds
         wanted = [reproduction.in_reach(claim, rounds) for claim in wanted]
     findings = [claims.evaluate(claim, entries) for claim in wanted]
     reproduction.save(findings, path, scale)
-    if not quiet:
-        show(findings, scale)
-        if overrides:
-            tell(f"note: not as in the file: {', '.join(overrides)}")
+    show(findings, scale)
+    if overrides:
+        tell(f"note: not as in the file: {', '.join(overrides)}")
     refuse_all_diverged(entries.values())
 
 

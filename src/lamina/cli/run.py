@@ -12,12 +12,6 @@ from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
 from lamina.history import Row
 from lamina.progress import IntervalLines
-from lamina.text import plural
-
-
-def how_to_resume(overwrite: bool = False) -> str:
-    """Return what to do to resume a command that was stopped."""
-    return f"run the same command again{' without --overwrite' * overwrite} to resume"
 
 
 def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
@@ -26,7 +20,7 @@ def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
+@base.resumable
 def run(
     file: base.File,
     overrides: Set = None,
@@ -48,7 +42,7 @@ def run(
     name, seed, rounds = experiment.algorithm.name, experiment.train.seed, experiment.train.rounds
     path = out_folder or Path(experiment.run.out or f"runs/{file.stem}-{name.replace(':', '.')}-seed{seed}")
     experiment, ranks = running.join_ranks(experiment)
-    quiet = quiet or ranks.rank > 0
+    base.be_quiet(quiet or ranks.rank > 0)
     trackers = Trackers(wanted_trackers(tensorboard, mlflow) if ranks.rank == 0 else [], path)
     with contextlib.ExitStack() as opened:
         lines = opened.enter_context(LogLines())
@@ -59,33 +53,25 @@ def run(
         if isinstance(folder, RunFolder) and folder.ended:
             if folder.diverged is not None:
                 raise folder.diverged
-            if not quiet:
-                finished = plural(len(folder.history), "round")
-                tell(f"{path}/ is complete: {finished}; raise train.rounds for more, or start again with --overwrite")
+            base.tell_complete(path, folder.history)
             return
         done = running.resume([simulation], [folder])
-        if done and not quiet:
+        if done:
             tell(f"resuming after round {done}")
-        with base.Stop() as stop, base.RoundBars([name], quiet, state="", total=rounds, completed=done) as bars:
+        with base.Stop() as stop, base.round_bars([name], state="", total=rounds, completed=done) as bars:
             lines_at_intervals = IntervalLines(name, rounds, done, base.tell_progress)
 
             def show(_: int, row: Row) -> None:
                 bars.update(name, row, completed=row["round"])
-                if not quiet and not bars.live:
+                if not bars.live:
                     lines_at_intervals.round_finished(row)
 
             stopped = running.train([simulation], [folder], experiment, stop=stop, on_round=show)
     if folder.diverged:
         raise folder.diverged
     if stopped:
-        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {how_to_resume(overwrite)}")
-    if not quiet:
-        history = simulation.history
-        sent, seconds = history.total("bytes_down") + history.total("bytes_up"), history.total("seconds")
-        tell(
-            f"{simulation.algorithm.card.title}: {plural(len(history), 'round')}, {base.best_and_last(history)}, "
-            f"{sent / 1e6:.1f} MB sent, {seconds:.1f} s"
-        )
-        if simulation.objective.frozen:
-            tell(f"the model {simulation.objective.frozen_note()}")
-        tell(f"records and model in {path}/")
+        raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {base.how_to_resume(overwrite)}")
+    tell(f"{simulation.algorithm.card.title}: {base.summary(simulation.history)}")
+    if simulation.objective.frozen:
+        tell(f"the model {simulation.objective.frozen_note()}")
+    tell(f"records and model in {path}/")

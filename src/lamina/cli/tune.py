@@ -9,7 +9,7 @@ import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, out, say, tell
-from lamina.cli.run import how_to_resume
+from lamina.cli.compare import tell_ending
 from lamina.text import plural
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @base.app.command()
-@base.interruptible(f"finished rounds are kept; {how_to_resume()}")
+@base.resumable
 def tune(
     file: base.File,
     overrides: Set = None,
@@ -34,7 +34,6 @@ def tune(
     Started again, it skips the runs that are complete and resumes the others. With Optuna, several of these
     commands at once share the work.
     """
-    from lamina.cli.comparison import tell_ending
     from lamina.experiment.config import load
     from lamina.experiment.tune import Tuning
 
@@ -47,19 +46,19 @@ def tune(
     stop = base.Stop()
     tuning = Tuning(experiment, out_folder or Path("runs") / f"{file.stem}-tune", overwrite=overwrite, stop=stop)
     rounds = tuning.count * experiment.tune.seeds * experiment.train.rounds
-    with stop, base.RoundBars(["tuning"], quiet, total=rounds) as bars:
+    with stop, base.round_bars(["tuning"], total=rounds) as bars:
         tuning.on_round = lambda job, row: bars.update("tuning", row, advance=1, state=job.label)
-        if not quiet and not bars.live:
+        if not bars.live:
             tuning.on_end = lambda job, record: tell_ending(str(job), record, tuning.score_name)
         finished = tuning.run()
     with tuning.turn():
         save_picture(tuning)
+    show(tuning, finished)
     if not quiet:
-        show(tuning, finished)
         for line in tuning.edges():
             say("warning", line)
     if not finished:
-        raise Interrupted(f"stopped after a round; {how_to_resume(overwrite)}")
+        raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
     tuning.refuse_all_diverged()
 
 

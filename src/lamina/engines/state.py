@@ -173,11 +173,12 @@ def diverged(
     """Return the error for a NaN or an infinity in a flat vector: where it is and what to try."""
     layer = (layers.first_nonfinite(vector) if vector.shape[-1] == layers.size else None) or fallback
     who = "the server's step" if client is None else f"client {client}{step}"
-    return Diverged(
-        f"round {round}: {who} went non-finite, first in '{layer}'; "
-        f"lower the learning rate (now {lr:g}) or clip the gradients"
-        + (". Earlier rounds are kept" if round > 1 else ""),
-        round=round,
-        client=client,
-        layer=layer,
-    )
+    return went_nonfinite(f"{who} went non-finite,", layer, round, lr, client)
+
+
+def went_nonfinite(what: str, layer: str, round: int, lr: float, client: int | None) -> Diverged:
+    """Return the error for something that went non-finite in a layer, and what to try."""
+    advice = f"lower the learning rate (now {lr:g}) or clip the gradients"
+    kept = ". Earlier rounds are kept" if round > 1 else ""
+    text = f"round {round}: {what} first in '{layer}'; {advice}{kept}"
+    return Diverged(text, round=round, client=client, layer=layer)

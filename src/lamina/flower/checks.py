@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
 from lamina.evaluation import mean_name
-from lamina.flower.wire import Unreadable, arrays_of, decode, shorten
-from lamina.metrics import ACCURACY, LOSS, METRICS, Metric
+from lamina.flower.wire import Unreadable, decode, entries_of, shorten, wire_bytes
+from lamina.metrics import ACCURACY, METRICS, Metric
 from lamina.objective import Buffers
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
@@ -65,11 +65,11 @@ class Limits:
     def __post_init__(self) -> None:
         if self.on_large not in ("reject", "clip"):
             raise unknown("limits.on_large", self.on_large, ("reject", "clip"))
-        names = ("times_median", "times_against", "times_examples")
-        given: list[tuple[str, Any]] = [*self.norms.items(), *((name, getattr(self, name)) for name in names)]
-        for name, value in given:
-            is_off = value is None and name == "times_median"
-            if not is_off and not (is_number(value) and value > 0):
+        factors = {"times_against": self.times_against, "times_examples": self.times_examples}
+        if self.times_median is not None:
+            factors["times_median"] = self.times_median
+        for name, value in {**self.norms, **factors}.items():
+            if not (is_number(value) and value > 0):
                 raise BadInput(f"limits: {name} = {value!r} is not a number > 0")
         if not is_whole(self.max_examples) or self.max_examples < 1:
             raise BadInput(f"limits: max_examples = {self.max_examples!r} is not a whole number >= 1")
@@ -183,11 +183,8 @@ def read_evaluation(
 ) -> Evaluation:
     """Return a checked evaluation; raises `Refused`.
 
-    Args:
-        content: the reply.
-        limits: the limits of this federation.
-        most: the number of examples the client said it trains on, where it evaluates on the same.
-        metrics: what it must report; None stands for the accuracy, if its data have classes.
+    `most` is the number of examples the client said it trains on, where it evaluates on the same. Without `metrics`
+    that it must report, it reports the accuracy, if its data have classes.
     """
     figures, examples = _read_figures(content, [], limits, ("figures",))
     if metrics is None:
@@ -195,35 +192,30 @@ def read_evaluation(
     if most is not None and examples > most:
         raise Refused(f"says it evaluates on {examples} examples, and said it trains on {most}")
     _check_loss(figures.get("loss"), "evaluation")
-    wanted = {"loss": LOSS, **{mean_name(metric): metric for metric in metrics if mean_name(metric) != "loss"}}
+    wanted = {mean_name(metric): metric for metric in metrics if mean_name(metric) != "loss"}
     for name, metric in wanted.items():
-        value: Any = figures.get(name)
+        value = figures.get(name)
         smallest, largest = 0.0 if metric.name in METRICS else -LARGEST_LOSS, 1.0 if metric.percent else LARGEST_LOSS
-        if metric is not LOSS and not (isinstance(value, float) and smallest <= value <= largest):
+        if not (isinstance(value, float) and smallest <= value <= largest):
             raise Refused(f"its {name} is {_quote(value)}")
-    return Evaluation({name: figures[name] for name in wanted}, examples)
+    return Evaluation({name: figures[name] for name in ("loss", *wanted)}, examples)
 
 
 def read_problem(content: RecordDict) -> Problem | None:
     """Return why a node cannot do a task; None if the reply reports no problem."""
-    record = content.get("problem")
-    if not isinstance(record, ConfigRecord):
+    if not isinstance(content.get("problem"), ConfigRecord):
         return None
-    missing, layer = record.get("missing"), record.get("diverged")
-    names = [m for m in missing if isinstance(m, str)] if isinstance(missing, list) else []
-    return Problem(
-        shorten(str(record.get("text", ""))), names[:100], shorten(layer, 80) if isinstance(layer, str) else None
-    )
-
-
-# --- parts -----------------------------------------------------------------------------------------------------------
+    entries = entries_of(content, "problem")
+    missing, layer = entries.get("missing"), entries.get("diverged")
+    names = [m for m in missing if isinstance(m, str)][:100] if isinstance(missing, list) else []
+    return Problem(shorten(str(entries.get("text", ""))), names, shorten(layer, 80) if isinstance(layer, str) else None)
 
 
 def _read_figures(
     content: RecordDict, tensors: Sequence[Tensor], limits: Limits, needed: Sequence[str], optional: Sequence[str] = ()
 ) -> tuple[dict[str, Any], int]:
     """Check a reply's size, its records and its number of examples; return its figures and that number."""
-    explained, size = sum(t.numel() * t.element_size() for t in tensors) + SLACK, content_bytes(content)
+    explained, size = sum(t.numel() * t.element_size() for t in tensors) + SLACK, wire_bytes(content)
     if size > explained:
         raise Refused(f"it holds {size} bytes, and the model explains {explained}")
     for name in needed:
@@ -239,25 +231,9 @@ def _read_figures(
     return figures, int(examples)
 
 
-def content_bytes(content: RecordDict) -> int:
-    """Return about how many bytes a content takes, whatever it holds."""
-    total = 0
-    for name, record in content.items():
-        total += len(name)
-        entries: dict[str, Any] = dict(record)
-        for key, value in entries.items():
-            total += len(key)
-            if isinstance(value, Array):
-                total += len(value.data) + len(value.dtype) + len(value.stype) + 8 * len(value.shape)
-            else:
-                for entry in value if isinstance(value, list) else [value]:
-                    total += len(entry) if isinstance(entry, str | bytes) else 8
-    return total
-
-
 def _read_tensors(content: RecordDict, name: str, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a record: exactly those wanted, and finite."""
-    arrays, tensors = arrays_of(content, name), {}
+    arrays, tensors = entries_of(content, name, ArrayRecord), {}
     for key in wanted:
         if key not in arrays:
             raise Refused(f"the field '{key}' is missing in '{name}'")

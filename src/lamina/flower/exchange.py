@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -13,81 +12,32 @@ from flwr.app import Array, MessageType, RecordDict
 
 from lamina.engines.state import State
 from lamina.flower import checks, wire
-from lamina.flower.checks import Evaluation, Expected, Problem, Refused, Update
-from lamina.flower.judge import Judge
+from lamina.flower.checks import Evaluation, Expected, FullGradient, Problem, Refused, Update
 from lamina.flower.mail import Mail, late
-from lamina.flower.records import Attendance
+from lamina.flower.records import Attendance, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.flower.wire import Task
-
-log = logging.getLogger(__name__)
-FIRST_LINE_S, NEXT_LINE_S = 10.0, 60.0  # until a line says who is waited for, and until the next one
-Base = tuple[int, str]  # the round and the token of an exchange whose client state the server accepted
 
 
 class Exchange:
     """Sends tasks to the clients of a round, and returns the sound answers."""
 
-    def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster, judge: Judge) -> None:
-        self.setup, self.app, self.mail, self.roster, self.judge = setup, app, mail, roster, judge
-        self.diverged: dict[int, str] = {}  # by client, of this attempt: the layer its training went non-finite in
-        self._tokens: dict[int, str] = {}  # by client: the last task to train
-        self._gradient_tokens: dict[int, str] = {}  # by client: the last task to send its full gradient
-        self._next_line = 0.0  # time.monotonic() at which a line says who is waited for
-        # These are kept in the checkpoint.
-        self.run_name = secrets.token_hex(16)
-        self.base: dict[int, Base] = {}  # by client
-        self.older_base: dict[int, Base] = {}  # as of the checkpoint before the last
-        self.issued = 0  # of the last task
-
-    def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
-        nodes = {client: str(node) for client, node in self.roster.bound.items()}
-        base, older = self.base, self.older_base
-        return {"run": self.run_name, "base": base, "older": older, "issued": self.issued, "nodes": nodes}
-
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint stores."""
-        self.run_name, self.issued = facts["run"], int(facts.get("issued", 0))
-        self.base, self.older_base = (
-            {int(client): (int(number), str(token)) for client, (number, token) in facts.get(name, {}).items()}
-            for name in ("base", "older")
-        )
-        if self.roster.fixed is None:
-            self.roster.bound.update({int(client): int(node) for client, node in facts["nodes"].items()})
-
-    def begin_attempt(self) -> None:
-        """Forget what the last attempt at a round came to."""
-        self.diverged = {}
-        self._next_line = time.monotonic() + FIRST_LINE_S
+    def __init__(self, setup: Setup, app: str, mail: Mail, roster: Roster, memory: Memory) -> None:
+        self.setup, self.app, self.mail, self.roster, self.memory = setup, app, mail, roster, memory
+        self._tokens: dict[tuple[str, int], str] = {}  # of the last task, by type of message and client
 
     def accept(self, number: int, clients: Iterable[int]) -> None:
         """Remember the client states that belong to the updates in the mean."""
-        self.older_base = dict(self.base)
+        self.memory.older = dict(self.memory.base)
         for client in clients:
-            self.base[client] = (number, self._tokens[client])
-
-    def log_waiting(self, clients: Iterable[int], what: str) -> None:
-        """Log now and then which clients the server is waiting for."""
-        if time.monotonic() < self._next_line:
-            return
-        self._next_line = time.monotonic() + NEXT_LINE_S
-        names = sorted(clients)
-        whom = f"client{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
-        log.warning("waiting for %s %s (deadline: %g s)", whom, what, self.setup.deadline)
-
-    # --- exchanges --------------------------------------------------------------------------------------------------
+            self.memory.base[client] = (number, self._tokens[MessageType.TRAIN, client])
 
     def gradients(self, state: State, clients: Iterable[int], record: Attendance) -> dict[int, Update]:
         """Ask for every client's full gradient at x and number of examples."""
-        contents, expected = self._about_x(state, clients, record.round), self.judge.expected_gradient(state)
-        self._gradient_tokens = {client: wire.token_of(content) for client, content in contents.items()}
-        gradients = self._collect(
-            wire.GRADIENT, contents, state, record, lambda _, content: checks.read_update(content, expected)
-        )
-        self.judge.remove_odd_gradients(gradients, record)
-        return dict(sorted(gradients.items()))
+        expected = Expected(FullGradient(state.server.x), {}, None, self.setup.limits)
+        contents = self._about_x(state, clients, record.round)
+        return self._collect(wire.GRADIENT, contents, record, lambda _, content: checks.read_update(content, expected))
 
     def updates(
         self,
@@ -97,35 +47,31 @@ class Exchange:
         down: Any,
         expected: Expected,
         gradients: Mapping[int, Update],
-        last_loss: float | None,
     ) -> dict[int, Update]:
-        """Have every client train, and return the updates that are used; `gradients` are those of Mime."""
-        versions = self.setup.algorithm.down_versions(record.round)
+        """Have every client train, and return the sound updates; `gradients` are those of Mime."""
+        versions, memory = self.setup.algorithm.down_versions(record.round), self.memory
         arrays = wire.pack(down)
         x_is_held = ["x"] if gradients else []
         digests = {name: wire.digest(getattr(down, name)) for name in (*versions, *x_is_held) if name in arrays}
 
         def message(client: int, held: list[str], *, is_new: bool = False) -> RecordDict:
-            self._tokens[client] = secrets.token_hex(8)
-            base = "" if is_new or client not in self.base else self.base[client][1]
-            task = self._task(
+            return self._message(
+                state,
+                {name: array for name, array in arrays.items() if name not in held},
                 record.round,
                 client,
-                self._tokens[client],
-                base=base,
-                keep=[bases[client][1] for bases in (self.base, self.older_base) if client in bases],
+                base="" if is_new or client not in memory.base else memory.base[client][1],
+                keep=[bases[client][1] for bases in (memory.base, memory.older) if client in bases],
                 held=held,
                 held_digests=[digests[name] for name in held],
-                gradient=self._gradient_tokens[client] if client in gradients else "",
+                gradient=self._tokens[wire.GRADIENT, client] if client in gradients else "",
             )
-            return self._message(state, {name: a for name, a in arrays.items() if name not in held}, task)
 
         def resend(client: int, problem: Problem) -> RecordDict:
-            if "state" in problem.missing:
-                record.note(f"{record.name(client)} has lost its client state and starts again")
-                return message(client, [], is_new=True)
-            record.note(f"{record.name(client)} {problem.text}: all is sent again")
-            return message(client, [])
+            is_new = "state" in problem.missing
+            what = "has lost its client state and starts again" if is_new else f"{problem.text}: all is sent again"
+            record.note(f"{record.name(client)} {what}")
+            return message(client, [], is_new=is_new)
 
         def read(client: int, content: RecordDict) -> Update:
             return checks.read_update(content, expected, gradients[client].examples if client in gradients else None)
@@ -135,28 +81,22 @@ class Exchange:
         for client in clients:
             held = [n for n, v in versions.items() if n in digests and n in ledger and ledger[n][client] == v]
             contents[client] = message(client, held + x_is_held)
-        updates = self._collect(MessageType.TRAIN, contents, state, record, read, resend)
-        self.judge.remove_odd_updates(updates, record, state, down, expected, last_loss)
-        return dict(sorted(updates.items()))
+        return self._collect(MessageType.TRAIN, contents, record, read, resend)
 
-    def evaluations(self, state: State, record: Attendance) -> dict[int, Evaluation]:
-        """Have every connected client evaluate the model."""
+    def evaluations(self, state: State, record: Attendance, examples: Mapping[int, int]) -> dict[int, Evaluation]:
+        """Have every connected client evaluate the model; `examples` says on how many it may, by client."""
         clients = [client for client in range(self.roster.clients) if self.roster.is_online(client)]
-        examples = self.judge.examples if self.setup.node_test is None else {}  # those that clients train on
 
         def read(client: int, content: RecordDict) -> Evaluation:
             return checks.read_evaluation(content, self.setup.limits, examples.get(client), self.setup.node_metrics)
 
         contents = self._about_x(state, clients, record.round)
-        evaluations = self._collect(MessageType.EVALUATE, contents, state, record, read)
-        self.judge.remove_odd_evaluations(evaluations, record)
-        return dict(sorted(evaluations.items()))
+        return self._collect(MessageType.EVALUATE, contents, record, read)
 
     def _collect(
         self,
         kind: str,
         contents: Mapping[int, RecordDict],
-        state: State,
         record: Attendance,
         read: Callable[[int, RecordDict], Any],
         resend: Callable[[int, Problem], RecordDict] | None = None,
@@ -168,7 +108,6 @@ class Exchange:
         """
         answers: dict[int, Any] = {}
         waiting: dict[str, int] = {}  # by message: the client
-        tokens: dict[int, str] = {}
         resent: set[int] = set()
 
         def send(client: int, content: RecordDict, seconds: float) -> None:
@@ -176,10 +115,10 @@ class Exchange:
             if sent is None:
                 record.miss(client, why)
             else:
-                waiting[sent], tokens[client] = client, wire.token_of(content)
+                waiting[sent], self._tokens[kind, client] = client, wire.token_of(content)
 
         def take(client: int, content: RecordDict) -> None:
-            if wire.take_answer(content) != tokens[client]:
+            if wire.take_answer(content) != self._tokens[kind, client]:
                 record.refuse(client, "its reply does not name the task it was sent: an old one again?")
                 return
             problem = checks.read_problem(content)
@@ -187,7 +126,7 @@ class Exchange:
                 resent.add(client)
                 send(client, resend(client, problem), until - time.monotonic())
             elif problem is not None and problem.diverged is not None:
-                self.diverged[client] = problem.diverged
+                record.diverged[client] = problem.diverged
                 record.refuse(client, problem.text)
             elif problem is not None:
                 record.miss(client, problem.text)
@@ -211,8 +150,8 @@ class Exchange:
                     take(client, reply.content)
             if not waiting or time.monotonic() >= until:
                 break
-            if not state.round:  # later it is known how long a round takes
-                self.log_waiting(waiting.values(), "to answer")
+            if record.round == 1:  # later it is known how long a round takes
+                self.roster.log_waiting(waiting.values(), "to answer")
             time.sleep(min(self.setup.poll, max(0.0, until - time.monotonic())))
         for sent, client in waiting.items():
             stalled = self.mail.give_up(sent)
@@ -221,18 +160,22 @@ class Exchange:
         for client, answer in answers.items():
             for field in getattr(answer, "clipped", ()):
                 record.note(f"{record.name(client)}: '{field}' was scaled down to the limit")
-        return answers
+        return dict(sorted(answers.items()))
 
-    # --- messages ---------------------------------------------------------------------------------------------------
+    def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:
+        """Return messages with nothing but x, the buffers and a task, by client."""
+        arrays = {"x": wire.encode(state.server.x)}
+        return {client: self._message(state, arrays, number, client) for client in clients}
 
-    def _task(self, number: int, client: int, token: str, **more: Any) -> Task:
-        plan = self.setup.plan
-        self.issued = max(self.issued + 1, time.time_ns() // 1000)
-        return Task(
-            run=self.run_name,
-            token=token,
+    def _message(self, state: State, down: Mapping[str, Array], number: int, client: int, **more: Any) -> RecordDict:
+        """Return a message of round `number`; `more` are the entries of its task for a client that trains."""
+        plan, memory = self.setup.plan, self.memory
+        memory.issued = max(memory.issued + 1, time.time_ns() // 1000)
+        task = Task(
+            run=memory.run,
+            token=secrets.token_hex(8),
             app=self.app,
-            issued=self.issued,
+            issued=memory.issued,
             round=number,
             client=client,
             clients=plan.clients.count,
@@ -240,14 +183,5 @@ class Exchange:
             settings=json.dumps(plan.protocol.local_record(number)),
             **({"base": "", "keep": [], "held": [], "held_digests": [], "gradient": ""} | more),
         )
-
-    def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:
-        """Return messages with nothing but x, the buffers and a task, by client."""
-        arrays = {"x": wire.encode(state.server.x)}
-        return {
-            client: self._message(state, arrays, self._task(number, client, secrets.token_hex(8))) for client in clients
-        }
-
-    def _message(self, state: State, down: Mapping[str, Array], task: Task) -> RecordDict:
         buffers = {name: wire.encode(value) for name, value in wire.floating(state.buffers).items()}
         return wire.content_of({"down": down, "buffers": buffers, "task": task.model_dump()})

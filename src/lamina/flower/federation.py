@@ -17,7 +17,7 @@ from torch import nn
 from lamina.aggregation import Mean
 from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import options
-from lamina.clients import Clients, Reserved, deal, reserve
+from lamina.clients import Reserved, deal, reserve
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
@@ -27,10 +27,11 @@ from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
+from lamina.flower.mail import Mail
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
 from lamina.flower.setup import Setup
-from lamina.flower.signing import SERVER_OPTION, read_signer
+from lamina.flower.signing import SERVER_OPTION, read_signing_key
 from lamina.metrics import description
 
 log = logging.getLogger(__name__)
@@ -96,10 +97,17 @@ class Federation(Setup):
         if run.precision != "fp32":
             log.warning("precision = '%s' is for simulations only: nodes use the model's own precision", run.precision)
         dealt = _Dealt(experiment, partition)
-        given: dict[str, Any] = {"rounds": experiment.train.rounds, "out": run.out, "test": dealt.test, **settings}
-        given |= {"device": run.device, "evaluate_every": run.evaluate_every, "metrics": experiment.train.metrics}
         clients = building.count_clients(experiment) if experiment.data.heldout_clients is None else None
-        federation = cls(algorithm, dealt.model, dealt.part, clients=clients or dealt.clients.count, **(given | more))
+        given: dict[str, Any] = {
+            "clients": clients or dealt.reserved.training.count,
+            "rounds": experiment.train.rounds,
+            "out": run.out,
+            "test": lambda: dealt.splits.test,
+            "device": run.device,
+            "evaluate_every": run.evaluate_every,
+            "metrics": experiment.train.metrics,
+        }
+        federation = cls(algorithm, dealt.model, dealt.part, **(given | dict(settings) | more))
         federation.resolved_config = dealt.config
         if experiment.data.heldout_clients is not None or experiment.data.local_test is not None:
             federation.client_samples = dealt.client_samples
@@ -140,7 +148,7 @@ class Federation(Setup):
         def main(grid: Grid, context: Context) -> None:
             out = Path(str(self.out or context.run_config.get("out") or "runs/flower"))
             nodes = read_nodes(self.nodes or context.run_config.get("nodes") or None, self.plan.clients.count)
-            signer = read_signer(self.signing_key or context.run_config.get(SERVER_OPTION), grid)
+            key = read_signing_key(self.signing_key or context.run_config.get(SERVER_OPTION), grid)
             with LogLines() as lines, RunFolder(out, self.config(), lines=lines) as folder:
                 if folder.diverged is not None:
                     raise folder.diverged
@@ -151,7 +159,7 @@ class Federation(Setup):
                     "quorum %s, deadline %g s, %d attempts, %s", self.quorum, self.deadline, self.attempts, self.limits
                 )
                 try:
-                    Server(self, grid, folder, nodes, signer).run()
+                    Server(self, folder, Mail(grid, key), nodes).run()
                 except Exception as error:  # Flower's log may be gone when somebody asks why
                     why = str(error) if isinstance(error, LaminaError) else f"{type(error).__name__}: {error}"
                     log.error("the run stopped: %s", why)
@@ -180,22 +188,15 @@ class _Dealt:
         dealt = deal(self.splits.train, count, self.partition, seed)
         return reserve(dealt, data.heldout_clients, data.local_test, seed)
 
-    @property
-    def clients(self) -> Clients:
-        return self.reserved.training
-
     def part(self, context: Context) -> Dataset:
         """Return the data of a node."""
-        client = client_number(context)
-        if not 0 <= client < self.clients.count:
-            raise BadInput(f"partition-id = {client}, but the clients are numbered 0 to {self.clients.count - 1}")
-        return self.splits.train.subset(self.clients.parts[client])
+        client, clients = client_number(context), self.reserved.training
+        if not 0 <= client < clients.count:
+            raise BadInput(f"partition-id = {client}, but the clients are numbered 0 to {clients.count - 1}")
+        return self.splits.train.subset(clients.parts[client])
 
     def client_samples(self) -> list[ClientSamples]:
         return reserved_samples(self.reserved, self.splits.train, choose_device(self.experiment.run.device))
-
-    def test(self) -> Dataset:
-        return self.splits.test
 
     def model(self) -> nn.Module:
         return building.build_model(self.experiment, self.splits.train)

@@ -10,64 +10,51 @@ import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
-from lamina.errors import BadInput
 from lamina.flower import outliers, wire
-from lamina.flower.checks import Evaluation, Expected, FullGradient, Update
-from lamina.flower.records import Attendance
+from lamina.flower.checks import Evaluation, Expected, Update
+from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
 from lamina.objective import Objective
 
-STORED = ("examples", "recent", "accepted", "largest_growth", "growth_by_client")  # attributes in a checkpoint
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
 
 
 class Judge:
     """Removes answers that stand out, and remembers from earlier rounds what that takes."""
 
-    def __init__(self, setup: Setup, objective: Objective, state: State) -> None:
-        self.objective = objective
+    def __init__(self, setup: Setup, objective: Objective, state: State, memory: Memory) -> None:
+        self.objective, self.memory = objective, memory
         self.algorithm, self.protocol, self.limits = setup.algorithm, setup.protocol, setup.limits
         rate, layers, zero = self.protocol.rate(1), objective.layers, torch.zeros_like(state.server.x)
         down = self.algorithm.broadcast(state.server, ServerInfo(1, rate, layers, mean_gradient=zero))
         upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
         self.limits.check_fields(upload._fields)
         self.no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
-        # The checkpoint stores these.
-        self.examples: dict[int, int] = {}  # by client, as of the last round it took part in
-        self.recent: dict[str, list[float]] = {}  # the medians of the last rounds' answers, by what was measured
-        self.accepted: dict[int, list[str]] = {}  # by client: digests of its last updates
-        self.largest_growth: dict[str, float] = {}  # of any round's medians, by layer of a second moment
-        self.growth_by_client: dict[int, outliers.Growth] = {}  # by client, over the rounds that it took part in
-        self._sizes: outliers.Sizes = {}  # of the answers of this attempt
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a checkpoint stores."""
-        return {name: getattr(self, name) for name in STORED}
+    def expect(self, state: State, down: Any, info: ClientInfo) -> Expected:
+        """Return what a sound update looks like: the fields an engine would get from one local step.
 
-    def restore(self, facts: Mapping[str, Any]) -> None:
-        """Take over what a checkpoint stores."""
-        for name in STORED:
-            if name not in facts:
-                wrong = f"this federation's checkpoint has no '{name}': another version of lamina wrote it"
-                raise BadInput(f"{wrong}; resume with that version, or start again in another folder")
-        self.recent, self.largest_growth = dict(facts["recent"]), dict(facts["largest_growth"])
-        self.examples = {int(client): int(count) for client, count in facts["examples"].items()}
-        self.accepted = {int(client): list(digests) for client, digests in facts["accepted"].items()}
-        self.growth_by_client = {
-            int(client): outliers.Growth(*sums) for client, sums in facts["growth_by_client"].items()
-        }
-
-    def begin_attempt(self) -> None:
-        """Forget the answers of the last attempt."""
-        self._sizes = {}
-
-    # --- what is expected -------------------------------------------------------------------------------------------
-
-    def expected(self, state: State, down: Any, info: ClientInfo) -> Expected:
-        """Return what a sound update looks like: the fields an engine would get from one local step."""
+        What the updates of this broadcast are compared by is kept for `remove_odd_updates` and `remember`.
+        """
         algorithm, non_negative = self.algorithm, self.limits.non_negative
+        upload = self._upload(down, info)
+        self._broadcast = outliers.Broadcast(
+            self.objective.layers,
+            wire.floating(state.buffers),
+            lambda steps: algorithm.inherited_moments(down, info._replace(steps=float(steps))),
+            self.protocol.by_examples,
+            lambda steps: algorithm.inherited_step(down, info._replace(steps=float(steps))),
+            self.memory.largest_growth,
+            implied=tuple(algorithm.implied_fields(upload, down, info._replace(steps=1.0))),
+            drift=state.server.x - self.objective.start,
+            totals={
+                name: {client: getattr(total, name) for client, total in state.clients.items()}
+                for name in algorithm.state_changes
+            },
+            growth_by_client=self.memory.growth_by_client,
+        )
         return Expected(
-            self._upload(down, info),
+            upload,
             wire.floating(state.buffers),
             lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,
@@ -76,10 +63,6 @@ class Judge:
             sum(float(value.norm()) for name, value in down._asdict().items() if name != "x" and value is not None),
         )
 
-    def expected_gradient(self, state: State) -> Expected:
-        """Return what a sound full gradient (Mime's first exchange) looks like."""
-        return Expected(FullGradient(state.server.x), {}, None, self.limits)
-
     def _upload(self, down: Any, info: ClientInfo) -> Any:
         """Return the Up of one local step."""
         client = self.algorithm.client_init(down.x, info.layers)
@@ -87,53 +70,21 @@ class Judge:
         local = trial_step(self.algorithm, start, down, torch.zeros_like(down.x), info)
         return self.algorithm.finish(local, down, client, info)[0]
 
-    def _broadcast(self, state: State, down: Any, number: int) -> outliers.Broadcast:
-        """Return what updates are compared by."""
-
-        def info(steps: int) -> ClientInfo:
-            return ClientInfo(number, self.protocol.rate(number), self.objective.layers, steps=float(steps))
-
-        return outliers.Broadcast(
-            self.objective.layers,
-            wire.floating(state.buffers),
-            lambda steps: self.algorithm.inherited_moments(down, info(steps)),
-            self.protocol.by_examples,
-            lambda steps: self.algorithm.inherited_step(down, info(steps)),
-            self.largest_growth,
-            drift=state.server.x - self.objective.start,
-            totals={
-                name: {client: getattr(total, name) for client, total in state.clients.items()}
-                for name in self.algorithm.state_changes
-            },
-            growth_by_client=self.growth_by_client,
-        )
-
-    # --- what is removed --------------------------------------------------------------------------------------------
-
     def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""
         broadcast = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
         self._remove_odd(gradients, broadcast, record)
 
-    def remove_odd_updates(
-        self,
-        updates: dict[int, Update],
-        record: Attendance,
-        state: State,
-        down: Any,
-        expected: Expected,
-        last_loss: float | None,
-    ) -> None:
+    def remove_odd_updates(self, updates: dict[int, Update], record: Attendance, last_loss: float | None) -> None:
         """Remove updates that were sent before or stand out, and replace training losses nobody can believe."""
         # An update without any movement is no sign of a replay.
         repeated = [
             client
             for client, update in updates.items()
-            if bool(update.up.delta.any()) and _short_digest(update) in self.accepted.get(client, [])
+            if bool(update.up.delta.any()) and _short_digest(update) in self.memory.accepted.get(client, [])
         ]
         _remove(updates, dict.fromkeys(repeated, "its update is one it has sent before"), record)
-        broadcast = self._broadcast(state, down, record.round)
-        self._remove_odd(updates, broadcast._replace(implied=tuple(expected.implied(expected.up, 1))), record)
+        self._remove_odd(updates, self._broadcast, record)
         typical, absurd = outliers.absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
         for client in absurd:
             loss = f"its training loss {updates[client].loss:.3g}"
@@ -143,11 +94,11 @@ class Judge:
     def _remove_odd(self, updates: dict[int, Update], broadcast: outliers.Broadcast, record: Attendance) -> None:
         """Remove updates that stand out from the others, or are absurd beside those of earlier rounds."""
         sizes = outliers.sizes_of_updates(updates, broadcast)
-        self._sizes |= sizes
+        record.sizes |= sizes
         counts = {client: update.examples for client, update in updates.items()}
         odd = outliers.judge_updates(updates, broadcast, self.limits)
-        odd |= outliers.judge_by_earlier_rounds(sizes, self.recent, self.limits)
-        odd |= outliers.judge_growth_of_data(counts, self.examples, self.limits)
+        odd |= outliers.judge_by_earlier_rounds(sizes, self.memory.recent, self.limits)
+        odd |= outliers.judge_growth_of_data(counts, self.memory.examples, self.limits)
         _remove(updates, odd, record)
 
     def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], record: Attendance) -> None:
@@ -160,17 +111,17 @@ class Judge:
             absurd = outliers.absurd_losses(means, None)[1]
             _remove(evaluations, {client: reason.format(means[client]) for client in absurd}, record)
 
-    def remember(self, updates: Mapping[int, Update], state: State, down: Any, number: int) -> None:
-        """Remember the updates in the mean of a round; `state` is the one after it."""
+    def remember(self, updates: Mapping[int, Update], record: Attendance) -> None:
+        """Remember the updates in the mean of a round."""
+        memory, broadcast = self.memory, self._broadcast
         for client, update in updates.items():
-            self.examples[client] = update.examples
-            self.accepted[client] = [*self.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
-        broadcast = self._broadcast(state, down, number)
-        self.growth_by_client |= outliers.add_growth(updates, broadcast)
+            memory.examples[client] = update.examples
+            memory.accepted[client] = [*memory.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
+        memory.growth_by_client |= outliers.add_growth(updates, broadcast)
         for what, value in outliers.median_growth(updates, broadcast).items():
-            self.largest_growth[what] = max(value, self.largest_growth.get(what, 0.0))
-        for what, median in outliers.medians(self._sizes, list(updates)).items():
-            self.recent[what] = [*self.recent.get(what, []), median][-outliers.REMEMBERED :]
+            memory.largest_growth[what] = max(value, memory.largest_growth.get(what, 0.0))
+        for what, median in outliers.medians(record.sizes, list(updates)).items():
+            memory.recent[what] = [*memory.recent.get(what, []), median][-outliers.REMEMBERED :]
 
 
 def _remove(answers: dict[int, Any], odd: Mapping[int, str], record: Attendance) -> None:

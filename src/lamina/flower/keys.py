@@ -15,21 +15,16 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    PublicFormat,
-    load_pem_private_key,
-)
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from lamina.errors import BadInput
 from lamina.storage.files import writing_to
 
+AUTHORITY = "lamina federation authority"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # always in the server's certificate
 DAYS = 365  # that certificates are valid
 HOUR = datetime.timedelta(hours=1)
@@ -58,23 +53,34 @@ def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS)
     refuse_existing(*authority.files)
     alternatives = [_general_name(host) for host in dict.fromkeys((*LOOPBACK, *hosts))]
     ca_key, server_key = ec.generate_private_key(CURVE), ec.generate_private_key(CURVE)
-    issuer, subject = _name("lamina federation authority"), _name(hosts[0] if hosts else LOOPBACK[0])
-    ca_identifier, server_identifier = map(
-        x509.SubjectKeyIdentifier.from_public_key, (ca_key.public_key(), server_key.public_key())
-    )
-    certificate = _certificate(issuer, issuer, ca_key, ca_key, days, [
+    now = datetime.datetime.now(datetime.UTC)
+
+    def certify(name: str, key: ec.EllipticCurvePrivateKey, *extensions: tuple[x509.ExtensionType, bool]) -> bytes:
+        """Return the authority's certificate for a key; every extension says whether it is critical."""
+        builder = x509.CertificateBuilder(
+            _name(AUTHORITY), _name(name), key.public_key(), x509.random_serial_number(),
+            now - HOUR,  # clocks differ
+            now + datetime.timedelta(days=days),
+        )  # fmt: skip
+        for extension, critical in (*extensions, (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)):
+            builder = builder.add_extension(extension, critical)
+        return builder.sign(ca_key, hashes.SHA384()).public_bytes(Encoding.PEM)
+
+    certificate = certify(
+        AUTHORITY,
+        ca_key,
         (x509.BasicConstraints(ca=True, path_length=0), True),
         (_usage("key_cert_sign", "crl_sign"), True),
-        (ca_identifier, False),
-    ])  # fmt: skip
-    server_certificate = _certificate(subject, issuer, server_key, ca_key, days, [
+    )
+    server_certificate = certify(
+        hosts[0] if hosts else LOOPBACK[0],
+        server_key,
         (x509.BasicConstraints(ca=False, path_length=None), True),
         (x509.SubjectAlternativeName(alternatives), False),
         (_usage("digital_signature"), True),
         (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
-        (server_identifier, False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
-    ])  # fmt: skip
+    )
     _write_pair((authority.key, _pem(ca_key)), (authority.certificate, certificate))
     _write_pair((authority.server_key, _pem(server_key)), (authority.server_certificate, server_certificate))
     return authority
@@ -109,7 +115,7 @@ def usable(authority: Authority) -> bool:
     try:
         ca = x509.load_pem_x509_certificate(authority.certificate.read_bytes())
         server = x509.load_pem_x509_certificate(authority.server_certificate.read_bytes())
-        key = load_pem_private_key(authority.server_key.read_bytes(), None)
+        key = serialization.load_pem_private_key(authority.server_key.read_bytes(), None)
         server.verify_directly_issued_by(ca)
         hosts = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (OSError, ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
@@ -160,26 +166,6 @@ def _general_name(host: str) -> x509.GeneralName:
 
 def _name(common: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
-
-
-def _certificate(
-    subject: x509.Name,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
-    signer: ec.EllipticCurvePrivateKey,
-    days: int,
-    extensions: Sequence[tuple[x509.ExtensionType, bool]],
-) -> bytes:
-    """Return a certificate; the extensions say whether they are critical."""
-    now = datetime.datetime.now(datetime.UTC)
-    builder = x509.CertificateBuilder(
-        issuer, subject, key.public_key(), x509.random_serial_number(),
-        now - HOUR,  # clocks differ
-        now + datetime.timedelta(days=days),
-    )  # fmt: skip
-    for extension, critical in extensions:
-        builder = builder.add_extension(extension, critical)
-    return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)
 
 
 def _usage(*allowed: str) -> x509.KeyUsage:

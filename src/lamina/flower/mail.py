@@ -9,19 +9,21 @@ content that always holds a random token.
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import httpx
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Message, RecordDict
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.serverapp import Grid
 
 from lamina.flower import wire
-from lamina.flower.pull import Puller
 from lamina.flower.records import Attendance
-from lamina.flower.signing import Signer
+from lamina.flower.signing import sign
 
 ERRORS = {  # Flower's error codes, in words
     0: "an unknown error",
@@ -39,6 +41,8 @@ EXCEPTION = re.compile(r"(?:<class ')?([A-Za-z_][\w.]*(?:Error|Exception|Interru
 EXPIRED = (3, 4)  # what Flower says of a message whose time is over, too
 FORGET_AFTER_S = 60.0  # from the end of a message's time: nobody can answer it any more
 LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
+AT_ONCE = 8  # pulls that are waited for at the same time
+PATIENCE_S = 1.0  # the wait for a pull; a slower one continues in its thread, and a later look finds its reply
 
 
 @dataclass
@@ -61,24 +65,14 @@ class Sent:
     ttl: float
     status: Literal["waiting", "given up", "answered"] = "waiting"
 
-    @property
-    def forgotten_at(self) -> float:
-        """When a reply that nobody waits for is no longer looked for."""
-        return self.expires + FORGET_AFTER_S
 
-
-@dataclass
 class Mail:
-    """Sends the server's messages and collects the replies."""
+    """Sends the server's messages and collects the replies; in a simulation, without a key, they are not signed."""
 
-    grid: Grid
-    name: Callable[[int], str]  # a node, in words
-    signer: Signer | None = None  # None: in a simulation, where nodes verify nothing
-    traffic: Traffic = field(default_factory=Traffic)
-    _sent: dict[str, Sent] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._puller = Puller(self.grid)
+    def __init__(self, grid: Grid, signing_key: Ed25519PrivateKey | None = None) -> None:
+        self.grid, self.signing_key, self.traffic = grid, signing_key, Traffic()
+        self._puller = Puller(grid)
+        self._sent: dict[str, Sent] = {}
 
     def send(self, node: int, content: RecordDict, kind: str, group: str, ttl: float) -> tuple[str | None, str]:
         """Send one message; its id, or None and why it could not be sent. Never raises: only this node is concerned."""
@@ -86,8 +80,8 @@ class Mail:
             return None, "no time was left to send it a message"
         expires = time.monotonic() + ttl  # its time runs while it is handed over, too
         message = Message(content, node, kind, ttl=ttl, group_id=group)
-        if self.signer is not None:
-            self.signer.sign(message)
+        if self.signing_key is not None:
+            sign(message, self.signing_key)
         try:
             ids = list(self.grid.push_messages([message]))
         except Exception as error:  # the SuperLink refuses it: expired on its way, too large, an unknown node
@@ -111,8 +105,7 @@ class Mail:
         """
         replies: dict[str, Message | str] = {}
         wanted, now = list(waiting), time.monotonic()
-        for old in [m for m, sent in self._sent.items() if sent.status != "waiting" and now > sent.forgotten_at]:
-            del self._sent[old]
+        self._sent = {m: s for m, s in self._sent.items() if s.status == "waiting" or now < s.expires + FORGET_AFTER_S}
         given_up = [message for message, sent in self._sent.items() if sent.status == "given up"]
         # one at a time: a reply that cannot be read must not take others with it
         for message, pull in self._puller.look([*wanted, *given_up]).items():
@@ -139,15 +132,15 @@ class Mail:
         if sent is None:
             record.note(f"node {sender} replied to a message that was not sent: ignored")
         elif sent.status == "answered":
-            record.note(f"{self.name(sent.node)} answered twice ({sent.what}): only the first counts")
+            record.note(f"{record.name_node(sent.node)} answered twice ({sent.what}): only the first counts")
         elif reply.has_content() and sender != sent.node:
-            record.note(f"node {sender} replied to a message to {self.name(sent.node)}: ignored")
+            record.note(f"node {sender} replied to a message to {record.name_node(sent.node)}: ignored")
         else:
             is_late, sent.status = sent.status == "given up", "answered"
             if not is_late:
                 return _why(reply, sent) if reply.has_error() else reply
             if reply.has_content():
-                record.note(f"{self.name(sent.node)} answered too late ({sent.what}): ignored")
+                record.note(f"{record.name_node(sent.node)} answered too late ({sent.what}): ignored")
         return None
 
 
@@ -171,3 +164,88 @@ def late(seconds: float) -> str:
     'no reply within 600 s'
     """
     return f"{LATE} {seconds:.0f} s" if seconds >= 10 else f"{LATE} {seconds:.1f} s"
+
+
+def take_replies_only(grid: Grid) -> None:
+    """Have a Grid leave out everything but replies to the messages it is asked for, before it reads their contents.
+
+    A node can also send the server a message that is no reply. Flower hands it out together with the next reply that is
+    pulled, whoever's that is, and waits for its parts as well. This reaches into Flower's `HttpGrid` (1.41), which has
+    no setting for it; other Grids are left alone.
+    """
+    client = getattr(grid, "_runtime_client", None)
+    if client is None:
+        return
+    pull = client.PullMessages
+
+    def replies_only(request: Any) -> Any:
+        response, wanted = pull(request), set(request.message_ids)
+        pairs = zip(response.messages_list, response.message_object_trees, strict=True)
+        kept = [(reply, tree) for reply, tree in pairs if reply.metadata.reply_to_message_id in wanted]
+        return PullAppMessagesResponse(
+            messages_list=[reply for reply, _ in kept], message_object_trees=[tree for _, tree in kept]
+        )
+
+    client.PullMessages = replies_only
+
+
+class Pull(threading.Thread):
+    """One attempt to pull the reply to a message. A daemon: a pull that hangs does not keep the process alive."""
+
+    def __init__(self, grid: Grid, message: str) -> None:
+        super().__init__(name=f"pull {message[:12]}", daemon=True)
+        self.replies: list[Message] = []
+        self.error: Exception | None = None
+        self.patience_ends = time.monotonic() + PATIENCE_S
+        self._grid, self._message = grid, message
+
+    def run(self) -> None:
+        """Pull; what comes of it is in `replies` or `error`."""
+        try:
+            self.replies = list(self._grid.pull_messages([self._message]))
+        except Exception as error:
+            self.error = error
+
+
+class Puller:
+    """Looks for replies, in threads, so that a node that never completes its upload delays only itself.
+
+    A node announces a reply first and uploads its parts afterwards. ``Grid.pull_messages`` waits for parts that are
+    missing, for minutes or hours if the node wants, and cannot be interrupted. Only the pulls run in other threads.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        take_replies_only(grid)
+        self._pulls: dict[str, Pull] = {}  # by message, those that are not finished
+
+    def look(self, messages: Iterable[str]) -> dict[str, Pull]:
+        """Return the finished pulls of these messages, in this order; any other message is forgotten.
+
+        A message whose pull still runs since an earlier look is not pulled a second time.
+        """
+        before, self._pulls = self._pulls, {}
+        for message in messages:
+            if message in before:
+                self._pulls[message] = before[message]
+                continue
+            self._wait_for_all_but(AT_ONCE - 1)
+            self._pulls[message] = Pull(self._grid, message)
+            self._pulls[message].start()
+        self._wait_for_all_but(0)
+        finished = {message: pull for message, pull in self._pulls.items() if not pull.is_alive()}
+        self._pulls = {message: pull for message, pull in self._pulls.items() if message not in finished}
+        return finished
+
+    def is_uploading(self, message: str) -> bool:
+        """Return whether the reply to a message was announced and is not complete."""
+        return message in self._pulls
+
+    def _wait_for_all_but(self, most: int) -> None:
+        """Wait until at most `most` pulls run that are still worth waiting for."""
+        while True:
+            now = time.monotonic()
+            pending = [pull for pull in self._pulls.values() if pull.is_alive() and now < pull.patience_ends]
+            if len(pending) <= most:
+                return
+            pending[0].join(pending[0].patience_ends - now)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Array, ConfigRecord, Context, Message, MessageType, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -85,8 +84,6 @@ class Node(ClientApp):
         content[wire.ANSWER] = ConfigRecord({"to": token})
         return Message(content, reply_to=message)
 
-    # --- messages ---------------------------------------------------------------------------------------------------
-
     def send_name(self, content: RecordDict, context: Context) -> RecordDict:
         """Return the number of this node's client, from its own configuration."""
         return wire.content_of({"who": {"client": client_number(context)}})
@@ -104,11 +101,10 @@ class Node(ClientApp):
                 full_gradient=loop.full_gradient(down.x, buffers, plan, 0) if sent is None else sent.to(down.x.device)
             )
         local, losses = loop.train_client(down, client, buffers, info, plan, 0)
-        before = client
-        up, client = self.algorithm.finish(local, down, before, info)
-        if not all(bool(torch.isfinite(value).all()) for value in (losses, *up, *client) if value is not None):
-            loop.explain(down, before, self._buffers(content), info, plan, 0, up)  # raises Diverged
-        store.save_state(task.round, task.token, client)
+        up, new_client = self.algorithm.finish(local, down, client, info)
+        if not all(bool(torch.isfinite(value).all()) for value in (losses, *up, *new_client) if value is not None):
+            loop.explain(down, client, self._buffers(content), info, plan, 0, up)  # raises Diverged
+        store.save_state(task.round, task.token, new_client)
         store.forget_all_but([task.token, task.base, *task.keep])
         figures = {"examples": len(data), "steps": int(plan.steps[0]), "loss": float(losses.mean())}
         moved = {name: wire.encode(value) for name, value in wire.floating(buffers).items()}
@@ -131,15 +127,14 @@ class Node(ClientApp):
     def send_evaluation(self, content: RecordDict, context: Context) -> RecordDict:
         """Evaluate the server's model on this node's data."""
         self._accept(content, context)
-        data = self._data(self.setup.node_test or self.setup.data, context)
+        make = self.setup.node_test or self.setup.data
+        data = self.setup.dataset(make(context), self.objective)
         check_fit(self.objective, data, "test", evaluation_rows(data))
         metrics = self.setup.node_metrics
         if metrics is not None:
             check_metrics(self.objective, metrics, data, "test")
         figures = sample_means(self.objective, self._model(content), self._buffers(content), data, metrics)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
-
-    # --- parts ------------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def objective(self) -> Objective:
@@ -152,7 +147,7 @@ class Node(ClientApp):
     def _begin(self, content: RecordDict, context: Context) -> tuple[Task, Store, Dataset]:
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
-        data = self._data(self.setup.data, context)
+        data = self.setup.dataset(self.setup.data(context), self.objective)
         check_fit(self.objective, data, "train", 2 * min(task.protocol.batch_size or len(data), len(data)))
         return task, store, data
 
@@ -176,9 +171,6 @@ class Node(ClientApp):
             store.refuse_replay(task.issued)
         return task, store
 
-    def _data(self, make: Callable[[Context], Any], context: Context) -> Dataset:
-        return self.setup.dataset(make(context), self.objective)
-
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:
         """Return the round's Down, from the message and from disk; the buffers; and the client's state at its base."""
         start, layers, algorithm = self.objective.start, self.objective.layers, self.algorithm
@@ -187,7 +179,7 @@ class Node(ClientApp):
             algorithm.init(start, layers), ServerInfo(task.round, task.protocol.lr, layers, mean_gradient=mean_gradient)
         )
         wanted = {name for name, value in like_down._asdict().items() if value is not None}
-        arrays = wire.arrays_of(content, "down")
+        arrays = wire.entries_of(content, "down", ArrayRecord)
         if {*arrays, *task.held} != wanted:
             names = wire.shorten(", ".join(sorted({*arrays, *task.held} ^ wanted)), 80)
             raise BadInput(
@@ -195,10 +187,9 @@ class Node(ClientApp):
             )
         sent = {name: _decode(name, array, getattr(like_down, name)) for name, array in arrays.items()}
         digests = dict(zip(task.held, task.held_digests, strict=True))
-        held = {name: store.load_held(name, digest) for name, digest in digests.items() if name not in sent}
+        held: dict[str, Any] = {n: store.load_held(n, digest) for n, digest in digests.items() if n not in sent}
         missing = [name for name, value in held.items() if value is None]
-        like = algorithm.client_init(start, layers)
-        client = None
+        client, like = None, algorithm.client_init(start, layers)
         if task.base and any(value is not None for value in like):
             client = store.load_state(task.base, like)
             missing += ["state"] if client is None else []
@@ -207,19 +198,17 @@ class Node(ClientApp):
         for name in algorithm.down_versions(task.round):  # kept from now on, and not sent again
             if name in sent:
                 store.save_held(name, wire.digest(sent[name]), sent[name])
-        down = type(like_down)(*(_on({**held, **sent}.get(name), start) for name in like_down._fields))
-        if client is None:
-            client = algorithm.client_init(down.x, layers)
-        return down, self._buffers(content), type(client)(*(_on(value, start) for value in client))
+        down = like_down._replace(**sent, **{name: value.to(start.device) for name, value in held.items()})
+        return down, self._buffers(content), algorithm.client_init(down.x, layers) if client is None else client
 
     def _model(self, content: RecordDict) -> Tensor:
         """Return the server's model from a message."""
-        return _decode("x", wire.arrays_of(content, "down").get("x"), self.objective.start)
+        return _decode("x", wire.entries_of(content, "down", ArrayRecord).get("x"), self.objective.start)
 
     def _buffers(self, content: RecordDict) -> Buffers:
         """Return buffers to train with: the server's floating ones, and this node's others."""
         buffers = {name: value.clone() for name, value in self.objective.buffers.items()}
-        arrays = wire.arrays_of(content, "buffers")
+        arrays = wire.entries_of(content, "buffers", ArrayRecord)
         sent = {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(buffers).items()}
         return buffers | sent
 
@@ -285,7 +274,3 @@ def client_number(context: Context) -> int:
             "or give the server a list of nodes"
         )
     return given
-
-
-def _on(value: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if value is None else value.to(like.device)

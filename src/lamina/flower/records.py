@@ -1,14 +1,24 @@
-"""Attendance of rounds: ``federation.jsonl`` in the run's folder says who took part, who did not, and why."""
+"""What the server of a federation keeps beside the model.
+
+``federation.jsonl`` in the run's folder says who took part in each round, who did not, and why; a `Memory` of the
+earlier rounds is in every checkpoint.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
+from lamina.errors import BadInput
+from lamina.flower.outliers import Growth, Sizes
 from lamina.storage.files import write_file, writing_to
+
+IN_JOURNAL = ("round", "attempt", "complete", "took_part", "missing", "refused", "notes")
 
 
 class Attendance:
@@ -21,11 +31,13 @@ class Attendance:
         self.missing: list[dict[str, Any]] = []
         self.refused: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.diverged: dict[int, str] = {}  # by client: the layer in which its training went non-finite
+        self.sizes: Sizes = {}  # of the answers
         self._nodes = nodes  # by client
 
-    def accept(self, client: int) -> None:
-        """Record a client whose update is in the mean."""
-        self.took_part.append(self._entry(client))
+    def accept(self, clients: Iterable[int]) -> None:
+        """Record the clients whose updates are in the mean: the round counts."""
+        self.complete, self.took_part = True, [self._entry(client) for client in clients]
 
     def miss(self, client: int, why: str) -> None:
         """Record a client that did not answer."""
@@ -54,9 +66,13 @@ class Attendance:
         """Return a client and its node in words."""
         return name_of(client, self._nodes.get(client))
 
+    def name_node(self, node: int) -> str:
+        """Return a node, and its client if it is one, in words."""
+        return name_of(next((client for client, other in self._nodes.items() if other == node), None), node)
+
     def json(self) -> str:
         """Return the line of ``federation.jsonl``."""
-        return json.dumps({name: value for name, value in vars(self).items() if name != "_nodes"})
+        return json.dumps({name: getattr(self, name) for name in IN_JOURNAL})
 
     def _entry(self, client: int) -> dict[str, Any]:
         node = self._nodes.get(client)
@@ -96,3 +112,31 @@ class Journal:
             file.write((attendance.json() + "\n").encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+class Memory(BaseModel):
+    """What the server remembers of earlier rounds, beside the model; by client where nothing else is said."""
+
+    run: str  # lamina's name of the run
+    issued: int = 0  # of the last task, see `Task`
+    base: dict[int, tuple[int, str]] = {}  # the round and the token of the exchange whose client state was accepted
+    older: dict[int, tuple[int, str]] = {}  # the same as of the checkpoint before the last
+    examples: dict[int, int]  # as of the last round it took part in
+    recent: dict[str, list[float]]  # by what was measured: the medians of the last rounds' answers
+    accepted: dict[int, list[str]]  # digests of its last updates
+    largest_growth: dict[str, float]  # by layer of a second moment: of any round's medians
+    growth_by_client: dict[int, Growth]  # over the rounds that it took part in
+
+    @classmethod
+    def start(cls, run: str) -> Memory:
+        """Return the memory before the first round."""
+        return cls(run=run, examples={}, recent={}, accepted={}, largest_growth={}, growth_by_client={})
+
+    @classmethod
+    def read(cls, facts: Mapping[str, Any]) -> Memory:
+        """Return the memory that a checkpoint stores."""
+        try:
+            return cls(**facts)
+        except ValidationError as error:
+            wrong = f"this federation's checkpoint has no '{error.errors()[0]['loc'][0]}': another version of lamina"
+        raise BadInput(f"{wrong} wrote it; resume with that version, or start again in another folder")

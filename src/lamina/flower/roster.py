@@ -5,20 +5,24 @@ Either the server has a list of nodes, or the first node that says it is client 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flwr.app import ConfigRecord, MessageType, RecordDict
+from flwr.app import MessageType, RecordDict
 
 from lamina.errors import is_whole
 from lamina.flower import wire
 from lamina.flower.checks import read_problem
 from lamina.flower.mail import Mail
-from lamina.flower.records import Attendance, name_of
+from lamina.flower.records import Attendance
+from lamina.flower.setup import Setup
 
+log = logging.getLogger(__name__)
+FIRST_LINE_S, NEXT_LINE_S = 10.0, 60.0  # until a line says who is waited for, and until the next one
 ASK_FOR_S = 60.0  # that a round waits for the name of a node that has just come
 ANSWER_WITHIN_S = 600.0  # until a node is asked again that does not answer
 ASK_AGAIN_S = 300.0  # until a node is asked again whose answer was of no use: it may have been restarted
@@ -38,50 +42,35 @@ class Contact:
 class Roster:
     """The clients and their nodes."""
 
-    def __init__(self, mail: Mail, clients: int, fixed: Mapping[int, int] | None, poll: float) -> None:
-        self.mail, self.clients, self.poll = mail, clients, poll
+    def __init__(self, setup: Setup, mail: Mail, fixed: Mapping[int, int] | None) -> None:
+        self.mail, self.clients, self.deadline, self.poll = mail, setup.plan.clients.count, setup.deadline, setup.poll
         self.fixed = fixed  # node to client; nobody else takes part
         self.bound: dict[int, int] = {client: node for node, client in (fixed or {}).items()}
         self.online: set[int] = set()
         self._contacts: dict[int, Contact] = {}  # by node, in the order of their claims
+        self._is_first_call = True
+        self._next_line = 0.0  # time.monotonic() at which a line says who is waited for
 
     def is_online(self, client: int) -> bool:
         """Return whether the node of a client is connected."""
         return self.bound.get(client) in self.online
 
-    def name(self, node: int) -> str:
-        """Return a node, and its client, in words."""
-        return name_of(next((client for client, bound in self.bound.items() if bound == node), None), node)
-
     def unlisted(self) -> list[int]:
         """Return the clients for which the list of nodes, if there is one, names no node."""
         return [] if self.fixed is None else [c for c in range(self.clients) if c not in self.bound]
 
-    def why_absent(self, client: int) -> str:
-        """Return why a client has no connected node."""
-        return "no node is listed for it" if client in self.unlisted() else "it is not connected"
+    def call(self, cohort: list[int], needed: int, record: Attendance) -> list[int]:
+        """Find out which nodes are connected, wait for the clients of a round, and return those that are connected.
 
-    def call(
-        self,
-        wanted: list[int],
-        needed: int,
-        until: float,
-        record: Attendance,
-        *,
-        all_of_them: bool,
-        waits: Callable[[Iterable[int]], None],
-    ) -> None:
-        """Find out which nodes are connected, and wait for the clients of a round.
-
-        Args:
-            wanted: the clients.
-            needed: how many of them there must be before the wait may end early.
-            until: `time.monotonic()` at which it ends in any case.
-            record: takes notes of nodes that do not say who they are.
-            all_of_them: wait for all clients (at the start of a run), not only for nodes that have just connected.
-            waits: called at every look with the clients that are absent.
+        The first call, at the start of a run, waits for all clients until the deadline. A later one ends as soon as the
+        `needed` clients of the cohort are connected, and nodes that have just connected have said who they are. The
+        record takes notes of clients that are absent, and of nodes that are no client.
         """
-        possible = [client for client in wanted if client not in self.unlisted()]
+        wait_for_all, self._is_first_call = self._is_first_call, False
+        unlisted = self.unlisted()
+        possible = [c for c in (range(self.clients) if wait_for_all else cohort) if c not in unlisted]
+        until = time.monotonic() + self.deadline
+        self._next_line = time.monotonic() + FIRST_LINE_S
         while True:
             self.online = set(self.mail.grid.get_node_ids())
             if self.fixed is None:
@@ -90,12 +79,25 @@ class Roster:
             absent = [client for client in possible if not self.is_online(client)]
             now = time.monotonic()
             asking = any(one.heard is None and now - one.asked < ASK_FOR_S for one in self._contacts.values())
-            is_enough = len(possible) - len(absent) >= needed and not asking and not all_of_them
+            is_enough = len(possible) - len(absent) >= needed and not asking and not wait_for_all
             if not absent or now >= until or is_enough:
                 break
-            waits(absent)
+            self.log_waiting(absent, "to connect")
             time.sleep(min(self.poll, max(0.0, until - now)))
         self._record_strangers(record)
+        for client in cohort:
+            if not self.is_online(client):
+                record.miss(client, "no node is listed for it" if client in unlisted else "it is not connected")
+        return [client for client in cohort if self.is_online(client)]
+
+    def log_waiting(self, clients: Iterable[int], what: str) -> None:
+        """Log now and then which clients the server is waiting for."""
+        if time.monotonic() < self._next_line:
+            return
+        self._next_line = time.monotonic() + NEXT_LINE_S
+        names = sorted(clients)
+        whom = f"client{'s' * (len(names) > 1)} {', '.join(map(str, names))}"
+        log.warning("waiting for %s %s (deadline: %g s)", whom, what, self.deadline)
 
     def _ask_nodes(self, record: Attendance) -> None:
         """Ask connected nodes that are no client yet who they are, and take their answers."""
@@ -128,9 +130,8 @@ class Roster:
                 self._hear(node, reply.content)
 
     def _hear(self, node: int, content: RecordDict) -> None:
-        problem, who = read_problem(content), content.get("who")
-        entries: dict[str, Any] = dict(who) if isinstance(who, ConfigRecord) else {}
-        client: Any = entries.get("client")
+        problem = read_problem(content)
+        client: Any = wire.entries_of(content, "who").get("client")
         contact = self._contacts[node]
         before, contact.claim, contact.heard, contact.fault = contact.claim, None, time.monotonic(), ""
         if problem is not None:

@@ -6,6 +6,7 @@ Read `run`, `_round` and `_attempt`: the run with its records, a round with its 
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,22 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.serverapp import Grid
-from torch import Tensor
 
+from lamina import evaluation
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting
+from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting, went_nonfinite
 from lamina.errors import Diverged, LaminaError
-from lamina.evaluation import (
-    Evaluation,
-    check_metrics,
-    mean_name,
-    metric_of_mean,
-    refuse_nonfinite,
-    round_row,
-    with_loss,
-)
 from lamina.experiment.folder import RunFolder
 from lamina.fit import with_mask
 from lamina.flower import wire
@@ -36,10 +27,9 @@ from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
 from lamina.flower.judge import Judge
 from lamina.flower.mail import LATE, Mail, Traffic
-from lamina.flower.records import Attendance, Journal
+from lamina.flower.records import Attendance, Journal, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
-from lamina.flower.signing import Signer
 from lamina.history import History, Row
 from lamina.metrics import ACCURACY
 from lamina.plan import Round
@@ -56,34 +46,32 @@ class Stopped(LaminaError):
 class Server:
     """One run of a federation."""
 
-    def __init__(
-        self, setup: Setup, grid: Grid, folder: RunFolder, nodes: Mapping[int, int] | None, signer: Signer | None
-    ) -> None:
+    def __init__(self, setup: Setup, folder: RunFolder, mail: Mail, nodes: Mapping[int, int] | None) -> None:
         self.setup, self.folder = setup, folder
         self.algorithm, self.plan, self.protocol = setup.algorithm, setup.plan, setup.protocol
         self.objective = setup.objective()
         self.objective.refuse_rate(self.protocol.lr)
-        self.test_data = None
+        test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
-            self.test_data = setup.dataset(setup.test(), self.objective)
+            test_data = setup.dataset(setup.test(), self.objective)
             if setup.metrics is not None:
-                check_metrics(self.objective, setup.metrics, self.test_data, "test")
+                evaluation.check_metrics(self.objective, setup.metrics, test_data, "test")
         groups = setup.client_samples() if setup.evaluate_on != "nodes" else []
         groups = [group._replace(data=with_mask(group.data, self.objective.module)) for group in groups]
-        self.evaluation = Evaluation(setup.metrics, self.test_data, groups)
+        self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups)
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)
-        self.judge = Judge(setup, self.objective, self.state)
-        self.mail = Mail(grid, lambda node: self.roster.name(node), signer)
-        self.roster = Roster(self.mail, self.plan.clients.count, nodes, setup.poll)
+        memory = Memory.start(secrets.token_hex(16))
+        self.judge = Judge(setup, self.objective, self.state, memory)
+        self.mail, self.roster = mail, Roster(setup, mail, nodes)
         app = wire.fingerprint(self.algorithm, self.objective)
-        self.exchange = Exchange(setup, app, self.mail, self.roster, self.judge)
+        self.exchange = Exchange(setup, app, self.mail, self.roster, memory)
         self._warned: dict[str, int] = {}  # by line: the last round with this warning
 
     # --- the run ----------------------------------------------------------------------------------------------------
 
-    def run(self) -> History:
+    def run(self) -> None:
         """Run the rounds that are left; each is in the records before the next begins."""
         self._resume()
         self.folder.begin()  # so that the records name missing clients from the first attempt on
@@ -91,23 +79,20 @@ class Server:
             log.warning("no node is listed for client %d: it takes no part", client)
         try:
             if len(self.history):  # killed after the checkpoint of a round with an infinite test loss
-                refuse_nonfinite(self.history[-1])
-            first = True
+                evaluation.refuse_nonfinite(self.history[-1])
             while self.state.round < self.setup.rounds:
-                self._run_round(wait_for_all=first)
-                first = False
+                self._run_round()
         except Diverged as error:
             self.folder.diverge(error)
             raise
         self.folder.finish(self)
-        return self.history
 
-    def _run_round(self, *, wait_for_all: bool) -> None:
+    def _run_round(self) -> None:
         """Run one more round, evaluate it if it is its turn, and record it."""
         started = time.monotonic()
         traffic = self.mail.traffic = Traffic()
-        plan, report, record = self._round(self.state.round + 1, wait_for_all=wait_for_all)
-        row = round_row(self.algorithm, self.objective.start, plan, report, time.monotonic() - started)
+        plan, report, record = self._round(self.state.round + 1)
+        row = evaluation.round_row(self.algorithm, self.objective.start, plan, report, time.monotonic() - started)
         row |= {
             "asked": len(self.plan.cohort(record.round)),
             "missing": len(record.missing),
@@ -118,7 +103,7 @@ class Server:
         if plan.number % self.setup.evaluate_every == 0 or plan.number == self.setup.rounds:
             row |= self._evaluate(record)
         self._record(row, record)
-        refuse_nonfinite(row)
+        evaluation.refuse_nonfinite(row)
 
     def _resume(self) -> None:
         """Resume the run in the folder from its newest sound checkpoint."""
@@ -127,8 +112,9 @@ class Server:
         loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
         if loaded is not None:
             ((self.state, (facts,)),) = loaded
-            self.exchange.restore(facts)
-            self.judge.restore(facts)
+            self.exchange.memory = self.judge.memory = Memory.read(facts)
+            if self.roster.fixed is None:
+                self.roster.bound.update({int(client): int(node) for client, node in facts["nodes"].items()})
         self.history = self.folder.resume_after(self.state.round)
         self.journal.cut(self.state.round)
 
@@ -138,59 +124,43 @@ class Server:
         self.folder.refuse_lost()
         self.journal.write(record)
         self.folder.record(row, self)
-        self.folder.checkpoint(self, [self.exchange.facts() | self.judge.facts()])
+        nodes = {client: str(node) for client, node in self.roster.bound.items()}
+        self.folder.checkpoint(self, [self.judge.memory.model_dump() | {"nodes": nodes}])
         metric = self.setup.metrics[0].name if self.setup.metrics else "accuracy"
         shown = "".join(f", {name} {row[name]:.4f}" for name in (metric, f"node_{metric}") if name in row)
-        log.info(
-            "round %d: %d of %d clients, %.1f s%s", row["round"], row["clients"], row["asked"], row["seconds"], shown
-        )
+        taken = f"{row['clients']} of {row['asked']} clients, {row['seconds']:.1f} s"
+        log.info("round %d: %s%s", row["round"], taken, shown)
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
-    def _round(self, number: int, *, wait_for_all: bool) -> tuple[Round, RoundReport, Attendance]:
+    def _round(self, number: int) -> tuple[Round, RoundReport, Attendance]:
         """Run a round; while too few clients answer, try it again with the same plan."""
-        attempts, deadline = self.setup.attempts, self.setup.deadline
-        cohort = self.plan.cohort(number).tolist()
+        attempts, cohort = self.setup.attempts, self.plan.cohort(number).tolist()
         needed = self.setup.needed(len(cohort))
         for attempt in range(1, attempts + 1):
             record = Attendance(number, attempt, nodes=self.roster.bound)
-            self.exchange.begin_attempt()
-            self.roster.call(
-                list(range(self.plan.clients.count)) if wait_for_all else cohort,
-                needed,
-                time.monotonic() + deadline,
-                record,
-                all_of_them=wait_for_all and attempt == 1,
-                waits=lambda clients: self.exchange.log_waiting(clients, "to connect"),
-            )
             down, updates = self._attempt(cohort, needed, record)
             self._warn(record)
             if len(updates) >= needed:
-                return *self._close(number, down, updates, record), record
-            log.warning(
-                "round %d: %d of %d needed updates, try %d of %d", number, len(updates), needed, attempt, attempts
-            )
+                return *self._close(down, updates, record), record
+            tried = f"{len(updates)} of {needed} needed updates, try {attempt} of {attempts}"
+            log.warning("round %d: %s", number, tried)
             self.folder.refuse_lost()
             self.journal.write(record)
-            self._refuse_divergence(number, needed)
+            self._refuse_divergence(record, needed)
         who = "; ".join(record.lines()) or "nobody is connected"
         kept = f"the {self.state.round} finished rounds are kept: " if self.state.round else ""
         late = any(entry["why"].startswith(LATE) for entry in record.missing)
-        advice = f"; if nodes need longer, raise deadline (now {deadline:g} s)" * late
+        advice = f"; if nodes need longer, raise deadline (now {self.setup.deadline:g} s)" * late
+        advice += ", or lower quorum" * bool(updates)
         raise Stopped(
             f"round {number}: {len(updates)} of the {needed} updates needed came, {attempts} times ({who}); {kept}"
             f"start the server again with the same folder '{self.folder.path}' to resume{advice}"
-            + ", or lower quorum"
-            * bool(updates)
         )
 
     def _attempt(self, cohort: list[int], needed: int, record: Attendance) -> tuple[Any, dict[int, Update]]:
         """Ask the clients of a round for their updates; return what was broadcast, and the updates to use by client."""
-        self.judge.begin_attempt()
-        for client in cohort:
-            if not self.roster.is_online(client):
-                record.miss(client, self.roster.why_absent(client))
-        clients = [client for client in cohort if self.roster.is_online(client)]
+        clients = self.roster.call(cohort, needed, record)
         number = record.round
         needs = self.algorithm.needs(number)
         layers, rate = self.objective.layers, self.protocol.rate(number)
@@ -198,30 +168,28 @@ class Server:
         gradients: dict[int, Update] = {}
         if needs.control_variate:
             gradients = self.exchange.gradients(self.state, clients, record)
+            self.judge.remove_odd_gradients(gradients, record)
             if len(gradients) < needed:
                 return None, {}  # nobody need train for nothing
             clients = list(gradients)
-            info = info._replace(mean_gradient=self._mean_gradient(number, gradients))
+            weights = client_weights(self._as_round(number, gradients), self.protocol.by_examples)
+            vectors = [one.up.gradient for one in gradients.values()]
+            info = info._replace(mean_gradient=combine_vectors(self.protocol.aggregation, vectors, weights))
         down = self.algorithm.broadcast(self.state.server, info)
         example = self.state.server.x if needs.full_gradient else None
-        expected = self.judge.expected(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
+        expected = self.judge.expect(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
+        updates = self.exchange.updates(self.state, clients, record, down, expected, gradients)
         last_loss = float(self.history[-1]["train_loss"]) if len(self.history) else None
-        return down, self.exchange.updates(self.state, clients, record, down, expected, gradients, last_loss)
+        self.judge.remove_odd_updates(updates, record, last_loss)
+        return down, updates
 
-    def _refuse_divergence(self, number: int, needed: int) -> None:
+    def _refuse_divergence(self, record: Attendance, needed: int) -> None:
         """Raise `Diverged` if a quorum of a round without enough updates reports that its training went non-finite."""
-        diverged = self.exchange.diverged
-        if len(diverged) < needed:
-            return
-        client, layer = min(diverged.items())
-        raise Diverged(
-            f"round {number}: training went non-finite on {len(diverged)} clients, on client {client} first in "
-            f"'{layer}'; lower the learning rate (now {self.protocol.rate(number):g}) or clip the gradients"
-            + (". Earlier rounds are kept" if number > 1 else ""),
-            round=number,
-            client=client,
-            layer=layer,
-        )
+        count = len(record.diverged)
+        if count >= needed:
+            client, layer = min(record.diverged.items())
+            what = f"training went non-finite on {count} clients, on client {client}"
+            raise went_nonfinite(what, layer, record.round, self.protocol.rate(record.round), client)
 
     def _warn(self, record: Attendance) -> None:
         """Log who is not in the mean; what is the same in one round after another is logged once."""
@@ -232,11 +200,9 @@ class Server:
 
     # --- the server's step ------------------------------------------------------------------------------------------
 
-    def _close(
-        self, number: int, down: Any, updates: dict[int, Update], record: Attendance
-    ) -> tuple[Round, RoundReport]:
+    def _close(self, down: Any, updates: dict[int, Update], record: Attendance) -> tuple[Round, RoundReport]:
         """Take the server's step on the mean of the updates, as the engines do."""
-        plan = self._as_round(number, updates)
+        plan = self._as_round(record.round, updates)
         weights = client_weights(plan, self.protocol.by_examples)
         sums = Sums(weights=weights, aggregation=self.protocol.aggregation)
         for c, (update, weight) in enumerate(zip(updates.values(), weights, strict=True)):
@@ -250,11 +216,9 @@ class Server:
             sums.square += weight * float(torch.sum(update.up.delta.double() ** 2))
         totals = self._add_to_totals(updates)
         self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, totals)
-        self.exchange.accept(number, updates)
-        self.judge.remember(updates, self.state, down, number)
-        for client in updates:
-            record.accept(client)
-        record.complete = True
+        self.exchange.accept(record.round, updates)
+        self.judge.remember(updates, record)
+        record.accept(updates)
         return plan, replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)
 
     def _add_to_totals(self, updates: Mapping[int, Update]) -> dict[int, Any]:
@@ -269,10 +233,6 @@ class Server:
                 total = change if getattr(before, name) is None else getattr(before, name) + change
                 totals[client] = before._replace(**{name: total})
         return totals
-
-    def _mean_gradient(self, number: int, gradients: Mapping[int, Update]) -> Tensor:
-        weights = client_weights(self._as_round(number, gradients), self.protocol.by_examples)
-        return combine_vectors(self.protocol.aggregation, [one.up.gradient for one in gradients.values()], weights)
 
     def _as_round(self, number: int, updates: Mapping[int, Update]) -> Round:
         """Return the round as it really was: the clients that answered and their numbers of examples."""
@@ -293,34 +253,32 @@ class Server:
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
-    def _evaluate(self, record: Attendance) -> dict[str, float | int]:
+    def _evaluate(self, record: Attendance) -> dict[str, float]:
         """Return the new model's loss and metrics: on the server's test data, on the nodes, or both."""
         started = time.monotonic()
-        metrics: dict[str, float | int] = {}
+        metrics: dict[str, float] = {}
         metrics |= self.evaluation.run(self.objective, self.state.server.x, self.state.buffers)
         if self.setup.evaluate_on != "central":
             metrics |= self._evaluate_on_nodes(record)
         return metrics | {"evaluation_seconds": time.monotonic() - started} if metrics else {}
 
-    def _evaluate_on_nodes(self, record: Attendance) -> dict[str, float | int]:
+    def _evaluate_on_nodes(self, record: Attendance) -> dict[str, float]:
         """Return the means over the examples of all connected nodes."""
         self.mail.traffic = Traffic()
-        attendance = Attendance(
-            record.round, nodes=self.roster.bound
-        )  # a client that does not evaluate still took part in the round
-        results = self.exchange.evaluations(self.state, attendance).values()
+        # a record of its own: a client that does not evaluate still took part in the round
+        attendance = Attendance(record.round, nodes=self.roster.bound)
+        examples = self.judge.memory.examples if self.setup.node_test is None else {}  # those that clients train on
+        results = self.exchange.evaluations(self.state, attendance, examples)
+        self.judge.remove_odd_evaluations(results, attendance)
         for line in attendance.lines():
             record.note(f"evaluation: {line}")
         self._warn(record)
-        metrics: dict[str, float | int] = {
-            "evaluating_nodes": len(results),
-            "evaluation_bytes": self.mail.traffic.down,
-        }
+        metrics: dict[str, float] = {"evaluating_nodes": len(results), "evaluation_bytes": self.mail.traffic.down}
         chosen = self.setup.node_metrics
-        for metric in with_loss((ACCURACY,) if chosen is None else chosen):
-            name = mean_name(metric)
-            means = [(one.figures[name], one.examples) for one in results if name in one.figures]
+        for metric in evaluation.with_loss((ACCURACY,) if chosen is None else chosen):
+            name = evaluation.mean_name(metric)
+            means = [(one.figures[name], one.examples) for one in results.values() if name in one.figures]
             if means:
                 mean = sum(value * count for value, count in means) / sum(count for _, count in means)
-                metrics[f"node_{metric.name}"] = metric_of_mean(metric, mean)
+                metrics[f"node_{metric.name}"] = evaluation.metric_of_mean(metric, mean)
         return metrics

@@ -17,10 +17,11 @@ from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.devices import choose_device
-from lamina.errors import BadInput, is_number, is_whole, unknown
+from lamina.errors import BadInput, is_whole, unknown
 from lamina.evaluation import ClientSamples
 from lamina.fit import with_mask
 from lamina.flower.checks import Limits
+from lamina.limits import check_count, check_number
 from lamina.metrics import Metric, find_all, is_function_of_mean
 from lamina.objective import Objective
 from lamina.plan import Plan
@@ -82,11 +83,9 @@ class Setup:
                     "(evaluate_on='central' or 'both')"
                 )
         for name, count in {"rounds": rounds, "attempts": attempts, "evaluate_every": evaluate_every}.items():
-            if not is_whole(count) or count < 1:
-                raise BadInput(f"{name} = {count!r} is not a whole number >= 1")
+            check_count(name, count)
         for name, value in {"deadline": deadline, "poll": poll, "quorum": quorum}.items():
-            if not (is_number(value) and math.isfinite(value) and value > 0):
-                raise BadInput(f"{name} = {value!r} is not a number > 0")
+            check_number(name, value, above=0)
         if not is_whole(quorum) and quorum > 1:
             raise BadInput(f"quorum = {quorum!r} is neither a fraction up to 1 nor a whole number of clients")
         if is_whole(quorum) and quorum > clients:

@@ -22,6 +22,7 @@ from flwr.app import Array, ConfigRecord, Context, Message
 from flwr.serverapp import Grid
 
 from lamina.errors import BadInput
+from lamina.flower.wire import entries_of
 
 SIGNATURE = "signature"  # the record that holds it
 CONTEXT = b"lamina federation message 1\n"  # so that a signature means nothing elsewhere
@@ -32,13 +33,12 @@ HOW = "`lamina flower keys` makes both, tasks.key for the server and tasks.pub f
 def is_pair(private: Path, public: Path) -> bool:
     """Return whether both key files are there and belong together."""
     try:
-        pair = _load(private, secret=True).public_key(), _load(public)
+        return bool(load_key(private, secret=True).public_key() == load_key(public))
     except BadInput:
         return False
-    return bool(pair[0].public_bytes_raw() == pair[1].public_bytes_raw())
 
 
-def _load(path: Path, *, secret: bool = False) -> Any:
+def load_key(path: Path, *, secret: bool = False) -> Any:
     """Return the server's signing key (secret), or its public key."""
     what = "signing key" if secret else "server's public key"
     try:
@@ -55,34 +55,22 @@ def _load(path: Path, *, secret: bool = False) -> Any:
     return key
 
 
-# --- the server ------------------------------------------------------------------------------------------------------
+def sign(message: Message, key: Ed25519PrivateKey) -> None:
+    """Add the server's signature to a message."""
+    message.content[SIGNATURE] = ConfigRecord({"ed25519": key.sign(_statement(message))})
 
 
-class Signer:
-    """Signs messages with the server's private key."""
-
-    def __init__(self, key: Path) -> None:
-        self._key = _load(key, secret=True)
-
-    def sign(self, message: Message) -> None:
-        """Add the signature to a message."""
-        signature = self._key.sign(_statement(message))
-        message.content[SIGNATURE] = ConfigRecord({"ed25519": signature})
-
-
-def read_signer(path: Any, grid: Grid) -> Signer | None:
-    """Return the server's signer; None in Flower's simulation, where all nodes are processes of this machine."""
+def read_signing_key(path: Any, grid: Grid) -> Ed25519PrivateKey | None:
+    """Return the server's private key; None in Flower's simulation, where all nodes are processes of this machine."""
     if path:
-        return Signer(Path(str(path)).expanduser())
+        key: Ed25519PrivateKey = load_key(Path(str(path)).expanduser(), secret=True)
+        return key
     if type(grid).__name__ == "InMemoryGrid":
         return None
     raise BadInput(
         "the server has no key to sign tasks with, and nodes refuse tasks without a signature: give its path as "
         f"{SERVER_OPTION} in the run configuration, or as Federation(signing_key=...); {HOW}"
     )
-
-
-# --- nodes -----------------------------------------------------------------------------------------------------------
 
 
 def authenticate(message: Message, context: Context) -> None:
@@ -98,9 +86,8 @@ def authenticate(message: Message, context: Context) -> None:
             "this node has no public key of its server, so it cannot tell whether a task is the server's: start it "
             f"with --node-config '{NODE_OPTION}=\"/path/to/tasks.pub\"'; {HOW}"
         )
-    key = _load(Path(str(path)).expanduser())
-    record = message.content.get(SIGNATURE)
-    signature = record.get("ed25519") if isinstance(record, ConfigRecord) else None
+    key = load_key(Path(str(path)).expanduser())
+    signature = entries_of(message.content, SIGNATURE).get("ed25519")
     if not isinstance(signature, bytes):
         raise BadInput("refused a message without a signature: it is not from the server")
     metadata = message.metadata
@@ -119,9 +106,6 @@ def is_simulated() -> bool:
     """Return whether this process is an actor of Ray, as a node in Flower's simulation is, and nowhere else."""
     ray = sys.modules.get("ray")
     return bool(ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id())
-
-
-# --- what is signed --------------------------------------------------------------------------------------------------
 
 
 def _statement(message: Message) -> bytes:

@@ -59,7 +59,7 @@ class Store:
         for path in self.folder.glob(f"state-*-{_sound(token)}.safetensors"):
             tensors = _read(path)
             if tensors is not None and {n: (t.shape, t.dtype) for n, t in tensors.items()} == wanted:
-                return like._replace(**tensors)
+                return like._replace(**{n: t.to(getattr(like, n).device) for n, t in tensors.items()})
         return None
 
     def save_state(self, round: int, token: str, record: Any) -> None:

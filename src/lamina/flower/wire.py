@@ -91,26 +91,22 @@ def content_of(records: Mapping[str, Mapping[str, Any]]) -> RecordDict:
     return content
 
 
-def arrays_of(content: RecordDict, name: str) -> dict[str, Array]:
-    """Return the arrays of a record; none if there is no such record, or it is of another kind."""
-    record = content.get(name)
-    return dict(record.items()) if isinstance(record, ArrayRecord) else {}
+def entries_of(content: RecordDict, name: str, kind: type[Any] = ConfigRecord) -> dict[str, Any]:
+    """Return the entries of a record; none if there is no such record, or it is of another kind."""
+    record: Any = content.get(name)
+    return dict(record) if isinstance(record, kind) else {}
 
 
 def token_of(content: RecordDict) -> str:
     """Return the token of a message down; empty if it has none."""
-    for name in ("task", "question"):
-        record = content.get(name)
-        token = record.get("token") if isinstance(record, ConfigRecord) else None
-        if isinstance(token, str) and HEX.fullmatch(token):
-            return token
-    return ""
+    token = (entries_of(content, "task") or entries_of(content, "question")).get("token")
+    return token if isinstance(token, str) and HEX.fullmatch(token) else ""
 
 
 def take_answer(content: RecordDict) -> str:
     """Take out of a reply the token of the message it says it answers; empty if it says none."""
-    record = content.pop(ANSWER, None)
-    token = record.get("to") if isinstance(record, ConfigRecord) else None
+    token = entries_of(content, ANSWER).get("to")
+    content.pop(ANSWER, None)
     return token if isinstance(token, str) else ""
 
 
@@ -190,10 +186,9 @@ class Task(BaseModel):
     @classmethod
     def read(cls, content: RecordDict) -> Task:
         """Return the task in a message; everything is validated, because paths on the node's disk are made of it."""
-        record, fault = content.get("task"), None
-        entries: dict[str, Any] = dict(record) if isinstance(record, ConfigRecord) else {}
+        fault = None
         try:
-            task = cls(**entries)
+            task = cls(**entries_of(content, "task"))
         except ValidationError as error:
             fault = error.errors()[0]
         if fault is not None:  # raised here, because what a node reports leaves out the words of other exceptions

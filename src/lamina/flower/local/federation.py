@@ -11,35 +11,15 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from lamina.errors import BadInput
-from lamina.flower.keys import (
-    Authority,
-    make_authority,
-    make_node_key,
-    make_signing_key,
-    private_folder,
-    signing_key_files,
-    usable,
-)
-from lamina.flower.local.processes import (
-    COLOURS,
-    HOST,
-    PRIVATE,
-    FederationFailed,
-    Process,
-    Processes,
-    executable,
-    free_port,
-    is_free,
-    private_files,
-    telling_line,
-)
+from lamina.flower import keys
+from lamina.flower.local import processes
+from lamina.flower.local.processes import HOST, FederationFailed, Process, Processes
 from lamina.flower.signing import NODE_OPTION, is_pair
 from lamina.storage.locks import Lock
 from lamina.text import plural
@@ -52,19 +32,11 @@ NODE_ID = re.compile(r"SuperNode ID: (\d+)")
 Settings = Mapping[str, str | int | float | bool]
 
 
-@dataclass(frozen=True)
-class RunStatus:
+class RunStatus(NamedTuple):
     """How the SuperLink says a run is doing."""
 
     status: str  # pending, starting, running, finished:completed, finished:failed, finished:stopped
     details: str
-    bytes_in: int  # from the nodes and the server app to the SuperLink, as it counts them
-    bytes_out: int
-
-    @property
-    def completed(self) -> bool:
-        """Whether it ended well."""
-        return self.status == "finished:completed"
 
 
 class LocalFederation:
@@ -87,7 +59,9 @@ class LocalFederation:
         if nodes < 1:
             raise BadInput(f"a federation of {plural(nodes, 'node')}: give 1 or more")
         self.folder, self.count, self.secure = folder.absolute(), nodes, secure
-        self.port = port or free_port()
+        self.port = port or processes.free_port()
+        self.authority = keys.Authority(self.folder / "keys")
+        self.signing_key, self._verifying_key = keys.signing_key_files(self.folder / "keys")
         self.processes = Processes(self.folder, threads=max(1, (os.cpu_count() or 1) // nodes))
         self.node_ids: dict[int, int] = {}  # Flower's number of a node -> number of its client
         self.nodes: dict[int, Process] = {}  # by client
@@ -107,15 +81,18 @@ class LocalFederation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @private_files()
+    @processes.private_files()
     def start(self) -> None:
         """Make the keys that are missing; start the SuperLink and the nodes; wait until all have joined."""
-        if not is_free(self.port):
-            raise BadInput(f"port {self.port} is in use: choose another with --port, or none for a free one")
-        self._lock = Lock(private_folder(self.folder))
+        try:
+            processes.free_port(self.port)
+        except OSError as error:
+            wrong = f"port {self.port} is in use: choose another with --port, or none for a free one"
+            raise BadInput(wrong) from error
+        self._lock = Lock(keys.private_folder(self.folder))
         self.folder.chmod(0o700)  # also one from before
         for name in ("keys", "superlink", "command", "logs", "app", *map(node_name, range(self.count))):
-            private_folder(self.folder / name).chmod(0o700)
+            keys.private_folder(self.folder / name).chmod(0o700)
         self._make_keys()
         self.processes.start_guard()
         self._say("starting the SuperLink")
@@ -135,24 +112,13 @@ class LocalFederation:
 
     def close(self) -> None:
         """End every process of the federation. May be called again."""
-        self.processes.close(last=self.superlink)
+        self.processes.close()
         self.nodes.clear()
         self.superlink = None
         if self._lock is not None:
             self._lock.release()
-            self._lock = None
 
     # --- keys --------------------------------------------------------------------------------------------------------
-
-    @property
-    def authority(self) -> Authority:
-        """The keys of the server's side."""
-        return Authority(self.folder / "keys")
-
-    @property
-    def signing_key(self) -> Path:
-        """The server's private key that signs tasks."""
-        return signing_key_files(self.folder / "keys")[0]
 
     def node_key(self, client: int) -> Path:
         """Return the path of the private key of a client's node."""
@@ -160,20 +126,20 @@ class LocalFederation:
 
     def _make_keys(self) -> None:
         """Make the keys that are missing, and replace those that cannot be used any more."""
-        keys = self.folder / "keys"
-        if not is_pair(*signing_key_files(keys)):
-            _delete(*signing_key_files(keys))
-            make_signing_key(keys)
+        folder = self.folder / "keys"
+        if not is_pair(self.signing_key, self._verifying_key):
+            _delete(self.signing_key, self._verifying_key)
+            keys.make_signing_key(folder)
         if not self.secure:
             return
-        if not usable(self.authority):
+        if not keys.usable(self.authority):
             _delete(*self.authority.files)
-            make_authority(keys)
+            keys.make_authority(folder)
         for key in map(self.node_key, range(self.count)):
             pair = key, key.with_name(key.name + ".pub")
             if not all(file.exists() for file in pair):
                 _delete(*pair)
-                make_node_key(key)
+                keys.make_node_key(key)
 
     # --- the SuperLink -----------------------------------------------------------------------------------------------
 
@@ -215,7 +181,7 @@ class LocalFederation:
             "partition-id": client,
             "num-partitions": self.count,
             "state-dir": str(self.folder / node_name(client) / "state"),
-            NODE_OPTION: str(signing_key_files(self.folder / "keys")[1]),
+            NODE_OPTION: str(self._verifying_key),
         }
         self.nodes[client] = self.start_supernode(node_name(client), settings)
         return self.nodes[client]
@@ -235,7 +201,7 @@ class LocalFederation:
             safety = ["--root-certificates", str(certificate or self.authority.certificate)]
             safety += ["--auth-supernode-private-key", str(key or self.folder / "keys" / name)]
         command = ["flower-supernode", *safety, "--superlink", f"{HOST}:{port or self.port}"]
-        command += ["--host", HOST, "--port", str(free_port())]
+        command += ["--host", HOST, "--port", str(processes.free_port())]
         if settings:
             command += ["--node-config", _as_options(settings)]
         return self.processes.launch(name, command, name)
@@ -274,21 +240,22 @@ class LocalFederation:
         name = " ".join(["flwr", *arguments[:1]])
         try:
             done = subprocess.run(
-                [executable("flwr"), *arguments],
+                [processes.executable("flwr"), *arguments],
                 env=self.processes.environment("command"),
                 capture_output=True,
                 stdin=subprocess.DEVNULL,
                 timeout=COMMAND_S,
                 start_new_session=True,
-                umask=PRIVATE,
+                umask=processes.PRIVATE,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
             raise FederationFailed(f"{name} did not end within {COMMAND_S:.0f} s") from error
-        text = COLOURS.sub("", done.stdout.decode(errors="replace"))
+        text = processes.COLOURS.sub("", done.stdout.decode(errors="replace"))
         answer = json_in(text)
         if done.returncode or not answer.get("success"):
-            why = str(answer.get("error-message") or telling_line(text + "\n" + done.stderr.decode(errors="replace")))
+            output = text + "\n" + done.stderr.decode(errors="replace")
+            why = str(answer.get("error-message") or processes.telling_line(output))
             raise FederationFailed(f"{name} failed: {' '.join(why.split())}")
         return answer
 
@@ -304,9 +271,7 @@ class LocalFederation:
     def status(self, run: int) -> RunStatus:
         """Return how a run is doing."""
         entry = self.flwr("ls", LINK, "--run-id", str(run), "--format", "json")["runs"][0]
-        traffic = entry["network-traffic"]
-        details = str(entry.get("status-details", ""))
-        return RunStatus(entry["status"], details, int(traffic["inbound-bytes"]), int(traffic["outbound-bytes"]))
+        return RunStatus(entry["status"], str(entry.get("status-details", "")))
 
     def stop_run(self, run: int) -> None:
         """Ask a run to stop."""
@@ -348,9 +313,7 @@ def _as_options(settings: Settings) -> str:
 
 def json_in(text: str) -> dict[str, Any]:
     """Return the JSON table in a command's output, which may have other lines before it."""
-    start = text.find("{")
     with contextlib.suppress(ValueError):
-        value, _ = json.JSONDecoder().raw_decode(text[start:] if start >= 0 else "")
-        if isinstance(value, dict):
-            return value
+        value, _ = json.JSONDecoder().raw_decode(text, max(0, text.find("{")))
+        return value if isinstance(value, dict) else {}
     return {}

@@ -86,14 +86,23 @@ class FileJob(Job):
     def __init__(
         self, file: Path, overrides: Sequence[str], nodes: int, out: Path | None, options: Mapping[str, float]
     ) -> None:
-        experiment = with_clients(load(file, overrides), nodes)
+        experiment = load(file, overrides)
         name = f"{file.stem}-{experiment.algorithm.name.replace(':', '.')}-seed{experiment.train.seed}-flower"
         super().__init__(out or Path(experiment.run.out or f"runs/{name}"), experiment.train.rounds)
-        if experiment.data.dir is not None or experiment.data.name in FORMATS:  # Flower's processes may work elsewhere
-            data = experiment.data.model_copy(update={"dir": str(Path(experiment.data.dir or "").absolute())})
-            experiment = experiment.model_copy(update={"data": data})
-        self.experiment, self.options = experiment, options  # of the federation, beside what the file says
-        self.config = Federation.from_experiment(experiment, out=self.out.absolute(), **options).config()
+        data = experiment.data
+        changed: dict[str, Any] = {}
+        if data.partition.name != "by-column":  # whose column names the clients
+            changed["clients"] = nodes
+            if data.clients not in (None, nodes):
+                raise BadInput(
+                    f"the experiment has {plural(data.clients, 'client')}, and every client is a node: give "
+                    f"--nodes {data.clients}, or --set data.clients={nodes}"
+                )
+        if data.dir is not None or data.name in FORMATS:  # Flower's processes may work elsewhere
+            changed["dir"] = str(Path(data.dir or "").absolute())
+        self.experiment = experiment.model_copy(update={"data": data.model_copy(update=changed)})
+        self.options = options  # of the federation, beside what the file says
+        self.config = Federation.from_experiment(self.experiment, out=self.out.absolute(), **options).config()
         clients = int(self.config["data"]["clients"])
         if clients != nodes:
             raise BadInput(f"the experiment has {plural(clients, 'client')}: give --nodes {clients}")
@@ -145,40 +154,14 @@ class AppJob(Job):
         return self.folder, {"out": str(self.out.absolute()), "nodes": str(nodes), "signing-key": signing_key}
 
 
-def with_clients(experiment: Experiment, nodes: int) -> Experiment:
-    """Return the experiment with as many clients as there are nodes; one that says otherwise is refused."""
-    data = experiment.data
-    if data.partition.name == "by-column":
-        return experiment  # the column names the clients
-    if data.clients is None:
-        return experiment.model_copy(update={"data": data.model_copy(update={"clients": nodes})})
-    if data.clients != nodes:
-        raise BadInput(
-            f"the experiment has {plural(data.clients, 'client')}, and every client is a node: give "
-            f"--nodes {data.clients}, or --set data.clients={nodes}"
-        )
-    return experiment
-
-
 def write_app(
-    folder: Path,
-    experiment: Experiment,
-    out: Path,
-    nodes: Mapping[int, int],
-    options: Mapping[str, Any],
-    more: str = "",
+    folder: Path, experiment: Experiment, out: Path, nodes: Mapping[int, int], options: Mapping[str, Any]
 ) -> None:
-    """Write a Flower app that builds the federation of an experiment, followed by `more` lines of Python."""
-    settings = {
-        "experiment": experiment.model_dump(),
-        "out": str(out.absolute()),
-        "nodes": dict(nodes),
-        "options": dict(options),
-    }
+    """Write a Flower app that builds the federation of an experiment."""
+    settings = {"experiment": experiment.model_dump(), "out": str(out.absolute()), "nodes": nodes, "options": options}
     package = folder / "lamina_up"
     package.mkdir(parents=True, exist_ok=True)
     template = resources.files("lamina").joinpath("flower", "template", "up")
-    shim = template.joinpath("shim.py.in").read_text(encoding="utf-8")
     (folder / "pyproject.toml").write_bytes(template.joinpath("pyproject.toml.in").read_bytes())
-    (package / "__init__.py").write_text(shim + more, encoding="utf-8")
+    (package / "__init__.py").write_bytes(template.joinpath("shim.py.in").read_bytes())
     (package / "settings.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")

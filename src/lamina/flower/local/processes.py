@@ -43,8 +43,8 @@ class FederationFailed(LaminaError):
 class Process:
     """A process in a session of its own, with its output in a file."""
 
-    def __init__(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
-        self.name, self.log = name, log
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        self.log = log
         self._start = log.stat().st_size if log.exists() else 0  # a restarted process appends to its log
         with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             self._child = subprocess.Popen(
@@ -138,7 +138,7 @@ class Processes:
         program = executable(command[0])
         log = self.folder / "logs" / f"{name}.log"
         try:
-            process = Process(name, [program, *command[1:]], log, self.environment(home))
+            process = Process([program, *command[1:]], log, self.environment(home))
         except OSError as error:
             raise cannot_write(log.parent, error) from error
         self.running.append(process)
@@ -152,13 +152,12 @@ class Processes:
             self.running.remove(process)
             self._tell_guard(f"-{process.pid}")
 
-    def close(self, last: Process | None = None) -> None:
-        """End every process, `last` after all others. May be called again."""
-        others = [process for process in self.running if process is not last]
-        for process in others:
+    def close(self) -> None:
+        """End every process, the first one (a SuperLink) after all others. May be called again."""
+        for process in self.running[1:]:
             if process.ended is None:
                 process.signal(signal.SIGTERM)
-        for process in [*others, *([last] if last is not None else [])]:
+        for process in reversed(self.running):
             process.stop()
         self.running.clear()
         if self._guard is not None and self._guard.stdin is not None:
@@ -212,19 +211,9 @@ def executable(name: str) -> str:
     return path
 
 
-def free_port() -> int:
-    """Return a port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def is_free(port: int) -> bool:
-    """Return whether nobody listens on a port now."""
+def free_port(wanted: int = 0) -> int:
+    """Return a port nobody listens on now: the wanted one, or any; raises OSError if the wanted one is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+        probe.bind((HOST, wanted))
+        return int(probe.getsockname()[1])
