@@ -95,10 +95,10 @@ class Partition(Named):
     name: str = "iid"
 
 
-class Data(_Section):
+class Data(Named):
     """The `[data]` section: the data set and how it is split among clients; its other keys are options of the data."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(allow_inf_nan=False, strict=True)
 
     name: str = "digits"
     dir: PathText | None = None
@@ -114,10 +114,6 @@ class Data(_Section):
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
     heldout_clients: Fraction | NotEmpty[Annotated[int, Field(ge=0)]] | None = None  # never train: a share, or numbers
     local_test: Fraction | None = None  # of every client's samples, to evaluate on
-
-    def options(self) -> dict[str, Any]:
-        """Return the options of a file format or of the user's own function."""
-        return dict(self.model_extra or {})
 
     @model_validator(mode="before")
     @classmethod

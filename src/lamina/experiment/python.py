@@ -22,6 +22,7 @@ from lamina.experiment.objects import Objects
 from lamina.experiment.settings import shown
 from lamina.inputs import as_splits
 from lamina.metrics import find_all
+from lamina.named import field_values
 from lamina.protocol import function_name, schedule_name
 from lamina.schedules import SCHEDULES
 
@@ -141,9 +142,9 @@ def _model(model: Any, objects: Table) -> Table:
 
 def _partition(partition: Any, objects: Table) -> Any:
     if isinstance(partition, Reallocate):
-        return {"name": "reallocate", "base": partition.base.name, **_fields(partition.base)}
+        return {"name": "reallocate", "base": partition.base.name, **field_values(partition.base)}
     if type(partition) in PARTITIONS.values():
-        return {"name": partition.name, **_fields(partition)}
+        return {"name": partition.name, **field_values(partition)}
     if isinstance(partition, str | Mapping):
         return partition
     if not callable(getattr(partition, "split", None)):
@@ -179,9 +180,9 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
     """Set one key in its section; an object that no file can name goes to `object_settings`."""
     if key == "augmentation":
         if isinstance(value, Augment):
-            tree["data"] |= {"augment": True} | {f"augment_{name}": given for name, given in _fields(value).items()}
-            return
-        if value is None:
+            options = {f"augment_{name}": given for name, given in field_values(value).items()}
+            tree["data"] |= {"augment": True, **options}
+        if value is None or isinstance(value, Augment):
             return
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
     if section is None:
@@ -193,11 +194,11 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
         names = {cls: name for name, cls in SCHEDULES.items()}
         if type(value) not in names:
             object_settings[key] = value
-        value = {"name": names.get(type(value)) or schedule_name(value), **_fields(value)}
+        value = {"name": names.get(type(value)) or schedule_name(value), **field_values(value)}
     elif key == "aggregation" and not isinstance(value, str | Mapping):
         if type(value) not in aggregation.AGGREGATIONS.values():
             object_settings[key] = value
-        value = {"name": aggregation.name_of(value), **_fields(value)}
+        value = {"name": aggregation.name_of(value), **field_values(value)}
     elif isinstance(value, torch.device):
         value = str(value)
     elif isinstance(value, np.generic):
@@ -208,11 +209,3 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
         object_settings[key], value = value, None
     if value is not None:
         tree[section][key] = value
-
-
-def _fields(value: Any) -> Table:
-    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)} if _is_record(value) else {}
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -21,8 +21,6 @@ from lamina.evaluation import refuse_nonfinite
 from lamina.experiment.build import check_device, choose_threads
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.log_lines import LogLines
-from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row
 from lamina.population import Population
 from lamina.storage.checkpoint import Checkpoints, load_newest
@@ -89,25 +87,21 @@ def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
     return experiment.model_copy(update={"run": settings}), Ranks.current()
 
 
-def open_folder(
-    path: Path,
-    config: Mapping[str, Any],
-    *,
-    overwrite: bool = False,
-    lines: LogLines | None = None,
-    trackers: Trackers | None = None,
-) -> RunFolder | RankFolder:
-    """Open the run's folder, or under torchrun this process's part of it if the first process accepts the folder."""
+def open_folder(path: Path, config: Mapping[str, Any], **options: Any) -> RunFolder | RankFolder:
+    """Open the run's folder, or under torchrun this process's part of it if the first process accepts the folder.
+
+    The options are those of `RunFolder`.
+    """
     ranks = Ranks.current()
     if ranks.world == 1:
-        return RunFolder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
+        return RunFolder(path, config, **options)
     folder: RunFolder | None = None
     shared: list[Any] = [None]
     problem: LaminaError | None = None
     if ranks.rank == 0:
         try:
-            folder = RunFolder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
-            shared = [{"found": bool(folder.rounds()), "ended": folder.complete or folder.diverged is not None}]
+            folder = RunFolder(path, config, **options)
+            shared = [{"found": bool(folder.rounds()), "ended": folder.ended}]
         except LaminaError as error:
             problem = error
     torch.distributed.broadcast_object_list(shared)

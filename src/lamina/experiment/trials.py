@@ -24,7 +24,7 @@ from lamina.experiment.records import Record, check_folder, read_record
 from lamina.experiment.run import resume, train
 from lamina.experiment.settings import Settings, written
 from lamina.experiment.trackers import Trackers
-from lamina.history import History, Row, rank
+from lamina.history import History, Row, rank, values
 from lamina.population import mismatch
 from lamina.storage.locks import Lock, lost
 from lamina.training import Training
@@ -49,11 +49,6 @@ class Job:
     def algorithm(self) -> str:
         """Return the name of its algorithm, or the name that a comparison gives it."""
         return self.method or self.experiment.algorithm.name
-
-    @property
-    def lr(self) -> float:
-        """Return its learning rate."""
-        return float(self.experiment.train.lr)
 
     @property
     def seed(self) -> int:
@@ -111,14 +106,12 @@ class Trial:
     @property
     def best(self) -> list[float]:
         """Return the best value of the first metric of every evaluated run."""
-        values = [history.best(history.metric, optional=True) for history in self.histories]
-        return [value for value in values if not math.isnan(value)]
+        return values(self.histories, lambda history: history.best(optional=True))
 
     @property
     def last(self) -> list[float]:
         """Return the last value of the first metric of every evaluated run."""
-        values = [history.last(history.metric, optional=True) for history in self.histories]
-        return [value for value in values if not math.isnan(value)]
+        return values(self.histories, lambda history: history.last(optional=True))
 
     @property
     def score(self) -> float:
@@ -145,8 +138,8 @@ class Trials:
     Args:
         experiment: the experiment file.
         section: its [compare] or [tune] section, which says on what data settings are chosen.
-        folder: the folder of all runs.
         key: a key that the folder's config.json has, if it holds earlier trials of the same kind.
+        folder: the folder of all runs.
         overwrite: whether earlier runs in the folder may be deleted.
         stop: asked after every round whether to stop.
         trackers: names of trackers that follow every run.
@@ -156,11 +149,11 @@ class Trials:
         self,
         experiment: Experiment,
         section: Compare | Tune,
-        folder: Path,
         key: str,
+        folder: Path,
         *,
-        overwrite: bool,
-        stop: Callable[[], bool],
+        overwrite: bool = False,
+        stop: Callable[[], bool] = lambda: False,
         trackers: Sequence[str] = (),
     ) -> None:
         kind = type(section).__name__.lower()
@@ -225,9 +218,7 @@ class Trials:
     def _run(self, jobs: Sequence[Job], stop: Callable[[], bool] = lambda: False) -> bool:
         """Run the remaining rounds of jobs, as populations where they can be stacked; return whether all finished.
 
-        Args:
-            jobs: the runs.
-            stop: a further reason to stop after a round.
+        `stop` is a further reason to stop after a round.
         """
         self._refuse_lost()
         for first in range(0, len(jobs), MAX_OPEN_RUNS):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +102,13 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
 class Tuning(Trials):
     """The tuning of an experiment file in a folder; `run` fills `trials`.
 
-    The runs are in ``<trial>/seed<n>``. With Optuna several processes may share a folder.
+    The runs are in ``<trial>/seed<n>``. With Optuna several processes may share a folder. The options are those of
+    `Trials`.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        *,
-        overwrite: bool = False,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, **options: Any) -> None:
         self.spec = spec = experiment.tune
-        super().__init__(experiment, spec, folder, "tuning", overwrite=overwrite, stop=stop)
+        super().__init__(experiment, spec, "tuning", folder, **options)
         self.trials: list[Trial] = []
         self._points: list[Settings] = []  # of a grid
         self._study: Study | None = None

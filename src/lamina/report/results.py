@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from lamina import algorithms as known
 from lamina.algorithms import Algorithm
-from lamina.errors import BadInput, missing_extra, nearest
+from lamina.errors import BadInput, nearest
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Train
 from lamina.experiment.python import algorithm_section, compared_algorithms, describe
@@ -21,7 +21,7 @@ from lamina.experiment.records import Record, find_records
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Job, Trials, refuse_all_diverged
 from lamina.experiment.tune import Tuning
-from lamina.history import History, Row
+from lamina.history import History, Row, data_frame
 from lamina.paths import checked_path
 from lamina.progress import python_bars
 from lamina.report import tables
@@ -102,7 +102,7 @@ class ComparisonResult(Result):
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for every round of every run."""
-        return _frame(self._comparison.rounds(), "comparison.to_pandas()")
+        return data_frame(self._comparison.rounds(), "comparison.to_pandas()")
 
     def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
         """Write an interactive page with curves, tables and configurations of all runs; return its path."""
@@ -149,7 +149,7 @@ class TuningResult(Result):
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for every trial."""
-        return _frame(self._tuning.rows(), "tuning.to_pandas()")
+        return data_frame(self._tuning.rows(), "tuning.to_pandas()")
 
     def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
         """Write an interactive page with curves, tables and configurations of all trials; return its path."""
@@ -383,11 +383,3 @@ def _folder(out: str | Path | None) -> tuple[Path, tempfile.TemporaryDirectory[s
         return checked_path(out, "out"), None
     temporary = tempfile.TemporaryDirectory(prefix="lamina-", ignore_cleanup_errors=True)
     return Path(temporary.name) / "runs", temporary
-
-
-def _frame(rows: list[dict[str, Any]], purpose: str) -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise missing_extra("pandas", "table", purpose) from error
-    return pandas.DataFrame(rows)

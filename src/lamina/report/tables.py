@@ -13,7 +13,7 @@ from lamina.experiment.records import Record, flatten
 from lamina.experiment.settings import short_names, shown, shown_name
 from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
-from lamina.history import History
+from lamina.history import History, values
 from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.curves import Curve, differing, folder_name, sections, text
 from lamina.text import csv_text, html_table, plural, printable, text_table
@@ -102,12 +102,6 @@ def score_text(scores: Sequence[float], metric: str, spread: str = SPREAD) -> st
     if is_percent(metric):
         return mean_and_spread([100 * score for score in scores], spread=spread)
     return mean_and_spread(scores, significant, spread)
-
-
-def values(histories: Iterable[History], of: Callable[[History], float]) -> list[float]:
-    """Return a number per history, without NaN: a seed that diverged in its first round has none."""
-    numbers = [of(history) for history in histories if len(history)]
-    return [number for number in numbers if not math.isnan(number)]
 
 
 # --- numbers as text; page.js writes the cost table's in the same way -------------------------------------------
