@@ -184,6 +184,11 @@ class Trials:
         return f"best {self._section.select} {self.metric}"
 
     @property
+    def target(self) -> float | None:
+        """Return the value of the first metric to reach, if there is one."""
+        return None
+
+    @property
     def seeds(self) -> range:
         """Return the seeds of every trial."""
         first = self.experiment.train.seed

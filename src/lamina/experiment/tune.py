@@ -276,6 +276,17 @@ class Tuning(Trials):
                 lines.append(f"the best {key} = {value:g} lies on the edge of {tried}: try {way} values")
         return lines
 
+    def notes(self) -> list[str]:
+        """Return remarks: the best values, what data they were chosen on, and those on the edge of what was tried."""
+        best = self.best
+        lines = [] if best is None else [f"best: {written(best.settings)}; {self.score_name} {best.score:.4f}"]
+        return [*lines, f"chosen on {self.chosen_on()}", *self.edges()]
+
+    @property
+    def runs(self) -> list[Path]:
+        """Return the folders of the runs that have begun."""
+        return [record.folder for trial in self.trials for record in trial.records]
+
     def chosen_on(self) -> str:
         """Return which data the choice was made on."""
         if self.spec.select == "test":

@@ -54,7 +54,7 @@ class Report:
     @property
     def metric(self) -> str:
         """The column that targets refer to: the first metric of the runs."""
-        return tables.metric_of_curves(self.curves)
+        return tables.metric_of(self.curves)
 
     def tables(self) -> list[tables.Table]:
         """Return every table that has rows."""
@@ -82,7 +82,7 @@ def build(
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
     curves = group(final)
-    metric = tables.metric_of_curves(curves)
+    metric = tables.metric_of(curves)
     for target in targets:
         if not target > 0 or (is_percent(metric) and target > 1):
             bound = " and up to 1, for example 0.9" if is_percent(metric) else ""

@@ -88,18 +88,15 @@ NOT_DRAWN = {"round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes
 
 def metrics_of(curves: Sequence[Curve]) -> list[Metric]:
     """Return the metrics of the curves: the usual ones in their order, then others by their column's name."""
-    columns = dict.fromkeys(c for curve in curves for history in curve.histories for c in history.columns)
-    scheduled = any(
-        len(set(history.column("lr", optional=True))) > 1 for curve in curves for history in curve.histories
-    )
+    histories = [history for curve in curves for history in curve.histories]
+    columns = dict.fromkeys(column for history in histories for column in history.columns)
+    scheduled = any(len(set(history.column("lr", optional=True))) > 1 for history in histories)
     hidden = NOT_DRAWN | (set() if scheduled else {"lr"})
-    first = metric_of(history for curve in curves for history in curve.histories)
-    usual_columns = dict.fromkeys([first, *filter(is_metric, columns), *(metric.column for metric in METRICS)])
-    usual = [described(column) for column in usual_columns if column in columns]
+    listed = [metric_of(curves), *filter(is_metric, columns), *(metric.column for metric in METRICS)]
+    usual = [described(column) for column in dict.fromkeys(listed) if column in columns]
     if all(run.on_validation_data for curve in curves for run in curve.runs):
         usual = [metric._replace(title=metric.title.replace("test", "validation")) for metric in usual]
-    listed = {metric.column for metric in usual} | hidden
-    return usual + [described(column) for column in columns if column not in listed]
+    return usual + [described(column) for column in columns if column not in {*listed, *hidden}]
 
 
 def described(column: str) -> Metric:
@@ -195,8 +192,7 @@ def curve_figure(curves: Sequence[Curve], metric: Metric, axis: str) -> Figure:
 @matplotlib.rc_context(STYLE)
 def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
     """Draw the first metric on the test data against rounds and megabytes sent, with the spread over seeds."""
-    column = metric_of(history for entry in entries for history in entry.histories)
-    metric = described(column)
+    metric = described(metric_of(entries))
     lines = [(f"{entry.title}, {written(entry.settings)}", entry.histories) for entry in entries]
     is_long = len(entries) > LEGEND_INSIDE_UP_TO
     figure = Picture(figsize=(13 if is_long else 10, 4.2), layout="constrained")
@@ -211,7 +207,7 @@ def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
         if is_long:
             figure.legend(handles, labels, loc="outside right center", **style)
         else:
-            style["loc"] = "upper right" if smaller_is_better(column) else "lower right"  # the empty corner
+            style["loc"] = "upper right" if smaller_is_better(metric.column) else "lower right"  # the empty corner
             figure.axes[0].legend(**style)
     figure.suptitle(title, fontsize=11)
     return figure

@@ -128,8 +128,12 @@ def _curve(curve: Curve, columns: Sequence[str], points: int, metric: str) -> di
     summary = {"label": curve.label, "steps": [_steps(history, metric) for history in curve.histories]}
     if not histories:
         return {**summary, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
-    kept = _kept(histories, points)
     in_all = max(len(history) for history in histories)
+    kept = np.arange(in_all)
+    if in_all > points:  # draw the evaluated rounds of a long run, evenly thinned but with the last
+        evaluated = np.flatnonzero(~np.isnan(by_round(histories, metric_of([curve]))).all(axis=0))
+        kept = evaluated if len(evaluated) else kept
+        kept = kept[::-1][:: math.ceil(len(kept) / points)][::-1]
     return {
         **summary,
         "seeds": [run.seed for run in curve.runs if len(run.history)],
@@ -140,17 +144,6 @@ def _curve(curve: Curve, columns: Sequence[str], points: int, metric: str) -> di
         "seconds": [_numbers(row) for row in spent(histories, "seconds")[:, kept]],
         "mean": {axis: _numbers(mean_spent(histories, axis)[kept]) for axis in ("bytes", "seconds")},
     }
-
-
-def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
-    """Return the rounds to draw: all, or of a long run the evaluated ones, evenly thinned but with the last."""
-    length = max(len(history) for history in histories)
-    if length <= points:
-        return np.arange(length)
-    evaluated = np.flatnonzero(~np.isnan(by_round(histories, metric_of(histories))).all(axis=0))
-    candidates = evaluated if len(evaluated) else np.arange(length)
-    stride = math.ceil(len(candidates) / points)
-    return candidates[::-1][::stride][::-1]
 
 
 def _steps(history: History, metric: str) -> list[list[float]]:

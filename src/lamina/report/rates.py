@@ -61,7 +61,7 @@ def responses(runs: Sequence[Record]) -> list[Response]:
             for run in family.runs:
                 by_rate.setdefault(run.lr, []).append(run)
             if len(by_rate) > 1:
-                metric = metric_of(run.history for run in family.runs)
+                metric = metric_of([family])
                 tried = [(lr, _best(same)) for lr, same in sorted(by_rate.items())]
                 on = "validation" if family.runs[0].on_validation_data else "test"
                 elsewhere = () if tuning else tuple(tuned.get(_configuration(family.runs[0]), ()))

@@ -79,15 +79,10 @@ def sent(history: History) -> float:
     return history.total("bytes_down", optional=True) + history.total("bytes_up", optional=True)
 
 
-def metric_of(histories: Iterable[History]) -> str:
+def metric_of(groups: Iterable[Curve | Trial]) -> str:
     """Return the column to judge runs by: their first metric; if they differ, the accuracy if some run has one."""
-    metrics = list(dict.fromkeys(history.metric for history in histories if len(history)))
+    metrics = list(dict.fromkeys(history.metric for one in groups for history in one.histories if len(history)))
     return metrics[0] if metrics and "accuracy" not in metrics else "accuracy"
-
-
-def metric_of_curves(curves: Iterable[Curve]) -> str:
-    """Return the column to judge curves by."""
-    return metric_of(history for curve in curves for history in curve.histories)
 
 
 def best_and_last(histories: Sequence[History], metric: str, spread: str = SPREAD) -> tuple[str, str]:
@@ -158,7 +153,7 @@ def default_targets(curves: Sequence[Curve]) -> list[float]:
     The target of a comparison is added if some curve reaches it. There is no default for metrics without a scale from
     0 to 100 %, such as losses.
     """
-    metric = metric_of_curves(curves)
+    metric = metric_of(curves)
     if not is_percent(metric) or smaller_is_better(metric):
         return []
     reached = [values(curve.histories, lambda history: history.best(metric, optional=True)) for curve in curves]
@@ -170,7 +165,7 @@ def default_targets(curves: Sequence[Curve]) -> list[float]:
 
 def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int) -> Table:
     """Return rounds, bytes and seconds to each target, and their ratios to the baseline's."""
-    unit, metric = unit_of_bytes(curves), metric_of_curves(curves)
+    unit, metric = unit_of_bytes(curves), metric_of(curves)
     ratio = f"{TIMES} baseline"
     head = ["target", "curve", "reached", "rounds", ratio, unit.name, ratio, "seconds", ratio]
     rows = []
@@ -190,8 +185,7 @@ def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int)
 
 def results_table(curves: Sequence[Curve]) -> Table:
     """Return best and last value of the first metric, and the cost of a round."""
-    unit = unit_of_bytes(curves)
-    metric = metric_of_curves(curves)
+    unit, metric = unit_of_bytes(curves), metric_of(curves)
     head = ["curve", "seeds", f"best {with_unit(metric)}", f"last {with_unit(metric)}", "rounds"]
     head += [f"{unit.name} per round", f"{unit.name} in all", "seconds per round"]
     rows = []
@@ -219,7 +213,7 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
         entries: the algorithms, a row each.
         target: value of the metric on the test data; None leaves its columns out.
     """
-    metric = metric_of(history for entry in entries for history in entry.histories)
+    metric = metric_of(entries)
     seeds = max(len(entry.histories) for entry in entries)
     title = f"mean ± std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
     if target is not None:
