@@ -374,12 +374,8 @@ def read_primary(config: Mapping[str, Any]) -> str | None:
             names.append(one["name"])
             if one["name"] not in METRICS and one["name"] not in _own:
                 larger, percent = (one.get(key) is True for key in ("larger_is_better", "percent"))
-                _own[one["name"]] = Metric(one["name"], _not_computed, larger, percent)
+                _own[one["name"]] = Metric(one["name"], lambda *_: float("nan"), larger, percent)  # never computed
     return names[0] if names else None
-
-
-def _not_computed(*_: Any) -> float:
-    return float("nan")
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------

@@ -39,11 +39,6 @@ Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 
 
-def _in_a_list(value: Any) -> Any:
-    """Return a single number as a list."""
-    return [value] if isinstance(value, int | float) else value
-
-
 def _batch_size(value: Any) -> Any:
     if value == "full" or (is_whole(value) and 1 <= value <= MOST_BATCH):
         return value
@@ -250,7 +245,9 @@ class Compare(_Section):
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
     # Rounds of the runs that only help to choose; None: train.rounds; several: stages, each of which drops some runs.
-    tuning_rounds: Annotated[list[AtLeastOne] | None, BeforeValidator(_in_a_list)] = None
+    tuning_rounds: Annotated[
+        list[AtLeastOne] | None, BeforeValidator(lambda value: [value] if isinstance(value, int | float) else value)
+    ] = None
     # Further options of each method. If they name the algorithm (`name`), the method may have any name.
     options: dict[str, dict[str, Any]] = {}
 
@@ -365,7 +362,10 @@ def _one_line(error: ValidationError) -> str:
     if first["type"] == "options":
         text = first["msg"]
     elif first["type"] == "extra_forbidden":
-        known = _keys_at(place[:-1])
+        model: Any = Experiment
+        for name in place[:-1]:  # a number is a place in a list of sections
+            model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
+        known = list(model.model_fields)
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
         text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"
     else:
@@ -376,11 +376,3 @@ def _one_line(error: ValidationError) -> str:
         problem = texts.get(first["type"], message[:1].lower() + message[1:])
         text = f"{dotted}{given}: {problem}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
-
-
-def _keys_at(place: Sequence[str]) -> list[str]:
-    model: Any = Experiment
-    for name in place:
-        # a number is a place in a list of sections
-        model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
-    return list(model.model_fields)

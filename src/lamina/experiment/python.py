@@ -1,9 +1,11 @@
-"""Describe an experiment with Python arguments: the same sections as a file, and objects where a file has names."""
+"""Experiments from Python: described by arguments, with objects where a file has names, and recorded in a folder."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,14 +19,21 @@ from lamina.data.feed import Augment
 from lamina.data.own import FORMATS
 from lamina.data.partitions import PARTITIONS, Reallocate
 from lamina.errors import BadInput, is_whole, nearest, short_repr
+from lamina.experiment.build import resolved
 from lamina.experiment.config import Data, Experiment, Run, Train, parse
+from lamina.experiment.folder import RunFolder
+from lamina.experiment.log_lines import LogLines
 from lamina.experiment.objects import Objects
+from lamina.experiment.records import read_metrics
+from lamina.experiment.run import open_folder, restore, resume, train
 from lamina.experiment.settings import shown
+from lamina.history import Row
 from lamina.inputs import as_splits
 from lamina.metrics import find_all
 from lamina.named import field_values
 from lamina.protocol import function_name, schedule_name
 from lamina.schedules import SCHEDULES
+from lamina.training import Training
 
 Table = dict[str, Any]
 SECTIONS: dict[str, Any] = {"train": Train, "data": Data, "run": Run}
@@ -48,7 +57,7 @@ def describe(
         model: a module, a function that returns a new one, a name, or a table such as {"name": "mlp", "hidden": 64}.
         data: as for `Simulation`, or a table of the `[data]` section.
         algorithm: an algorithm or a name.
-        test: test data.
+        test: test data, unless `data` includes them.
         clients: a number, or a list of sample indices for each.
         partition: a partition, a name or a table.
         settings: keys of the `[train]`, `[data]` and `[run]` sections; those of `[train]` may be objects.
@@ -209,3 +218,51 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
         object_settings[key], value = value, None
     if value is not None:
         tree[section][key] = value
+
+
+# --- the run folder of a simulation ---------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Trains a simulation in a folder, as `lamina run` does; the arguments are the simulation's, as for `describe`."""
+
+    def __init__(self, folder: Path, *, overwrite: bool, **arguments: Any) -> None:
+        self.folder, self._overwrite = folder, overwrite
+        self._experiment = describe(**arguments)
+
+    def run(self, simulation: Training, last: int, on_round: Callable[[Row], None]) -> None:
+        """Train up to a round, from where the folder says the run was; raise `Diverged` if it diverged, even before."""
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists() and not self._overwrite:
+            last = max(last, len(read_metrics(metrics).history))
+        if last == 0:
+            return
+        rounds = self._experiment.train.model_copy(update={"rounds": last})
+        experiment = self._experiment.model_copy(update={"train": rounds})
+        with LogLines() as lines, kept_threads():
+            config = resolved(experiment, simulation)
+            folder = open_folder(self.folder, config, overwrite=self._overwrite, lines=lines)
+            try:
+                if isinstance(folder, RunFolder) and folder.complete:
+                    restore([simulation], [folder])
+                    simulation.history = folder.history
+                    return
+                if folder.diverged is None:
+                    simulation.state, _ = simulation.start()  # a round that is not in the folder is trained again
+                    resume([simulation], [folder])
+                    self._overwrite = False  # the next call continues this run
+                    train([simulation], [folder], experiment, on_round=lambda _, row: on_round(row))
+            finally:
+                folder.close()
+        if folder.diverged is not None:
+            raise folder.diverged
+
+
+@contextlib.contextmanager
+def kept_threads() -> Iterator[None]:
+    """Restore the number of torch's threads, which training chooses by the size of the model."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

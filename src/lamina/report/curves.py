@@ -31,12 +31,7 @@ class Curve:
 
 
 def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]] = lambda run: ()) -> list[Curve]:
-    """Return the curves of some runs.
-
-    Args:
-        runs: In any order.
-        also_ignored: Returns keys (``"train.lr"``) of a run that do not separate curves, beside the seed.
-    """
+    """Return the curves of some runs; `also_ignored` returns keys of a run that, like the seed, separate no curves."""
 
     def ignored(run: Record) -> set[str]:
         return {SEED, *also_ignored(run)}

@@ -183,7 +183,8 @@ def curve_figure(curves: Sequence[Curve], metric: Metric, axis: str) -> Figure:
     axes = figure.subplots()
     draw(axes, [(curve.label, curve.histories) for curve in curves], metric, axis, unit_of_bytes(curves))
     axes.set_ylabel(metric.title)
-    if not metric.percent and _spans_decades(axes):
+    drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.ones(1)])
+    if not metric.percent and drawn.min() > 0 and drawn.max() > 100 * drawn.min():
         axes.set_yscale("log")
     _add_legend(figure, axes)
     return figure
@@ -301,12 +302,6 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
         figure.legend(handles, labels, loc="outside lower center", fontsize=8, frameon=False)
     elif handles:
         axes.legend(handles, labels, fontsize=8, edgecolor="none", framealpha=0.8)
-
-
-def _spans_decades(axes: Axes) -> bool:
-    """Return whether the lines, all positive, cover more than two decades."""
-    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.ones(1)])
-    return bool(values.min() > 0 and values.max() > 100 * values.min())
 
 
 def _save(figure: Figure, stem: Path) -> Iterator[Path]:

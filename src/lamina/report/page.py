@@ -34,11 +34,12 @@ def html(report: Report) -> str:
     differs, common = config_tables(report.curves)
     runs, environment = runs_tables(report.curves)
     count = sum(len(curve.runs) for curve in report.curves)
+    notes = "".join(f"<li>{escape(line)}</li>" for line in report.notes)
     return Template(_read("page.html")).substitute(
         generator=GENERATOR,
         title=escape(report.title),
         summary=f"{plural(len(report.curves), 'curve')} from {plural(count, 'run')} · lamina {escape(__version__)}",
-        notes=_notes(report.notes),
+        notes=f'<aside id="notes"><h2>Worth knowing</h2><ul>{notes}</ul></aside>' if notes else "",
         judged=f"Test {with_unit(report.metric)}",
         results=html_table(results_table(report.curves)),
         rates=html_table(rates_table(report.responses)),
@@ -163,11 +164,6 @@ def _steps(history: History, metric: str) -> list[list[float]]:
 def _numbers(values: Sequence[float] | NDArray[np.float64]) -> list[float | None]:
     """Return numbers with six digits; JSON has no NaN."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-def _notes(lines: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<aside id="notes"><h2>Worth knowing</h2><ul>{items}</ul></aside>' if lines else ""
 
 
 def _read(name: str) -> str:

@@ -15,8 +15,7 @@ from lamina.algorithms import Algorithm
 from lamina.errors import BadInput, nearest
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Train
-from lamina.experiment.python import algorithm_section, compared_algorithms, describe
-from lamina.experiment.recorder import kept_threads
+from lamina.experiment.python import algorithm_section, compared_algorithms, describe, kept_threads
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trials import Job, refuse_all_diverged
 from lamina.experiment.tune import Tuning
@@ -326,11 +325,9 @@ def _grids(names: Sequence[str], lr: Rates | None, grid: Mapping[str, Mapping[st
 def _plain(values: Any) -> list[Any]:
     """Return a number, a list, a tuple or an array as a list of Python's own values."""
     values = values.tolist() if hasattr(values, "tolist") else values
-    return [value.item() if hasattr(value, "item") else value for value in values] if _is_list(values) else [values]
-
-
-def _is_list(values: Any) -> bool:
-    return isinstance(values, Sequence | range) and not isinstance(values, str)
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        return [values]
+    return [value.item() if hasattr(value, "item") else value for value in values]
 
 
 def _key(key: str, algorithm: str) -> str:

@@ -79,7 +79,10 @@ class Checkpoints:
             if not self._newest:
                 self._refuse_others()
             segments = self._save_clients(state)
-            file, sha256 = self._write(f"state-{state.round:06}", _state_tensors(state))
+            tensors = {f"server/{name}": value for name, value in _tensors(state.server).items()}
+            tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
+            tensors |= {f"ledger/{name}": torch.from_numpy(held) for name, held in state.ledger.held.items()}
+            file, sha256 = self._write(f"state-{state.round:06}", tensors)
             content = {
                 "format": FORMAT,
                 "round": state.round,
@@ -222,15 +225,8 @@ def load_newest(
     return None
 
 
-def _state_tensors(state: State) -> dict[str, Tensor]:
-    """Return the tensors of a state except its clients, with a prefix for each part."""
-    tensors = {f"server/{name}": value for name, value in _tensors(state.server).items()}
-    tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
-    return tensors | {f"ledger/{name}": torch.from_numpy(held) for name, held in state.ledger.held.items()}
-
-
 def _state_from(tensors: Mapping[str, Tensor], like: State, number: int) -> State:
-    """Return a state without clients from its tensors."""
+    """Return a state without clients from its tensors, whose names begin with their part of it."""
     parts: dict[str, dict[str, Tensor]] = {"server": {}, "buffer": {}, "ledger": {}}
     for name, value in tensors.items():
         part, _, rest = name.partition("/")
