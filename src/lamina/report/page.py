@@ -22,6 +22,7 @@ from lamina.report.curves import Curve
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.rates import rates_table
 from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes
+from lamina.text import html_table as plain_table
 from lamina.text import plural
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
@@ -118,10 +119,7 @@ def embed(data: Any) -> str:
 
 def html_table(table: Table) -> str:
     """Return a table with every cell escaped; page.js adds its buttons."""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in table.head)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
-    inside = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
-    return f'<div class="table" data-name="{table.name}">{inside}</div>'
+    return f'<div class="table" data-name="{table.name}">{plain_table(table.head, table.rows)}</div>'
 
 
 def _curve(curve: Curve, columns: Sequence[str], points: int, metric: str) -> dict[str, Any]:

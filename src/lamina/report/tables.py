@@ -31,9 +31,6 @@ class Table(NamedTuple):
     title: str = ""
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         text = text_table(self.head, self.rows)
         return f"{self.title}\n{text}" if self.title else text
 
@@ -279,10 +276,13 @@ def runs_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
     runs = [(curve, run) for curve in curves for run in curve.runs]
     environments = [flatten(environment(run)) for _, run in runs]
     keys, common = _compare_settings(environments)
-    rows = [
-        [folder_name(run), curve.label, str(run.seed), ended(run), *(text(values.get(key, NONE)) for key in keys)]
-        for (curve, run), values in zip(runs, environments, strict=True)
-    ]
+    rows = []
+    for (curve, run), machine in zip(runs, environments, strict=True):
+        rounds = str(len(run.history))
+        if not run.complete:
+            rounds += f" of {run.config['train']['rounds']}, {'diverged' if run.diverged else 'not finished'}"
+        cells = [text(machine.get(key, NONE)) for key in keys]
+        rows.append([folder_name(run), curve.label, str(run.seed), rounds, *cells])
     return (
         Table("runs", ["folder", "curve", "seed", "rounds", *keys], rows),
         Table("environment", ["what", "value"], common),
@@ -299,13 +299,6 @@ def environment(run: Record) -> dict[str, object]:
     """Return versions and machine of a run; without environment.json those in config.json."""
     versions = {key: value for key, value in run.config.items() if key not in sections(run) and key not in NO_VERSIONS}
     return {**versions, "device": run.config.get("run", {}).get("device", NONE), **run.environment}
-
-
-def ended(run: Record) -> str:
-    """Return how many rounds a run has, and why not all."""
-    if run.complete:
-        return str(len(run.history))
-    return f"{len(run.history)} of {run.config['train']['rounds']}, {'diverged' if run.diverged else 'not finished'}"
 
 
 # --- tables as CSV and LaTeX; page.js does the same for the tables on the page ----------------------------------------
