@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +139,9 @@ class Comparison(Trials):
                 options = vars(build_schedule(experiment))
                 changed["schedule"] = Schedule(name=experiment.train.schedule.name, **options)
             experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update=changed)})
-        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", tuning=bool(stages))
+        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=bool(stages))
         self._folders[job.folder] = None
-        return replace(job, method=name)
+        return job
 
     def _rounds_in_folder(self, folder: str, stages: Sequence[int]) -> int:
         """Return the rounds of a tuning run: those of a later stage if it had been continued before."""

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamina.data.dataset import Splits
-from lamina.engines.stacked.engine import Stacked
 from lamina.errors import BadInput, Diverged
 from lamina.experiment.build import build, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
@@ -40,15 +39,10 @@ class Job:
     folder: Path
     label: str  # for people
     tuning: bool  # whether it only helps to choose the settings
-    method: str = ""  # its name in a comparison, if that is not its algorithm's
+    algorithm: str  # its name, or the name that a comparison gives it
 
     def __str__(self) -> str:
         return self.label
-
-    @property
-    def algorithm(self) -> str:
-        """Return the name of its algorithm, or the name that a comparison gives it."""
-        return self.method or self.experiment.algorithm.name
 
     @property
     def seed(self) -> int:
@@ -194,13 +188,15 @@ class Trials:
         first = self.experiment.train.seed
         return range(first, first + self._section.seeds)
 
-    def _job(self, experiment: Experiment, seed: int, folder: str, label: str, *, tuning: bool = True) -> Job:
+    def _job(
+        self, experiment: Experiment, seed: int, folder: str, label: str, algorithm: str, *, tuning: bool = True
+    ) -> Job:
         """Return one run; a tuning run is evaluated on held-out training data, unless the test data decide."""
         held_out = self._section.validation if tuning and self._section.select == "validation" else None
         train = experiment.train.model_copy(update={"seed": seed})
         data = experiment.data.model_copy(update={"validation": held_out})
         experiment = experiment.model_copy(update={"train": train, "data": data})
-        return Job(experiment, self.folder / folder, f"{label}, seed {seed}", tuning)
+        return Job(experiment, self.folder / folder, f"{label}, seed {seed}", tuning, algorithm)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -294,16 +290,13 @@ def stackable(runs: list[_Open]) -> list[list[_Open]]:
     """Return runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
     groups: list[list[_Open]] = []
     for run in runs:
-        fitting = (
-            group
-            for group in groups
-            if _protocol(group[0].job) == _protocol(run.job) and not mismatch(group[0].simulation, run.simulation)
-        )
-        group = next(fitting, None) if isinstance(run.simulation.engine, Stacked) else None
-        if group is None:
-            groups.append([run])
+        for group in groups:
+            first = group[0]
+            if _protocol(first.job) == _protocol(run.job) and not mismatch(first.simulation, run.simulation):
+                group.append(run)
+                break
         else:
-            group.append(run)
+            groups.append([run])
     return groups
 
 

@@ -178,7 +178,8 @@ class Tuning(Trials):
     def _jobs(self, name: str, settings: Settings, label: str) -> list[Job]:
         """Return the runs of a trial, one per seed."""
         experiment = with_settings(self.experiment, settings)
-        return [self._job(experiment, seed, f"{name}/seed{seed}", label) for seed in self.seeds]
+        algorithm = experiment.algorithm.name
+        return [self._job(experiment, seed, f"{name}/seed{seed}", label, algorithm) for seed in self.seeds]
 
     def _read(self, name: str, settings: Settings, pruned: bool = False) -> Trial:
         records = read_begun(self.folder / name / f"seed{seed}" for seed in self.seeds)

@@ -104,9 +104,7 @@ class Checkpoints:
         """Refuse a folder with another run's checkpoints: the next one would replace them."""
         for number in self.rounds():
             with contextlib.suppress(Damaged):
-                stored = self._read_manifest(number)["identity"]
-                if self.identity is not None and stored is not None:
-                    refuse_other(self.folder, number, stored, self.identity)
+                self._read_manifest(number)
 
     def _save_clients(self, state: State) -> dict[str, Segment]:
         """Write the records that changed, with what is left of old segments that are mostly dead."""
@@ -143,8 +141,6 @@ class Checkpoints:
         """
         home = home or like.server.x.device
         content = self._read_manifest(number)
-        if self.identity is not None and content["identity"] is not None:
-            refuse_other(self.folder, number, content["identity"], self.identity)
         stored = self._read(content["state"]["file"], content["state"]["sha256"])
         segments, records = content["segments"], {}
         try:
@@ -164,6 +160,7 @@ class Checkpoints:
         return state, content["history"]
 
     def _read_manifest(self, number: int) -> dict[str, Any]:
+        """Return the content of a manifest; refuse another run's."""
         path = self._manifest(number)
         try:
             manifest = json.loads(path.read_bytes())
@@ -178,6 +175,8 @@ class Checkpoints:
                 f"{path} has format {content['format']}; this version of lamina reads {FORMAT}: "
                 "resume with the version that wrote it, or start again in another folder"
             )
+        if self.identity is not None and content["identity"] is not None:
+            refuse_other(self.folder, number, content["identity"], self.identity)
         return cast(dict[str, Any], content)
 
     def _read(self, name: str, expected: str) -> dict[str, Tensor]:
