@@ -58,7 +58,8 @@ class Bars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        if self.live:  # else older versions of rich may print an empty line
+            self._bars.stop()
 
     def update(self, name: str, row: Row | None = None, **changes: Any) -> None:
         """Change a bar as `rich.progress.Progress.update` does; the row of a finished round gives its score."""

@@ -16,7 +16,7 @@ import torch
 
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import BadInput, Diverged, LaminaError
+from lamina.errors import BadInput, Diverged
 from lamina.evaluation import refuse_nonfinite
 from lamina.experiment.build import check_device, choose_threads
 from lamina.experiment.config import Experiment
@@ -95,20 +95,15 @@ def open_folder(path: Path, config: Mapping[str, Any], **options: Any) -> RunFol
     ranks = Ranks.current()
     if ranks.world == 1:
         return RunFolder(path, config, **options)
-    folder: RunFolder | None = None
     shared: list[Any] = [None]
-    problem: LaminaError | None = None
     if ranks.rank == 0:
         try:
             folder = RunFolder(path, config, **options)
             shared = [{"found": bool(folder.rounds()), "ended": folder.ended}]
-        except LaminaError as error:
-            problem = error
+            return folder
+        finally:  # tell the others, even if the folder is refused
+            torch.distributed.broadcast_object_list(shared)
     torch.distributed.broadcast_object_list(shared)
-    if problem is not None:
-        raise problem
-    if folder is not None:
-        return folder
     if shared[0] is None or shared[0]["ended"]:
         raise SystemExit(0)  # the first process reports, and its exit code counts
     return RankFolder(path, ranks.rank, found=shared[0]["found"])

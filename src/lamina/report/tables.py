@@ -54,11 +54,7 @@ class Cost(NamedTuple):
 def cost_to_target(histories: Sequence[History], target: float, metric: str | None = None) -> Cost:
     """Return rounds, bytes (both directions) and seconds of training until a metric first reaches the target."""
     firsts = [history.rounds_to(target, metric, optional=True) for history in histories]
-    reached = [
-        History([row for row in history if row["round"] <= first])
-        for history, first in zip(histories, firsts, strict=True)
-        if first is not None
-    ]
+    reached = [history[:first] for history, first in zip(histories, firsts, strict=True) if first is not None]
     if len(reached) < len(histories) or not histories:
         nothing = math.inf if any(len(history) for history in histories) else math.nan
         return Cost(nothing, nothing, nothing, len(reached), len(histories))
