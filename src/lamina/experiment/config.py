@@ -56,10 +56,7 @@ BatchSize = Annotated[int | Literal["full"], PlainValidator(_batch_size)]  # "fu
 
 
 def _as_path(text: str) -> str:
-    try:
-        checked_path(text, "the value")
-    except BadInput as error:
-        raise ValueError(str(error)) from error
+    checked_path(text, "the value")  # its error is a ValueError, which pydantic reports
     return text
 
 

@@ -194,12 +194,8 @@ def train(
 
 def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:
     """Write something of several runs at a time: most of it is waiting for the disk."""
-    chosen = list(runs)
-    if len(chosen) == 1:
-        write(chosen[0])
-    elif chosen:
-        with ThreadPoolExecutor(CHECKPOINT_THREADS) as pool:
-            list(pool.map(write, chosen))
+    with ThreadPoolExecutor(CHECKPOINT_THREADS) as pool:
+        list(pool.map(write, runs))
 
 
 def _run_round(
