@@ -20,7 +20,7 @@ import lamina
 from lamina import algorithms
 from lamina.errors import BadInput, is_whole
 from lamina.experiment.build import build_algorithm, build_schedule, resolved
-from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
+from lamina.experiment.config import AlgorithmSection, Experiment, Named
 from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.settings import Range, Settings, folder_name, neighbours, points, written
 from lamina.experiment.trials import Job, Trial, Trials, read_begun
@@ -137,7 +137,7 @@ class Comparison(Trials):
             changed: dict[str, Any] = {"rounds": self._rounds_in_folder(folder, stages)}
             if "schedule" not in experiment.objects.settings:
                 options = vars(build_schedule(experiment))
-                changed["schedule"] = Schedule(name=experiment.train.schedule.name, **options)
+                changed["schedule"] = Named(name=experiment.train.schedule.name, **options)
             experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update=changed)})
         job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=bool(stages))
         self._folders[job.folder] = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -81,10 +80,15 @@ class Named(BaseModel):
         return dict(self.model_extra or {})
 
 
-class Partition(Named):
-    """The `[data.partition]` section: how samples are split among clients."""
+def _default_name(*place: str) -> BeforeValidator:
+    """Return what completes the table of a `Named` section: with its default name, or from a name alone."""
 
-    name: str = "iid"
+    def complete(table: Any) -> Any:
+        if isinstance(table, str):  # partition = "iid"
+            return {"name": table}
+        return {"name": DEFAULT_NAMES[place], **table} if isinstance(table, dict) else table
+
+    return BeforeValidator(complete)
 
 
 class Data(Named):
@@ -97,7 +101,7 @@ class Data(Named):
     # None: 10, or as many as the column names (by-column)
     clients: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] | None = None
     client: str | None = None  # the column of natural clients, which are the partition unless another is given
-    partition: Partition = Partition()
+    partition: Annotated[Named, _default_name("data", "partition")] = Named(name="iid")
     augment: bool = False
     augment_pad: Annotated[int, Field(ge=0)] = 4
     augment_flip: bool = True
@@ -137,37 +141,17 @@ class Data(Named):
         return self
 
 
-class Model(Named):
-    """The `[model]` section."""
-
-    name: str = "mlp"
-
-
 class AlgorithmSection(Named):
     """The `[algorithm]` section."""
 
-    name: str = "fedlamb"
     preset: str | None = None
-
-
-class Schedule(Named):
-    """The `[train.schedule]` section: the learning rate over rounds."""
-
-    name: str = "constant"
-
-
-class Aggregation(Named):
-    """The `[train.aggregation]` section: how the server combines what the clients send."""
-
-    name: str = "mean"
 
 
 def _protocol_fields(**own: Any) -> dict[str, Any]:
     """Return the fields of `Protocol` with its types, bounds and defaults, except for those given."""
     fields: dict[str, Any] = {}
     for each in dataclasses.fields(Protocol):
-        bounds = {key: bound for key, bound in each.metadata.items() if bound is not None}
-        hint: Any = Annotated[get_type_hints(Protocol)[each.name], Field(**bounds)]
+        hint: Any = Annotated[get_type_hints(Protocol)[each.name], Field(**each.metadata)]
         fields[each.name] = own.get(each.name, (hint, each.default))
     return fields
 
@@ -195,8 +179,8 @@ else:
         participation=(Annotated[float, Field(gt=0, le=1)], 0.5),
         batch_size=(BatchSize, 32),
         epochs=(AtLeastOne, 1),
-        schedule=(Schedule, Schedule()),
-        aggregation=(Aggregation, Aggregation()),
+        schedule=(Annotated[Named, _default_name("train", "schedule")], Named(name="constant")),
+        aggregation=(Annotated[Named, _default_name("train", "aggregation")], Named(name="mean")),
         loss=(Annotated[str, AfterValidator(_loss)], "cross_entropy"),
         seed=(Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
     )
@@ -292,8 +276,8 @@ class Experiment(_Section):
     """One experiment file."""
 
     data: Data = Data()
-    model: Model = Model()
-    algorithm: AlgorithmSection = AlgorithmSection()
+    model: Annotated[Named, _default_name("model")] = Named(name="mlp")
+    algorithm: Annotated[AlgorithmSection, _default_name("algorithm")] = AlgorithmSection(name="fedlamb")
     train: Train = Train()
     run: Run = Run()
     compare: Compare = Compare()
@@ -321,13 +305,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
 
 def parse(tree: Mapping[str, Any], source: str = "experiment") -> Experiment:
     """Validate an experiment given as nested dicts."""
-    tree = copy.deepcopy(dict(tree))
-    for *outer, key in DEFAULT_NAMES:  # a plain name is short for a table that holds only the name: partition = "iid"
-        section = tree.get(outer[0]) if outer else tree
-        if isinstance(section, dict) and isinstance(section.get(key), str):
-            section[key] = {"name": section[key]}
     try:
-        return Experiment.model_validate(tree)
+        return Experiment.model_validate(dict(tree))
     except ValidationError as error:
         raise BadInput(f"{source}: {_one_line(error)}") from error
 
