@@ -59,7 +59,7 @@ class Job:
 class Trial:
     """Settings that were tried, and the runs with them so far, one per seed."""
 
-    name: str  # of its folder; in a comparison's results, of its algorithm
+    name: str  # of its folder; in a comparison's results, of its algorithm; in a report, of its curve
     settings: Settings
     records: list[Record]
     seeds: int = 1  # how many runs it should have

@@ -24,7 +24,6 @@ from lamina.experiment.trials import Trial
 from lamina.history import History
 from lamina.metrics import is_metric, is_percent, smaller_is_better, with_unit
 from lamina.report.build import Dealt
-from lamina.report.curves import Curve
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
 
@@ -86,7 +85,7 @@ METRICS = (
 NOT_DRAWN = {"round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds"}
 
 
-def metrics_of(curves: Sequence[Curve]) -> list[Metric]:
+def metrics_of(curves: Sequence[Trial]) -> list[Metric]:
     """Return the metrics of the curves: the usual ones in their order, then others by their column's name."""
     histories = [history for curve in curves for history in curve.histories]
     columns = dict.fromkeys(column for history in histories for column in history.columns)
@@ -94,7 +93,7 @@ def metrics_of(curves: Sequence[Curve]) -> list[Metric]:
     hidden = NOT_DRAWN | (set() if scheduled else {"lr"})
     listed = [metric_of(curves), *filter(is_metric, columns), *(metric.column for metric in METRICS)]
     usual = [described(column) for column in dict.fromkeys(listed) if column in columns]
-    if all(run.on_validation_data for curve in curves for run in curve.runs):
+    if all(run.on_validation_data for curve in curves for run in curve.records):
         usual = [metric._replace(title=metric.title.replace("test", "validation")) for metric in usual]
     return usual + [described(column) for column in columns if column not in {*listed, *hidden}]
 
@@ -177,11 +176,11 @@ def draw_line(
 
 
 @matplotlib.rc_context(STYLE)
-def curve_figure(curves: Sequence[Curve], metric: Metric, axis: str) -> Figure:
+def curve_figure(curves: Sequence[Trial], metric: Metric, axis: str) -> Figure:
     """Draw one metric against rounds, bytes or seconds."""
     figure = Picture(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.subplots()
-    draw(axes, [(curve.label, curve.histories) for curve in curves], metric, axis, unit_of_bytes(curves))
+    draw(axes, [(curve.name, curve.histories) for curve in curves], metric, axis, unit_of_bytes(curves))
     axes.set_ylabel(metric.title)
     drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.ones(1)])
     if not metric.percent and drawn.min() > 0 and drawn.max() > 100 * drawn.min():
@@ -276,7 +275,7 @@ def rates_to_label(rates: Sequence[float]) -> list[float]:
 
 
 def save_figures(
-    folder: Path, curves: Sequence[Curve], responses: Sequence[Response], dealt: Sequence[Dealt]
+    folder: Path, curves: Sequence[Trial], responses: Sequence[Response], dealt: Sequence[Dealt]
 ) -> list[Path]:
     """Write every figure as PDF, SVG and PNG; return the files."""
     files: list[Path] = []

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from lamina import __version__
 from lamina.errors import missing_extra
+from lamina.experiment.trials import Trial
 from lamina.history import History, rank
 from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.build import Report
-from lamina.report.curves import Curve
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.rates import rates_table
 from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes
@@ -34,7 +34,7 @@ def html(report: Report) -> str:
     """Return the page."""
     differs, common = config_tables(report.curves)
     runs, environment = runs_tables(report.curves)
-    count = sum(len(curve.runs) for curve in report.curves)
+    count = sum(len(curve.records) for curve in report.curves)
     notes = "".join(f"<li>{escape(line)}</li>" for line in report.notes)
     return Template(_read("page.html")).substitute(
         generator=GENERATOR,
@@ -58,7 +58,7 @@ def html(report: Report) -> str:
 def page_data(report: Report) -> dict[str, Any]:
     """Return the data that page.js draws."""
     metrics, unit = metrics_of(report.curves), unit_of_bytes(report.curves)
-    runs = sum(len(curve.runs) for curve in report.curves)
+    runs = sum(len(curve.records) for curve in report.curves)
     fewest, most = POINTS
     points = max(fewest, min(most, MOST_NUMBERS // max(1, runs * (len(metrics) + 2))))
     return {
@@ -122,9 +122,9 @@ def html_table(table: Table) -> str:
     return f'<div class="table" data-name="{table.name}">{plain_table(table.head, table.rows)}</div>'
 
 
-def _curve(curve: Curve, columns: Sequence[str], points: int, metric: str) -> dict[str, Any]:
+def _curve(curve: Trial, columns: Sequence[str], points: int, metric: str) -> dict[str, Any]:
     histories = [history for history in curve.histories if len(history)]
-    summary = {"label": curve.label, "steps": [_steps(history, metric) for history in curve.histories]}
+    summary = {"label": curve.name, "steps": [_steps(history, metric) for history in curve.histories]}
     if not histories:
         return {**summary, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
     in_all = max(len(history) for history in histories)
@@ -135,7 +135,7 @@ def _curve(curve: Curve, columns: Sequence[str], points: int, metric: str) -> di
         kept = kept[::-1][:: math.ceil(len(kept) / points)][::-1]
     return {
         **summary,
-        "seeds": [run.seed for run in curve.runs if len(run.history)],
+        "seeds": [run.seed for run in curve.records if len(run.history)],
         "thinned": f"{len(kept)} of {plural(in_all, 'round')}" if len(kept) < in_all else "",
         "rounds": (kept + 1).tolist(),
         "columns": {column: [_numbers(row) for row in by_round(histories, column)[:, kept]] for column in columns},

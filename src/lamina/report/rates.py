@@ -58,14 +58,14 @@ def responses(runs: Sequence[Record]) -> list[Response]:
     for tuning in (True, False):
         for family in group([run for run in runs if run.tuning is tuning], also_ignored=_tried_keys):
             by_rate: dict[float, list[Record]] = {}
-            for run in family.runs:
+            for run in family.records:
                 by_rate.setdefault(run.lr, []).append(run)
             if len(by_rate) > 1:
                 metric = metric_of([family])
                 tried = [(lr, _best(same)) for lr, same in sorted(by_rate.items())]
-                on = "validation" if family.runs[0].on_validation_data else "test"
-                elsewhere = () if tuning else tuple(tuned.get(_configuration(family.runs[0]), ()))
-                every.append(Response(family.label, on, tried, elsewhere, metric))
+                on = "validation" if family.records[0].on_validation_data else "test"
+                elsewhere = () if tuning else tuple(tuned.get(_configuration(family.records[0]), ()))
+                every.append(Response(family.name, on, tried, elsewhere, metric))
     if len({response.on for response in every}) > 1:
         every = [replace(response, label=f"{response.label}, {response.on}") for response in every]
     return every

@@ -15,7 +15,7 @@ from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
 from lamina.history import History, values
 from lamina.metrics import is_percent, smaller_is_better, with_unit
-from lamina.report.curves import Curve, differing, folder_name, sections, text
+from lamina.report.curves import differing, folder_name, sections, text
 from lamina.text import csv_text, html_table, plural, printable, text_table
 
 NO_VERSIONS = {"format", "title", "metrics"}  # keys beside the sections of a run's configuration that are no versions
@@ -72,7 +72,7 @@ def sent(history: History) -> float:
     return history.total("bytes_down", optional=True) + history.total("bytes_up", optional=True)
 
 
-def metric_of(groups: Iterable[Curve | Trial]) -> str:
+def metric_of(groups: Iterable[Trial]) -> str:
     """Return the column to judge runs by: their first metric; if they differ, the accuracy if some run has one."""
     metrics = list(dict.fromkeys(history.metric for one in groups for history in one.histories if len(history)))
     return metrics[0] if metrics and "accuracy" not in metrics else "accuracy"
@@ -131,7 +131,7 @@ class Unit(NamedTuple):
 MEGABYTES, GIGABYTES = Unit("MB", 1e6), Unit("GB", 1e9)
 
 
-def unit_of_bytes(curves: Sequence[Curve]) -> Unit:
+def unit_of_bytes(curves: Sequence[Trial]) -> Unit:
     """Return megabytes, or gigabytes if some curve has more than 10."""
     most = max((sent(history) for curve in curves for history in curve.histories), default=0.0)
     return GIGABYTES if most >= 1e10 else MEGABYTES
@@ -140,7 +140,7 @@ def unit_of_bytes(curves: Sequence[Curve]) -> Unit:
 # --- the tables --------------------------------------------------------------------------------------------------
 
 
-def default_targets(curves: Sequence[Curve]) -> list[float]:
+def default_targets(curves: Sequence[Trial]) -> list[float]:
     """Return the accuracies that all seeds of every curve, and of the best curve, reach, in steps of 5 %.
 
     The target of a comparison is added if some curve reaches it. There is no default for metrics without a scale from
@@ -152,11 +152,11 @@ def default_targets(curves: Sequence[Curve]) -> list[float]:
     reached = [values(curve.histories, lambda history: history.best(metric, optional=True)) for curve in curves]
     worst_seeds = [min(accuracies, default=0.0) for accuracies in reached] or [0.0]
     steps = {math.floor(20 * best + 1e-9) * 5 / 100 for best in (min(worst_seeds), max(worst_seeds))}
-    compared = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.runs}
+    compared = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.records}
     return sorted(target for target in steps | {t for t in compared if t <= max(worst_seeds)} if target > 0)
 
 
-def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int) -> Table:
+def cost_table(curves: Sequence[Trial], targets: Sequence[float], baseline: int) -> Table:
     """Return rounds, bytes and seconds to each target, and their ratios to the baseline's."""
     unit, metric = unit_of_bytes(curves), metric_of(curves)
     ratio = f"{TIMES} baseline"
@@ -166,7 +166,7 @@ def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int)
         costs = [cost_to_target(curve.histories, target, metric) for curve in curves]
         for curve, cost in zip(curves, costs, strict=True):
             shown = f"{100 * target:g}%" if is_percent(metric) else f"{target:g}"
-            row = [shown, curve.label, f"{cost.reached}/{cost.seeds}"]
+            row = [shown, curve.name, f"{cost.reached}/{cost.seeds}"]
             for field, scale in (("rounds", 1.0), ("bytes", unit.bytes), ("seconds", 1.0)):
                 value, other = getattr(cost, field), getattr(costs[baseline], field)
                 written = fixed(value) if field == "rounds" else significant(value / scale)
@@ -176,7 +176,7 @@ def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int)
     return Table("cost-to-target", head, rows)
 
 
-def results_table(curves: Sequence[Curve]) -> Table:
+def results_table(curves: Sequence[Trial]) -> Table:
     """Return best and last value of the first metric, and the cost of a round."""
     unit, metric = unit_of_bytes(curves), metric_of(curves)
     head = ["curve", "seeds", f"best {with_unit(metric)}", f"last {with_unit(metric)}", "rounds"]
@@ -187,7 +187,7 @@ def results_table(curves: Sequence[Curve]) -> Table:
         best, last = best_and_last(histories, metric)
         lengths = [len(history) for history in histories]
         rounds = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
-        row = [curve.label, str(len(histories)), best, last, rounds]
+        row = [curve.name, str(len(histories)), best, last, rounds]
         for of in (
             lambda history: sent(history) / len(history) / unit.bytes,
             lambda history: sent(history) / unit.bytes,
@@ -248,11 +248,11 @@ def trials_table(tuning: Tuning) -> Table:
     return Table("trials", head, rows)
 
 
-def config_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
+def config_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
     """Return the settings that differ between curves, a column each, and those common to all runs."""
     # The comparison that a run was part of is no setting of the run.
     by_curve = [
-        [{k: v for k, v in flatten(sections(run)).items() if not k.startswith("compare.")} for run in curve.runs]
+        [{k: v for k, v in flatten(sections(run)).items() if not k.startswith("compare.")} for run in curve.records]
         for curve in curves
     ]
     keys, common = _compare_settings([settings for of_curve in by_curve for settings in of_curve])
@@ -262,14 +262,14 @@ def config_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
         rows.append([key, *map(", ".join, cells)])
     rows.sort(key=lambda row: NONE in row)  # keys that all curves have come first
     return (
-        Table("configuration", ["key", *(curve.label for curve in curves)], rows),
+        Table("configuration", ["key", *(curve.name for curve in curves)], rows),
         Table("common-configuration", ["key", "value"], common),
     )
 
 
-def runs_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
+def runs_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
     """Return every run with its folder, end and differing environment, and what all environments share."""
-    runs = [(curve, run) for curve in curves for run in curve.runs]
+    runs = [(curve, run) for curve in curves for run in curve.records]
     environments = [flatten(environment(run)) for _, run in runs]
     keys, common = _compare_settings(environments)
     rows = []
@@ -278,7 +278,7 @@ def runs_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
         if not run.complete:
             rounds += f" of {run.config['train']['rounds']}, {'diverged' if run.diverged else 'not finished'}"
         cells = [text(machine.get(key, NONE)) for key in keys]
-        rows.append([folder_name(run), curve.label, str(run.seed), rounds, *cells])
+        rows.append([folder_name(run), curve.name, str(run.seed), rounds, *cells])
     return (
         Table("runs", ["folder", "curve", "seed", "rounds", *keys], rows),
         Table("environment", ["what", "value"], common),
