@@ -15,15 +15,11 @@ RATE = "train.lr"
 Flat = dict[str, Any]
 
 
-def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]] = lambda run: ()) -> list[Trial]:
+def group(runs: Iterable[Record], ignored: Callable[[Record], set[str]] = lambda run: {SEED}) -> list[Trial]:
     """Return the curves of some runs, as trials with their label as name: runs of one configuration, one per seed.
 
-    `also_ignored` returns keys of a run that, like the seed, separate no curves.
+    `ignored` returns the keys of a run that separate no curves.
     """
-
-    def ignored(run: Record) -> set[str]:
-        return {SEED, *also_ignored(run)}
-
     members: dict[str, list[Record]] = {}
     for run in runs:
         members.setdefault(_key(run, ignored(run)), []).append(run)

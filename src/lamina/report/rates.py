@@ -56,7 +56,7 @@ def responses(runs: Sequence[Record]) -> list[Response]:
         if run.tuning:
             tuned.setdefault(_configuration(run), []).append(run.lr)
     for tuning in (True, False):
-        for family in group([run for run in runs if run.tuning is tuning], also_ignored=_tried_keys):
+        for family in group([run for run in runs if run.tuning is tuning], ignored=_tried_keys):
             by_rate: dict[float, list[Record]] = {}
             for run in family.records:
                 by_rate.setdefault(run.lr, []).append(run)
@@ -95,12 +95,12 @@ def _configuration(run: Record) -> str:
     return json.dumps(identity(run, {SEED, RATE, "train.rounds", "data.validation", *tried}), sort_keys=True)
 
 
-def _tried_keys(run: Record) -> list[str]:
-    """Return the keys whose values are tried: the rate, and in a comparison's tuning run options of the algorithm."""
+def _tried_keys(run: Record) -> set[str]:
+    """Return the seed and the keys whose values are tried: the rate, and in a tuning run options of the algorithm."""
     if not run.tuning:
-        return [RATE]
+        return {SEED, RATE}
     # Rounds: tuning may stop all but the best settings early.
-    return [RATE, "train.rounds", *(f"algorithm.{name}" for name in _options_in_grid(run))]
+    return {SEED, RATE, "train.rounds", *(f"algorithm.{name}" for name in _options_in_grid(run))}
 
 
 def _options_in_grid(run: Record) -> list[str]:
