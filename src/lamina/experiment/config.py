@@ -86,7 +86,7 @@ def _default_name(*place: str) -> BeforeValidator:
     def complete(table: Any) -> Any:
         if isinstance(table, str):  # partition = "iid"
             return {"name": table}
-        return {"name": DEFAULT_NAMES[place], **table} if isinstance(table, dict) else table
+        return {"name": DEFAULT_NAMES[place], **table} if isinstance(table, Mapping) else table
 
     return BeforeValidator(complete)
 

@@ -138,11 +138,9 @@ def _all_options(algorithm: Any) -> Table:
     return algorithm_section(algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm)[1]
 
 
-def _model(model: Any, objects: Table) -> Table:
-    if isinstance(model, Mapping):
-        return dict(model)
-    if isinstance(model, str):
-        return {"name": model}
+def _model(model: Any, objects: Table) -> Any:
+    if isinstance(model, str | Mapping):
+        return model
     if not callable(model):
         raise BadInput(f"model is {short_repr(model)}: give an nn.Module, a function that returns one, or a name")
     objects["model"] = model

@@ -78,18 +78,16 @@ def metric_of(groups: Iterable[Trial]) -> str:
     return metrics[0] if metrics and "accuracy" not in metrics else "accuracy"
 
 
-def best_and_last(histories: Sequence[History], metric: str, spread: str = SPREAD) -> tuple[str, str]:
+def best_and_last(histories: Sequence[History], metric: str) -> tuple[str, str]:
     """Return mean and spread of the best and of the last values of histories."""
     best = values(histories, lambda history: history.best(metric, optional=True))
     last = values(histories, lambda history: history.last(metric, optional=True))
-    return score_text(best, metric, spread), score_text(last, metric, spread)
+    return score_text(best, metric), score_text(last, metric)
 
 
-def score_text(scores: Sequence[float], metric: str, spread: str = SPREAD) -> str:
+def score_text(scores: Sequence[float], metric: str) -> str:
     """Return mean and spread of a metric, in per cent if it is shown so."""
-    if is_percent(metric):
-        return mean_and_spread([100 * score for score in scores], spread=spread)
-    return mean_and_spread(scores, significant, spread)
+    return mean_and_spread([100 * s for s in scores]) if is_percent(metric) else mean_and_spread(scores, significant)
 
 
 # --- numbers as text; page.js writes the cost table's in the same way -------------------------------------------
@@ -114,11 +112,11 @@ def significant(value: float) -> str:
     return fixed(value, max(0, 2 - math.floor(math.log10(abs(value)))))
 
 
-def mean_and_spread(numbers: Sequence[float], write: Callable[[float], str] = fixed, spread: str = SPREAD) -> str:
+def mean_and_spread(numbers: Sequence[float], write: Callable[[float], str] = fixed) -> str:
     """Return the mean and, of several numbers, the standard deviation."""
     if not numbers:
         return NONE
-    return write(statistics.fmean(numbers)) + (spread + write(statistics.stdev(numbers)) if len(numbers) > 1 else "")
+    return write(statistics.fmean(numbers)) + (SPREAD + write(statistics.stdev(numbers)) if len(numbers) > 1 else "")
 
 
 class Unit(NamedTuple):
@@ -223,7 +221,7 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
                 f"{entry.lr:g}",
                 fixed(cost.rounds),
                 fixed(cost.bytes / MEGABYTES.bytes),
-                *best_and_last(entry.histories, metric, spread="±"),
+                *(cell.replace(SPREAD, "±") for cell in best_and_last(entry.histories, metric)),
                 fixed(statistics.fmean(in_all)) if in_all else NONE,
             ]
         )
