@@ -33,7 +33,6 @@ from lamina.losses import LOSSES
 from lamina.paths import checked_path
 from lamina.protocol import Protocol
 
-NO_OBJECTS = Objects()
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 
@@ -147,15 +146,6 @@ class AlgorithmSection(Named):
     preset: str | None = None
 
 
-def _protocol_fields(**own: Any) -> dict[str, Any]:
-    """Return the fields of `Protocol` with its types, bounds and defaults, except for those given."""
-    fields: dict[str, Any] = {}
-    for each in dataclasses.fields(Protocol):
-        hint: Any = Annotated[get_type_hints(Protocol)[each.name], Field(**each.metadata)]
-        fields[each.name] = own.get(each.name, (hint, each.default))
-    return fields
-
-
 class _Train(_Section):
     rounds: AtLeastOne = 50
     metrics: NotEmpty[str] | None = None  # names or module:function; the first is the primary one
@@ -174,17 +164,21 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 else:
-    _fields = _protocol_fields(
-        lr=(Positive | None, None),  # None: the algorithm's own default
-        participation=(Annotated[float, Field(gt=0, le=1)], 0.5),
-        batch_size=(BatchSize, 32),
-        epochs=(AtLeastOne, 1),
-        schedule=(Annotated[Named, _default_name("train", "schedule")], Named(name="constant")),
-        aggregation=(Annotated[Named, _default_name("train", "aggregation")], Named(name="mean")),
-        loss=(Annotated[str, AfterValidator(_loss)], "cross_entropy"),
-        seed=(Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
-    )
-    del _fields["augmentation"]  # in the [data] section
+    # The fields of `Protocol` with its types, bounds and defaults, except for those that a file writes otherwise.
+    _fields = {
+        each.name: (Annotated[get_type_hints(Protocol)[each.name], Field(**each.metadata)], each.default)
+        for each in dataclasses.fields(Protocol)
+        if each.name != "augmentation"  # in the [data] section
+    } | {
+        "lr": (Positive | None, None),  # None: the algorithm's own default
+        "participation": (Annotated[float, Field(gt=0, le=1)], 0.5),
+        "batch_size": (BatchSize, 32),
+        "epochs": (AtLeastOne, 1),
+        "schedule": (Annotated[Named, _default_name("train", "schedule")], Named(name="constant")),
+        "aggregation": (Annotated[Named, _default_name("train", "aggregation")], Named(name="mean")),
+        "loss": (Annotated[str, AfterValidator(_loss)], "cross_entropy"),
+        "seed": (Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
+    }
     Train = create_model("Train", __base__=_Train, __doc__="The `[train]` section.", **_fields)
 
 
@@ -283,7 +277,7 @@ class Experiment(_Section):
     compare: Compare = Compare()
     tune: Tune = Field(default=Tune(), exclude=True)  # what else was tried is no part of a run's configuration
     claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
-    _objects: Objects = PrivateAttr(default_factory=lambda: NO_OBJECTS)  # passed from Python: no file holds them
+    _objects: Objects = PrivateAttr(default_factory=Objects)  # passed from Python: no file holds them
 
     @property
     def objects(self) -> Objects:

@@ -76,8 +76,10 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not all((self.folder / name).exists() for name in self._newest):
                 self.forget()  # they were deleted during the run
-            if not self._newest:
-                self._refuse_others()
+            if not self._newest:  # refuse another run's checkpoints in this folder: this one would replace them
+                for number in self.rounds():
+                    with contextlib.suppress(Damaged):
+                        self._read_manifest(number)
             segments = self._save_clients(state)
             tensors = {f"server/{name}": value for name, value in _tensors(state.server).items()}
             tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
@@ -99,12 +101,6 @@ class Checkpoints:
             for path in self.folder.iterdir():
                 if path.name not in self._newest | before and OURS.fullmatch(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
-
-    def _refuse_others(self) -> None:
-        """Refuse a folder with another run's checkpoints: the next one would replace them."""
-        for number in self.rounds():
-            with contextlib.suppress(Damaged):
-                self._read_manifest(number)
 
     def _save_clients(self, state: State) -> dict[str, Segment]:
         """Write the records that changed, with what is left of old segments that are mostly dead."""
