@@ -18,9 +18,8 @@ from lamina import algorithms
 from lamina.experiment import reproduction
 from lamina.experiment.settings import shown
 from lamina.experiment.toml import complete_text
-from lamina.history import History
+from lamina.history import History, values
 from lamina.report.figures import METRICS
-from lamina.history import values
 from lamina.report.tables import NONE, mean_and_spread, significant
 
 FIGURES = Path("figures")  # below the folder of the pages
