@@ -33,6 +33,7 @@ from lamina.losses import LOSSES
 from lamina.paths import checked_path
 from lamina.protocol import Protocol
 
+NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
 
@@ -277,7 +278,7 @@ class Experiment(_Section):
     compare: Compare = Compare()
     tune: Tune = Field(default=Tune(), exclude=True)  # what else was tried is no part of a run's configuration
     claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
-    _objects: Objects = PrivateAttr(default_factory=Objects)  # passed from Python: no file holds them
+    _objects: Objects = PrivateAttr(default_factory=lambda: NO_OBJECTS)  # passed from Python: no file holds them
 
     @property
     def objects(self) -> Objects:
