@@ -36,7 +36,8 @@ from words import (
 
 from lamina.errors import unknown
 from lamina.experiment import reproduction
-from lamina.report.tables import mean_and_spread, values
+from lamina.history import values
+from lamina.report.tables import mean_and_spread
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "reproduction"

@@ -18,9 +18,9 @@ from lamina import algorithms
 from lamina.experiment import reproduction
 from lamina.experiment.settings import shown
 from lamina.experiment.toml import complete_text
-from lamina.history import History
+from lamina.history import History, values
 from lamina.report.figures import METRICS
-from lamina.report.tables import NONE, mean_and_spread, significant, values
+from lamina.report.tables import NONE, mean_and_spread, significant
 
 FIGURES = Path("figures")  # below the folder of the pages
 LAST = 10  # the mean of so many last rounds is shown, because the accuracy of some methods swings

@@ -142,10 +142,11 @@ class _Digest:
         if isinstance(value, Tensor):
             stored = value.detach().cpu().contiguous()
             place = [str(value.device)] if self.strict else []
-            contents = _bytes(stored.reshape(-1).view(torch.uint8).numpy())
+            contents = hashlib.sha256(stored.reshape(-1).view(torch.uint8).numpy().data).hexdigest()
             return [*place, str(value.dtype), str(list(value.shape)), contents]
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return [str(value.dtype), str(value.shape), _bytes(np.ascontiguousarray(value))]
+            contents = hashlib.sha256(np.ascontiguousarray(value).data).hexdigest()
+            return [str(value.dtype), str(value.shape), contents]
         if type(value) in (list, tuple):
             return map(self.of, value)
         if type(value) is dict:
@@ -202,10 +203,6 @@ def _hash(parts: Iterable[str]) -> str:
     for part in parts:
         digest.update(f"{len(part)}:{part}".encode(errors="surrogatepass"))
     return digest.hexdigest()[:16]
-
-
-def _bytes(array: Any) -> str:
-    return hashlib.sha256(array.data).hexdigest()
 
 
 def _shown(name: str, one: Any, other: Any) -> str:

@@ -39,9 +39,12 @@ class FromStreams:
         elements = math.prod(shape) // len(streams)
         counters = torch.arange((elements + 1) // 2, device=streams.device)
         words = rng.words(streams, counters)  # two numbers from one word
-        under_vmap = self.streams is not None and self.streams.dim() == 0  # a tensor cannot be viewed as another type
-        halves = (_halves(words) if under_vmap else words.view(torch.int32))[:, :elements]
-        kept: Tensor = (halves >= lowest_kept(p)).reshape(shape)
+        if self.streams is not None and self.streams.dim() == 0:
+            # Under vmap no tensor can be viewed as another type: compute the lower and the upper bits of every word.
+            halves = torch.stack([words << 32 >> 32, words >> 32], -1).flatten(-2)
+        else:
+            halves = words.view(torch.int32)
+        kept: Tensor = (halves[:, :elements] >= lowest_kept(p)).reshape(shape)
         return kept & False if p == 1 else kept
 
     def next_call(self, shape: Sequence[int]) -> tuple[Tensor, int]:
@@ -57,11 +60,6 @@ class FromStreams:
 def lowest_kept(p: float) -> int:
     """Return the smallest of the random 32-bit numbers whose elements are kept."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
-
-
-def _halves(words: Tensor) -> Tensor:
-    """Return ``words.view(torch.int32)``, computed: the lower and the upper bits of every word in turn."""
-    return torch.stack([words << 32 >> 32, words >> 32], -1).flatten(-2)
 
 
 class _Mask(FromStreams):

@@ -146,17 +146,14 @@ class ClientSamples(NamedTuple):
 
 def reserved_samples(reserved: Reserved, data: Dataset, device: torch.device) -> list[ClientSamples]:
     """Return the samples that no client trains on: those of held-out clients, and the clients' test splits."""
+    samples = []
     groups = [("client_", "_mean", reserved.local_tests, False), ("heldout_", "", reserved.heldout, True)]
-    return [
-        ClientSamples(prefix, suffix, data.subset(parts.samples).to(device), renumbered(parts), pooled)
-        for prefix, suffix, parts, pooled in groups
-        if len(parts)
-    ]
-
-
-def renumbered(parts: Parts) -> Parts:
-    """Return the parts of a data set that holds only their samples, in their order."""
-    return Parts(np.arange(len(parts.samples)), parts.bounds)
+    for prefix, suffix, parts, pooled in groups:
+        if len(parts):
+            own = data.subset(parts.samples).to(device)  # only their samples, in their order
+            renumbered = Parts(np.arange(len(parts.samples)), parts.bounds)
+            samples.append(ClientSamples(prefix, suffix, own, renumbered, pooled))
+    return samples
 
 
 def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict[str, float]:

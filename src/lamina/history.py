@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -36,6 +36,21 @@ def rank(value: float, name: str) -> float:
     if math.isnan(value):
         return -math.inf
     return -value if smaller_is_better(name) else value
+
+
+def data_frame(rows: Sequence[Mapping[str, Any]], purpose: str) -> Any:
+    """Return rows as a pandas DataFrame; `purpose` names the call that needs pandas, for the error without it."""
+    try:
+        import pandas
+    except ImportError as error:
+        raise missing_extra("pandas", "table", purpose) from error
+    return pandas.DataFrame(rows)
+
+
+def values(histories: Iterable[History], of: Callable[[History], float]) -> list[float]:
+    """Return a number per history, without NaN: a seed that diverged in its first round has none."""
+    numbers = [of(history) for history in histories if len(history)]
+    return [number for number in numbers if not math.isnan(number)]
 
 
 class History(Sequence[Row]):
@@ -140,11 +155,7 @@ class History(Sequence[Row]):
 
     def to_pandas(self) -> Any:
         """Return the table as a pandas DataFrame."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise missing_extra("pandas", "table", "history.to_pandas()") from error
-        return pandas.DataFrame(self.rows)
+        return data_frame(self.rows, "history.to_pandas()")
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and cells of the usual columns; of a long history the first and last rows."""
@@ -159,9 +170,6 @@ class History(Sequence[Row]):
         return names, cells
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         names, cells = self._shown()
         return "\n".join("  ".join(f"{cell:>11}" for cell in line) for line in [names, *cells])
 

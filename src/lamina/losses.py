@@ -7,7 +7,6 @@ count; a sample with no other positions has a loss of zero.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.errors import BadInput, unknown
+from lamina.named import import_named
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 IGNORED = -100  # the integer target of a position that does not count, as in torch
@@ -158,14 +158,9 @@ def as_loss(loss: str | Loss) -> Loss:
         return loss
     if loss in LOSSES:
         return LOSSES[loss]
-    module, colon, name = loss.partition(":")
-    if not colon:
+    if ":" not in loss:
         raise unknown("loss", loss, LOSSES)
-    try:
-        function: Loss = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as error:  # whatever the user's module does when it is imported
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadInput(f"cannot load the loss '{loss}': {reason}") from error
+    function: Loss = import_named("loss", loss)
     if not callable(function):
         raise BadInput(f"loss = '{loss}' is not a function of (outputs, targets)")
     return function

@@ -7,13 +7,12 @@ torch, because the listing commands ask it, too.
 
 from __future__ import annotations
 
-import importlib
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.errors import BadInput, short_repr, unknown
+from lamina.named import import_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -328,7 +327,7 @@ def find(given: Any) -> Metric:
         if given not in METRICS:
             raise unknown("metric", given, METRICS)
         return METRICS[given]
-    metric = _imported(given) if isinstance(given, str) else given
+    metric = import_named("metric", given) if isinstance(given, str) else given
     if not isinstance(metric, Metric):
         if not callable(metric) or isinstance(metric, type):
             raise BadInput(
@@ -336,10 +335,9 @@ def find(given: Any) -> Metric:
             )
         name = str(getattr(metric, "__name__", type(metric).__name__)).replace("<lambda>", "metric")
         metric = Metric(name, metric, larger_is_better=not smaller_is_better(name))
-    result: Metric = metric
-    if result.name in METRICS and result is not METRICS[result.name]:
-        raise BadInput(f"'{result.name}' is a metric of lamina's own: give yours another name")
-    return result
+    if metric.name in METRICS and metric is not METRICS[metric.name]:
+        raise BadInput(f"'{metric.name}' is a metric of lamina's own: give yours another name")
+    return metric
 
 
 def find_all(metrics: Any) -> tuple[Metric, ...] | None:
@@ -359,17 +357,6 @@ def find_all(metrics: Any) -> tuple[Metric, ...] | None:
     return every
 
 
-def _imported(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"cannot load the metric '{name}': {error}") from error
-    except (Exception, SystemExit) as error:  # importing the user's module may raise anything
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadInput(f"cannot load the metric '{name}': {reason}") from error
-
-
 # --- descriptions in a run's folder -----------------------------------------------------------------------------------
 
 
@@ -387,12 +374,8 @@ def read_primary(config: Mapping[str, Any]) -> str | None:
             names.append(one["name"])
             if one["name"] not in METRICS and one["name"] not in _own:
                 larger, percent = (one.get(key) is True for key in ("larger_is_better", "percent"))
-                _own[one["name"]] = Metric(one["name"], _not_computed, larger, percent)
+                _own[one["name"]] = Metric(one["name"], lambda *_: float("nan"), larger, percent)  # never computed
     return names[0] if names else None
-
-
-def _not_computed(*_: Any) -> float:
-    return float("nan")
 
 
 # --- columns ----------------------------------------------------------------------------------------------------------

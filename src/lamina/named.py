@@ -30,6 +30,13 @@ def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options
     return classes[name](**options)
 
 
+def field_values(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass object by name; an object of another kind has none."""
+    if not dataclasses.is_dataclass(record):
+        return {}
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
 def refuse_unknown_options(what: str, options: Iterable[str], known: Sequence[str]) -> None:
     """Refuse an option that is not among the known ones; the message names the nearest and lists all."""
     for option in options:

@@ -58,29 +58,14 @@ class Bars:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        if self.live:  # else older versions of rich may print an empty line
+            self._bars.stop()
 
     def update(self, name: str, row: Row | None = None, **changes: Any) -> None:
         """Change a bar as `rich.progress.Progress.update` does; the row of a finished round gives its score."""
         if row and score_of(row):
             changes["score"] = score_of(row)
         self._bars.update(self._tasks[name], **changes)
-
-
-class NoBars(Bars):
-    """Bars that are not shown, and cost nothing."""
-
-    def __init__(self) -> None:
-        self.live = False
-
-    def __enter__(self) -> NoBars:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, name: str, row: Row | None = None, **changes: Any) -> None:
-        """Do nothing."""
 
 
 class NotebookBars(Bars):
@@ -93,22 +78,20 @@ class NotebookBars(Bars):
         self._drawn_at = 0.0
 
     def __enter__(self) -> NotebookBars:
-        self._handle = _ipython_display().display(self, display_id=True)
+        self._ipython = importlib.import_module("IPython.display")
+        self._handle = self._ipython.display(self, display_id=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._handle is not None:
-            self._handle.update(_ipython_display().HTML(""))
+            self._handle.update(self._ipython.HTML(""))
 
     def update(self, name: str, row: Row | None = None, **changes: Any) -> None:
         """Change a bar, and draw all bars again if the last drawing is not too recent."""
         super().update(name, row, **changes)
-        if time.monotonic() - self._drawn_at >= NOTEBOOK_REFRESH_S:
-            self._draw()
-
-    def _draw(self) -> None:
-        self._drawn_at = time.monotonic()
-        if self._handle is not None:
+        now = time.monotonic()
+        if self._handle is not None and now - self._drawn_at >= NOTEBOOK_REFRESH_S:
+            self._drawn_at = now
             self._handle.update(self)
 
     def __repr__(self) -> str:
@@ -125,10 +108,6 @@ class NotebookBars(Bars):
         return f"<table>{''.join(cells)}</table>"
 
 
-def _ipython_display() -> Any:
-    return importlib.import_module("IPython.display")
-
-
 def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -141,7 +120,7 @@ def python_bars(names: Iterable[str], progress: bool | None, **options: Any) -> 
         return NotebookBars(names, **options)
     if progress is None:
         progress = sys.stderr is not None and sys.stderr.isatty()
-    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=True, **options) if progress else NoBars()
+    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=progress, **options)
 
 
 class IntervalLines:

@@ -21,6 +21,7 @@ from lamina.data.feed import Augment
 from lamina.errors import BadInput, nearest, short_repr, unknown
 from lamina.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
 from lamina.losses import Loss, as_loss
+from lamina.named import field_values
 from lamina.schedules import CONSTANT, Schedule, make_schedule
 
 Sampling = Literal["exact", "bernoulli"]
@@ -160,8 +161,7 @@ class Protocol:
 
     def record(self) -> dict[str, Any]:
         """Return the settings as an experiment file writes them: names, numbers and tables."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return values | {
+        return field_values(self) | {
             "schedule": describe(self.schedule, schedule_name(self.schedule)),
             "batch_size": "full" if self.batch_size is None else self.batch_size,
             "epochs": (self.epochs or 1) if self.local_steps is None else None,
@@ -181,8 +181,7 @@ def schedule_name(schedule: Schedule) -> str:
 
 def describe(value: Any, name: str) -> dict[str, Any]:
     """Return the table of an experiment file that names an object and gives its options."""
-    names = [each.name for each in fields(value)] if dataclasses.is_dataclass(value) else []
-    return {"name": name} | {option: getattr(value, option) for option in names}
+    return {"name": name} | field_values(value)
 
 
 def function_name(function: Any) -> str:

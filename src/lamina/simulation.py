@@ -32,7 +32,7 @@ from lamina.text import html_table, plural
 from lamina.training import Training
 
 if TYPE_CHECKING:
-    from lamina.experiment.recorder import Recorder
+    from lamina.experiment.python import Recorder
     from lamina.storage.checkpoint import Checkpoints
 
 
@@ -164,7 +164,7 @@ class Simulation(Training):
         self._recorder: Recorder | None = None
         self.out = None if out is None else checked_path(out, "out")
         if self.out is not None:
-            from lamina.experiment.recorder import Recorder  # here: it is not needed to simulate
+            from lamina.experiment.python import Recorder  # here: it is not needed to simulate
 
             self._recorder = Recorder(
                 self.out,

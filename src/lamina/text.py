@@ -87,10 +87,10 @@ def csv_cell(value: Any) -> Any:
     return f"'{text}" if text.startswith(FORMULA_STARTS) and not _is_number(text) else text
 
 
-def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+def csv_text(rows: Iterable[Sequence[Any]], line_end: str = "\n") -> str:
     """Return rows as CSV that no spreadsheet takes for formulas."""
     file = io.StringIO()
-    csv.writer(file, lineterminator="\n").writerows([csv_cell(cell) for cell in row] for row in rows)
+    csv.writer(file, lineterminator=line_end).writerows([csv_cell(cell) for cell in row] for row in rows)
     return file.getvalue()
 
 

@@ -57,7 +57,7 @@ def test_the_run_folder_is_that_of_a_simulation(tmp_path):
         "best.safetensors", "federation.jsonl",
     }  # fmt: skip
     made = report.build([setup.out])
-    assert [curve.algorithm for curve in made.curves] == ["fedlamb"]
+    assert [curve.records[0].algorithm for curve in made.curves] == ["fedlamb"]
     assert made.tables()
     from lamina.cli.export import table
 

@@ -197,7 +197,7 @@ def test_everything_is_there(opened, report):
     assert texts(opened, "nav a:not([hidden])") == [
         "Curves", "Targets", "Results", "Learning rates", "Partition", "Configuration", "Runs"
     ]  # fmt: skip
-    assert texts(opened, "#legend button") == [curve.label for curve in report.curves]
+    assert texts(opened, "#legend button") == [curve.name for curve in report.curves]
     for plot in ("curves-plot", "rates-plot", "partition-plot"):
         assert opened.execute_script("return document.querySelectorAll(`#${arguments[0]} .main-svg`).length", plot)
     assert texts(opened, "#curves figure .export button") == ["PNG", "SVG"]

@@ -51,7 +51,7 @@ def test_the_title_of_an_algorithm_of_ones_own_is_kept_in_tables_and_legends(her
     assert call("run", "small.toml", "--out", "other", "--set", "algorithm.name=fedavg") == 0
     algorithms.registry().clear()  # a report does not import the user's code
     report = build([here / "run", here / "other"])
-    assert "My-LAMB" in [curve.label for curve in report.curves]
+    assert "My-LAMB" in [curve.name for curve in report.curves]
     assert any(row[0] == "My-LAMB" for row in results_table(report.curves).rows)
     legend = curve_figure(report.curves, metrics_of(report.curves)[0], "round").axes[0].get_legend()
     assert "My-LAMB" in [text.get_text() for text in legend.get_texts()]

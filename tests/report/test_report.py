@@ -101,8 +101,8 @@ def test_runs_are_grouped_by_all_but_the_seed_and_where_they_ran(tmp_path):
     write_run(tmp_path / "c", [0.5], run={"precision": "bf16"})
     write_run(tmp_path / "d", [0.5], data={"partition": {"name": "dirichlet", "alpha": 0.3}})
     write_run(tmp_path / "e", [0.5], data={"partition": {"name": "dirichlet", "alpha": 0.5}})
-    labels = [curve.label for curve in curves_in(tmp_path)]
-    assert [len(curve.runs) for curve in curves_in(tmp_path)] == [2, 1, 1, 1]
+    labels = [curve.name for curve in curves_in(tmp_path)]
+    assert [len(curve.records) for curve in curves_in(tmp_path)] == [2, 1, 1, 1]
     assert labels[0] == "FedAvg (Fed-SGD), classes, k 2, precision fp32"
     assert labels[1] == "FedAvg (Fed-SGD), classes, k 2, precision bf16"
     assert labels[2:] == [f"FedAvg (Fed-SGD), dirichlet, alpha {alpha}, precision fp32" for alpha in (0.3, 0.5)]
@@ -112,7 +112,7 @@ def test_an_algorithms_options_are_compared_with_its_own_kind(tmp_path):
     for alpha in (0.1, 0.2):
         write_run(tmp_path / f"lada{alpha}", [0.5], algorithm="fedlada", options={"alpha": alpha})
     write_run(tmp_path / "avg", [0.5])
-    assert [c.label for c in curves_in(tmp_path)] == ["FedAvg (Fed-SGD)", "FedLADA, alpha 0.1", "FedLADA, alpha 0.2"]
+    assert [c.name for c in curves_in(tmp_path)] == ["FedAvg (Fed-SGD)", "FedLADA, alpha 0.1", "FedLADA, alpha 0.2"]
 
 
 def test_a_repeated_run_counts_once(tmp_path):
@@ -165,7 +165,7 @@ def test_the_response_to_the_learning_rate(tmp_path):
     )
     write_run(tmp_path / "fedavg" / "seed0", [0.1, 0.8])
     made = build.build([tmp_path])
-    assert [curve.label for curve in made.curves] == ["FedAvg (Fed-SGD)"]  # tuning runs are no curves
+    assert [curve.name for curve in made.curves] == ["FedAvg (Fed-SGD)"]  # tuning runs are no curves
     averaged, other = sorted(made.responses, key=lambda response: not response.label.startswith("FedAvg"))[:2]
     assert (averaged.chosen, averaged.on, averaged.warning) == (0.1, "validation", "")  # what diverged is never best
     assert [trial.remark for _, trial in averaged.tried] == ["", "", "", "diverged"]

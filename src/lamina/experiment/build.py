@@ -22,13 +22,13 @@ from lamina.errors import BadInput, nearest
 from lamina.experiment.config import Experiment, Named
 from lamina.inputs import as_algorithm, create_model
 from lamina.metrics import Metric, description, find_all
+from lamina.named import field_values
 from lamina.protocol import Protocol, Settings, describe
 from lamina.schedules import SCHEDULES, Schedule, make_schedule
 from lamina.storage.identity import splits_digest
 from lamina.training import Training
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
-PROTOCOL_FIELDS = [each.name for each in dataclasses.fields(Protocol)]
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the last two are torch's, and untested
 
 
@@ -46,7 +46,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Trainin
     data, run = experiment.data, experiment.run
     check_device(run.device)
     algorithm = as_algorithm(build_algorithm(experiment))  # before the data are read: a mistake in it costs no time
-    partition, settings = build_partition(experiment), settings_of(experiment)
+    partition, settings, metrics = build_partition(experiment), settings_of(experiment), build_metrics(experiment)
     splits = splits or load_data(experiment)
     return Training(
         build_model(experiment, splits.train),
@@ -59,7 +59,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Trainin
         partition=partition,
         heldout_clients=data.heldout_clients,
         local_test=data.local_test,
-        metrics=find_all(metrics_of(experiment)),
+        metrics=metrics,
         client_metrics=run.client_metrics,
         evaluate_every=run.evaluate_every,
         engine=like or run.engine,
@@ -73,7 +73,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Trainin
 def settings_of(experiment: Experiment) -> Settings:
     """Return the settings of the experiment's protocol, as arguments of `Simulation` and `Federation`."""
     data, train = experiment.data, experiment.train
-    same = {name: getattr(train, name) for name in type(train).model_fields if name in PROTOCOL_FIELDS}
+    same = {name: getattr(train, name) for name in type(train).model_fields if name in Protocol.__dataclass_fields__}
     augment_options = {each.name: getattr(data, f"augment_{each.name}") for each in dataclasses.fields(Augment)}
     own = {
         "batch_size": None if train.batch_size == "full" else train.batch_size,
@@ -124,8 +124,9 @@ def build_partition(experiment: Experiment) -> partitions.Partition:
         return experiment.objects.partition
     section, options = experiment.data.partition, experiment.data.partition.options()
     is_moving = section.name == "reallocate"
-    kind = partitions.PARTITIONS.get(str(options.get("base", "iid")) if is_moving else section.name)
-    names = None if kind is None else ["base"] * is_moving + _fields(kind)
+    names = _fields(partitions.PARTITIONS.get(str(options.get("base", "iid")) if is_moving else section.name))
+    if is_moving and names is not None:
+        names = ["base", *names]
     return partitions.make(section.name, **_checked_options("data.partition", section, names))
 
 
@@ -134,8 +135,7 @@ def build_schedule(experiment: Experiment) -> Schedule:
     if "schedule" in experiment.objects.settings:
         return cast(Schedule, experiment.objects.settings["schedule"])
     section = experiment.train.schedule
-    kind = SCHEDULES.get(section.name)
-    options = _checked_options("train.schedule", section, _fields(kind) if kind else None)
+    options = _checked_options("train.schedule", section, _fields(SCHEDULES.get(section.name)))
     if section.name == "cosine":
         options.setdefault("rounds", experiment.train.rounds)
     return make_schedule(section.name, **options)
@@ -146,22 +146,19 @@ def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
     if "aggregation" in experiment.objects.settings:
         return cast(aggregation.Aggregation, experiment.objects.settings["aggregation"])
     section = experiment.train.aggregation
-    kind = aggregation.AGGREGATIONS.get(section.name)
-    return aggregation.make(
-        section.name, **_checked_options("train.aggregation", section, _fields(kind) if kind else None)
-    )
+    names = _fields(aggregation.AGGREGATIONS.get(section.name))
+    return aggregation.make(section.name, **_checked_options("train.aggregation", section, names))
+
+
+def build_metrics(experiment: Experiment) -> Sequence[Metric] | None:
+    """Return the metrics; None for the default."""
+    return find_all(experiment.objects.metrics or experiment.train.metrics)
 
 
 def build_parts(experiment: Experiment) -> None:
-    """Refuse a wrong option of the algorithm, the partition, the schedule or the aggregation, before anything runs."""
-    for build_part in (build_algorithm, build_partition, build_schedule, build_aggregation):
+    """Refuse a wrong option of the algorithm, the partition and so on before anything runs."""
+    for build_part in (build_algorithm, build_partition, build_schedule, build_aggregation, build_metrics):
         build_part(experiment)
-    find_all(metrics_of(experiment))
-
-
-def metrics_of(experiment: Experiment) -> Sequence[Metric | str] | None:
-    """Return the metrics, or their names; None for the default."""
-    return experiment.objects.metrics or experiment.train.metrics
 
 
 def count_clients(experiment: Experiment) -> int | None:
@@ -178,8 +175,8 @@ def choose_threads(experiment: Experiment, parameters: int) -> int:
     return 1 if parameters < THREADED_FROM else max(1, (os.cpu_count() or 1))
 
 
-def _fields(cls: type[Any]) -> list[str]:
-    return [field.name for field in dataclasses.fields(cls)]
+def _fields(cls: type[Any] | None) -> list[str] | None:
+    return None if cls is None else [field.name for field in dataclasses.fields(cls)]
 
 
 def _checked_options(
@@ -210,13 +207,13 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     if isinstance(partition, partitions.Reallocate):
         config["data"]["partition"] = {"name": "reallocate", "base": "iid", **experiment.data.partition.options()}
         partition = partition.base
-    config["data"]["partition"] |= _values(partition)
+    config["data"]["partition"] |= field_values(partition)
     if experiment.model.name in models.registry() and experiment.objects.model is None:
         defaults = models.registry()[experiment.model.name].options
         config["model"] = {"name": experiment.model.name, **defaults, **experiment.model.options()}
-    config["algorithm"] |= _values(simulation.algorithm)
+    config["algorithm"] |= field_values(simulation.algorithm)
     config["train"]["lr"] = simulation.protocol.lr
-    config["train"]["schedule"] |= _values(simulation.protocol.schedule)
+    config["train"]["schedule"] |= field_values(simulation.protocol.schedule)
     combination = simulation.protocol.aggregation
     if isinstance(combination, aggregation.Mean):
         del config["train"]["aggregation"]  # for the same reason
@@ -235,8 +232,3 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
         if simulation.train_data.class_names is not None:
             config["class_names"] = list(simulation.train_data.class_names)
     return config
-
-
-def _values(record: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name; an object of another kind has none."""
-    return {name: getattr(record, name) for name in _fields(type(record))} if dataclasses.is_dataclass(record) else {}

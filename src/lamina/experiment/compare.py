@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import lamina
 from lamina import algorithms
 from lamina.errors import BadInput, is_whole
 from lamina.experiment.build import build_algorithm, build_schedule, resolved
-from lamina.experiment.config import AlgorithmSection, Experiment, Schedule
+from lamina.experiment.config import AlgorithmSection, Experiment, Named
 from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.settings import Range, Settings, folder_name, neighbours, points, written
 from lamina.experiment.trials import Job, Trial, Trials, read_begun
@@ -37,20 +36,12 @@ class Comparison(Trials):
     """The comparison of an experiment file in a folder.
 
     The runs are in ``<algorithm>/seed<n>`` and ``tuning/<algorithm>/lr<rate>…``. While it runs, `entries` grows: a
-    trial for each algorithm, with its chosen settings and its finished runs.
+    trial for each algorithm, with its chosen settings and its finished runs. The options are those of `Trials`.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        *,
-        overwrite: bool = False,
-        stop: Callable[[], bool] = lambda: False,
-        trackers: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, **options: Any) -> None:
         spec = experiment.compare
-        super().__init__(experiment, spec, folder, "algorithms", overwrite=overwrite, stop=stop, trackers=trackers)
+        super().__init__(experiment, spec, "algorithms", folder, **options)
         self.entries: list[Trial] = []
         self._folders: dict[Path, None] = {}  # of all jobs so far; a tuning run may have several stages
         if not spec.algorithms:
@@ -146,11 +137,11 @@ class Comparison(Trials):
             changed: dict[str, Any] = {"rounds": self._rounds_in_folder(folder, stages)}
             if "schedule" not in experiment.objects.settings:
                 options = vars(build_schedule(experiment))
-                changed["schedule"] = Schedule(name=experiment.train.schedule.name, **options)
+                changed["schedule"] = Named(name=experiment.train.schedule.name, **options)
             experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update=changed)})
-        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", tuning=bool(stages))
+        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=bool(stages))
         self._folders[job.folder] = None
-        return replace(job, method=name)
+        return job
 
     def _rounds_in_folder(self, folder: str, stages: Sequence[int]) -> int:
         """Return the rounds of a tuning run: those of a later stage if it had been continued before."""
@@ -164,18 +155,15 @@ class Comparison(Trials):
         """Return the folders of its runs that have begun, which tables, picture and report show."""
         return [folder for folder in self._folders if (folder / "metrics.jsonl").exists()]
 
-    def left_out(self) -> list[str]:
-        """Return the runs of an earlier comparison in the same folder that are not part of this one."""
-        others = {metrics.parent for metrics in self.folder.glob("*/seed*/metrics.jsonl")} - set(self.runs)
-        return sorted(str(path.relative_to(self.folder)) for path in others)
-
     def notes(self) -> list[str]:
         """Return remarks for the reader: how settings were chosen, runs that diverged, best values on the edge."""
         lines = []
-        others = self.left_out()
+        # runs of an earlier comparison in the same folder
+        others = {metrics.parent for metrics in self.folder.glob("*/seed*/metrics.jsonl")} - set(self.runs)
         if others:
+            named = listed(sorted(str(path.relative_to(self.folder)) for path in others))
             lines.append(
-                f"the folder holds runs that were not asked for now, and are in no table: {listed(others)}; "
+                f"the folder holds runs that were not asked for now, and are in no table: {named}; "
                 f"`lamina report {self.folder}` shows all"
             )
         spec, given = self.experiment.compare, self.experiment.train.lr

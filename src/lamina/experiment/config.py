@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -34,14 +33,9 @@ from lamina.losses import LOSSES
 from lamina.paths import checked_path
 from lamina.protocol import Protocol
 
-NO_OBJECTS = Objects()
+NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal
 Positive = Annotated[float, Field(gt=0)]
 AtLeastOne = Annotated[int, Field(ge=1, le=MOST)]
-
-
-def _in_a_list(value: Any) -> Any:
-    """Return a single number as a list."""
-    return [value] if isinstance(value, int | float) else value
 
 
 def _batch_size(value: Any) -> Any:
@@ -61,10 +55,7 @@ BatchSize = Annotated[int | Literal["full"], PlainValidator(_batch_size)]  # "fu
 
 
 def _as_path(text: str) -> str:
-    try:
-        checked_path(text, "the value")
-    except BadInput as error:
-        raise ValueError(str(error)) from error
+    checked_path(text, "the value")  # its error is a ValueError, which pydantic reports
     return text
 
 
@@ -89,23 +80,28 @@ class Named(BaseModel):
         return dict(self.model_extra or {})
 
 
-class Partition(Named):
-    """The `[data.partition]` section: how samples are split among clients."""
+def _default_name(*place: str) -> BeforeValidator:
+    """Return what completes the table of a `Named` section: with its default name, or from a name alone."""
 
-    name: str = "iid"
+    def complete(table: Any) -> Any:
+        if isinstance(table, str):  # partition = "iid"
+            return {"name": table}
+        return {"name": DEFAULT_NAMES[place], **table} if isinstance(table, Mapping) else table
+
+    return BeforeValidator(complete)
 
 
-class Data(_Section):
+class Data(Named):
     """The `[data]` section: the data set and how it is split among clients; its other keys are options of the data."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(allow_inf_nan=False, strict=True)
 
     name: str = "digits"
     dir: PathText | None = None
     # None: 10, or as many as the column names (by-column)
     clients: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] | None = None
     client: str | None = None  # the column of natural clients, which are the partition unless another is given
-    partition: Partition = Partition()
+    partition: Annotated[Named, _default_name("data", "partition")] = Named(name="iid")
     augment: bool = False
     augment_pad: Annotated[int, Field(ge=0)] = 4
     augment_flip: bool = True
@@ -114,10 +110,6 @@ class Data(_Section):
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
     heldout_clients: Fraction | NotEmpty[Annotated[int, Field(ge=0)]] | None = None  # never train: a share, or numbers
     local_test: Fraction | None = None  # of every client's samples, to evaluate on
-
-    def options(self) -> dict[str, Any]:
-        """Return the options of a file format or of the user's own function."""
-        return dict(self.model_extra or {})
 
     @model_validator(mode="before")
     @classmethod
@@ -149,39 +141,10 @@ class Data(_Section):
         return self
 
 
-class Model(Named):
-    """The `[model]` section."""
-
-    name: str = "mlp"
-
-
 class AlgorithmSection(Named):
     """The `[algorithm]` section."""
 
-    name: str = "fedlamb"
     preset: str | None = None
-
-
-class Schedule(Named):
-    """The `[train.schedule]` section: the learning rate over rounds."""
-
-    name: str = "constant"
-
-
-class Aggregation(Named):
-    """The `[train.aggregation]` section: how the server combines what the clients send."""
-
-    name: str = "mean"
-
-
-def _protocol_fields(**own: Any) -> dict[str, Any]:
-    """Return the fields of `Protocol` with its types, bounds and defaults, except for those given."""
-    fields: dict[str, Any] = {}
-    for each in dataclasses.fields(Protocol):
-        bounds = {key: bound for key, bound in each.metadata.items() if bound is not None}
-        hint: Any = Annotated[get_type_hints(Protocol)[each.name], Field(**bounds)]
-        fields[each.name] = own.get(each.name, (hint, each.default))
-    return fields
 
 
 class _Train(_Section):
@@ -202,17 +165,21 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 else:
-    _fields = _protocol_fields(
-        lr=(Positive | None, None),  # None: the algorithm's own default
-        participation=(Annotated[float, Field(gt=0, le=1)], 0.5),
-        batch_size=(BatchSize, 32),
-        epochs=(AtLeastOne, 1),
-        schedule=(Schedule, Schedule()),
-        aggregation=(Aggregation, Aggregation()),
-        loss=(Annotated[str, AfterValidator(_loss)], "cross_entropy"),
-        seed=(Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
-    )
-    del _fields["augmentation"]  # in the [data] section
+    # The fields of `Protocol` with its types, bounds and defaults, except for those that a file writes otherwise.
+    _fields = {
+        each.name: (Annotated[get_type_hints(Protocol)[each.name], Field(**each.metadata)], each.default)
+        for each in dataclasses.fields(Protocol)
+        if each.name != "augmentation"  # in the [data] section
+    } | {
+        "lr": (Positive | None, None),  # None: the algorithm's own default
+        "participation": (Annotated[float, Field(gt=0, le=1)], 0.5),
+        "batch_size": (BatchSize, 32),
+        "epochs": (AtLeastOne, 1),
+        "schedule": (Annotated[Named, _default_name("train", "schedule")], Named(name="constant")),
+        "aggregation": (Annotated[Named, _default_name("train", "aggregation")], Named(name="mean")),
+        "loss": (Annotated[str, AfterValidator(_loss)], "cross_entropy"),
+        "seed": (Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
+    }
     Train = create_model("Train", __base__=_Train, __doc__="The `[train]` section.", **_fields)
 
 
@@ -254,7 +221,9 @@ class Compare(_Section):
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
     # Rounds of the runs that only help to choose; None: train.rounds; several: stages, each of which drops some runs.
-    tuning_rounds: Annotated[list[AtLeastOne] | None, BeforeValidator(_in_a_list)] = None
+    tuning_rounds: Annotated[
+        list[AtLeastOne] | None, BeforeValidator(lambda value: [value] if isinstance(value, int | float) else value)
+    ] = None
     # Further options of each method. If they name the algorithm (`name`), the method may have any name.
     options: dict[str, dict[str, Any]] = {}
 
@@ -302,8 +271,8 @@ class Experiment(_Section):
     """One experiment file."""
 
     data: Data = Data()
-    model: Model = Model()
-    algorithm: AlgorithmSection = AlgorithmSection()
+    model: Annotated[Named, _default_name("model")] = Named(name="mlp")
+    algorithm: Annotated[AlgorithmSection, _default_name("algorithm")] = AlgorithmSection(name="fedlamb")
     train: Train = Train()
     run: Run = Run()
     compare: Compare = Compare()
@@ -331,13 +300,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Experiment:
 
 def parse(tree: Mapping[str, Any], source: str = "experiment") -> Experiment:
     """Validate an experiment given as nested dicts."""
-    tree = copy.deepcopy(dict(tree))
-    for *outer, key in DEFAULT_NAMES:  # a plain name is short for a table that holds only the name: partition = "iid"
-        section = tree.get(outer[0]) if outer else tree
-        if isinstance(section, dict) and isinstance(section.get(key), str):
-            section[key] = {"name": section[key]}
     try:
-        return Experiment.model_validate(tree)
+        return Experiment.model_validate(dict(tree))
     except ValidationError as error:
         raise BadInput(f"{source}: {_one_line(error)}") from error
 
@@ -369,7 +333,10 @@ def _one_line(error: ValidationError) -> str:
     if first["type"] == "options":
         text = first["msg"]
     elif first["type"] == "extra_forbidden":
-        known = _keys_at(place[:-1])
+        model: Any = Experiment
+        for name in place[:-1]:  # a number is a place in a list of sections
+            model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
+        known = list(model.model_fields)
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
         text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"
     else:
@@ -380,11 +347,3 @@ def _one_line(error: ValidationError) -> str:
         problem = texts.get(first["type"], message[:1].lower() + message[1:])
         text = f"{dotted}{given}: {problem}"
     return text + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")
-
-
-def _keys_at(place: Sequence[str]) -> list[str]:
-    model: Any = Experiment
-    for name in place:
-        # a number is a place in a list of sections
-        model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
-    return list(model.model_fields)

@@ -86,13 +86,11 @@ class Objects:
 
 
 def code_facts(function: Any) -> list[Any]:
-    """Return what a Python function does, as JSON can hold it; empty for other callables."""
-    code = getattr(function, "__code__", None)
-    return [] if code is None else _of_code(code)
-
-
-def _of_code(code: types.CodeType) -> list[Any]:
-    constants = [_of_code(value) if isinstance(value, types.CodeType) else repr(value) for value in code.co_consts]
+    """Return what a Python function or its code does, as JSON can hold it; empty for other callables."""
+    code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
+    if code is None:
+        return []
+    constants = [code_facts(value) if isinstance(value, types.CodeType) else repr(value) for value in code.co_consts]
     return [code.co_code.hex(), list(code.co_names), constants]
 
 

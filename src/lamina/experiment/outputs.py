@@ -29,20 +29,17 @@ def write_output(
     try:
         # Never a pipe or a device, since reading one may not end. A file without content may be replaced: it is what
         # a kill left of an older lamina's output, or was made by mktemp.
-        ends = _read_ends(path) if path.is_file() else b""
+        ends = b""
+        if path.is_file():
+            with path.open("rb") as file:
+                ends = file.read(ENDS_BYTES)
+                file.seek(max(file.tell(), os.fstat(file.fileno()).st_size - ENDS_BYTES))
+                ends += file.read(ENDS_BYTES)
         if ends.strip(b"\0 \t\r\n") and not is_ours(ends):
             raise BadInput(f"'{path}' is there and is no {kind}: choose another place with {option}")
         write_file(path, data)
     except OSError as error:
         raise BadInput(f"cannot write '{path}': {error.strerror or error}") from error
-
-
-def _read_ends(path: Path) -> bytes:
-    """Return the first and the last bytes of a file, all of a short one."""
-    with path.open("rb") as file:
-        head = file.read(ENDS_BYTES)
-        file.seek(max(file.tell(), os.fstat(file.fileno()).st_size - ENDS_BYTES))
-        return head + file.read(ENDS_BYTES)
 
 
 def refuse_in_run_folder(path: Path, option: str = "--out") -> None:

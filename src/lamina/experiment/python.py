@@ -1,9 +1,11 @@
-"""Describe an experiment with Python arguments: the same sections as a file, and objects where a file has names."""
+"""Experiments from Python: described by arguments, with objects where a file has names, and recorded in a folder."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,13 +19,21 @@ from lamina.data.feed import Augment
 from lamina.data.own import FORMATS
 from lamina.data.partitions import PARTITIONS, Reallocate
 from lamina.errors import BadInput, is_whole, nearest, short_repr
+from lamina.experiment.build import resolved
 from lamina.experiment.config import Data, Experiment, Run, Train, parse
+from lamina.experiment.folder import RunFolder
+from lamina.experiment.log_lines import LogLines
 from lamina.experiment.objects import Objects
+from lamina.experiment.records import read_metrics
+from lamina.experiment.run import open_folder, restore, resume, train
 from lamina.experiment.settings import shown
+from lamina.history import Row
 from lamina.inputs import as_splits
 from lamina.metrics import find_all
+from lamina.named import field_values
 from lamina.protocol import function_name, schedule_name
 from lamina.schedules import SCHEDULES
+from lamina.training import Training
 
 Table = dict[str, Any]
 SECTIONS: dict[str, Any] = {"train": Train, "data": Data, "run": Run}
@@ -47,7 +57,7 @@ def describe(
         model: a module, a function that returns a new one, a name, or a table such as {"name": "mlp", "hidden": 64}.
         data: as for `Simulation`, or a table of the `[data]` section.
         algorithm: an algorithm or a name.
-        test: test data.
+        test: test data, unless `data` includes them.
         clients: a number, or a list of sample indices for each.
         partition: a partition, a name or a table.
         settings: keys of the `[train]`, `[data]` and `[run]` sections; those of `[train]` may be objects.
@@ -128,11 +138,9 @@ def _all_options(algorithm: Any) -> Table:
     return algorithm_section(algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm)[1]
 
 
-def _model(model: Any, objects: Table) -> Table:
-    if isinstance(model, Mapping):
-        return dict(model)
-    if isinstance(model, str):
-        return {"name": model}
+def _model(model: Any, objects: Table) -> Any:
+    if isinstance(model, str | Mapping):
+        return model
     if not callable(model):
         raise BadInput(f"model is {short_repr(model)}: give an nn.Module, a function that returns one, or a name")
     objects["model"] = model
@@ -141,9 +149,9 @@ def _model(model: Any, objects: Table) -> Table:
 
 def _partition(partition: Any, objects: Table) -> Any:
     if isinstance(partition, Reallocate):
-        return {"name": "reallocate", "base": partition.base.name, **_fields(partition.base)}
+        return {"name": "reallocate", "base": partition.base.name, **field_values(partition.base)}
     if type(partition) in PARTITIONS.values():
-        return {"name": partition.name, **_fields(partition)}
+        return {"name": partition.name, **field_values(partition)}
     if isinstance(partition, str | Mapping):
         return partition
     if not callable(getattr(partition, "split", None)):
@@ -179,9 +187,9 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
     """Set one key in its section; an object that no file can name goes to `object_settings`."""
     if key == "augmentation":
         if isinstance(value, Augment):
-            tree["data"] |= {"augment": True} | {f"augment_{name}": given for name, given in _fields(value).items()}
-            return
-        if value is None:
+            options = {f"augment_{name}": given for name, given in field_values(value).items()}
+            tree["data"] |= {"augment": True, **options}
+        if value is None or isinstance(value, Augment):
             return
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
     if section is None:
@@ -193,11 +201,11 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
         names = {cls: name for name, cls in SCHEDULES.items()}
         if type(value) not in names:
             object_settings[key] = value
-        value = {"name": names.get(type(value)) or schedule_name(value), **_fields(value)}
+        value = {"name": names.get(type(value)) or schedule_name(value), **field_values(value)}
     elif key == "aggregation" and not isinstance(value, str | Mapping):
         if type(value) not in aggregation.AGGREGATIONS.values():
             object_settings[key] = value
-        value = {"name": aggregation.name_of(value), **_fields(value)}
+        value = {"name": aggregation.name_of(value), **field_values(value)}
     elif isinstance(value, torch.device):
         value = str(value)
     elif isinstance(value, np.generic):
@@ -210,9 +218,49 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
         tree[section][key] = value
 
 
-def _fields(value: Any) -> Table:
-    return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)} if _is_record(value) else {}
+# --- the run folder of a simulation ---------------------------------------------------------------------------------
 
 
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+class Recorder:
+    """Trains a simulation in a folder, as `lamina run` does; the arguments are the simulation's, as for `describe`."""
+
+    def __init__(self, folder: Path, *, overwrite: bool, **arguments: Any) -> None:
+        self.folder, self._overwrite = folder, overwrite
+        self._experiment = describe(**arguments)
+
+    def run(self, simulation: Training, last: int, on_round: Callable[[Row], None]) -> None:
+        """Train up to a round, from where the folder says the run was; raise `Diverged` if it diverged, even before."""
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.exists() and not self._overwrite:
+            last = max(last, len(read_metrics(metrics).history))
+        if last == 0:
+            return
+        rounds = self._experiment.train.model_copy(update={"rounds": last})
+        experiment = self._experiment.model_copy(update={"train": rounds})
+        with LogLines() as lines, kept_threads():
+            config = resolved(experiment, simulation)
+            folder = open_folder(self.folder, config, overwrite=self._overwrite, lines=lines)
+            try:
+                if isinstance(folder, RunFolder) and folder.complete:
+                    restore([simulation], [folder])
+                    simulation.history = folder.history
+                    return
+                if folder.diverged is None:
+                    simulation.state, _ = simulation.start()  # a round that is not in the folder is trained again
+                    resume([simulation], [folder])
+                    self._overwrite = False  # the next call continues this run
+                    train([simulation], [folder], experiment, on_round=lambda _, row: on_round(row))
+            finally:
+                folder.close()
+        if folder.diverged is not None:
+            raise folder.diverged
+
+
+@contextlib.contextmanager
+def kept_threads() -> Iterator[None]:
+    """Restore the number of torch's threads, which training chooses by the size of the model."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -221,11 +221,13 @@ def read_metrics(path: Path) -> Metrics:
     for line in _read(path).split(b"\n")[:-1]:
         try:
             row = json.loads(line)
-            if row["round"] != len(rows) + 1 or not all(value is None or _is_finite(value) for value in row.values()):
-                return Metrics(History(rows), ends, len(rows) + 1)
-            rows.append({name: math.nan if value is None else value for name, value in row.items()})
+            numbers = [value for value in row.values() if value is not None]
+            is_sound = row["round"] == len(rows) + 1 and all(is_number(n) and math.isfinite(n) for n in numbers)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            is_sound = False
+        if not is_sound:
             return Metrics(History(rows), ends, len(rows) + 1)
+        rows.append({name: math.nan if value is None else value for name, value in row.items()})
         ends.append(ends[-1] + len(line) + 1)
     return Metrics(History(rows), ends, None)
 
@@ -239,14 +241,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise BadInput(f"{path}: must hold a table")
     return value
-
-
-def _is_finite(value: Any) -> bool:
-    """Return whether a value is a number that a float can hold."""
-    try:
-        return is_number(value) and math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return False
 
 
 def _read(path: Path) -> bytes:

@@ -16,13 +16,11 @@ import torch
 
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import BadInput, Diverged, LaminaError
+from lamina.errors import BadInput, Diverged
 from lamina.evaluation import refuse_nonfinite
 from lamina.experiment.build import check_device, choose_threads
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.log_lines import LogLines
-from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row
 from lamina.population import Population
 from lamina.storage.checkpoint import Checkpoints, load_newest
@@ -89,32 +87,23 @@ def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
     return experiment.model_copy(update={"run": settings}), Ranks.current()
 
 
-def open_folder(
-    path: Path,
-    config: Mapping[str, Any],
-    *,
-    overwrite: bool = False,
-    lines: LogLines | None = None,
-    trackers: Trackers | None = None,
-) -> RunFolder | RankFolder:
-    """Open the run's folder, or under torchrun this process's part of it if the first process accepts the folder."""
+def open_folder(path: Path, config: Mapping[str, Any], **options: Any) -> RunFolder | RankFolder:
+    """Open the run's folder, or under torchrun this process's part of it if the first process accepts the folder.
+
+    The options are those of `RunFolder`.
+    """
     ranks = Ranks.current()
     if ranks.world == 1:
-        return RunFolder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
-    folder: RunFolder | None = None
+        return RunFolder(path, config, **options)
     shared: list[Any] = [None]
-    problem: LaminaError | None = None
     if ranks.rank == 0:
         try:
-            folder = RunFolder(path, config, overwrite=overwrite, lines=lines, trackers=trackers)
-            shared = [{"found": bool(folder.rounds()), "ended": folder.complete or folder.diverged is not None}]
-        except LaminaError as error:
-            problem = error
+            folder = RunFolder(path, config, **options)
+            shared = [{"found": bool(folder.rounds()), "ended": folder.ended}]
+            return folder
+        finally:  # tell the others, even if the folder is refused
+            torch.distributed.broadcast_object_list(shared)
     torch.distributed.broadcast_object_list(shared)
-    if problem is not None:
-        raise problem
-    if folder is not None:
-        return folder
     if shared[0] is None or shared[0]["ended"]:
         raise SystemExit(0)  # the first process reports, and its exit code counts
     return RankFolder(path, ranks.rank, found=shared[0]["found"])
@@ -205,12 +194,8 @@ def train(
 
 def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:
     """Write something of several runs at a time: most of it is waiting for the disk."""
-    chosen = list(runs)
-    if len(chosen) == 1:
-        write(chosen[0])
-    elif chosen:
-        with ThreadPoolExecutor(CHECKPOINT_THREADS) as pool:
-            list(pool.map(write, chosen))
+    with ThreadPoolExecutor(CHECKPOINT_THREADS) as pool:
+        list(pool.map(write, runs))
 
 
 def _run_round(

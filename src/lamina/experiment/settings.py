@@ -63,10 +63,7 @@ class Range:
     def way_beyond(self, value: Any, algorithm: str, key: str) -> str:
         """Return which values to try if the best one is at an end, "smaller" or "larger"; else an empty string.
 
-        Args:
-            value: the best value.
-            algorithm: the algorithm that was tried.
-            key: what the value is of; no value can lie beyond the bounds of an option of the algorithm.
+        No value can lie beyond the bounds of an option of the algorithm.
         """
         options = algorithms.options(algorithms.find(algorithm))
         option = key.removeprefix("algorithm.")  # a key of another section has a dot, and is no option

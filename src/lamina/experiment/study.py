@@ -35,11 +35,8 @@ def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
             raise BadInput(f"{where} must be a table: {{ low = 0.001, high = 1.0, log = true }} or {{ choices = […] }}")
         if set(given) == {"choices"}:
             choices = given["choices"]
-            if (
-                not isinstance(choices, list)
-                or not choices
-                or not all(isinstance(v, str | int | float) for v in choices)
-            ):
+            are_values = isinstance(choices, list) and all(isinstance(value, str | int | float) for value in choices)
+            if not choices or not are_values:
                 raise BadInput(f"{where}: choices must be a list of numbers, words, or true and false")
             ranges[key] = Range(choices=tuple(choices))
             continue
@@ -72,7 +69,13 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # its warnings come as errors, which we say in a line
         self._optuna: Any = optuna
         self._folder, self._space, self._seed = folder, space, seed
-        self._pruner, self._rounds = pruner, rounds
+        pruners = optuna.pruners
+        self._pruner: Any = pruners.NopPruner()
+        if pruner == "median":
+            # after a round or two, accuracies near chance say nothing: what is slow at first may win
+            self._pruner = pruners.MedianPruner(n_warmup_steps=rounds // 4)
+        elif pruner == "hyperband":
+            self._pruner = pruners.HyperbandPruner(max_resource=rounds)
         self._study: Any = None
         self._trial: Any = None  # the one that is claimed, with its lock and the rounds that Optuna knows
         self._lock: Lock | None = None
@@ -97,7 +100,7 @@ class Study:
                 study_name="tune",  # Hyperband's brackets depend on it
                 load_if_exists=True,
                 direction="maximize" if maximise else "minimize",
-                pruner=self._make_pruner(),
+                pruner=self._pruner,
             )
 
     def remove(self) -> None:
@@ -175,15 +178,6 @@ class Study:
             warnings.simplefilter("ignore", self._optuna.exceptions.ExperimentalWarning)
             # processes keep away from what others are trying at the moment
             return self._optuna.samplers.TPESampler(seed=seed, constant_liar=True)
-
-    def _make_pruner(self) -> Any:
-        pruners = self._optuna.pruners
-        if self._pruner == "median":
-            # after a round or two, accuracies near chance say nothing: what is slow at first may win
-            return pruners.MedianPruner(n_warmup_steps=self._rounds // 4)
-        if self._pruner == "hyperband":
-            return pruners.HyperbandPruner(max_resource=self._rounds)
-        return pruners.NopPruner()
 
     @contextlib.contextmanager
     def _in_a_line(self) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tomllib
@@ -61,8 +62,11 @@ def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
 def complete_text(path: Path) -> str:
     """Return an experiment as one file: the comments at the top of it and of its bases, then all tables."""
     tree = read_tree(path)
-    comments = "#\n".join(filter(None, map(_leading_comment, _family(path))))
-    return comments + as_toml(tree)
+    comments = []
+    for file in _family(path):
+        lines = file.read_text(encoding="utf-8-sig").splitlines(keepends=True)
+        comments.append("".join(itertools.takewhile(lambda line: line.startswith("#"), lines)))
+    return "#\n".join(filter(None, comments)) + as_toml(tree)
 
 
 def _family(path: Path) -> list[Path]:
@@ -72,12 +76,6 @@ def _family(path: Path) -> list[Path]:
     for base in [bases] if isinstance(bases, str) else bases:
         files += [file for file in _family(path.parent / base) if file not in files]
     return files
-
-
-def _leading_comment(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8-sig").splitlines(keepends=True)
-    end = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return "".join(lines[:end])
 
 
 def merge(base: Tree, own: Tree) -> Tree:

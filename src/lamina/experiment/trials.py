@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lamina.data.dataset import Splits
-from lamina.engines.stacked.engine import Stacked
 from lamina.errors import BadInput, Diverged
 from lamina.experiment.build import build, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
@@ -24,7 +23,7 @@ from lamina.experiment.records import Record, check_folder, read_record
 from lamina.experiment.run import resume, train
 from lamina.experiment.settings import Settings, written
 from lamina.experiment.trackers import Trackers
-from lamina.history import History, Row, rank
+from lamina.history import History, Row, rank, values
 from lamina.population import mismatch
 from lamina.storage.locks import Lock, lost
 from lamina.training import Training
@@ -40,20 +39,10 @@ class Job:
     folder: Path
     label: str  # for people
     tuning: bool  # whether it only helps to choose the settings
-    method: str = ""  # its name in a comparison, if that is not its algorithm's
+    algorithm: str  # its name, or the name that a comparison gives it
 
     def __str__(self) -> str:
         return self.label
-
-    @property
-    def algorithm(self) -> str:
-        """Return the name of its algorithm, or the name that a comparison gives it."""
-        return self.method or self.experiment.algorithm.name
-
-    @property
-    def lr(self) -> float:
-        """Return its learning rate."""
-        return float(self.experiment.train.lr)
 
     @property
     def seed(self) -> int:
@@ -70,7 +59,7 @@ class Job:
 class Trial:
     """Settings that were tried, and the runs with them so far, one per seed."""
 
-    name: str  # of its folder; in a comparison's results, of its algorithm
+    name: str  # of its folder; in a comparison's results, of its algorithm; in a report, of its curve
     settings: Settings
     records: list[Record]
     seeds: int = 1  # how many runs it should have
@@ -111,14 +100,12 @@ class Trial:
     @property
     def best(self) -> list[float]:
         """Return the best value of the first metric of every evaluated run."""
-        values = [history.best(history.metric, optional=True) for history in self.histories]
-        return [value for value in values if not math.isnan(value)]
+        return values(self.histories, lambda history: history.best(optional=True))
 
     @property
     def last(self) -> list[float]:
         """Return the last value of the first metric of every evaluated run."""
-        values = [history.last(history.metric, optional=True) for history in self.histories]
-        return [value for value in values if not math.isnan(value)]
+        return values(self.histories, lambda history: history.last(optional=True))
 
     @property
     def score(self) -> float:
@@ -145,8 +132,8 @@ class Trials:
     Args:
         experiment: the experiment file.
         section: its [compare] or [tune] section, which says on what data settings are chosen.
-        folder: the folder of all runs.
         key: a key that the folder's config.json has, if it holds earlier trials of the same kind.
+        folder: the folder of all runs.
         overwrite: whether earlier runs in the folder may be deleted.
         stop: asked after every round whether to stop.
         trackers: names of trackers that follow every run.
@@ -156,11 +143,11 @@ class Trials:
         self,
         experiment: Experiment,
         section: Compare | Tune,
-        folder: Path,
         key: str,
+        folder: Path,
         *,
-        overwrite: bool,
-        stop: Callable[[], bool],
+        overwrite: bool = False,
+        stop: Callable[[], bool] = lambda: False,
         trackers: Sequence[str] = (),
     ) -> None:
         kind = type(section).__name__.lower()
@@ -191,18 +178,25 @@ class Trials:
         return f"best {self._section.select} {self.metric}"
 
     @property
+    def target(self) -> float | None:
+        """Return the value of the first metric to reach, if there is one."""
+        return None
+
+    @property
     def seeds(self) -> range:
         """Return the seeds of every trial."""
         first = self.experiment.train.seed
         return range(first, first + self._section.seeds)
 
-    def _job(self, experiment: Experiment, seed: int, folder: str, label: str, *, tuning: bool = True) -> Job:
+    def _job(
+        self, experiment: Experiment, seed: int, folder: str, label: str, algorithm: str, *, tuning: bool = True
+    ) -> Job:
         """Return one run; a tuning run is evaluated on held-out training data, unless the test data decide."""
         held_out = self._section.validation if tuning and self._section.select == "validation" else None
         train = experiment.train.model_copy(update={"seed": seed})
         data = experiment.data.model_copy(update={"validation": held_out})
         experiment = experiment.model_copy(update={"train": train, "data": data})
-        return Job(experiment, self.folder / folder, f"{label}, seed {seed}", tuning)
+        return Job(experiment, self.folder / folder, f"{label}, seed {seed}", tuning, algorithm)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -225,9 +219,7 @@ class Trials:
     def _run(self, jobs: Sequence[Job], stop: Callable[[], bool] = lambda: False) -> bool:
         """Run the remaining rounds of jobs, as populations where they can be stacked; return whether all finished.
 
-        Args:
-            jobs: the runs.
-            stop: a further reason to stop after a round.
+        `stop` is a further reason to stop after a round.
         """
         self._refuse_lost()
         for first in range(0, len(jobs), MAX_OPEN_RUNS):
@@ -298,16 +290,13 @@ def stackable(runs: list[_Open]) -> list[list[_Open]]:
     """Return runs in groups that can train as one population; a run that cannot be stacked is a group of its own."""
     groups: list[list[_Open]] = []
     for run in runs:
-        fitting = (
-            group
-            for group in groups
-            if _protocol(group[0].job) == _protocol(run.job) and not mismatch(group[0].simulation, run.simulation)
-        )
-        group = next(fitting, None) if isinstance(run.simulation.engine, Stacked) else None
-        if group is None:
-            groups.append([run])
+        for group in groups:
+            first = group[0]
+            if _protocol(first.job) == _protocol(run.job) and not mismatch(first.simulation, run.simulation):
+                group.append(run)
+                break
         else:
-            group.append(run)
+            groups.append([run])
     return groups
 
 

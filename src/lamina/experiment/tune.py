@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +102,13 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
 class Tuning(Trials):
     """The tuning of an experiment file in a folder; `run` fills `trials`.
 
-    The runs are in ``<trial>/seed<n>``. With Optuna several processes may share a folder.
+    The runs are in ``<trial>/seed<n>``. With Optuna several processes may share a folder. The options are those of
+    `Trials`.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        folder: Path,
-        *,
-        overwrite: bool = False,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, experiment: Experiment, folder: Path, **options: Any) -> None:
         self.spec = spec = experiment.tune
-        super().__init__(experiment, spec, folder, "tuning", overwrite=overwrite, stop=stop)
+        super().__init__(experiment, spec, "tuning", folder, **options)
         self.trials: list[Trial] = []
         self._points: list[Settings] = []  # of a grid
         self._study: Study | None = None
@@ -185,7 +178,8 @@ class Tuning(Trials):
     def _jobs(self, name: str, settings: Settings, label: str) -> list[Job]:
         """Return the runs of a trial, one per seed."""
         experiment = with_settings(self.experiment, settings)
-        return [self._job(experiment, seed, f"{name}/seed{seed}", label) for seed in self.seeds]
+        algorithm = experiment.algorithm.name
+        return [self._job(experiment, seed, f"{name}/seed{seed}", label, algorithm) for seed in self.seeds]
 
     def _read(self, name: str, settings: Settings, pruned: bool = False) -> Trial:
         records = read_begun(self.folder / name / f"seed{seed}" for seed in self.seeds)
@@ -282,6 +276,17 @@ class Tuning(Trials):
             if way:
                 lines.append(f"the best {key} = {value:g} lies on the edge of {tried}: try {way} values")
         return lines
+
+    def notes(self) -> list[str]:
+        """Return remarks: the best values, what data they were chosen on, and those on the edge of what was tried."""
+        best = self.best
+        lines = [] if best is None else [f"best: {written(best.settings)}; {self.score_name} {best.score:.4f}"]
+        return [*lines, f"chosen on {self.chosen_on()}", *self.edges()]
+
+    @property
+    def runs(self) -> list[Path]:
+        """Return the folders of the runs that have begun."""
+        return [record.folder for trial in self.trials for record in trial.records]
 
     def chosen_on(self) -> str:
         """Return which data the choice was made on."""

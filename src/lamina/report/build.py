@@ -15,9 +15,10 @@ from lamina.errors import BadInput, LaminaError, nearest
 from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse
 from lamina.experiment.records import Record, find_records
+from lamina.experiment.trials import Trial
 from lamina.metrics import is_percent
 from lamina.report import tables
-from lamina.report.curves import Curve, folder_name, group, text, without_repeats
+from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
 from lamina.storage.identity import splits_digest
 from lamina.text import plural
@@ -44,7 +45,7 @@ class Report:
     """Everything a report shows."""
 
     title: str
-    curves: list[Curve]
+    curves: list[Trial]
     responses: list[Response]
     dealt: list[Dealt]
     targets: list[float]
@@ -54,7 +55,7 @@ class Report:
     @property
     def metric(self) -> str:
         """The column that targets refer to: the first metric of the runs."""
-        return tables.metric_of_curves(self.curves)
+        return tables.metric_of(self.curves)
 
     def tables(self) -> list[tables.Table]:
         """Return every table that has rows."""
@@ -82,7 +83,7 @@ def build(
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
     curves = group(final)
-    metric = tables.metric_of_curves(curves)
+    metric = tables.metric_of(curves)
     for target in targets:
         if not target > 0 or (is_percent(metric) and target > 1):
             bound = " and up to 1, for example 0.9" if is_percent(metric) else ""
@@ -110,23 +111,23 @@ def build(
     )
 
 
-def _find_baseline(curves: Sequence[Curve], name: str | None) -> int:
+def _find_baseline(curves: Sequence[Trial], name: str | None) -> int:
     for index, curve in enumerate(curves):
-        if (name or "fedavg") in (curve.algorithm, curve.label):
+        if (name or "fedavg") in (curve.records[0].algorithm, curve.name):
             return index
     if name is None:
         return 0
-    algorithms = list(dict.fromkeys(curve.algorithm for curve in curves))
+    algorithms = list(dict.fromkeys(curve.records[0].algorithm for curve in curves))
     raise BadInput(f"no run of the baseline '{name}'{nearest(name, algorithms)} (algorithms: {', '.join(algorithms)})")
 
 
 # --- the partition, recomputed from a run's configuration -------------------------------------------------------------
 
 
-def deal_again(curves: Sequence[Curve]) -> tuple[list[Dealt], list[str]]:
+def deal_again(curves: Sequence[Trial]) -> tuple[list[Dealt], list[str]]:
     """Return the distinct partitions of the curves' first seeds, and a line for each that cannot be recomputed."""
     distinct: dict[str, Record] = {}
-    for run in (curve.runs[0] for curve in curves):
+    for run in (curve.records[0] for curve in curves):
         data = {key: value for key, value in run.config.get("data", {}).items() if key != "dir"}
         distinct.setdefault(json.dumps([data, run.seed], sort_keys=True, default=str), run)
     dealt, lines = [], []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lamina.experiment.records import Record, flatten
-from lamina.history import History
+from lamina.experiment.trials import Trial
 from lamina.text import printable
 
 SEED = "train.seed"
@@ -16,31 +15,11 @@ RATE = "train.lr"
 Flat = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The runs of one configuration, one per seed."""
+def group(runs: Iterable[Record], ignored: Callable[[Record], set[str]] = lambda run: {SEED}) -> list[Trial]:
+    """Return the curves of some runs, as trials with their label as name: runs of one configuration, one per seed.
 
-    label: str
-    algorithm: str  # its name in the experiment file
-    runs: list[Record]
-
-    @property
-    def histories(self) -> list[History]:
-        """One history per seed."""
-        return [run.history for run in self.runs]
-
-
-def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]] = lambda run: ()) -> list[Curve]:
-    """Return the curves of some runs.
-
-    Args:
-        runs: In any order.
-        also_ignored: Returns keys (``"train.lr"``) of a run that do not separate curves, beside the seed.
+    `ignored` returns the keys of a run that separate no curves.
     """
-
-    def ignored(run: Record) -> set[str]:
-        return {SEED, *also_ignored(run)}
-
     members: dict[str, list[Record]] = {}
     for run in runs:
         members.setdefault(_key(run, ignored(run)), []).append(run)
@@ -48,7 +27,7 @@ def group(runs: Iterable[Record], also_ignored: Callable[[Record], Iterable[str]
     titles = [printable(same[0].title) for same in ordered]
     labels = _labels(titles, [identity(same[0], ignored(same[0])) for same in ordered])
     return [
-        Curve(label, same[0].algorithm, sorted(same, key=lambda run: run.seed))
+        Trial(label, {}, sorted(same, key=lambda run: run.seed), len(same))
         for label, same in zip(labels, ordered, strict=True)
     ]
 

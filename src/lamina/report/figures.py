@@ -24,7 +24,6 @@ from lamina.experiment.trials import Trial
 from lamina.history import History
 from lamina.metrics import is_metric, is_percent, smaller_is_better, with_unit
 from lamina.report.build import Dealt
-from lamina.report.curves import Curve
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
 
@@ -86,20 +85,17 @@ METRICS = (
 NOT_DRAWN = {"round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds"}
 
 
-def metrics_of(curves: Sequence[Curve]) -> list[Metric]:
+def metrics_of(curves: Sequence[Trial]) -> list[Metric]:
     """Return the metrics of the curves: the usual ones in their order, then others by their column's name."""
-    columns = dict.fromkeys(c for curve in curves for history in curve.histories for c in history.columns)
-    scheduled = any(
-        len(set(history.column("lr", optional=True))) > 1 for curve in curves for history in curve.histories
-    )
+    histories = [history for curve in curves for history in curve.histories]
+    columns = dict.fromkeys(column for history in histories for column in history.columns)
+    scheduled = any(len(set(history.column("lr", optional=True))) > 1 for history in histories)
     hidden = NOT_DRAWN | (set() if scheduled else {"lr"})
-    first = metric_of(history for curve in curves for history in curve.histories)
-    usual_columns = dict.fromkeys([first, *filter(is_metric, columns), *(metric.column for metric in METRICS)])
-    usual = [described(column) for column in usual_columns if column in columns]
-    if all(run.on_validation_data for curve in curves for run in curve.runs):
+    listed = [metric_of(curves), *filter(is_metric, columns), *(metric.column for metric in METRICS)]
+    usual = [described(column) for column in dict.fromkeys(listed) if column in columns]
+    if all(run.on_validation_data for curve in curves for run in curve.records):
         usual = [metric._replace(title=metric.title.replace("test", "validation")) for metric in usual]
-    listed = {metric.column for metric in usual} | hidden
-    return usual + [described(column) for column in columns if column not in listed]
+    return usual + [described(column) for column in columns if column not in {*listed, *hidden}]
 
 
 def described(column: str) -> Metric:
@@ -180,13 +176,14 @@ def draw_line(
 
 
 @matplotlib.rc_context(STYLE)
-def curve_figure(curves: Sequence[Curve], metric: Metric, axis: str) -> Figure:
+def curve_figure(curves: Sequence[Trial], metric: Metric, axis: str) -> Figure:
     """Draw one metric against rounds, bytes or seconds."""
     figure = Picture(figsize=(5.2, 3.4), layout="constrained")
     axes = figure.subplots()
-    draw(axes, [(curve.label, curve.histories) for curve in curves], metric, axis, unit_of_bytes(curves))
+    draw(axes, [(curve.name, curve.histories) for curve in curves], metric, axis, unit_of_bytes(curves))
     axes.set_ylabel(metric.title)
-    if not metric.percent and _spans_decades(axes):
+    drawn = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.ones(1)])
+    if not metric.percent and drawn.min() > 0 and drawn.max() > 100 * drawn.min():
         axes.set_yscale("log")
     _add_legend(figure, axes)
     return figure
@@ -195,8 +192,7 @@ def curve_figure(curves: Sequence[Curve], metric: Metric, axis: str) -> Figure:
 @matplotlib.rc_context(STYLE)
 def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
     """Draw the first metric on the test data against rounds and megabytes sent, with the spread over seeds."""
-    column = metric_of(history for entry in entries for history in entry.histories)
-    metric = described(column)
+    metric = described(metric_of(entries))
     lines = [(f"{entry.title}, {written(entry.settings)}", entry.histories) for entry in entries]
     is_long = len(entries) > LEGEND_INSIDE_UP_TO
     figure = Picture(figsize=(13 if is_long else 10, 4.2), layout="constrained")
@@ -211,7 +207,7 @@ def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
         if is_long:
             figure.legend(handles, labels, loc="outside right center", **style)
         else:
-            style["loc"] = "upper right" if smaller_is_better(column) else "lower right"  # the empty corner
+            style["loc"] = "upper right" if smaller_is_better(metric.column) else "lower right"  # the empty corner
             figure.axes[0].legend(**style)
     figure.suptitle(title, fontsize=11)
     return figure
@@ -279,7 +275,7 @@ def rates_to_label(rates: Sequence[float]) -> list[float]:
 
 
 def save_figures(
-    folder: Path, curves: Sequence[Curve], responses: Sequence[Response], dealt: Sequence[Dealt]
+    folder: Path, curves: Sequence[Trial], responses: Sequence[Response], dealt: Sequence[Dealt]
 ) -> list[Path]:
     """Write every figure as PDF, SVG and PNG; return the files."""
     files: list[Path] = []
@@ -305,12 +301,6 @@ def _add_legend(figure: Figure, axes: Axes) -> None:
         figure.legend(handles, labels, loc="outside lower center", fontsize=8, frameon=False)
     elif handles:
         axes.legend(handles, labels, fontsize=8, edgecolor="none", framealpha=0.8)
-
-
-def _spans_decades(axes: Axes) -> bool:
-    """Return whether the lines, all positive, cover more than two decades."""
-    values = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or [np.ones(1)])
-    return bool(values.min() > 0 and values.max() > 100 * values.min())
 
 
 def _save(figure: Figure, stem: Path) -> Iterator[Path]:

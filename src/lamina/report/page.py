@@ -15,13 +15,14 @@ from numpy.typing import NDArray
 
 from lamina import __version__
 from lamina.errors import missing_extra
+from lamina.experiment.trials import Trial
 from lamina.history import History, rank
 from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.build import Report
-from lamina.report.curves import Curve
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.rates import rates_table
 from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes
+from lamina.text import html_table as plain_table
 from lamina.text import plural
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
@@ -33,12 +34,13 @@ def html(report: Report) -> str:
     """Return the page."""
     differs, common = config_tables(report.curves)
     runs, environment = runs_tables(report.curves)
-    count = sum(len(curve.runs) for curve in report.curves)
+    count = sum(len(curve.records) for curve in report.curves)
+    notes = "".join(f"<li>{escape(line)}</li>" for line in report.notes)
     return Template(_read("page.html")).substitute(
         generator=GENERATOR,
         title=escape(report.title),
         summary=f"{plural(len(report.curves), 'curve')} from {plural(count, 'run')} · lamina {escape(__version__)}",
-        notes=_notes(report.notes),
+        notes=f'<aside id="notes"><h2>Worth knowing</h2><ul>{notes}</ul></aside>' if notes else "",
         judged=f"Test {with_unit(report.metric)}",
         results=html_table(results_table(report.curves)),
         rates=html_table(rates_table(report.responses)),
@@ -56,7 +58,7 @@ def html(report: Report) -> str:
 def page_data(report: Report) -> dict[str, Any]:
     """Return the data that page.js draws."""
     metrics, unit = metrics_of(report.curves), unit_of_bytes(report.curves)
-    runs = sum(len(curve.runs) for curve in report.curves)
+    runs = sum(len(curve.records) for curve in report.curves)
     fewest, most = POINTS
     points = max(fewest, min(most, MOST_NUMBERS // max(1, runs * (len(metrics) + 2))))
     return {
@@ -117,22 +119,23 @@ def embed(data: Any) -> str:
 
 def html_table(table: Table) -> str:
     """Return a table with every cell escaped; page.js adds its buttons."""
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in table.head)
-    rows = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>\n" for row in table.rows)
-    inside = f"<table><thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody></table>"
-    return f'<div class="table" data-name="{table.name}">{inside}</div>'
+    return f'<div class="table" data-name="{table.name}">{plain_table(table.head, table.rows)}</div>'
 
 
-def _curve(curve: Curve, columns: Sequence[str], points: int, metric: str) -> dict[str, Any]:
+def _curve(curve: Trial, columns: Sequence[str], points: int, metric: str) -> dict[str, Any]:
     histories = [history for history in curve.histories if len(history)]
-    summary = {"label": curve.label, "steps": [_steps(history, metric) for history in curve.histories]}
+    summary = {"label": curve.name, "steps": [_steps(history, metric) for history in curve.histories]}
     if not histories:
         return {**summary, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
-    kept = _kept(histories, points)
     in_all = max(len(history) for history in histories)
+    kept = np.arange(in_all)
+    if in_all > points:  # draw the evaluated rounds of a long run, evenly thinned but with the last
+        evaluated = np.flatnonzero(~np.isnan(by_round(histories, metric_of([curve]))).all(axis=0))
+        kept = evaluated if len(evaluated) else kept
+        kept = kept[::-1][:: math.ceil(len(kept) / points)][::-1]
     return {
         **summary,
-        "seeds": [run.seed for run in curve.runs if len(run.history)],
+        "seeds": [run.seed for run in curve.records if len(run.history)],
         "thinned": f"{len(kept)} of {plural(in_all, 'round')}" if len(kept) < in_all else "",
         "rounds": (kept + 1).tolist(),
         "columns": {column: [_numbers(row) for row in by_round(histories, column)[:, kept]] for column in columns},
@@ -140,17 +143,6 @@ def _curve(curve: Curve, columns: Sequence[str], points: int, metric: str) -> di
         "seconds": [_numbers(row) for row in spent(histories, "seconds")[:, kept]],
         "mean": {axis: _numbers(mean_spent(histories, axis)[kept]) for axis in ("bytes", "seconds")},
     }
-
-
-def _kept(histories: Sequence[History], points: int) -> NDArray[np.int64]:
-    """Return the rounds to draw: all, or of a long run the evaluated ones, evenly thinned but with the last."""
-    length = max(len(history) for history in histories)
-    if length <= points:
-        return np.arange(length)
-    evaluated = np.flatnonzero(~np.isnan(by_round(histories, metric_of(histories))).all(axis=0))
-    candidates = evaluated if len(evaluated) else np.arange(length)
-    stride = math.ceil(len(candidates) / points)
-    return candidates[::-1][::stride][::-1]
 
 
 def _steps(history: History, metric: str) -> list[list[float]]:
@@ -170,11 +162,6 @@ def _steps(history: History, metric: str) -> list[list[float]]:
 def _numbers(values: Sequence[float] | NDArray[np.float64]) -> list[float | None]:
     """Return numbers with six digits; JSON has no NaN."""
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-def _notes(lines: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-    return f'<aside id="notes"><h2>Worth knowing</h2><ul>{items}</ul></aside>' if lines else ""
 
 
 def _read(name: str) -> str:

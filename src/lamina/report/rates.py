@@ -56,16 +56,16 @@ def responses(runs: Sequence[Record]) -> list[Response]:
         if run.tuning:
             tuned.setdefault(_configuration(run), []).append(run.lr)
     for tuning in (True, False):
-        for family in group([run for run in runs if run.tuning is tuning], also_ignored=_tried_keys):
+        for family in group([run for run in runs if run.tuning is tuning], ignored=_tried_keys):
             by_rate: dict[float, list[Record]] = {}
-            for run in family.runs:
+            for run in family.records:
                 by_rate.setdefault(run.lr, []).append(run)
             if len(by_rate) > 1:
-                metric = metric_of(run.history for run in family.runs)
+                metric = metric_of([family])
                 tried = [(lr, _best(same)) for lr, same in sorted(by_rate.items())]
-                on = "validation" if family.runs[0].on_validation_data else "test"
-                elsewhere = () if tuning else tuple(tuned.get(_configuration(family.runs[0]), ()))
-                every.append(Response(family.label, on, tried, elsewhere, metric))
+                on = "validation" if family.records[0].on_validation_data else "test"
+                elsewhere = () if tuning else tuple(tuned.get(_configuration(family.records[0]), ()))
+                every.append(Response(family.name, on, tried, elsewhere, metric))
     if len({response.on for response in every}) > 1:
         every = [replace(response, label=f"{response.label}, {response.on}") for response in every]
     return every
@@ -95,12 +95,12 @@ def _configuration(run: Record) -> str:
     return json.dumps(identity(run, {SEED, RATE, "train.rounds", "data.validation", *tried}), sort_keys=True)
 
 
-def _tried_keys(run: Record) -> list[str]:
-    """Return the keys whose values are tried: the rate, and in a comparison's tuning run options of the algorithm."""
+def _tried_keys(run: Record) -> set[str]:
+    """Return the seed and the keys whose values are tried: the rate, and in a tuning run options of the algorithm."""
     if not run.tuning:
-        return [RATE]
+        return {SEED, RATE}
     # Rounds: tuning may stop all but the best settings early.
-    return [RATE, "train.rounds", *(f"algorithm.{name}" for name in _options_in_grid(run))]
+    return {SEED, RATE, "train.rounds", *(f"algorithm.{name}" for name in _options_in_grid(run))}
 
 
 def _options_in_grid(run: Record) -> list[str]:

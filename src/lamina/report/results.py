@@ -12,16 +12,14 @@ from matplotlib.figure import Figure
 
 from lamina import algorithms as known
 from lamina.algorithms import Algorithm
-from lamina.errors import BadInput, missing_extra, nearest
+from lamina.errors import BadInput, nearest
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Train
-from lamina.experiment.python import algorithm_section, compared_algorithms, describe
-from lamina.experiment.recorder import kept_threads
+from lamina.experiment.python import algorithm_section, compared_algorithms, describe, kept_threads
 from lamina.experiment.records import Record, find_records
-from lamina.experiment.settings import written
-from lamina.experiment.trials import Job, Trials, refuse_all_diverged
+from lamina.experiment.trials import Job, refuse_all_diverged
 from lamina.experiment.tune import Tuning
-from lamina.history import History, Row
+from lamina.history import History, Row, data_frame
 from lamina.paths import checked_path
 from lamina.progress import python_bars
 from lamina.report import tables
@@ -41,8 +39,9 @@ class Result:
     folder: Path
     """The folder of all runs."""
 
-    def __init__(self, trials: Trials, temporary: tempfile.TemporaryDirectory[str] | None) -> None:
+    def __init__(self, trials: Comparison | Tuning, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
         self.folder = trials.folder
+        self._trials: Comparison | Tuning = trials
         self._temporary = temporary  # deleted with this object
 
     def table(self) -> tables.Table:
@@ -52,11 +51,13 @@ class Result:
     @property
     def notes(self) -> list[str]:
         """Return remarks: how settings were chosen, what diverged, best values on the edge of those tried."""
-        raise NotImplementedError
+        return self._trials.notes()
 
-    def _page(self, path: str | Path, runs: Sequence[Path], targets: Sequence[float], title: str | None) -> Path:
+    def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
+        """Write an interactive page with curves, tables and configurations of all runs; return its path."""
         page = checked_path(path, "the page")
-        save_page(build(runs, targets=targets, title=title), page)
+        target = self._trials.target
+        save_page(build(self._trials.runs, targets=[] if target is None else [target], title=title), page)
         return page
 
     def __repr__(self) -> str:
@@ -70,94 +71,64 @@ class Result:
 class ComparisonResult(Result):
     """The result of `lamina.compare`. In a notebook it shows its table."""
 
-    def __init__(self, comparison: Comparison, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
-        super().__init__(comparison, temporary)
-        self._comparison = comparison
+    _trials: Comparison
 
     @property
     def histories(self) -> dict[str, list[History]]:
         """Return the histories of every algorithm, one per seed."""
-        return {entry.name: entry.histories for entry in self._comparison.entries}
+        return {entry.name: entry.histories for entry in self._trials.entries}
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
         """Return the learning rate of every algorithm, and its other settings if a grid was tried."""
-        return {entry.name: dict(entry.settings) for entry in self._comparison.entries}
-
-    @property
-    def notes(self) -> list[str]:
-        """Return remarks: how settings were chosen, what diverged, best values on the edge of those tried."""
-        return self._comparison.notes()
+        return {entry.name: dict(entry.settings) for entry in self._trials.entries}
 
     def table(self) -> tables.Table:
         """Return cost to target, best and last score of every algorithm: text in a terminal, HTML in a notebook."""
-        return tables.algorithms_table(self._comparison.entries, self._comparison.target)
+        return tables.algorithms_table(self._trials.entries, self._trials.target)
 
     def plot(self) -> Figure:
         """Draw the score against rounds and megabytes sent, with the spread over seeds; save it with `savefig`."""
-        data = self._comparison.experiment.data
+        data = self._trials.experiment.data
         dealt = describe_partition(data.partition.name, **data.partition.options())
-        title = f"{data.name}, {dealt}, {plural(self._comparison.clients, 'client')}"
-        return comparison_figure(self._comparison.entries, title)
+        title = f"{data.name}, {dealt}, {plural(self._trials.clients, 'client')}"
+        return comparison_figure(self._trials.entries, title)
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for every round of every run."""
-        return _frame(self._comparison.rounds(), "comparison.to_pandas()")
-
-    def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
-        """Write an interactive page with curves, tables and configurations of all runs; return its path."""
-        target = self._comparison.target
-        return self._page(path, self._comparison.runs, [] if target is None else [target], title)
+        return data_frame(self._trials.rounds(), "comparison.to_pandas()")
 
 
 class TuningResult(Result):
     """The result of `lamina.tune`. In a notebook it shows its table."""
 
-    def __init__(self, tuning: Tuning, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
-        super().__init__(tuning, temporary)
-        self._tuning = tuning
+    _trials: Tuning
 
     @property
     def best(self) -> dict[str, Any]:
         """Return the values that scored best, by their keys (``train.lr``); empty if no trial ran to its end."""
-        return {} if self._tuning.best is None else dict(self._tuning.best.settings)
+        return {} if self._trials.best is None else dict(self._trials.best.settings)
 
     @property
     def score(self) -> float:
         """Return the score of the best values, the mean over seeds; NaN if no trial ran to its end."""
-        return float("nan") if self._tuning.best is None else self._tuning.best.score
-
-    @property
-    def notes(self) -> list[str]:
-        """Return remarks: what was chosen on which data, and best values on the edge of those tried."""
-        lines = [f"chosen on {self._tuning.chosen_on()}", *self._tuning.edges()]
-        if self.best:
-            lines.insert(0, f"best: {written(self.best)}; {self._tuning.score_name} {self.score:.4f}")
-        return lines
+        return float("nan") if self._trials.best is None else self._trials.best.score
 
     def table(self) -> tables.Table:
         """Return values and scores of every trial: text in a terminal, HTML in a notebook."""
-        return tables.trials_table(self._tuning)
+        return tables.trials_table(self._trials)
 
     def plot(self) -> Figure:
         """Draw the score against the learning rate, or the curves of all trials if no rates were tried."""
-        responses = tuning_responses(self._tuning)
+        responses = tuning_responses(self._trials)
         if responses:
             return rates_figure(responses)
-        curves = group(find_records(self._runs))
+        curves = group(find_records(self._trials.runs))
         return curve_figure(curves, metrics_of(curves)[0], "round")
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for every trial."""
-        return _frame(self._tuning.rows(), "tuning.to_pandas()")
-
-    def report(self, path: str | Path = "report.html", *, title: str | None = None) -> Path:
-        """Write an interactive page with curves, tables and configurations of all trials; return its path."""
-        return self._page(path, self._runs, [], title)
-
-    @property
-    def _runs(self) -> list[Path]:
-        return [record.folder for trial in self._tuning.trials for record in trial.records]
+        return data_frame(self._trials.rows(), "tuning.to_pandas()")
 
 
 def compare(
@@ -354,11 +325,9 @@ def _grids(names: Sequence[str], lr: Rates | None, grid: Mapping[str, Mapping[st
 def _plain(values: Any) -> list[Any]:
     """Return a number, a list, a tuple or an array as a list of Python's own values."""
     values = values.tolist() if hasattr(values, "tolist") else values
-    return [value.item() if hasattr(value, "item") else value for value in values] if _is_list(values) else [values]
-
-
-def _is_list(values: Any) -> bool:
-    return isinstance(values, Sequence | range) and not isinstance(values, str)
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        return [values]
+    return [value.item() if hasattr(value, "item") else value for value in values]
 
 
 def _key(key: str, algorithm: str) -> str:
@@ -383,11 +352,3 @@ def _folder(out: str | Path | None) -> tuple[Path, tempfile.TemporaryDirectory[s
         return checked_path(out, "out"), None
     temporary = tempfile.TemporaryDirectory(prefix="lamina-", ignore_cleanup_errors=True)
     return Path(temporary.name) / "runs", temporary
-
-
-def _frame(rows: list[dict[str, Any]], purpose: str) -> Any:
-    try:
-        import pandas
-    except ImportError as error:
-        raise missing_extra("pandas", "table", purpose) from error
-    return pandas.DataFrame(rows)

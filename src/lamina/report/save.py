@@ -8,7 +8,7 @@ from lamina.experiment.outputs import refuse_in_run_folder, write_output
 from lamina.report import figures, page
 from lamina.report.build import Report
 from lamina.report.tables import to_csv, to_latex
-from lamina.storage.files import cannot_write
+from lamina.storage.files import writing_to
 
 
 def save_page(report: Report, path: Path) -> None:
@@ -41,7 +41,5 @@ def save_files(report: Report, folder: Path) -> list[Path]:
 
 def _make_folder(folder: Path, option: str) -> None:
     refuse_in_run_folder(folder / "report", option)
-    try:
+    with writing_to(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error

@@ -13,9 +13,9 @@ from lamina.experiment.records import Record, flatten
 from lamina.experiment.settings import short_names, shown, shown_name
 from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
-from lamina.history import History
+from lamina.history import History, values
 from lamina.metrics import is_percent, smaller_is_better, with_unit
-from lamina.report.curves import Curve, differing, folder_name, sections, text
+from lamina.report.curves import differing, folder_name, sections, text
 from lamina.text import csv_text, html_table, plural, printable, text_table
 
 NO_VERSIONS = {"format", "title", "metrics"}  # keys beside the sections of a run's configuration that are no versions
@@ -31,9 +31,6 @@ class Table(NamedTuple):
     title: str = ""
 
     def __repr__(self) -> str:
-        return str(self)
-
-    def __str__(self) -> str:
         text = text_table(self.head, self.rows)
         return f"{self.title}\n{text}" if self.title else text
 
@@ -57,11 +54,7 @@ class Cost(NamedTuple):
 def cost_to_target(histories: Sequence[History], target: float, metric: str | None = None) -> Cost:
     """Return rounds, bytes (both directions) and seconds of training until a metric first reaches the target."""
     firsts = [history.rounds_to(target, metric, optional=True) for history in histories]
-    reached = [
-        History([row for row in history if row["round"] <= first])
-        for history, first in zip(histories, firsts, strict=True)
-        if first is not None
-    ]
+    reached = [history[:first] for history, first in zip(histories, firsts, strict=True) if first is not None]
     if len(reached) < len(histories) or not histories:
         nothing = math.inf if any(len(history) for history in histories) else math.nan
         return Cost(nothing, nothing, nothing, len(reached), len(histories))
@@ -79,35 +72,22 @@ def sent(history: History) -> float:
     return history.total("bytes_down", optional=True) + history.total("bytes_up", optional=True)
 
 
-def metric_of(histories: Iterable[History]) -> str:
+def metric_of(groups: Iterable[Trial]) -> str:
     """Return the column to judge runs by: their first metric; if they differ, the accuracy if some run has one."""
-    metrics = list(dict.fromkeys(history.metric for history in histories if len(history)))
+    metrics = list(dict.fromkeys(history.metric for one in groups for history in one.histories if len(history)))
     return metrics[0] if metrics and "accuracy" not in metrics else "accuracy"
 
 
-def metric_of_curves(curves: Iterable[Curve]) -> str:
-    """Return the column to judge curves by."""
-    return metric_of(history for curve in curves for history in curve.histories)
-
-
-def best_and_last(histories: Sequence[History], metric: str, spread: str = SPREAD) -> tuple[str, str]:
+def best_and_last(histories: Sequence[History], metric: str) -> tuple[str, str]:
     """Return mean and spread of the best and of the last values of histories."""
     best = values(histories, lambda history: history.best(metric, optional=True))
     last = values(histories, lambda history: history.last(metric, optional=True))
-    return score_text(best, metric, spread), score_text(last, metric, spread)
+    return score_text(best, metric), score_text(last, metric)
 
 
-def score_text(scores: Sequence[float], metric: str, spread: str = SPREAD) -> str:
+def score_text(scores: Sequence[float], metric: str) -> str:
     """Return mean and spread of a metric, in per cent if it is shown so."""
-    if is_percent(metric):
-        return mean_and_spread([100 * score for score in scores], spread=spread)
-    return mean_and_spread(scores, significant, spread)
-
-
-def values(histories: Iterable[History], of: Callable[[History], float]) -> list[float]:
-    """Return a number per history, without NaN: a seed that diverged in its first round has none."""
-    numbers = [of(history) for history in histories if len(history)]
-    return [number for number in numbers if not math.isnan(number)]
+    return mean_and_spread([100 * s for s in scores]) if is_percent(metric) else mean_and_spread(scores, significant)
 
 
 # --- numbers as text; page.js writes the cost table's in the same way -------------------------------------------
@@ -132,11 +112,11 @@ def significant(value: float) -> str:
     return fixed(value, max(0, 2 - math.floor(math.log10(abs(value)))))
 
 
-def mean_and_spread(numbers: Sequence[float], write: Callable[[float], str] = fixed, spread: str = SPREAD) -> str:
+def mean_and_spread(numbers: Sequence[float], write: Callable[[float], str] = fixed) -> str:
     """Return the mean and, of several numbers, the standard deviation."""
     if not numbers:
         return NONE
-    return write(statistics.fmean(numbers)) + (spread + write(statistics.stdev(numbers)) if len(numbers) > 1 else "")
+    return write(statistics.fmean(numbers)) + (SPREAD + write(statistics.stdev(numbers)) if len(numbers) > 1 else "")
 
 
 class Unit(NamedTuple):
@@ -149,7 +129,7 @@ class Unit(NamedTuple):
 MEGABYTES, GIGABYTES = Unit("MB", 1e6), Unit("GB", 1e9)
 
 
-def unit_of_bytes(curves: Sequence[Curve]) -> Unit:
+def unit_of_bytes(curves: Sequence[Trial]) -> Unit:
     """Return megabytes, or gigabytes if some curve has more than 10."""
     most = max((sent(history) for curve in curves for history in curve.histories), default=0.0)
     return GIGABYTES if most >= 1e10 else MEGABYTES
@@ -158,25 +138,25 @@ def unit_of_bytes(curves: Sequence[Curve]) -> Unit:
 # --- the tables --------------------------------------------------------------------------------------------------
 
 
-def default_targets(curves: Sequence[Curve]) -> list[float]:
+def default_targets(curves: Sequence[Trial]) -> list[float]:
     """Return the accuracies that all seeds of every curve, and of the best curve, reach, in steps of 5 %.
 
     The target of a comparison is added if some curve reaches it. There is no default for metrics without a scale from
     0 to 100 %, such as losses.
     """
-    metric = metric_of_curves(curves)
+    metric = metric_of(curves)
     if not is_percent(metric) or smaller_is_better(metric):
         return []
     reached = [values(curve.histories, lambda history: history.best(metric, optional=True)) for curve in curves]
     worst_seeds = [min(accuracies, default=0.0) for accuracies in reached] or [0.0]
     steps = {math.floor(20 * best + 1e-9) * 5 / 100 for best in (min(worst_seeds), max(worst_seeds))}
-    compared = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.runs}
+    compared = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.records}
     return sorted(target for target in steps | {t for t in compared if t <= max(worst_seeds)} if target > 0)
 
 
-def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int) -> Table:
+def cost_table(curves: Sequence[Trial], targets: Sequence[float], baseline: int) -> Table:
     """Return rounds, bytes and seconds to each target, and their ratios to the baseline's."""
-    unit, metric = unit_of_bytes(curves), metric_of_curves(curves)
+    unit, metric = unit_of_bytes(curves), metric_of(curves)
     ratio = f"{TIMES} baseline"
     head = ["target", "curve", "reached", "rounds", ratio, unit.name, ratio, "seconds", ratio]
     rows = []
@@ -184,7 +164,7 @@ def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int)
         costs = [cost_to_target(curve.histories, target, metric) for curve in curves]
         for curve, cost in zip(curves, costs, strict=True):
             shown = f"{100 * target:g}%" if is_percent(metric) else f"{target:g}"
-            row = [shown, curve.label, f"{cost.reached}/{cost.seeds}"]
+            row = [shown, curve.name, f"{cost.reached}/{cost.seeds}"]
             for field, scale in (("rounds", 1.0), ("bytes", unit.bytes), ("seconds", 1.0)):
                 value, other = getattr(cost, field), getattr(costs[baseline], field)
                 written = fixed(value) if field == "rounds" else significant(value / scale)
@@ -194,10 +174,9 @@ def cost_table(curves: Sequence[Curve], targets: Sequence[float], baseline: int)
     return Table("cost-to-target", head, rows)
 
 
-def results_table(curves: Sequence[Curve]) -> Table:
+def results_table(curves: Sequence[Trial]) -> Table:
     """Return best and last value of the first metric, and the cost of a round."""
-    unit = unit_of_bytes(curves)
-    metric = metric_of_curves(curves)
+    unit, metric = unit_of_bytes(curves), metric_of(curves)
     head = ["curve", "seeds", f"best {with_unit(metric)}", f"last {with_unit(metric)}", "rounds"]
     head += [f"{unit.name} per round", f"{unit.name} in all", "seconds per round"]
     rows = []
@@ -206,7 +185,7 @@ def results_table(curves: Sequence[Curve]) -> Table:
         best, last = best_and_last(histories, metric)
         lengths = [len(history) for history in histories]
         rounds = str(lengths[0]) if len(set(lengths)) == 1 else f"{min(lengths)} to {max(lengths)}"
-        row = [curve.label, str(len(histories)), best, last, rounds]
+        row = [curve.name, str(len(histories)), best, last, rounds]
         for of in (
             lambda history: sent(history) / len(history) / unit.bytes,
             lambda history: sent(history) / unit.bytes,
@@ -225,7 +204,7 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
         entries: the algorithms, a row each.
         target: value of the metric on the test data; None leaves its columns out.
     """
-    metric = metric_of(history for entry in entries for history in entry.histories)
+    metric = metric_of(entries)
     seeds = max(len(entry.histories) for entry in entries)
     title = f"mean ± std of {seeds} seeds" if seeds > 1 else plural(seeds, "seed")
     if target is not None:
@@ -242,7 +221,7 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
                 f"{entry.lr:g}",
                 fixed(cost.rounds),
                 fixed(cost.bytes / MEGABYTES.bytes),
-                *best_and_last(entry.histories, metric, spread="±"),
+                *(cell.replace(SPREAD, "±") for cell in best_and_last(entry.histories, metric)),
                 fixed(statistics.fmean(in_all)) if in_all else NONE,
             ]
         )
@@ -267,11 +246,11 @@ def trials_table(tuning: Tuning) -> Table:
     return Table("trials", head, rows)
 
 
-def config_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
+def config_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
     """Return the settings that differ between curves, a column each, and those common to all runs."""
     # The comparison that a run was part of is no setting of the run.
     by_curve = [
-        [{k: v for k, v in flatten(sections(run)).items() if not k.startswith("compare.")} for run in curve.runs]
+        [{k: v for k, v in flatten(sections(run)).items() if not k.startswith("compare.")} for run in curve.records]
         for curve in curves
     ]
     keys, common = _compare_settings([settings for of_curve in by_curve for settings in of_curve])
@@ -281,20 +260,23 @@ def config_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
         rows.append([key, *map(", ".join, cells)])
     rows.sort(key=lambda row: NONE in row)  # keys that all curves have come first
     return (
-        Table("configuration", ["key", *(curve.label for curve in curves)], rows),
+        Table("configuration", ["key", *(curve.name for curve in curves)], rows),
         Table("common-configuration", ["key", "value"], common),
     )
 
 
-def runs_tables(curves: Sequence[Curve]) -> tuple[Table, Table]:
+def runs_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
     """Return every run with its folder, end and differing environment, and what all environments share."""
-    runs = [(curve, run) for curve in curves for run in curve.runs]
+    runs = [(curve, run) for curve in curves for run in curve.records]
     environments = [flatten(environment(run)) for _, run in runs]
     keys, common = _compare_settings(environments)
-    rows = [
-        [folder_name(run), curve.label, str(run.seed), ended(run), *(text(values.get(key, NONE)) for key in keys)]
-        for (curve, run), values in zip(runs, environments, strict=True)
-    ]
+    rows = []
+    for (curve, run), machine in zip(runs, environments, strict=True):
+        rounds = str(len(run.history))
+        if not run.complete:
+            rounds += f" of {run.config['train']['rounds']}, {'diverged' if run.diverged else 'not finished'}"
+        cells = [text(machine.get(key, NONE)) for key in keys]
+        rows.append([folder_name(run), curve.name, str(run.seed), rounds, *cells])
     return (
         Table("runs", ["folder", "curve", "seed", "rounds", *keys], rows),
         Table("environment", ["what", "value"], common),
@@ -311,13 +293,6 @@ def environment(run: Record) -> dict[str, object]:
     """Return versions and machine of a run; without environment.json those in config.json."""
     versions = {key: value for key, value in run.config.items() if key not in sections(run) and key not in NO_VERSIONS}
     return {**versions, "device": run.config.get("run", {}).get("device", NONE), **run.environment}
-
-
-def ended(run: Record) -> str:
-    """Return how many rounds a run has, and why not all."""
-    if run.complete:
-        return str(len(run.history))
-    return f"{len(run.history)} of {run.config['train']['rounds']}, {'diverged' if run.diverged else 'not finished'}"
 
 
 # --- tables as CSV and LaTeX; page.js does the same for the tables on the page ----------------------------------------

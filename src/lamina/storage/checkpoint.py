@@ -76,10 +76,15 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not all((self.folder / name).exists() for name in self._newest):
                 self.forget()  # they were deleted during the run
-            if not self._newest:
-                self._refuse_others()
+            if not self._newest:  # refuse another run's checkpoints in this folder: this one would replace them
+                for number in self.rounds():
+                    with contextlib.suppress(Damaged):
+                        self._read_manifest(number)
             segments = self._save_clients(state)
-            file, sha256 = self._write(f"state-{state.round:06}", _state_tensors(state))
+            tensors = {f"server/{name}": value for name, value in _tensors(state.server).items()}
+            tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
+            tensors |= {f"ledger/{name}": torch.from_numpy(held) for name, held in state.ledger.held.items()}
+            file, sha256 = self._write(f"state-{state.round:06}", tensors)
             content = {
                 "format": FORMAT,
                 "round": state.round,
@@ -96,14 +101,6 @@ class Checkpoints:
             for path in self.folder.iterdir():
                 if path.name not in self._newest | before and OURS.fullmatch(path.name) and path.is_file():
                     path.unlink(missing_ok=True)
-
-    def _refuse_others(self) -> None:
-        """Refuse a folder with another run's checkpoints: the next one would replace them."""
-        for number in self.rounds():
-            with contextlib.suppress(Damaged):
-                stored = self._read_manifest(number)["identity"]
-                if self.identity is not None and stored is not None:
-                    refuse_other(self.folder, number, stored, self.identity)
 
     def _save_clients(self, state: State) -> dict[str, Segment]:
         """Write the records that changed, with what is left of old segments that are mostly dead."""
@@ -140,8 +137,6 @@ class Checkpoints:
         """
         home = home or like.server.x.device
         content = self._read_manifest(number)
-        if self.identity is not None and content["identity"] is not None:
-            refuse_other(self.folder, number, content["identity"], self.identity)
         stored = self._read(content["state"]["file"], content["state"]["sha256"])
         segments, records = content["segments"], {}
         try:
@@ -161,6 +156,7 @@ class Checkpoints:
         return state, content["history"]
 
     def _read_manifest(self, number: int) -> dict[str, Any]:
+        """Return the content of a manifest; refuse another run's."""
         path = self._manifest(number)
         try:
             manifest = json.loads(path.read_bytes())
@@ -175,6 +171,8 @@ class Checkpoints:
                 f"{path} has format {content['format']}; this version of lamina reads {FORMAT}: "
                 "resume with the version that wrote it, or start again in another folder"
             )
+        if self.identity is not None and content["identity"] is not None:
+            refuse_other(self.folder, number, content["identity"], self.identity)
         return cast(dict[str, Any], content)
 
     def _read(self, name: str, expected: str) -> dict[str, Tensor]:
@@ -222,15 +220,8 @@ def load_newest(
     return None
 
 
-def _state_tensors(state: State) -> dict[str, Tensor]:
-    """Return the tensors of a state except its clients, with a prefix for each part."""
-    tensors = {f"server/{name}": value for name, value in _tensors(state.server).items()}
-    tensors |= {f"buffer/{name}": value for name, value in state.buffers.items()}
-    return tensors | {f"ledger/{name}": torch.from_numpy(held) for name, held in state.ledger.held.items()}
-
-
 def _state_from(tensors: Mapping[str, Tensor], like: State, number: int) -> State:
-    """Return a state without clients from its tensors."""
+    """Return a state without clients from its tensors, whose names begin with their part of it."""
     parts: dict[str, dict[str, Tensor]] = {"server": {}, "buffer": {}, "ledger": {}}
     for name, value in tensors.items():
         part, _, rest = name.partition("/")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
-import io
 import json
 import math
 import os
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.errors import BadInput
-from lamina.text import csv_cell
+from lamina.text import csv_text
 
 PARTIAL = ".partial"  # how the name of a file ends that is being written
 MOST_LINKS = 40  # in a chain, as in the kernel
@@ -128,8 +126,5 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 def write_csv(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
     """Replace a CSV file."""
-    text = io.StringIO(newline="")
-    writer = csv.writer(text)
-    writer.writerow([csv_cell(column) for column in columns])
-    writer.writerows([csv_cell(row.get(column, "")) for column in columns] for row in rows)
-    write_file(path, text.getvalue().encode())
+    lines = [columns, *([row.get(column, "") for column in columns] for row in rows)]
+    write_file(path, csv_text(lines, line_end="\r\n").encode())

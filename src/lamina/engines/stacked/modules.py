@@ -236,21 +236,9 @@ class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d):
 
 
 class StackedMultiheadAttention(StreamAttention):
-    """MultiheadAttention with four projections per client."""
+    """MultiheadAttention with four projections per client, in training and in evaluation."""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return what the layer of every client would return, in training and in evaluation."""
-        return self.attend(query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights)
+    forward = StreamAttention.attend
 
     def project(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[C * B, T, E] with a weight [C, out, E] per client."""
