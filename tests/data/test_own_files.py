@@ -286,9 +286,30 @@ def test_a_hugging_face_data_set_with_mapped_columns(folder, fake_datasets):
     assert "no column 'kin'" in refusal("hub", **options | {"label": "kin"})
     assert "did not deliver us/cows (no data set us/cows)" in refusal("hub", path="us/cows")
     assert "hub, which is not asked here" in refusal("hub", path="us/pets", hub=False)
-    ragged = columns | {"pixels": [*pixels[:-1], [1.0]]}
-    fake_datasets["us/ragged"] = {"train": FakeHubSplit(ragged)}
-    assert "different shapes" in refusal("hub", **options | {"path": "us/ragged"})
+
+
+def test_sequences_of_a_hugging_face_data_set_are_padded(folder, fake_datasets):
+    """To one length in training and test data: inputs with 0, targets with -100; the same column may be both."""
+    tokens, kinds = [[5], [7, 1, 3], [2, 9], [4, 4]], ["cat", "dog", "cat", "dog"]
+    tags = [[0], [1, 0, 1], [1, 1], [0, 0]]
+    parts = {
+        name: FakeHubSplit({"tokens": tokens[rows], "kind": kinds[rows], "tags": tags[rows]})
+        for name, rows in (("train", slice(0, 2)), ("test", slice(2, 4)))
+    }
+    fake_datasets["us/texts"] = parts
+    options = {"path": "us/texts", "features": "tokens"}
+    train, test = load("hub", **options, label="kind")
+    assert (train.x.tolist(), test.x.tolist()) == ([[5, 0, 0], [7, 1, 3]], [[2, 9, 0], [4, 4, 0]])
+    assert (train.mask.sum(1).tolist(), test.mask.sum(1).tolist()) == ([1, 3], [2, 2])
+    assert load("hub", **options, label="tags").train.y.tolist() == [[0, -100, -100], [1, 0, 1]]
+    assert load("hub", **options, label="tokens").test.y.tolist() == [[2, 9, -100], [4, 4, -100]]
+    fake_datasets["us/texts"] = {"train": parts["train"], "test": FakeHubSplit({"tokens": [[1.5]], "kind": ["cat"]})}
+    assert load("hub", **options, label="kind").train.x.dtype == torch.float32
+    fake_datasets["us/texts"]["train"].columns["tokens"] = [[1.5, 2.5], [0.5, 0.5]]
+    message = "the samples of train and test have 2 and 1 numbers; give both the same"
+    assert message in refusal("hub", **options, label="kind")
+    fake_datasets["us/texts"]["train"].columns["tokens"] = [[[1.5, 2.5]], [0.5]]
+    assert "not an array of numbers of one shape" in refusal("hub", **options, label="kind")
 
 
 def test_a_saved_hugging_face_data_set(folder, fake_datasets):
@@ -329,6 +350,11 @@ def test_the_installed_datasets_package(folder):
     ):
         save(f"no_{column}", [*rows[:3], rows[3] | {column: None}, *rows[4:]])
         assert message in refusal("hub", path=f"no_{column}", **options)
+    save("texts", [row | {"pixels": [i] * (1 + i % 3), "kind": [i % 2] * (1 + i % 3)} for i, row in enumerate(rows)])
+    train, _ = load("hub", path="texts", **options)
+    lengths = 1 + train.x[:, 0] % 3
+    assert train.mask.sum(1).tolist() == (train.x >= 0).logical_and(train.mask).sum(1).tolist() == lengths.tolist()
+    assert ((train.y == -100) == ~train.mask).all()
     file = next((folder / "pets").glob("*.arrow"))
     file.write_bytes(file.read_bytes()[:200])
     assert "'pets' is not a readable data set" in refusal("hub", path="pets", **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -41,6 +42,7 @@ def make_splits(
     columns: Mapping[str, Any] | None = None,
     class_names: tuple[str, ...] | None = None,
     name: str = "data",
+    mask: torch.Tensor | None = None,
 ) -> Splits:
     """Return training and test data from all samples.
 
@@ -53,6 +55,7 @@ def make_splits(
         columns: further values per sample.
         class_names: the names of the classes, if y is numbered already.
         name: the name of the data.
+        mask: where padded inputs hold values [n, length].
     """
     if is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
@@ -76,7 +79,8 @@ def make_splits(
         chosen = torch.from_numpy(np.flatnonzero(rows))
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
         part_targets = torch.from_numpy(np.ascontiguousarray(targets[rows]))
-        splits.append(Dataset(inputs[chosen], part_targets, classes, name=name, columns=kept, class_names=class_names))
+        part = Dataset(inputs[chosen], part_targets, classes, name=name, columns=kept, class_names=class_names)
+        splits.append(part if mask is None else dataclasses.replace(part, mask=mask[chosen]))
     return refuse_unseen_classes(where, Splits(*splits))
 
 
