@@ -79,8 +79,8 @@ def make_splits(
         chosen = torch.from_numpy(np.flatnonzero(rows))
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
         part_targets = torch.from_numpy(np.ascontiguousarray(targets[rows]))
-        part = Dataset(inputs[chosen], part_targets, classes, name=name, columns=kept, class_names=class_names)
-        splits.append(part if mask is None else dataclasses.replace(part, mask=mask[chosen]))
+        data = Dataset(inputs[chosen], part_targets, classes, name=name, columns=kept, class_names=class_names)
+        splits.append(data if mask is None else dataclasses.replace(data, mask=mask[chosen]))
     return refuse_unseen_classes(where, Splits(*splits))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.experiment.records import Record, flatten
+from lamina.experiment.records import Record, flatten, with_defaults
 from lamina.history import History
 from lamina.text import printable
 
@@ -92,7 +92,7 @@ def sections(run: Record) -> dict[str, Any]:
 
 
 def _key(run: Record, ignored: set[str]) -> str:
-    return json.dumps([run.tuning, identity(run, ignored)], sort_keys=True)
+    return json.dumps([run.tuning, with_defaults(identity(run, ignored))], sort_keys=True)
 
 
 def identity(run: Record, ignored: set[str]) -> Flat:
