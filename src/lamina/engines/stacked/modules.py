@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -333,6 +334,7 @@ def for_vmap(module: nn.Module) -> nn.Module:
 
 
 def _suit_vmap(module: nn.Module) -> None:
+    warnings.filterwarnings("ignore", message="There is a performance drop")  # slower than others, and still faster
     for layer in module.modules():
         if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
             layer.__class__ = VmapEmbedding
