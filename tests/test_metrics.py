@@ -130,6 +130,34 @@ def test_several_labels_a_sample():
     assert row["auroc"] == pytest.approx(np.mean([area(outputs[:, i], targets[:, i] > 0) for i in range(3)]))
 
 
+def test_labels_and_numbers_that_do_not_count_leave_every_metric():
+    """-100 among several labels or numbers a sample; each column is measured where it counts."""
+    outputs, labels, numbers = SCORES[:, :3], (SCORES[:, 3:6] > 0.5).astype(int), rng.integers(0, 9, (1500, 3))
+    for targets in (labels, numbers):
+        targets[::3, 1] = targets[1::2, 2] = -100
+    row = measured(outputs, labels, "f1", "auroc", loss="bce")
+    kept = [labels[:, i] >= 0 for i in range(3)]
+    pairs = [(outputs[kept[i], i], labels[kept[i], i] > 0) for i in range(3)]
+    assert row["auroc"] == pytest.approx(np.mean([area(scores, answers) for scores, answers in pairs]))
+    shares = [2 * np.sum((scores > 0) & answers) / np.sum([scores > 0, answers]) for scores, answers in pairs]
+    assert row["f1"] == pytest.approx(np.mean(shares))
+    row = measured(outputs, numbers, "mae", "rmse", "r2", loss="mse")
+    errors = np.ma.masked_array(outputs - numbers, numbers == -100)
+    assert row["mae"] == pytest.approx(np.abs(errors).mean(1).mean())
+    assert [row["rmse"] ** 2, row["loss"]] == pytest.approx([(errors**2).mean(1).mean()] * 2)
+    spreads = np.ma.masked_array(numbers, numbers == -100).var(0)
+    assert row["r2"] == pytest.approx(np.mean(1 - (errors**2).mean(0) / spreads))
+
+
+def test_soft_labels_count_as_the_class_they_prefer():
+    soft = 0.7 * np.eye(7)[LABELS] + 0.3 / 7
+    names = ("accuracy", "top5_accuracy", "f1", "auroc")
+    hard = measured(SCORES, LABELS, *names)
+    for targets in (soft, np.eye(7)[LABELS]):
+        row = measured(SCORES, targets, *names)
+        assert [row[name] for name in names] == [hard[name] for name in names]
+
+
 def worst_error(outputs, targets):
     return (outputs.flatten() - targets).abs().max()
 

@@ -17,7 +17,7 @@ from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest
 from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
-from lamina.losses import class_axis
+from lamina.losses import IGNORED, class_axis, is_binary, nll
 from lamina.models.allocation import LargestActivation
 from lamina.objective import Objective
 from lamina.plan import Plan
@@ -25,6 +25,8 @@ from lamina.text import listed
 from lamina.vocabulary import check_vocabulary
 
 log = logging.getLogger(__name__)
+
+NLL_TOLERANCE = 1e-3  # of a log-probability that rounding makes larger than 0
 
 
 def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool:
@@ -80,6 +82,12 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
             without_data=f"the model's outputs have shape {shape} a sample, but the {name} data have more classes",
         )
     _check_loss(objective, outputs, data.y[:2], name)
+    if is_binary(objective.loss) and bool((((data.y < 0) | (data.y > 1)) & (data.y != IGNORED)).any()):
+        raise BadInput(
+            f"bce needs targets from 0 to 1, and some {name} targets are others: cross_entropy takes classes"
+        )
+    if objective.loss is nll and name == "train" and bool((outputs > NLL_TOLERANCE).any()):
+        log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
     return objective.correct(outputs, data.y[:2], data.classes) is not None
 
 
