@@ -107,7 +107,7 @@ def one_number(outputs, targets):
     (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),
     (lambda: simulate(linear(3), (X, draw(12, 2)), loss="nll"), "nll needs .* one integer target"),
     (lambda: simulate(linear(3), (X, Y), loss="bce"), "the binary cross entropy needs outputs of the targets' shape"),
-    (lambda: simulate(linear(1), (X, Y), loss="bce"), "bce needs targets from 0 to 1, and some train targets are other"),
+    (lambda: simulate(linear(1), (X, Y), loss="bce"), "bce needs targets from 0 to 1, and some train targets"),
     (lambda: simulate(linear(3), (X, Y), loss="causal_lm"), "causal_lm needs outputs"),
     (lambda: simulate(linear(3), (X, Y), loss=losses.CrossEntropy([1.0, 2.0])), "2 class weights, but .* 3 outputs"),
     (lambda: simulate(linear(1), (X, draw(12)), loss=one_number), "one value per sample"),

@@ -75,7 +75,10 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         is_last = axis == 1 and outputs.shape[:-1] == data.y[:2].shape and outputs.shape[-1] >= classes
         hint = ", or loss='token_cross_entropy' or 'causal_lm' for classes on the last axis" if is_last else ""
         if data.y.dim() > 1 and not is_last:
-            hint = f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1})"
+            hint = (
+                f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1}), or "
+                f"data.ignore_index = {classes - 1} in a file"
+            )
         raise BadInput(
             f"the model's outputs have shape {shape} a sample, but the {name} labels go up to {classes - 1}: it needs "
             f"{classes}{hint}",

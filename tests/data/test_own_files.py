@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from data_setup import FakeHubSplit, one_line, pictures
 from lamina.data import load
+from lamina.data.own import as_splits
 from lamina.errors import BadInput, MissingExtra
 
 ROWS = """age,weight,colour,clinic,part,grade
@@ -251,6 +252,25 @@ def test_damaged_arrays(folder):
     (folder / "h.pt").write_bytes(b"")
     assert "neither a .npz nor a .safetensors" in refusal("arrays", path="h.pt")
     assert "leaves the training or the test data empty" in refusal("arrays", path="a.npz", test=1.5)
+
+
+def test_arrays_with_several_targets_a_sample(folder):
+    x, maps = np.zeros((5, 2), np.float32), np.array([[0, 255, 1]] * 5)
+    np.savez(folder / "maps.npz", x=x, y=maps)
+    assert load("arrays", path="maps.npz", ignore_index=255).train.y[0].tolist() == [0, -100, 1]
+    assert load("arrays", path="maps.npz").train.classes == 256
+    numbers = load("arrays", path="maps.npz", task="regression").train
+    assert (numbers.classes, numbers.y.dtype, numbers.y[0].tolist()) == (None, torch.float32, [0.0, 255.0, 1.0])
+    np.savez(folder / "labels.npz", x=x, y=maps > 0)
+    assert load("arrays", path="labels.npz").train.y[0].tolist() == [0, 1, 1]
+
+
+def test_a_missing_label_is_no_class_of_its_own(folder):
+    users = {"a": {"x": [[1.0]] * 5, "y": ["u", "v", None, "u", "v"]}}
+    (folder / "users.json").write_text(json.dumps({"users": ["a"], "user_data": users}))
+    assert "users.json: sample 2 has no label" in refusal("leaf", path="users.json")
+    with pytest.raises(BadInput, match="'m:f': sample 1 has no label"):
+        as_splits("m:f", ((np.zeros((2, 1)), np.array(["u", np.nan], object)), (np.zeros((1, 1)), ["u"])))
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def read(
     train: str = "train",
     test: str | float | None = None,
     task: Task | None = None,
+    ignore_index: int | None = None,
     client: str | None = None,
     online: bool = True,
 ) -> Splits:
@@ -46,6 +47,7 @@ def read(
         test: The split with the test data, or the fraction of the training data to hold out; if None, the split
             ``test``, else 0.2.
         task: ``classification`` or ``regression``; regression for labels with fractions if None.
+        ignore_index: The integer that marks pixels or tokens without a label.
         client: The column that names the client of every sample.
         online: Whether the hub may be asked.
     """
@@ -86,8 +88,8 @@ def read(
     per_token = isinstance(y[0], list)
     targets = convert(path, "the column of the labels", y, IGNORED).values.numpy() if per_token else np.asarray(y)
     return make_splits(
-        path, padded.values.numpy(), targets, is_test, mask=padded.mask,
-        task=task, columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
+        path, padded.values.numpy(), targets, is_test, mask=padded.mask, task=task, ignore_index=ignore_index,
+        columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
     )  # fmt: skip
 
 
