@@ -54,7 +54,7 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         shape, reason = map_batch(lambda values: tuple(values.shape[1:]), data.x), " ".join(str(error).split())
         if isinstance(error, KeyError):
             reason = f"it looks for {reason}, which they do not have"
-        elif not any(values.is_floating_point() or values.dtype == torch.uint8 for values in tensors(data.x)):
+        elif any(kind in reason.lower() for kind in ("long", "int64")):
             reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
         raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
     check_memory(
