@@ -338,3 +338,11 @@ def test_bf16_on_a_cpu_says_nothing():
                                 clients=2, batch_size=16, device="cpu", precision="bf16")  # fmt: skip
         run.run(1)
     assert not [str(w.message).splitlines()[0] for w in caught]
+
+
+def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = nn.utils.weight_norm(nn.Linear(5, 3)).double()
+    with pytest.raises(lamina.BadInput, match=r"cannot be copied .*parametrizations.weight_norm.* give a function"):
+        simulation(model, numbers())
