@@ -288,7 +288,7 @@ def _refuse_shapes(name: str, outputs: Tensor, targets: Tensor, axis: int) -> No
     if outputs.dim() > 1 and fits:
         return
     hint = ""
-    if axis == 1 and sizes[:-1] == tuple(targets.shape):
+    if axis == 1 and len(sizes) > 2 and sizes[:-1] == tuple(targets.shape):
         hint = "; the classes are on the last axis: use loss='token_cross_entropy' or 'causal_lm'"
     given = f"{list(targets.shape[1:])} ({str(targets.dtype).removeprefix('torch.')})"
     raise BadInput(
