@@ -254,7 +254,8 @@ def _f1_macro(counts: Tensor) -> Tensor:
 
 def _f1_micro(counts: Tensor) -> Tensor:
     right, predicted, actual = counts.double().sum(0)
-    return (2 * right.sum()).div((predicted + actual).sum())
+    shared: Tensor = 2 * right.sum() / (predicted + actual).sum()
+    return shared
 
 
 def _mean_iou(counts: Tensor) -> Tensor:

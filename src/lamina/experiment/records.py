@@ -169,7 +169,7 @@ def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
     """
     classes = {f"{cls.__module__}:{cls.__name__}": cls for cls in algorithms.registry().values()}  # users' own
     name = flat.get("algorithm.name", "")
-    kinds = {
+    kinds: dict[str, type[Any] | None] = {
         "algorithm": algorithms.registry().get(name) or classes.get(name),
         "data.partition": PARTITIONS.get(flat.get("data.partition.base", flat.get("data.partition.name", ""))),
         "train.schedule": SCHEDULES.get(flat.get("train.schedule.name", "")),

@@ -115,7 +115,8 @@ def _fields(kind: type[Any]) -> Identity:
 def _without_new_fields(words: str, stored: str) -> str:
     """Return a described record without the fields that the stored one lacks, if they have their defaults."""
     name, _, inner = words.removesuffix(")").partition("(")
-    kind = next((one for one in (Augment, *SCHEDULES.values(), *AGGREGATIONS.values()) if one.__name__ == name), None)
+    kinds: list[type[Any]] = [Augment, *SCHEDULES.values(), *AGGREGATIONS.values()]
+    kind = next((one for one in kinds if one.__name__ == name), None)
     new = [f"{key}={value}" for key, value in _fields(kind).items() if f"{key}=" not in stored] if kind else []
     return f"{name}({', '.join(part for part in re.split(r', (?=[a-z_]+=)', inner) if part not in new)})"
 
