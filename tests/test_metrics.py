@@ -193,6 +193,7 @@ def simulation(y=None, *, outputs=3, loss="cross_entropy", **given):
 
 
 REGRESSION = {"y": torch.rand(120, generator=torch.Generator().manual_seed(1)).double(), "outputs": 1, "loss": "mse"}
+BINARY = {"y": (torch.arange(120) % 2).double()[:, None], "outputs": 1, "loss": "mse"}
 
 
 @pytest.mark.parametrize(
@@ -204,6 +205,7 @@ REGRESSION = {"y": torch.rand(120, generator=torch.Generator().manual_seed(1)).d
         (["auroc"], REGRESSION, "'auroc' needs class labels"),
         (["f1"], REGRESSION, "'f1' needs class labels"),
         (["r2"], REGRESSION | {"y": torch.ones(120).double()}, "'r2' needs targets that differ"),
+        (["f1"], BINARY, "'f1' takes an output above 0 for a yes"),
         (["rmse"], {}, "'rmse' needs one output for every target number"),
         (["perplexity"], REGRESSION, "'perplexity' is the exponential"),
         ([lambda outputs, targets: outputs], {}, "metric 'metric' gives no number"),
@@ -216,6 +218,25 @@ REGRESSION = {"y": torch.rand(120, generator=torch.Generator().manual_seed(1)).d
 def test_a_metric_that_lacks_what_it_needs_is_refused_before_training(metrics, given, message):
     with pytest.raises(lamina.BadInput, match=message):
         simulation(metrics=metrics, **given)
+
+
+def test_probabilities_in_place_of_logits_are_warned_of(caplog):
+    def entropy(outputs, targets):
+        return nn.functional.binary_cross_entropy(outputs[:, 0], targets.double(), reduction="none")
+
+    x, y = torch.randn(120, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(120) % 2
+    for last, expected in ((nn.Sigmoid(), True), (nn.Identity(), False)):
+        model, loss = nn.Sequential(nn.Linear(4, 1), last).double(), entropy if expected else own_binary
+        lamina.Simulation(model, (x, y), "fedavg", clients=2, loss=loss)
+        assert ("the accuracy needs logits" in caplog.text) is expected
+        caplog.clear()
+    model, data = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid(), nn.Flatten(0)).double(), (x, y.double())
+    with pytest.raises(lamina.BadInput, match="'f1' takes an output above 0 for a yes"):
+        lamina.Simulation(model, data, "fedavg", test=data, loss=nn.BCELoss(reduction="none"), metrics=["f1"])
+
+
+def own_binary(outputs, targets):
+    return nn.functional.binary_cross_entropy_with_logits(outputs[:, 0], targets.double(), reduction="none")
 
 
 def test_heldout_clients_never_train_and_local_tests_are_not_trained_on():

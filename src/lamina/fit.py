@@ -26,6 +26,7 @@ from lamina.vocabulary import check_vocabulary
 
 log = logging.getLogger(__name__)
 
+SEVERAL = 64  # samples, whose logits do not all lie between 0 and 1 by chance
 NLL_TOLERANCE = 1e-3  # of a log-probability that rounding makes larger than 0
 
 
@@ -91,7 +92,15 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         )
     if objective.loss is nll and name == "train" and bool((outputs > NLL_TOLERANCE).any()):
         log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
-    return objective.correct(outputs, data.y[:2], data.classes) is not None
+    has_accuracy = objective.correct(outputs, data.y[:2], data.classes) is not None
+    if has_accuracy and axis is None and not is_binary(objective.loss) and outputs[0].numel() == 1 and name == "train":
+        with torch.no_grad():
+            several = objective.outputs(
+                objective.start, objective.buffers, data.inputs(slice(SEVERAL), objective.dtype), train=False
+            )
+        if bool(((several >= 0) & (several <= 1)).all()):
+            log.warning("all outputs lie in 0..1; the accuracy needs logits, not probabilities: leave the Sigmoid out")
+    return has_accuracy
 
 
 def with_mask(data: Dataset, module: nn.Module) -> Dataset:

@@ -147,7 +147,6 @@ LOSSES: dict[str, Loss] = {
     "mae": mean_absolute_error,
     "huber": huber,
 }
-# with these, the sign of an output says nothing about a class
 REGRESSION_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 CLASS_AXES: dict[Loss, int] = {cross_entropy: 1, nll: 1, token_cross_entropy: -1, causal_lm: -1}
 
@@ -187,6 +186,11 @@ def is_regression(loss: Loss) -> bool:
     """Return whether the loss measures distances, even if the targets are integers."""
     is_known = any(loss is known for known in (mean_squared_error, mean_absolute_error, huber))
     return is_known or isinstance(loss, REGRESSION_MODULES)
+
+
+def has_no_logits(loss: Loss) -> bool:
+    """Return whether the sign of an output says nothing about a class: with distances, and with probabilities."""
+    return is_regression(loss) or isinstance(loss, nn.BCELoss)
 
 
 def is_binary(loss: Loss) -> bool:
