@@ -55,7 +55,7 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         shape, reason = map_batch(lambda values: tuple(values.shape[1:]), data.x), " ".join(str(error).split())
         if isinstance(error, KeyError):
             reason = f"it looks for {reason}, which they do not have"
-        elif any(kind in reason.lower() for kind in ("long", "int64")):
+        elif tensors(data.x)[0].dtype == torch.int64 and any(kind in reason.lower() for kind in ("long", "int64")):
             reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
         raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
     check_memory(

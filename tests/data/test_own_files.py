@@ -265,6 +265,18 @@ def test_arrays_with_several_targets_a_sample(folder):
     assert load("arrays", path="labels.npz").train.y[0].tolist() == [0, 1, 1]
 
 
+def test_tokens_in_leafs_format(folder):
+    users = {name: {"x": [[5], [7, 1, 3], [2, 9]], "y": [[0], [1, 0, 1], [1, 1]]} for name in ("a", "b")}
+    (folder / "users.json").write_text(json.dumps({"users": ["a", "b"], "user_data": users}))
+    train, test = load("leaf", path="users.json", tokens=True, test=0.5)
+    whole = {
+        tuple(x): tuple(y) for part in (train, test) for x, y in zip(part.x.tolist(), part.y.tolist(), strict=True)
+    }
+    assert whole == {(5, 0, 0): (0, -100, -100), (7, 1, 3): (1, 0, 1), (2, 9, 0): (1, 1, -100)}
+    assert (train.mask == (train.x > 0)).all()
+    assert "token ids need data.tokens = true" in refusal("leaf", path="users.json")
+
+
 def test_a_missing_label_is_no_class_of_its_own(folder):
     users = {"a": {"x": [[1.0]] * 5, "y": ["u", "v", None, "u", "v"]}}
     (folder / "users.json").write_text(json.dumps({"users": ["a"], "user_data": users}))
