@@ -107,6 +107,7 @@ def one_number(outputs, targets):
     (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),
     (lambda: simulate(linear(3), (X, draw(12, 2)), loss="nll"), "nll needs .* one integer target"),
     (lambda: simulate(linear(3), (X, Y), loss="bce"), "the binary cross entropy needs outputs of the targets' shape"),
+    (lambda: simulate(linear(1), (X, Y), loss="bce"), "bce needs targets from 0 to 1, and some train targets"),
     (lambda: simulate(linear(3), (X, Y), loss="causal_lm"), "causal_lm needs outputs"),
     (lambda: simulate(linear(3), (X, Y), loss=losses.CrossEntropy([1.0, 2.0])), "2 class weights, but .* 3 outputs"),
     (lambda: simulate(linear(1), (X, draw(12)), loss=one_number), "one value per sample"),
@@ -120,3 +121,10 @@ def test_what_does_not_fit_is_refused_in_one_line(make, message):
     with pytest.raises(lamina.BadInput, match=message) as refused:
         make()
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_without_log_softmax_is_warned_of_nll(caplog):
+    simulate(nn.Sequential(linear(3), nn.LogSoftmax(1)), (X, Y), loss="nll")
+    assert not caplog.text
+    simulate(linear(3), (X, Y), loss="nll")
+    assert "nll needs log-probabilities" in caplog.text

@@ -130,6 +130,34 @@ def test_several_labels_a_sample():
     assert row["auroc"] == pytest.approx(np.mean([area(outputs[:, i], targets[:, i] > 0) for i in range(3)]))
 
 
+def test_labels_and_numbers_that_do_not_count_leave_every_metric():
+    """-100 among several labels or numbers a sample; each column is measured where it counts."""
+    outputs, labels, numbers = SCORES[:, :3], (SCORES[:, 3:6] > 0.5).astype(int), rng.integers(0, 9, (1500, 3))
+    for targets in (labels, numbers):
+        targets[::3, 1] = targets[1::2, 2] = -100
+    row = measured(outputs, labels, "f1", "auroc", loss="bce")
+    kept = [labels[:, i] >= 0 for i in range(3)]
+    pairs = [(outputs[kept[i], i], labels[kept[i], i] > 0) for i in range(3)]
+    assert row["auroc"] == pytest.approx(np.mean([area(scores, answers) for scores, answers in pairs]))
+    shares = [2 * np.sum((scores > 0) & answers) / np.sum([scores > 0, answers]) for scores, answers in pairs]
+    assert row["f1"] == pytest.approx(np.mean(shares))
+    row = measured(outputs, numbers, "mae", "rmse", "r2", loss="mse")
+    errors = np.ma.masked_array(outputs - numbers, numbers == -100)
+    assert row["mae"] == pytest.approx(np.abs(errors).mean(1).mean())
+    assert [row["rmse"] ** 2, row["loss"]] == pytest.approx([(errors**2).mean(1).mean()] * 2)
+    spreads = np.ma.masked_array(numbers, numbers == -100).var(0)
+    assert row["r2"] == pytest.approx(np.mean(1 - (errors**2).mean(0) / spreads))
+
+
+def test_soft_labels_count_as_the_class_they_prefer():
+    soft = 0.7 * np.eye(7)[LABELS] + 0.3 / 7
+    names = ("accuracy", "top5_accuracy", "f1", "auroc")
+    hard = measured(SCORES, LABELS, *names)
+    for targets in (soft, np.eye(7)[LABELS]):
+        row = measured(SCORES, targets, *names)
+        assert [row[name] for name in names] == [hard[name] for name in names]
+
+
 def worst_error(outputs, targets):
     return (outputs.flatten() - targets).abs().max()
 
@@ -165,6 +193,7 @@ def simulation(y=None, *, outputs=3, loss="cross_entropy", **given):
 
 
 REGRESSION = {"y": torch.rand(120, generator=torch.Generator().manual_seed(1)).double(), "outputs": 1, "loss": "mse"}
+BINARY = {"y": (torch.arange(120) % 2).double()[:, None], "outputs": 1, "loss": "mse"}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +205,7 @@ REGRESSION = {"y": torch.rand(120, generator=torch.Generator().manual_seed(1)).d
         (["auroc"], REGRESSION, "'auroc' needs class labels"),
         (["f1"], REGRESSION, "'f1' needs class labels"),
         (["r2"], REGRESSION | {"y": torch.ones(120).double()}, "'r2' needs targets that differ"),
+        (["f1"], BINARY, "'f1' takes an output above 0 for a yes"),
         (["rmse"], {}, "'rmse' needs one output for every target number"),
         (["perplexity"], REGRESSION, "'perplexity' is the exponential"),
         ([lambda outputs, targets: outputs], {}, "metric 'metric' gives no number"),
@@ -188,6 +218,25 @@ REGRESSION = {"y": torch.rand(120, generator=torch.Generator().manual_seed(1)).d
 def test_a_metric_that_lacks_what_it_needs_is_refused_before_training(metrics, given, message):
     with pytest.raises(lamina.BadInput, match=message):
         simulation(metrics=metrics, **given)
+
+
+def test_probabilities_in_place_of_logits_are_warned_of(caplog):
+    def entropy(outputs, targets):
+        return nn.functional.binary_cross_entropy(outputs[:, 0], targets.double(), reduction="none")
+
+    x, y = torch.randn(120, 4, generator=torch.Generator().manual_seed(0)).double(), torch.arange(120) % 2
+    for last, expected in ((nn.Sigmoid(), True), (nn.Identity(), False)):
+        model, loss = nn.Sequential(nn.Linear(4, 1), last).double(), entropy if expected else own_binary
+        lamina.Simulation(model, (x, y), "fedavg", clients=2, loss=loss)
+        assert ("the accuracy needs logits" in caplog.text) is expected
+        caplog.clear()
+    model, data = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid(), nn.Flatten(0)).double(), (x, y.double())
+    with pytest.raises(lamina.BadInput, match="'f1' takes an output above 0 for a yes"):
+        lamina.Simulation(model, data, "fedavg", test=data, loss=nn.BCELoss(reduction="none"), metrics=["f1"])
+
+
+def own_binary(outputs, targets):
+    return nn.functional.binary_cross_entropy_with_logits(outputs[:, 0], targets.double(), reduction="none")
 
 
 def test_heldout_clients_never_train_and_local_tests_are_not_trained_on():

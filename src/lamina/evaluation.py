@@ -18,7 +18,7 @@ from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.history import Row
-from lamina.losses import aligned, class_axis, is_regression
+from lamina.losses import aligned, class_axis, has_no_logits, is_regression
 from lamina.metrics import (
     ACCURACY,
     AUROC,
@@ -124,7 +124,12 @@ def run_batch(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, 
 
 
 def keep(metric: Metric, batch: Batch) -> Values:
-    """Return what a metric keeps of a batch; an error names the metric."""
+    """Return what a metric keeps of a batch; an error names the metric.
+
+    Metrics of labels see the most likely class of a soft label, which is the target of a loss over classes.
+    """
+    if metric.name in LABEL_METRICS and batch.class_axis is not None and batch.targets.is_floating_point():
+        batch = batch._replace(targets=batch.targets.argmax(batch.class_axis))
     try:
         return metric.keep(batch)
     except BadInput as error:
@@ -227,8 +232,13 @@ def check_metrics(objective: Objective, metrics: Sequence[Metric], data: Dataset
         keep(metric, batch)
         if metric is PERPLEXITY and is_regression(objective.loss):
             raise BadInput("metric 'perplexity' is the exponential of a cross entropy, and the loss is a regression's")
-        if metric.name in LABEL_METRICS and data.y.is_floating_point() and bool(((data.y != 0) & (data.y != 1)).any()):
+        is_binary = not data.y.is_floating_point() or bool(((data.y == 0) | (data.y == 1)).all())
+        if metric.name in LABEL_METRICS and not is_binary and batch.class_axis is None:
             raise BadInput(f"metric '{metric.name}' {NEEDS_LABELS}, and the {name} targets are other numbers than 0, 1")
+        if metric.name in LABEL_METRICS and metric is not AUROC and has_no_logits(objective.loss):
+            raise BadInput(
+                f"metric '{metric.name}' takes an output above 0 for a yes, which this loss does not: use 'bce'"
+            )
         if metric is AUROC and bool((data.y == data.y.flatten()[0]).all()):
             raise BadInput(f"metric 'auroc' needs two classes, and the {name} data have one")
         if metric.name == "r2" and bool((data.y == data.y[:1]).all()):

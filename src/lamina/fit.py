@@ -17,7 +17,7 @@ from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest
 from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
-from lamina.losses import class_axis
+from lamina.losses import IGNORED, class_axis, is_binary, nll
 from lamina.models.allocation import LargestActivation
 from lamina.objective import Objective
 from lamina.plan import Plan
@@ -25,6 +25,9 @@ from lamina.text import listed
 from lamina.vocabulary import check_vocabulary
 
 log = logging.getLogger(__name__)
+
+SEVERAL = 64  # samples, whose logits do not all lie between 0 and 1 by chance
+NLL_TOLERANCE = 1e-3  # of a log-probability that rounding makes larger than 0
 
 
 def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool:
@@ -52,7 +55,7 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         shape, reason = map_batch(lambda values: tuple(values.shape[1:]), data.x), " ".join(str(error).split())
         if isinstance(error, KeyError):
             reason = f"it looks for {reason}, which they do not have"
-        elif not any(values.is_floating_point() or values.dtype == torch.uint8 for values in tensors(data.x)):
+        elif tensors(data.x)[0].dtype == torch.int64 and any(kind in reason.lower() for kind in ("long", "int64")):
             reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
         raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
     check_memory(
@@ -73,14 +76,31 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         is_last = axis == 1 and outputs.shape[:-1] == data.y[:2].shape and outputs.shape[-1] >= classes
         hint = ", or loss='token_cross_entropy' or 'causal_lm' for classes on the last axis" if is_last else ""
         if data.y.dim() > 1 and not is_last:
-            hint = f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1})"
+            hint = (
+                f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1}), or "
+                f"data.ignore_index = {classes - 1} in a file"
+            )
         raise BadInput(
             f"the model's outputs have shape {shape} a sample, but the {name} labels go up to {classes - 1}: it needs "
             f"{classes}{hint}",
             without_data=f"the model's outputs have shape {shape} a sample, but the {name} data have more classes",
         )
     _check_loss(objective, outputs, data.y[:2], name)
-    return objective.correct(outputs, data.y[:2], data.classes) is not None
+    if is_binary(objective.loss) and bool((((data.y < 0) | (data.y > 1)) & (data.y != IGNORED)).any()):
+        raise BadInput(
+            f"bce needs targets from 0 to 1, and some {name} targets are others: cross_entropy takes classes"
+        )
+    if objective.loss is nll and name == "train" and bool((outputs > NLL_TOLERANCE).any()):
+        log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
+    has_accuracy = objective.correct(outputs, data.y[:2], data.classes) is not None
+    if has_accuracy and axis is None and not is_binary(objective.loss) and outputs[0].numel() == 1 and name == "train":
+        with torch.no_grad():
+            several = objective.outputs(
+                objective.start, objective.buffers, data.inputs(slice(SEVERAL), objective.dtype), train=False
+            )
+        if bool(((several >= 0) & (several <= 1)).all()):
+            log.warning("all outputs lie in 0..1; the accuracy needs logits, not probabilities: leave the Sigmoid out")
+    return has_accuracy
 
 
 def with_mask(data: Dataset, module: nn.Module) -> Dataset:

@@ -69,7 +69,14 @@ def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.M
     A function and a name give weights that depend only on the seed, the same as in `lamina run`.
     """
     if isinstance(model, nn.Module):
-        return copy.deepcopy(model)
+        try:
+            return copy.deepcopy(model)
+        except Exception as error:  # whatever an attribute of the user's module raises
+            hint = "; use torch.nn.utils.parametrizations.weight_norm" if "weight_norm" in str(error) else ""
+            reason = str(error).partition(".")[0]
+            raise BadInput(
+                f"the model cannot be copied ({reason}){hint}; or give a function that returns it"
+            ) from error
     if not (isinstance(model, str) or callable(model)):
         wanted = "an nn.Module, a function that returns one, or a name (`lamina list models`)"
         raise BadInput(f"model is {short_repr(model)}: give {wanted}")

@@ -71,12 +71,12 @@ def mean_squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
 
     Outputs must have the shape of the targets, but last axes of length one do not count: [n, 1] fits [n].
     """
-    return _per_sample((_like_targets("the squared error", outputs, targets) - targets) ** 2)
+    return _mean_over_positions((_like_targets("the squared error", outputs, targets) - targets) ** 2, targets)
 
 
 def mean_absolute_error(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the absolute error of every sample; shapes as for `mean_squared_error`."""
-    return _per_sample((_like_targets("the absolute error", outputs, targets) - targets).abs())
+    return _mean_over_positions((_like_targets("the absolute error", outputs, targets) - targets).abs(), targets)
 
 
 def huber(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def huber(outputs: Tensor, targets: Tensor) -> Tensor:
     Shapes as for `mean_squared_error`.
     """
     error = (_like_targets("the Huber loss", outputs, targets) - targets).abs()
-    return _per_sample(torch.where(error < 1, 0.5 * error**2, error - 0.5))
+    return _mean_over_positions(torch.where(error < 1, 0.5 * error**2, error - 0.5), targets)
 
 
 class CrossEntropy(nn.Module):
@@ -147,7 +147,6 @@ LOSSES: dict[str, Loss] = {
     "mae": mean_absolute_error,
     "huber": huber,
 }
-# with these, the sign of an output says nothing about a class
 REGRESSION_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 CLASS_AXES: dict[Loss, int] = {cross_entropy: 1, nll: 1, token_cross_entropy: -1, causal_lm: -1}
 
@@ -184,6 +183,16 @@ def is_regression(loss: Loss) -> bool:
     return is_known or isinstance(loss, REGRESSION_MODULES)
 
 
+def has_no_logits(loss: Loss) -> bool:
+    """Return whether the sign of an output says nothing about a class: with distances, and with probabilities."""
+    return is_regression(loss) or isinstance(loss, nn.BCELoss)
+
+
+def is_binary(loss: Loss) -> bool:
+    """Return whether the loss compares logits with targets from 0 to 1."""
+    return loss is bce or isinstance(loss, BinaryCrossEntropy)
+
+
 def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor | None:
     """Return the share of right predictions in every sample of integer targets [n, ...], or None if there is none.
 
@@ -192,9 +201,8 @@ def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor |
     """
     if is_regression(loss):
         return None
-    is_binary = loss is bce or isinstance(loss, BinaryCrossEntropy)
     axis = class_axis(loss)
-    if is_binary or (axis is None and targets.dim() == 1 and shape(outputs) == (len(targets),)):
+    if is_binary(loss) or (axis is None and targets.dim() == 1 and shape(outputs) == (len(targets),)):
         if classes > 2 or shape(outputs) != shape(targets):
             return None
         right = (outputs.reshape(targets.shape) > 0) == (targets == 1)
@@ -253,13 +261,9 @@ def _mean_over_positions(losses: Tensor, targets: Tensor) -> Tensor:
     if losses.dim() == 1:
         return losses
     if targets.is_floating_point():
-        return _per_sample(losses)
+        return losses.flatten(1).mean(1)
     counts = (targets != IGNORED).reshape(losses.shape)
     return torch.where(counts, losses, 0.0).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)
-
-
-def _per_sample(losses: Tensor) -> Tensor:
-    return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
 
 def _like_targets(what: str, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -283,7 +287,7 @@ def _refuse_shapes(name: str, outputs: Tensor, targets: Tensor, axis: int) -> No
     if outputs.dim() > 1 and fits:
         return
     hint = ""
-    if axis == 1 and sizes[:-1] == tuple(targets.shape):
+    if axis == 1 and len(sizes) > 2 and sizes[:-1] == tuple(targets.shape):
         hint = "; the classes are on the last axis: use loss='token_cross_entropy' or 'causal_lm'"
     given = f"{list(targets.shape[1:])} ({str(targets.dtype).removeprefix('torch.')})"
     raise BadInput(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lamina.errors import BadInput, short_repr, unknown
@@ -106,9 +107,8 @@ def _hits(batch: Batch) -> Values:
     if batch.hits is not None:
         return (batch.hits,)
     if _has_one_target_per_output(batch):
-        if batch.targets.dim() == 1:
-            return (((batch.outputs.flatten() > 0) == (batch.targets > 0)).float(),)
-        return (((batch.outputs > 0) == (batch.targets > 0)).flatten(1).float().mean(1),)
+        right = (batch.outputs.reshape(batch.targets.shape) > 0) == (batch.targets > 0)
+        return (right.reshape(len(right), -1).float().mean(1),)
     predicted, actual, classes = _predictions(batch)
     return (_share(predicted == actual, (actual >= 0) & (actual < classes)),)
 
@@ -160,10 +160,9 @@ def _has_one_target_per_output(batch: Batch) -> bool:
 def _counts(batch: Batch) -> Values:
     """Return for every sample how often each class is predicted rightly, predicted, and true [n, 3, classes]."""
     if batch.targets.dim() > 1 and _has_one_target_per_output(batch):
-        predicted, actual = batch.outputs > 0, batch.targets > 0
+        predicted, actual = (batch.outputs > 0) & (batch.targets >= 0), batch.targets > 0
         sides = (predicted & actual, predicted, actual)
-        counts = [side.reshape(*side.shape[:2], -1).sum(2) for side in sides]
-        return (_stacked(counts),)
+        return (_stacked([side.reshape(*side.shape[:2], -1).sum(2) for side in sides]),)
     predicted, actual, classes = _predictions(batch)
     predicted, actual = (side.reshape(len(side), -1) for side in (predicted, actual))
     counted = (actual >= 0) & (actual < classes)  # others, such as -100, are ignored
@@ -172,8 +171,8 @@ def _counts(batch: Batch) -> Values:
         zeros = batch.outputs.new_zeros((len(side), classes))
         return zeros.scatter_add_(1, side.where(where, 0).long(), where.to(zeros.dtype))
 
-    counts = [count(actual, counted & (predicted == actual)), count(predicted, counted), count(actual, counted)]
-    return (_stacked(counts),)
+    right = counted & (predicted == actual)
+    return (_stacked([count(actual, right), count(predicted, counted), count(actual, counted)]),)
 
 
 def _stacked(counts: list[Tensor]) -> Tensor:
@@ -183,36 +182,40 @@ def _stacked(counts: list[Tensor]) -> Tensor:
 
 
 def _scores(batch: Batch) -> Values:
-    """Return a score for each of several yes-or-no questions, and the answers [n, questions]."""
+    """Return a score for each of several yes-or-no questions, and the answers [n, questions]; below 0: no answer."""
     outputs, targets = batch.outputs, batch.targets
     if _has_one_target_per_output(batch) and targets.dim() < 3:
-        return outputs.reshape(len(targets), -1), targets.reshape(len(targets), -1) > 0
+        return outputs.reshape(len(targets), -1), targets.reshape(len(targets), -1)
     if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2:
         raise BadInput(f"needs class scores: {NEEDS_LABELS.removeprefix('needs ')}, not {_shapes(batch)}")
     if outputs.shape[1] == 2:
-        return outputs[:, 1:] - outputs[:, :1], targets[:, None] == 1
+        return outputs[:, 1:] - outputs[:, :1], targets[:, None]
     classes = targets.new_tensor(range(outputs.shape[1]))
-    return outputs.softmax(1), targets[:, None] == classes
+    return outputs.softmax(1), (targets[:, None] == classes).long()
 
 
-def _errors(batch: Batch) -> Tensor:
-    """Return outputs minus targets [n, …]."""
+def _errors(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Return outputs minus targets [n, numbers], and which of them count: all but integer targets of -100."""
+    from lamina.losses import IGNORED
+
     outputs, targets = batch.outputs, batch.targets
     if outputs.numel() != targets.numel() or outputs.dim() - targets.dim() > 1:
         raise BadInput(f"needs one output for every target number, not {_shapes(batch)}")
-    return (outputs.reshape(targets.shape) - targets).reshape(len(targets), -1).double()
+    counted = (targets != IGNORED) | targets.is_floating_point()
+    errors = (outputs.reshape(targets.shape) - targets).reshape(len(targets), -1)
+    return errors.double(), counted.reshape(errors.shape)
 
 
-def _absolute_errors(batch: Batch) -> Values:
-    return (_errors(batch).abs().mean(1),)
-
-
-def _squared_errors(batch: Batch) -> Values:
-    return ((_errors(batch) ** 2).mean(1),)
+def _mean_errors(batch: Batch, power: int) -> Values:
+    """Return the mean of every sample's errors that count, to a power."""
+    errors, counted = _errors(batch)
+    return ((errors.abs() ** power).where(counted, 0.0).sum(1) / counted.sum(1).clamp(min=1),)
 
 
 def _errors_and_targets(batch: Batch) -> Values:
-    return _errors(batch), batch.targets.reshape(len(batch.targets), -1).double()
+    """Return outputs minus targets and the targets; where they do not count, 0 and NaN."""
+    errors, counted = _errors(batch)
+    return errors.where(counted, 0.0), batch.targets.reshape(errors.shape).double().where(counted, float("nan"))
 
 
 def _shapes(batch: Batch) -> str:
@@ -239,7 +242,7 @@ def _root_mean(values: Tensor) -> Tensor:
 
 def _r2(errors: Tensor, targets: Tensor) -> Tensor:
     """Return the coefficient of determination, averaged over the numbers of a target; NaN for constant targets."""
-    spread = ((targets - targets.mean(0)) ** 2).sum(0)
+    spread = ((targets - targets.nanmean(0)) ** 2).nansum(0)
     return (1 - (errors**2).sum(0) / spread.where(spread > 0, float("nan"))).mean()
 
 
@@ -270,6 +273,7 @@ def _auroc(scores: Tensor, answers: Tensor) -> Tensor:
 
     areas = []
     for score, answer in zip(scores.double().T, answers.T, strict=True):
+        score, answer = score[answer >= 0], answer[answer >= 0] > 0
         _, inverse, counts = score.unique(return_inverse=True, return_counts=True)
         ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]  # from 1; the mean rank of equal scores
         yes = answer.sum()
@@ -296,13 +300,13 @@ METRICS: dict[str, Metric] = {
         Metric("mean_iou", _mean_iou, percent=True, keep=_counts),
         AUROC,
         PERPLEXITY,
-        Metric("mae", mean, larger_is_better=False, keep=_absolute_errors),
-        Metric("rmse", _root_mean, larger_is_better=False, keep=_squared_errors),
+        Metric("mae", mean, larger_is_better=False, keep=partial(_mean_errors, power=1)),
+        Metric("rmse", _root_mean, larger_is_better=False, keep=partial(_mean_errors, power=2)),
         Metric("r2", _r2, keep=_errors_and_targets),
     )
 }
 FUNCTIONS_OF_MEANS = (mean, _perplexity, _root_mean)  # of one number per sample
-LABEL_METRICS = ("accuracy", "f1", "f1_macro", "f1_micro", "mean_iou", "auroc")
+LABEL_METRICS = ("accuracy", "top5_accuracy", "f1", "f1_macro", "f1_micro", "mean_iou", "auroc")
 _own: dict[str, Metric] = {}  # the users' metrics by name, so that their columns have a direction
 
 

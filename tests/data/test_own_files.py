@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from data_setup import FakeHubSplit, one_line, pictures
 from lamina.data import load
+from lamina.data.own import as_splits
 from lamina.errors import BadInput, MissingExtra
 
 ROWS = """age,weight,colour,clinic,part,grade
@@ -253,6 +254,37 @@ def test_damaged_arrays(folder):
     assert "leaves the training or the test data empty" in refusal("arrays", path="a.npz", test=1.5)
 
 
+def test_arrays_with_several_targets_a_sample(folder):
+    x, maps = np.zeros((5, 2), np.float32), np.array([[0, 255, 1]] * 5)
+    np.savez(folder / "maps.npz", x=x, y=maps)
+    assert load("arrays", path="maps.npz", ignore_index=255).train.y[0].tolist() == [0, -100, 1]
+    assert load("arrays", path="maps.npz").train.classes == 256
+    numbers = load("arrays", path="maps.npz", task="regression").train
+    assert (numbers.classes, numbers.y.dtype, numbers.y[0].tolist()) == (None, torch.float32, [0.0, 255.0, 1.0])
+    np.savez(folder / "labels.npz", x=x, y=maps > 0)
+    assert load("arrays", path="labels.npz").train.y[0].tolist() == [0, 1, 1]
+
+
+def test_tokens_in_leafs_format(folder):
+    users = {name: {"x": [[5], [7, 1, 3], [2, 9]], "y": [[0], [1, 0, 1], [1, 1]]} for name in ("a", "b")}
+    (folder / "users.json").write_text(json.dumps({"users": ["a", "b"], "user_data": users}))
+    train, test = load("leaf", path="users.json", tokens=True, test=0.5)
+    whole = {
+        tuple(x): tuple(y) for part in (train, test) for x, y in zip(part.x.tolist(), part.y.tolist(), strict=True)
+    }
+    assert whole == {(5, 0, 0): (0, -100, -100), (7, 1, 3): (1, 0, 1), (2, 9, 0): (1, 1, -100)}
+    assert (train.mask == (train.x > 0)).all()
+    assert "token ids need data.tokens = true" in refusal("leaf", path="users.json")
+
+
+def test_a_missing_label_is_no_class_of_its_own(folder):
+    users = {"a": {"x": [[1.0]] * 5, "y": ["u", "v", None, "u", "v"]}}
+    (folder / "users.json").write_text(json.dumps({"users": ["a"], "user_data": users}))
+    assert "users.json: sample 2 has no label" in refusal("leaf", path="users.json")
+    with pytest.raises(BadInput, match="'m:f': sample 1 has no label"):
+        as_splits("m:f", ((np.zeros((2, 1)), np.array(["u", np.nan], object)), (np.zeros((1, 1)), ["u"])))
+
+
 # --- the hub ---------------------------------------------------------------------------------------------------------
 
 
@@ -286,9 +318,30 @@ def test_a_hugging_face_data_set_with_mapped_columns(folder, fake_datasets):
     assert "no column 'kin'" in refusal("hub", **options | {"label": "kin"})
     assert "did not deliver us/cows (no data set us/cows)" in refusal("hub", path="us/cows")
     assert "hub, which is not asked here" in refusal("hub", path="us/pets", hub=False)
-    ragged = columns | {"pixels": [*pixels[:-1], [1.0]]}
-    fake_datasets["us/ragged"] = {"train": FakeHubSplit(ragged)}
-    assert "different shapes" in refusal("hub", **options | {"path": "us/ragged"})
+
+
+def test_sequences_of_a_hugging_face_data_set_are_padded(folder, fake_datasets):
+    """To one length in training and test data: inputs with 0, targets with -100; the same column may be both."""
+    tokens, kinds = [[5], [7, 1, 3], [2, 9], [4, 4]], ["cat", "dog", "cat", "dog"]
+    tags = [[0], [1, 0, 1], [1, 1], [0, 0]]
+    parts = {
+        name: FakeHubSplit({"tokens": tokens[rows], "kind": kinds[rows], "tags": tags[rows]})
+        for name, rows in (("train", slice(0, 2)), ("test", slice(2, 4)))
+    }
+    fake_datasets["us/texts"] = parts
+    options = {"path": "us/texts", "features": "tokens"}
+    train, test = load("hub", **options, label="kind")
+    assert (train.x.tolist(), test.x.tolist()) == ([[5, 0, 0], [7, 1, 3]], [[2, 9, 0], [4, 4, 0]])
+    assert (train.mask.sum(1).tolist(), test.mask.sum(1).tolist()) == ([1, 3], [2, 2])
+    assert load("hub", **options, label="tags").train.y.tolist() == [[0, -100, -100], [1, 0, 1]]
+    assert load("hub", **options, label="tokens").test.y.tolist() == [[2, 9, -100], [4, 4, -100]]
+    fake_datasets["us/texts"] = {"train": parts["train"], "test": FakeHubSplit({"tokens": [[1.5]], "kind": ["cat"]})}
+    assert load("hub", **options, label="kind").train.x.dtype == torch.float32
+    fake_datasets["us/texts"]["train"].columns["tokens"] = [[1.5, 2.5], [0.5, 0.5]]
+    message = "the samples of train and test have 2 and 1 numbers; give both the same"
+    assert message in refusal("hub", **options, label="kind")
+    fake_datasets["us/texts"]["train"].columns["tokens"] = [[[1.5, 2.5]], [0.5]]
+    assert "not an array of numbers of one shape" in refusal("hub", **options, label="kind")
 
 
 def test_a_saved_hugging_face_data_set(folder, fake_datasets):
@@ -329,6 +382,11 @@ def test_the_installed_datasets_package(folder):
     ):
         save(f"no_{column}", [*rows[:3], rows[3] | {column: None}, *rows[4:]])
         assert message in refusal("hub", path=f"no_{column}", **options)
+    save("texts", [row | {"pixels": [i] * (1 + i % 3), "kind": [i % 2] * (1 + i % 3)} for i, row in enumerate(rows)])
+    train, _ = load("hub", path="texts", **options)
+    lengths = 1 + train.x[:, 0] % 3
+    assert train.mask.sum(1).tolist() == (train.x >= 0).logical_and(train.mask).sum(1).tolist() == lengths.tolist()
+    assert ((train.y == -100) == ~train.mask).all()
     file = next((folder / "pets").glob("*.arrow"))
     file.write_bytes(file.read_bytes()[:200])
     assert "'pets' is not a readable data set" in refusal("hub", path="pets", **options)

@@ -100,6 +100,7 @@ TENSORS = {
     "InstanceNorm1d": (lambda: chain(nn.InstanceNorm1d(4, affine=True), features=24), (4, 6)),
     "InstanceNorm2d": (lambda: chain(nn.InstanceNorm2d(2, affine=True), features=18), (2, 3, 3)),
     "InstanceNorm3d": (lambda: chain(nn.InstanceNorm3d(2, affine=True), features=24), (2, 2, 2, 3)),
+    "BatchNorm3d": (lambda: chain(nn.Conv3d(2, 2, 1, bias=False), nn.BatchNorm3d(2), features=24), (2, 2, 2, 3)),
     "SMU": (lambda: chain(nn.Linear(6, 6), lamina.models.SMU(2.0), features=6), (6,)),
     "PReLU": (lambda: chain(nn.PReLU(4), features=24), (4, 6)),
     "PReLU with one slope": (lambda: chain(nn.Linear(6, 6), nn.PReLU(), features=6), (6,)),

@@ -148,6 +148,27 @@ def test_reentrant_activation_checkpointing_is_refused_in_one_line():
         run.run(1)
 
 
+def test_a_transformer_with_parameters_in_its_outermost_class():
+    """Mime asks for gradients in evaluation mode, in which torch's layers have a fast path without one."""
+
+    class Vision(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.place = nn.Parameter(torch.randn(1, 1, 4)), nn.Parameter(torch.randn(1, 6, 4))
+            self.encoder = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+            self.patch, self.head = nn.Linear(1, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            tokens = torch.cat([self.first.expand(len(x), -1, -1), self.patch(x.unsqueeze(2))], 1) + self.place
+            return self.head(self.encoder(tokens)[:, 0])
+
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no line of torch's about vmap
+        assert_all_engines_agree(Vision(), numbers(), ("vmap",), ("mimelamb",))
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 def test_one_module_under_two_names():
     torch.manual_seed(0)
     assert_all_engines_agree(Twice(nn.Linear(5, 5)), numbers(), ("stacked", "vmap"))
@@ -317,3 +338,11 @@ def test_bf16_on_a_cpu_says_nothing():
                                 clients=2, batch_size=16, device="cpu", precision="bf16")  # fmt: skip
         run.run(1)
     assert not [str(w.message).splitlines()[0] for w in caught]
+
+
+def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model = nn.utils.weight_norm(nn.Linear(5, 3)).double()
+    with pytest.raises(lamina.BadInput, match=r"cannot be copied .*parametrizations.weight_norm.* give a function"):
+        simulation(model, numbers())

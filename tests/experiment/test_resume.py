@@ -20,7 +20,7 @@ from lamina.experiment import folder as run_folder
 from lamina.experiment import run as running
 from lamina.experiment.config import load
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.records import read_metrics
+from lamina.experiment.records import flatten, read_metrics
 from lamina.storage import checkpoint, files
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock
@@ -199,6 +199,24 @@ def test_another_config_is_refused_with_the_keys_that_differ(half, capsys):
     assert call(*command(half, rounds=6, algorithm="fedavg")) == 2
     assert 'algorithm.name = "scaffold" (now "fedavg");' in capsys.readouterr().err  # not its options as well
     assert sorted(path.name for path in half.iterdir()) == before
+
+
+def test_a_folder_written_before_a_setting_was_added_is_resumed(half, capsys):
+    """It lacks the setting, which had its default; any other value is another run's."""
+    file = half / "config.json"
+    added = ("algorithm.server_lr", "data.augment_fill", "run.ranks", "train.loss", "train.weighting")
+    config = json.loads(file.read_text())
+    for section, key in (name.split(".") for name in added):
+        del config[section][key]
+    file.write_text(json.dumps(config))
+    others = {"algorithm.server_lr": ("1.0", "0.5"), "train.weighting": ('"clients"', '"examples"')}
+    others["train.aggregation.name"] = ('"mean"', '"median"')
+    for key, (default, other) in others.items():
+        assert call(*command(half, f"{key}={other}", rounds=6)) == 2
+        assert f"holds another run: {key} = {default} (now {other}); choose another" in capsys.readouterr().err
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+    assert {*added} <= set(flatten(json.loads(file.read_text())))  # the folder is up to date again
 
 
 def test_what_does_not_change_the_result_may_change(half):

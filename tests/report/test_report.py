@@ -97,7 +97,8 @@ def test_default_targets_are_what_all_and_what_the_best_reach(two):
 
 def test_runs_are_grouped_by_all_but_the_seed_and_where_they_ran(tmp_path):
     write_run(tmp_path / "a", [0.5], seed=0)
-    write_run(tmp_path / "b", [0.5], seed=1, run={"device": "cuda:0", "engine": "loop", "threads": 2})
+    later = {"weighting": "clients", "loss": "cross_entropy"}  # settings that the first run lacks, at their defaults
+    write_run(tmp_path / "b", [0.5], seed=1, train=later, run={"device": "cuda:0", "engine": "loop", "threads": 2})
     write_run(tmp_path / "c", [0.5], run={"precision": "bf16"})
     write_run(tmp_path / "d", [0.5], data={"partition": {"name": "dirichlet", "alpha": 0.3}})
     write_run(tmp_path / "e", [0.5], data={"partition": {"name": "dirichlet", "alpha": 0.5}})

@@ -132,6 +132,25 @@ def test_another_run_is_refused_by_the_setting_that_differs(name, saved, caplog)
     assert other.state is before
 
 
+def test_a_checkpoint_from_before_a_setting_was_added_had_its_default():
+    run = simulate(augmentation=Augment(2, True), schedule=Cosine(9))
+    own = dict(identity.of_run(run.algorithm, run.objective, run.plan, run.train_data))
+    stored = {name: value for name, value in own.items() if name not in ("weighting", "aggregation", "algorithm.decay")}
+    stored |= {"augmentation": "Augment(pad=2, flip=True)", "schedule": "Cosine(rounds=9)"}
+    identity.refuse_other(Path("a"), 1, stored, own)
+    for changed, expected in (
+        ({"weighting": "examples"}, "weighting = clients (here examples)"),
+        ({"aggregation": "Median()"}, "aggregation = Mean() (here Median())"),
+        ({"algorithm.decay": 0.5}, "algorithm.decay = 0.0 (here 0.5)"),
+        ({"schedule": "Cosine(rounds=9, floor=0.5)"}, "schedule = Cosine(rounds=9) (here Cosine(rounds=9, floor=0.5))"),
+        ({"augmentation": "Augment(pad=2, flip=True, crop_probability=0.5, fill=black)"}, "(here Augment(pad=2"),
+        ({"augmentation": "Augment(pad=2, flip=False, crop_probability=1.0, fill=black)"}, "flip=False"),
+    ):
+        with pytest.raises(BadInput) as error:
+            identity.refuse_other(Path("a"), 1, stored, own | changed)
+        assert expected in str(error.value)
+
+
 class Scaled(nn.Module):
     """A model whose plain attributes matter; its forward pass changes some of them."""
 

@@ -25,6 +25,7 @@ def read(
     label: str = "y",
     test: str | float | None = None,
     task: Task | None = None,
+    ignore_index: int | None = None,
     client: str | None = None,
 ) -> Splits:
     """Read arrays.
@@ -39,6 +40,7 @@ def read(
         label: The name of the array with the labels or targets.
         test: A file with the test data, or the fraction of the samples to hold out: 0.2 if there is no ``x_test``.
         task: ``classification`` or ``regression``; regression for labels with fractions if None.
+        ignore_index: The integer that marks pixels or tokens without a label.
         client: The name of the array that names the client of every sample.
     """
     file = own_path(root, path)
@@ -71,7 +73,9 @@ def read(
     whole = {name: _joined(where, name, arrays, held_out) for name in (features, label, *others)}
     y = whole[label].squeeze(1) if whole[label].ndim == 2 and whole[label].shape[1] == 1 else whole[label]
     columns = {name: whole[name] for name in others}
-    return make_splits(where, whole[features], y, is_test, task=task, columns=columns, name=file.stem)
+    return make_splits(
+        where, whole[features], y, is_test, task=task, ignore_index=ignore_index, columns=columns, name=file.stem
+    )
 
 
 def _read_file(file: Path) -> Arrays:

@@ -192,7 +192,7 @@ def _pad(name: str, what: str, items: list[Any], fill: int) -> Padded:
     if len(shapes) > 1:
         raise BadInput(f"{name}: {what} is not an array of numbers of one shape (samples differ in more than length)")
     if torch.uint8 in dtypes and len(next(iter(shapes))) > 0:
-        raise BadInput(f"{name}: {what} holds images of different sizes; resize them to one size")
+        raise BadInput(f"{name}: {what} holds images of different sizes or channels; resize or convert them")
     if fill and any(dtype.is_floating_point for dtype in dtypes):
         raise BadInput(f"{name}: {what} holds floating-point targets of different length; pad them to one length")
     dtype = torch.int64

@@ -49,7 +49,7 @@ def arrays(
         raise BadInput(f"this is a dictionary of splits; give one of them, for example data['{next(iter(data))}']")
     names = list(data.column_names)
     x = _column("input", options[0], x, _INPUT_COLUMNS, names)
-    y = _column("label", options[1], y, LABEL_COLUMNS, [name for name in names if name != x])
+    y = _column("label", options[1], y, LABEL_COLUMNS, names if y else [name for name in names if name != x])
     plain = data.with_format(None)  # ignore the user's format: read Python objects and pictures
     if len(plain) == 0:
         raise BadInput("the Hugging Face data set is empty; give at least one sample")

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lamina.data import hub
+from lamina.data.convert import convert
 from lamina.data.dataset import Splits
 from lamina.data.labels import Task, held_out_rows, make_splits
 from lamina.errors import BadInput, missing_extra, nearest
+from lamina.losses import IGNORED
 from lamina.paths import checked_path
 
 SAVED_MARKS = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
@@ -28,6 +29,7 @@ def read(
     train: str = "train",
     test: str | float | None = None,
     task: Task | None = None,
+    ignore_index: int | None = None,
     client: str | None = None,
     online: bool = True,
 ) -> Splits:
@@ -37,12 +39,15 @@ def read(
         root: The folder that a relative path to a folder starts at.
         path: The name of the data set on the hub, or the folder.
         subset: The configuration, for a data set that has several.
-        features: The column with the inputs: pictures, or numbers of one shape; guessed from the usual names if None.
-        label: The column with the class or the target; guessed likewise.
+        features: The column with the inputs: pictures or numbers; guessed from the usual names if None. Sequences of
+            different length are padded at the end, as `Dataset` does it.
+        label: The column with the class or the target; guessed likewise. It may be that of the inputs: for a language
+            model, the tokens are both.
         train: The split with the training data.
         test: The split with the test data, or the fraction of the training data to hold out; if None, the split
             ``test``, else 0.2.
         task: ``classification`` or ``regression``; regression for labels with fractions if None.
+        ignore_index: The integer that marks pixels or tokens without a label.
         client: The column that names the client of every sample.
         online: Whether the hub may be asked.
     """
@@ -53,7 +58,9 @@ def read(
         if isinstance(name, str) and name not in splits:
             raise BadInput(f"{path} has no split '{name}'{nearest(name, splits)} (splits: {', '.join(splits)})")
     parts = [splits[name] for name in (train, test) if isinstance(name, str)]
-    x, y, columns = [], [], []
+    x: list[Any] = []
+    y: list[Any] = []
+    columns = []
     for part in parts:
         if client is not None and client not in part.column_names:
             known = ", ".join(part.column_names)
@@ -64,21 +71,25 @@ def read(
         inputs, labels, others, _ = hub.arrays(part, features, label, text_labels=True, options=options)
         if client is not None and (client not in others or any(value is None for value in others[client])):
             raise BadInput(f"{path}: the column '{client}' (data.client) must hold a number or a text for every sample")
-        x.append(_array(path, "features", inputs))
-        y.append(_array(path, "labels", labels))
+        x += inputs
+        y += labels
         columns.append(others)
-    if len(parts) == 2:
-        is_test = np.arange(len(y[0]) + len(y[1])) >= len(y[0])
-        if x[0].shape[1:] != x[1].shape[1:]:
-            raise BadInput(f"{path}: samples of {train} and {test} have shapes {x[0].shape[1:]} and {x[1].shape[1:]}")
-    else:
-        is_test = held_out_rows(path, len(y[0]), test)
+    is_test = np.arange(len(y)) >= len(parts[0]) if len(parts) == 2 else held_out_rows(path, len(y), test)
     kept = {name: np.concatenate([part[name] for part in columns]) for name in columns[0] if name in columns[-1]}
     label = label or next(name for name in hub.LABEL_COLUMNS if name in parts[0].column_names)
-    names = getattr(parts[0].features.get(label), "names", None)
+    feature = parts[0].features.get(label)
+    names = getattr(getattr(feature, "feature", feature), "names", None)  # of every token, or of the sample
+    padded = convert(path, "the column of the features", x)
+    if len(parts) == 2 and padded.mask is not None:
+        lengths = [set(padded.mask[rows].sum(1).tolist()) for rows in (~is_test, is_test)]
+        if len(lengths[0]) == len(lengths[1]) == 1:  # a table with other columns, not sequences
+            numbers = f"{lengths[0].pop()} and {lengths[1].pop()} numbers"
+            raise BadInput(f"{path}: the samples of {train} and {test} have {numbers}; give both the same")
+    per_token = isinstance(y[0], list)
+    targets = convert(path, "the column of the labels", y, IGNORED).values.numpy() if per_token else np.asarray(y)
     return make_splits(
-        path, np.concatenate(x), np.concatenate(y), is_test,
-        task=task, columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
+        path, padded.values.numpy(), targets, is_test, mask=padded.mask, task=task, ignore_index=ignore_index,
+        columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
     )  # fmt: skip
 
 
@@ -101,10 +112,3 @@ def _load(root: Path, path: str, subset: str | None, online: bool) -> Mapping[st
     splits = hub.fetch(path, *([subset] if subset else []))
     assert splits is not None  # `datasets` is installed
     return splits
-
-
-def _array(path: str, what: str, values: Any) -> NDArray[Any]:
-    try:
-        return np.asarray(values)
-    except ValueError as error:
-        raise BadInput(f"{path}: the {what} have different shapes; give all samples one shape") from error

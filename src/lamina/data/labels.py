@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from lamina import rng
 from lamina.data.dataset import Dataset, Splits
 from lamina.errors import BadInput
+from lamina.losses import IGNORED
 from lamina.text import listed, plural
 
 Task = Literal["classification", "regression"]
@@ -41,6 +43,8 @@ def make_splits(
     columns: Mapping[str, Any] | None = None,
     class_names: tuple[str, ...] | None = None,
     name: str = "data",
+    mask: torch.Tensor | None = None,
+    ignore_index: int | None = None,
 ) -> Splits:
     """Return training and test data from all samples.
 
@@ -53,6 +57,8 @@ def make_splits(
         columns: further values per sample.
         class_names: the names of the classes, if y is numbered already.
         name: the name of the data.
+        mask: where padded inputs hold values [n, length].
+        ignore_index: the integer target that does not count in maps, beside -100.
     """
     if is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
@@ -61,7 +67,7 @@ def make_splits(
     classes = None
     if class_names is not None:
         targets, classes = y.astype(np.int64), len(class_names)
-    elif y.ndim > 1 and y.dtype.kind in "iu":
+    elif y.ndim > 1 and y.dtype.kind in "iub" and task != "regression":
         targets = y.astype(np.int64)  # one class per token or pixel, numbered already
     elif (task or ("regression" if y.dtype.kind == "f" else "classification")) == "regression":
         if y.dtype.kind not in "iufb":
@@ -70,13 +76,16 @@ def make_splits(
     else:
         targets, class_names = number_classes(where, y)
         classes = len(class_names)
+    if ignore_index is not None and targets.ndim > 1 and targets.dtype.kind == "i":
+        targets = np.where(targets == ignore_index, IGNORED, targets)
     inputs = _as_tensor(where, x)
     splits = []
     for rows in (~is_test, is_test):
         chosen = torch.from_numpy(np.flatnonzero(rows))
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
         part_targets = torch.from_numpy(np.ascontiguousarray(targets[rows]))
-        splits.append(Dataset(inputs[chosen], part_targets, classes, name=name, columns=kept, class_names=class_names))
+        data = Dataset(inputs[chosen], part_targets, classes, name=name, columns=kept, class_names=class_names)
+        splits.append(data if mask is None else dataclasses.replace(data, mask=mask[chosen]))
     return refuse_unseen_classes(where, Splits(*splits))
 
 
@@ -103,10 +112,15 @@ def number_classes(where: str, labels: NDArray[Any]) -> tuple[NDArray[np.int64],
         labels = labels.astype(np.int64)  # a format without integers, or a table with missing values, now dropped
     if labels.dtype.kind == "f":
         raise BadInput(f"{where}: the label holds fractions, but data.task = 'classification' needs classes")
-    if labels.dtype.kind == "O":
-        labels = labels.astype(np.str_)
     if labels.ndim != 1:
         raise BadInput(f"{where}: labels must have shape [n], found {list(labels.shape)}")
+    if labels.dtype.kind == "O":
+        missing = next(
+            (i for i, label in enumerate(labels) if label is None or label != label), None
+        )  # NaN is not itself
+        if missing is not None:
+            raise BadInput(f"{where}: sample {missing} has no label; give one, or drop the sample")
+        labels = labels.astype(np.str_)
     values, numbers = np.unique(labels, return_inverse=True)
     return numbers.astype(np.int64), tuple(str(value) for value in values.tolist())
 

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from lamina.data.convert import convert
 from lamina.data.dataset import Splits
 from lamina.data.files import own_path
 from lamina.data.labels import Task, held_out_rows, make_splits
 from lamina.errors import BadInput
+from lamina.losses import IGNORED
 from lamina.paths import refuse_special
 from lamina.text import plural
 
@@ -26,6 +28,7 @@ def read(
     path: str,
     test: str | float | None = None,
     shape: list[int] | None = None,
+    tokens: bool = False,
     task: Task | None = None,
 ) -> Splits:
     """Read LEAF's files; the column `user` names the client of every sample.
@@ -36,6 +39,7 @@ def read(
         test: A file or folder with the test data, or the fraction of the samples to hold out: 0.2 if there is no
             ``test/``.
         shape: The shape of a sample, for example ``[1, 28, 28]``; LEAF stores images as flat lists.
+        tokens: Whether x holds token ids: integers, whose sequences are padded at the end, as `Dataset` does it.
         task: ``classification`` or ``regression``; regression for labels with fractions if None.
     """
     place = own_path(root, path)
@@ -55,10 +59,17 @@ def read(
         is_test = np.arange(len(y)) >= len(train[1])
     if any(isinstance(sample, str) for sample in x):
         raise BadInput(f"{place}: x holds text: number it in a function of your own (data.name = 'my_module:load')")
+    mask = None
     try:
-        inputs = np.asarray(x, dtype=np.float32)
+        if tokens:
+            values, mask = convert(str(place), "x", x)
+            inputs = values.numpy()
+        else:
+            inputs = np.asarray(x, dtype=np.float32)
     except (TypeError, ValueError) as error:
-        raise BadInput(f"{place}: the samples of x are not numbers of one shape") from error
+        raise BadInput(
+            f"{place}: the samples of x are not numbers of one shape; token ids need data.tokens = true"
+        ) from error
     if shape is not None:
         try:
             inputs = inputs.reshape(len(inputs), *shape)
@@ -66,7 +77,9 @@ def read(
             found = list(inputs.shape[1:])
             raise BadInput(f"{place}: data.shape = {shape} does not fit samples of shape {found}") from error
     columns = {USER_COLUMN: np.asarray(users, dtype=np.str_)}
-    return make_splits(str(place), inputs, np.asarray(y), is_test, task=task, columns=columns, name=place.stem)
+    per_token = isinstance(y[0], list)
+    targets = convert(str(place), "y", y, IGNORED).values.numpy() if per_token else np.asarray(y)
+    return make_splits(str(place), inputs, targets, is_test, task=task, columns=columns, name=place.stem, mask=mask)
 
 
 def _read_all(place: Path) -> Samples:

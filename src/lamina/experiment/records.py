@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lamina import algorithms
+from lamina import algorithms, models
+from lamina.aggregation import AGGREGATIONS
+from lamina.data.partitions import PARTITIONS
 from lamina.errors import BadInput, is_number, is_whole
+from lamina.experiment.config import Experiment
 from lamina.history import History, Row
 from lamina.metrics import read_primary
-from lamina.storage.files import PARTIAL, check_writable, sync_folder, writing_to
+from lamina.schedules import SCHEDULES
+from lamina.storage.files import PARTIAL, as_json, check_writable, sync_folder, writing_to
 from lamina.storage.locks import Lock
 from lamina.text import listed
 
@@ -32,7 +36,7 @@ FILES = {
 CHOOSE_ANOTHER = "choose another with --out (out=…), or give --overwrite (overwrite=True)"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Record:
     """One run as read from its folder, finished or not."""
 
@@ -80,7 +84,7 @@ class Record:
         """Return the run as if it had only its first rounds to train."""
         config = {**self.config, "train": {**self.config["train"], "rounds": rounds}}
         diverged = self.diverged if len(self.history) < rounds else None
-        return replace(self, config=config, history=self.history[:rounds], diverged=diverged)
+        return dataclasses.replace(self, config=config, history=self.history[:rounds], diverged=diverged)
 
     @property
     def on_validation_data(self) -> bool:
@@ -158,6 +162,28 @@ def flatten(tree: Mapping[str, Any], leaves: Collection[str] = (), prefix: str =
     return flat
 
 
+def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat configuration with the default of every setting that it lacks: the lamina that wrote it had none.
+
+    A new setting or option must therefore have a default that keeps the earlier behaviour.
+    """
+    classes = {f"{cls.__module__}:{cls.__name__}": cls for cls in algorithms.registry().values()}  # users' own
+    name = flat.get("algorithm.name", "")
+    kinds: dict[str, type[Any] | None] = {
+        "algorithm": algorithms.registry().get(name) or classes.get(name),
+        "data.partition": PARTITIONS.get(flat.get("data.partition.base", flat.get("data.partition.name", ""))),
+        "train.schedule": SCHEDULES.get(flat.get("train.schedule.name", "")),
+        "train.aggregation": AGGREGATIONS.get(flat.get("train.aggregation.name", "")),
+    }
+    model = models.registry().get(flat.get("model.name", ""))
+    defaults = flatten(Experiment().model_dump()) | {"run.ranks": 1}
+    defaults |= {f"model.{option}": value for option, value in (model.options if model else {}).items()}
+    for place, kind in kinds.items():
+        fields = dataclasses.fields(kind) if kind else ()
+        defaults |= {f"{place}.{each.name}": each.default for each in fields if each.default is not dataclasses.MISSING}
+    return {**flat, **{key: value for key, value in as_json(defaults).items() if key not in flat}}
+
+
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> str:
     """Return the keys that tell two runs apart, in a line with both values; empty if it is the same run.
 
@@ -166,7 +192,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         now: the configuration of the run that is to use the folder.
         finished: how many rounds the stored run has; asking for as many or more makes no other run.
     """
-    a, b = flatten(stored), flatten(now)
+    a, b = with_defaults(flatten(stored)), with_defaults(flatten(now))
     if b["train.rounds"] >= finished:
         a["train.rounds"] = b["train.rounds"]
     for flat in (a, b):

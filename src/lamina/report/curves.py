@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lamina.experiment.records import Record, flatten
+from lamina.experiment.records import Record, flatten, with_defaults
 from lamina.experiment.trials import Trial
 from lamina.text import printable
 
@@ -71,7 +71,7 @@ def sections(run: Record) -> dict[str, Any]:
 
 
 def _key(run: Record, ignored: set[str]) -> str:
-    return json.dumps([run.tuning, identity(run, ignored)], sort_keys=True)
+    return json.dumps([run.tuning, with_defaults(identity(run, ignored))], sort_keys=True)
 
 
 def identity(run: Record, ignored: set[str]) -> Flat:

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,17 +21,20 @@ import torch
 from torch import Tensor
 
 from lamina import rng
+from lamina.aggregation import AGGREGATIONS
+from lamina.algorithms import registry
 from lamina.algorithms.contract import Algorithm, options
 from lamina.batch import map_batch
 from lamina.clients import Clients
 from lamina.contents import function_digest
 from lamina.data.dataset import Dataset
+from lamina.data.feed import Augment
 from lamina.errors import BadInput
 from lamina.losses import LOSSES
 from lamina.objective import Objective
 from lamina.plan import Plan
-from lamina.protocol import PROBED_ROUNDS, function_name
-from lamina.schedules import Schedule
+from lamina.protocol import PROBED_ROUNDS, Protocol, function_name
+from lamina.schedules import SCHEDULES, Schedule
 from lamina.storage.files import as_json
 from lamina.text import listed
 
@@ -79,7 +83,11 @@ def of_run(algorithm: Algorithm, objective: Objective, plan: Plan, data: Dataset
 
 
 def refuse_other(folder: Path, number: int, stored: Identity, own: Identity) -> None:
-    """Refuse the checkpoint of another run; the line names the settings that differ, with both values."""
+    """Refuse the checkpoint of another run; the line names the settings that differ, with both values.
+
+    A setting that the checkpoint lacks was added later: it had its default.
+    """
+    stored = {**_defaults(own), **stored}
     differing = [name for name in stored if name in own and not _same(name, stored[name], own[name])]
     if "algorithm" in differing:  # its options are others, too: the name says enough
         differing = [name for name in differing if not name.startswith("algorithm.")]
@@ -91,11 +99,35 @@ def refuse_other(folder: Path, number: int, stored: Identity, own: Identity) -> 
         )
 
 
+def _defaults(own: Identity) -> Identity:
+    """Return the defaults of the settings of a run and of the options of its algorithm."""
+    cls = registry().get(own["algorithm"])
+    prefixes = {"": Protocol} | ({} if cls is None else {"algorithm.": cls})
+    return {prefix + name: value for prefix, kind in prefixes.items() for name, value in _fields(kind).items()}
+
+
+def _fields(kind: type[Any]) -> Identity:
+    """Return the defaults of a record's fields, by name."""
+    fields = {each.name: each.default for each in dataclasses.fields(kind)}
+    return {name: _plain(value) for name, value in fields.items() if value is not dataclasses.MISSING}
+
+
+def _without_new_fields(words: str, stored: str) -> str:
+    """Return a described record without the fields that the stored one lacks, if they have their defaults."""
+    name, _, inner = words.removesuffix(")").partition("(")
+    kinds: list[type[Any]] = [Augment, *SCHEDULES.values(), *AGGREGATIONS.values()]
+    kind = next((one for one in kinds if one.__name__ == name), None)
+    new = [f"{key}={value}" for key, value in _fields(kind).items() if f"{key}=" not in stored] if kind else []
+    return f"{name}({', '.join(part for part in re.split(r', (?=[a-z_]+=)', inner) if part not in new)})"
+
+
 def _shown(value: Any) -> str:
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _same(name: str, stored: Any, own: Any) -> bool:
+    if name in ("schedule", "aggregation", "augmentation") and stored and own and "(" in own:
+        return bool(stored in (own, _without_new_fields(own, stored)))
     if name != "loss_value":
         return bool(stored == own)
     return stored is None or own is None or math.isclose(stored, own, rel_tol=SAME_LOSS, abs_tol=1e-6)

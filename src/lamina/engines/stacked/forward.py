@@ -21,6 +21,7 @@ from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
 from lamina.engines.stacked.fusion import fuse
 from lamina.engines.stacked.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
+from lamina.engines.stacked.per_module import over_clients
 from lamina.engines.stacked.probe import PROBE_CLIENTS, value_read
 from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
@@ -207,7 +208,8 @@ class VmapForward:
 
         streams = objective.streams_or_zeros(streams, len(targets))
         axes = (0, 0, 0, 0, None if streams is None else 0)
-        return torch.func.vmap(one, in_dims=axes)(dict(parameters), buffers, inputs, targets, streams)
+        losses: Tensor = over_clients(one, axes)(dict(parameters), buffers, inputs, targets, streams)
+        return losses
 
 
 def choose_forward(

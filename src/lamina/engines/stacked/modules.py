@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -186,7 +187,8 @@ class _StackedBatchNorm:
     sample_mask: Tensor | None = None
     lone_sample: bool = False  # set by the engine: some client's batch holds one sample only
 
-    def normalise(self: Any, input: Tensor) -> Tensor:
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """[C * B, channels, ...], the same shape out."""
         clients = (self.weight if self.affine else self.running_mean).shape[0]
         x = unfold_clients(input, clients).to(at_least_float32(input))  # [C, B, channels, ...]
         if self.training or self.running_mean is None:
@@ -222,17 +224,13 @@ class _StackedBatchNorm:
 class StackedBatchNorm1d(_StackedBatchNorm, nn.BatchNorm1d):
     """BatchNorm1d with statistics per client."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[C * B, channels, ...], the same shape out."""
-        return self.normalise(input)
-
 
 class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d):
     """BatchNorm2d with statistics per client."""
 
-    def forward(self, input: Tensor) -> Tensor:
-        """[C * B, channels, H, W], the same shape out."""
-        return self.normalise(input)
+
+class StackedBatchNorm3d(_StackedBatchNorm, nn.BatchNorm3d):
+    """BatchNorm3d with statistics per client."""
 
 
 class StackedMultiheadAttention(StreamAttention):
@@ -258,6 +256,7 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.LayerNorm: StackedLayerNorm,
     nn.BatchNorm1d: StackedBatchNorm1d,
     nn.BatchNorm2d: StackedBatchNorm2d,
+    nn.BatchNorm3d: StackedBatchNorm3d,
     nn.RMSNorm: StackedRMSNorm,
     nn.InstanceNorm1d: StackedInstanceNorm1d,
     nn.InstanceNorm2d: StackedInstanceNorm2d,
@@ -338,6 +337,7 @@ def for_vmap(module: nn.Module) -> nn.Module:
 
 
 def _suit_vmap(module: nn.Module) -> None:
+    warnings.filterwarnings("ignore", message="There is a performance drop")  # slower than others, and still faster
     for layer in module.modules():
         if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
             layer.__class__ = VmapEmbedding
@@ -367,9 +367,9 @@ def _check_options(name: str, layer: nn.Module) -> None:
     problem = ""
     if isinstance(layer, nn.modules.conv._ConvNd) and layer.padding_mode != "zeros":
         problem = f"padding_mode '{layer.padding_mode}'"
-    elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and layer.momentum is None:
+    elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is None:
         problem = "a cumulative average (momentum=None)"
-    elif isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and not layer.affine and not layer.track_running_stats:
+    elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and not layer.affine and not layer.track_running_stats:
         problem = "neither parameters nor running statistics"
     elif isinstance(layer, nn.modules.instancenorm._InstanceNorm) and layer.track_running_stats:
         problem = "running statistics"

@@ -7,7 +7,7 @@ In bfloat16 the module computes in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class PerModule(SharedInput):
             named_state = {f"module.{name}": value for name, value in (*state.items(), *own.items())}
             return functional_call(_Plain(self, self.plain), named_state, positional, named, tie_weights=False)
 
-        mapped = torch.func.vmap(call, in_dims=(0, None if streams is None else 0, axes))
+        mapped = over_clients(call, in_dims=(0, None if streams is None else 0, axes))
         try:
             results = mapped(parameters, streams, by_client)
         finally:
@@ -65,6 +65,23 @@ class PerModule(SharedInput):
             return self.repeat_samples(result) if is_shared else result.flatten(0, 1)
 
         return tree_map(fold, results)
+
+
+def over_clients(function: Callable[..., Any], in_dims: Any) -> Callable[..., Any]:
+    """Return `torch.func.vmap` of a function that calls modules.
+
+    Within vmap, torch's transformer layers would take a fast path for inference, which has no gradient.
+    """
+
+    def mapped(*values: Any) -> Any:
+        was_enabled = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            return torch.func.vmap(function, in_dims=in_dims)(*values)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+    return mapped
 
 
 class _Plain(nn.Module):
