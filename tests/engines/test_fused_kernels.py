@@ -22,6 +22,7 @@ from lamina.engines.stacked.gpu.local_step import LocalStep
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
 from lamina.engines.stacked.gpu.sums import sum_rows
+from lamina.engines.stacked.modules import NormOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: 0 / 0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,7 +130,7 @@ def test_group_norm_with_what_follows_it(clients, batch, channels, size, groups,
     other = draw(*x.shape).to(dtype).requires_grad_() if residual else None
     weight, bias = (draw(clients, channels).requires_grad_() for _ in range(2))
     inputs = [x, weight, bias] + ([other] if residual else [])
-    y = group_norm(x, weight, bias, groups, 1e-5, other, relu, twice)
+    y = group_norm(x, weight, bias, NormOptions(groups, 1e-5, relu, twice), other)
     parts = zip(x.double().reshape(clients, batch, *x.shape[1:]), weight.double(), bias.double(), strict=True)
     expected = torch.cat([F.group_norm(part, groups, w, b) for part, w, b in parts])
     expected = expected if other is None else expected + other.double()

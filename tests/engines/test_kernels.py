@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from lamina.engines.stacked.forward import arithmetic
 from lamina.engines.stacked.gpu import kernels, ops
+from lamina.engines.stacked.modules import NormOptions
 from lamina.engines.stacked.side_stream import differentiate
 
 CASES = [  # clients, batch, in, out, height, width, kernel, stride, padding
@@ -76,12 +77,12 @@ def test_a_convolution_and_its_gradients(case, dtype, tolerance):
         assert float(grad_flat[:, :16].abs().sum() + grad_flat[:, -16:].abs().sum()) == 0
 
 
-def test_the_gradient_cut_into_parts_is_the_same():
+def test_the_gradient_cut_into_parts_is_the_same(monkeypatch):
     x, _, _, g, _, _, dw = problem(CASES[3], torch.float32)
-    for parts in (1, 2, 5):
-        actual, bias = kernels.weight_gradient(
-            g, x.detach(), 4, (5, 5), (1, 1), (0, 0), "ieee", parts=parts, biased=True
-        )
+    window = kernels.Window((5, 5), (1, 1), (0, 0))
+    for programs in (1, 528, 10**6):  # one part, the usual number, and as many as there may be
+        monkeypatch.setattr(kernels, "PROGRAMS", programs)
+        actual, bias = kernels.weight_gradient(g, x.detach(), 4, window, "ieee", biased=True)
         assert error(actual, dw) < 1e-6
         assert error(bias, g.double().reshape(4, -1, *g.shape[1:]).sum((1, 3, 4))) < 1e-6
 
@@ -140,9 +141,9 @@ def test_gradients_beside_the_chain_are_those_of_autograd():
 
     def losses(shared, scaled, bias, scale, shift, unused):
         y = ops.convolve(x, shared, (1, 1), (1, 1), bias=bias)
-        y = ops.group_norm(y, scale, shift, 2, 1e-5, relu=True)
+        y = ops.group_norm(y, scale, shift, NormOptions(2, 1e-5, relu=True))
         y = ops.convolve(y, 2.0 * scaled, (1, 1), (1, 1))
-        y = ops.convolve(ops.group_norm(y, scale, shift, 4, 1e-5, y), shared, (1, 1), (1, 1), bias=bias)
+        y = ops.convolve(ops.group_norm(y, scale, shift, NormOptions(4, 1e-5), y), shared, (1, 1), (1, 1), bias=bias)
         return (y * g).flatten(1).sum(1) + shared.square().sum()
 
     def leaves():

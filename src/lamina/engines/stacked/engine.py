@@ -149,11 +149,9 @@ class Stacked:
         member, sums = now.members[e], now.sums[e]
         size = 0 if sums.up is None else sum(payload_bytes(sums.up).values())
         sums.bytes_up = size * len(member.plan.cohort)
-        layers, taken = self.objective.layers, now.server_steps.get(e)
+        layers, down = self.objective.layers, now.downs[e]
         try:
-            return close_round(
-                member.algorithm, layers, member.state, member.plan, now.downs[e], sums, now.clients[e], taken
-            )
+            return close_round(member.algorithm, layers, member.state, member.plan, down, sums, now.clients[e])
         except Diverged as error:
             return error
 
@@ -267,7 +265,8 @@ class Stacked:
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
         now.trained_rows += len(chunk)
         values = iter(measured[3 * len(chunk) :])
-        now.server_steps = {e: (step, [next(values) for _ in range(len(step.measured))]) for e, step in steps.items()}
+        for e, step in steps.items():
+            now.sums[e].taken = step, [next(values) for _ in range(len(step.measured))]
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
         """Take the members' steps on the server; none if other ranks or another aggregation than the mean need more."""

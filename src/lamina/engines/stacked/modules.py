@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,18 +59,27 @@ class StackedConv2d(nn.Conv2d):
         return self.kernel(input, self.weight, self.stride, self.padding, bias=self.bias)
 
 
+class NormOptions(NamedTuple):
+    """How to normalise, and what to do after it."""
+
+    groups: int
+    eps: float
+    relu: bool = False
+    twice: bool = False  # return a pair of the same images, for two users
+
+
 class StackedGroupNorm(nn.GroupNorm):
     """GroupNorm with scale and shift per client, and, if fused, the residual sum and the ReLU that follow it."""
 
     kernel: Callable[..., Any] | None = None  # our own, where it applies: set by `use_kernels`
-    relu: bool = False  # set by `fuse`
-    twice: bool = False  # set by `fuse`: return a pair, for two users
+    relu: bool = False  # this and the next are set by `fuse`; see `NormOptions`
+    twice: bool = False
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         """[C * B, channels, ...], the same shape out."""
         if self.kernel is not None and input.dim() == 4:
-            options = self.num_groups, self.eps, residual, self.relu, self.twice
-            return self.kernel(input, self.weight, self.bias, *options)
+            options = NormOptions(self.num_groups, self.eps, self.relu, self.twice)
+            return self.kernel(input, self.weight, self.bias, options, residual)
         shape = (input.shape[0], self.num_groups, -1, *input.shape[2:])
         groups = input.view(shape).to(at_least_float32(input))  # a view in any memory format: no copy
         variance, mean = torch.var_mean(groups, dim=list(range(2, groups.dim())), correction=0, keepdim=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Number, options
 from lamina.engines.stacked.ranks import Ranks
-from lamina.engines.state import RoundReport, ServerStep, State, Sums, client_weights
+from lamina.engines.state import RoundReport, State, Sums, client_weights
 from lamina.errors import Diverged
 from lamina.objective import Buffers
 from lamina.plan import Round
@@ -54,7 +54,6 @@ class RoundInProgress:
     clients: list[dict[int, Any]] = field(default_factory=list)
     failed: dict[int, Diverged] = field(default_factory=dict)
     trained_rows: int = 0
-    server_steps: dict[int, tuple[ServerStep, list[float]]] = field(default_factory=dict)  # with measured values
 
     def is_last(self, chunk: Sequence[Row]) -> bool:
         """Return whether no rows remain after these."""

@@ -283,6 +283,14 @@ MOST_PARTS = 32
 Pair = tuple[int, int]
 
 
+class Window(NamedTuple):
+    """What a convolution sees of an image at a time, and how it moves over it."""
+
+    size: Pair
+    stride: Pair
+    padding: Pair
+
+
 def forward(x: Tensor, w: Tensor, stride: Pair, padding: Pair, precision: str, bias: Tensor | None = None) -> Tensor:
     """Convolve x [C * B, in, H, W] with w [C, out, in, kh, kw], both with the channels last in memory."""
     x, w = _images(x), _kernels(w)
@@ -324,19 +332,19 @@ def input_gradient(g: Tensor, w: Tensor, size: Pair, stride: Pair, padding: Pair
 
 
 def weight_gradient(
-    g: Tensor, x: Tensor, clients: int, kernel: Pair, stride: Pair, padding: Pair, precision: str,
-    parts: int | None = None, biased: bool = False, dtype: torch.dtype = torch.float32,
+    g: Tensor, x: Tensor, clients: int, window: Window, precision: str,
+    biased: bool = False, dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the gradients of the weights [C, out, in, kh, kw], channels last in memory, and of the bias (float32)."""
     g, x = _images(g), _images(x)
     out, inp = g.shape[1], x.shape[1]
-    (height, width), (out_height, out_width), (kh, kw) = x.shape[2:], g.shape[2:], kernel
+    (height, width), (out_height, out_width) = x.shape[2:], g.shape[2:]
+    (kh, kw), stride, padding = window
     rows, depth = g.shape[0] // clients * out_height * out_width, kh * kw * inp
     run = kw * inp if padding == (0, 0) else 0
     bm, bn, bk, warps, stages = _gradient_tile(out, inp, run, g.element_size())
     tiles = triton.cdiv(out, bm) * (kh if fits_run(run, bn) else triton.cdiv(depth, bn))
-    if parts is None:
-        parts = max(1, min(MOST_PARTS, PROGRAMS // (tiles * clients), rows // (4 * bk)))
+    parts = max(1, min(MOST_PARTS, PROGRAMS // (tiles * clients), rows // (4 * bk)))
     per_part = triton.cdiv(triton.cdiv(rows, parts), bk) * bk
     summed = dtype if parts == 1 else torch.float32  # parts are added up before they are rounded
     dw = torch.empty(parts, clients, out, kh, kw, inp, dtype=summed, device=g.device)

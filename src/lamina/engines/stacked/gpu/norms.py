@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lamina.engines.stacked.gpu.launch import launch
 from lamina.engines.stacked.gpu.sums import sum_rows
+from lamina.engines.stacked.modules import NormOptions
 from lamina.engines.stacked.side_stream import claim, weight_gradients
 
 # Elements that a program holds at a time, from a sweep over the layers of ResNet-18 on an H200: a whole group of a
@@ -192,15 +193,15 @@ class GroupNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, groups: int, eps: float, relu: bool,
-        twice: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, options: NormOptions
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """See `group_norm`."""
         ctx.claim = claim(weight, bias)
         x = x.contiguous(memory_format=torch.channels_last)
         if residual is not None:
             residual = residual.to(x.dtype).contiguous(memory_format=torch.channels_last)
         y = torch.empty_like(x)
+        groups, eps, relu, twice = options
         samples, channels, height, width = x.shape
         moments = torch.empty(samples, groups, 2, dtype=torch.float32, device=x.device)
         ctx.sizes = channels, channels // groups, height * width
@@ -236,20 +237,17 @@ class GroupNorm(torch.autograd.Function):
             return sums.to(weight.dtype).reshape(2, clients, -1).unbind()
 
         d_weight, d_bias = weight_gradients(ctx.claim, compute, (d_affine,))
-        return dx, d_weight, d_bias, d_residual if ctx.residual else None, None, None, None, None
+        return dx, d_weight, d_bias, d_residual if ctx.residual else None, None
 
 
-def group_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, residual: Tensor | None = None,
-    relu: bool = False, twice: bool = False,
-) -> Any:  # fmt: skip
+def group_norm(x: Tensor, weight: Tensor, bias: Tensor, options: NormOptions, residual: Tensor | None = None) -> Any:
     """x [C * B, channels, H, W], weight and bias [C, channels] -> relu(GroupNorm(x) + residual), of the same shape.
 
-    With `twice`, the result is a pair of the same images for two users: the backward pass adds their gradients itself.
+    With `twice`, the backward pass adds the gradients of the two users itself.
     """
     if bias.stride(0) != weight.stride(0) or weight.stride(1) != 1 or bias.stride(1) != 1:
         weight, bias = weight.contiguous(), bias.contiguous()
-    return GroupNorm.apply(x, weight, bias, residual, groups, eps, relu, twice)  # type: ignore[no-untyped-call]
+    return GroupNorm.apply(x, weight, bias, residual, options)  # type: ignore[no-untyped-call]
 
 
 def _tile(sizes: tuple[int, int, int], most: int) -> tuple[int, int]:

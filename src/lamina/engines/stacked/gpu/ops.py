@@ -86,8 +86,8 @@ class _Convolution(torch.autograd.Function):
         def compute() -> list[Tensor]:
             """Return the gradients of the weights and of the bias, if there is one."""
             if not on_hopper:
-                sides = clients, window, stride, padding, precision
-                dw, db = kernels.weight_gradient(g, x, *sides, biased=bool(needs_bias), dtype=ctx.dtype)
+                moved = kernels.Window(window, stride, padding)
+                dw, db = kernels.weight_gradient(g, x, clients, moved, precision, bool(needs_bias), ctx.dtype)
                 return [dw] if db is None else [dw, db.to(ctx.bias_dtype)]
             dw = hopper.weight_gradient(g, x, clients, window, padding, dtype=ctx.dtype)
             if not needs_bias:
@@ -199,7 +199,7 @@ def _hopper_works(device: int) -> bool:
         lambda: (hopper.input_gradient(g, w, (8, 8), one), kernels.input_gradient(g, w, (8, 8), one, one, "ieee")),
         lambda: (
             hopper.weight_gradient(g, x, 2, (3, 3), one),
-            kernels.weight_gradient(g, x, 2, (3, 3), one, one, "ieee")[0],
+            kernels.weight_gradient(g, x, 2, kernels.Window((3, 3), one, one), "ieee")[0],
         ),
     ]
 
