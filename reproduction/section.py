@@ -152,7 +152,7 @@ def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fe
     runs = {name: histories for (variant, name), histories in result.histories.items() if variant == as_given}
     here = {name: float(claim["here"].get(name, math.nan)) for name in claim["paper"] if any(runs.get(name, []))}
     here = {name: rounds for name, rounds in here.items() if not math.isnan(rounds)}
-    if claim["target"] is None or baseline not in here:
+    if claim["target"] is None or baseline not in here or math.isinf(float(claim["paper"][baseline])):
         return ""
     # The cost of a baseline that never reaches the target is unknown, but more than that of its whole run.
     never = math.isinf(here[baseline])
