@@ -16,7 +16,8 @@ from lamina.contents import function_digest
 from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
 from lamina.inputs import create_model
-from lamina.metrics import Metric, description
+from lamina.losses import as_loss
+from lamina.metrics import METRICS, Metric, description
 from lamina.models.registry import Factory
 from lamina.protocol import function_name
 from lamina.storage.identity import content_digest, dataset_digest, structure_digest
@@ -55,14 +56,10 @@ class Objects:
             config["model"]["content"] = self._model_digests[key]
         if self.partition is not None:
             config["data"]["partition"]["content"] = function_digest(self.partition)[:16]
-        if self.metrics is not None:
-            functions = [function for metric in self.metrics for function in (metric.function, metric.keep)]
-            facts = [[function_digest(function), code_facts(function)] for function in functions]
-            config["train"]["metrics_content"] = _digest([description(self.metrics), facts])
         for key, value in self.settings.items():
             if key not in ("schedule", "aggregation"):  # which have a section of their own
                 config["train"][key] = function_name(value)
-                config["train"][f"{key}_content"] = _digest([function_digest(value), code_facts(value)])
+                config["train"][f"{key}_content"] = code_digest(value)
 
     def _data_digest(self, column: str | None) -> str:
         """Return a digest of the given data, before any are held out, and of the column that names the clients."""
@@ -83,6 +80,25 @@ class Objects:
             module = create_model(self.model, simulation.train_data, seed=0, **options)
             facts += [content_digest(tensor) for tensor in module.state_dict().values()]
         return _digest(facts)
+
+
+def describe_code(config: dict[str, Any], simulation: Training) -> None:
+    """Add digests of the user's code that a file names ("module:name") or a metric runs, to a run's configuration."""
+    if ":" in config["train"]["loss"]:
+        config["train"]["loss_content"] = code_digest(as_loss(config["train"]["loss"]))
+    if ":" in config["model"]["name"]:
+        config["model"]["content"] = structure_digest(simulation.objective)
+    own = [metric for metric in simulation.metrics if metric.name not in METRICS]
+    if own:
+        functions = (function for metric in own for function in (metric.function, metric.keep))
+        # a change of lamina's functions makes no other run
+        users = [code_digest(one) for one in functions if getattr(one, "__module__", "") != Metric.__module__]
+        config["train"]["metrics_code"] = _digest([description(own), users])
+
+
+def code_digest(function: Any) -> str:
+    """Return a digest of what a function or callable does and of the values that it holds."""
+    return _digest([function_digest(function), code_facts(function)])
 
 
 def code_facts(function: Any) -> list[Any]:
