@@ -190,6 +190,7 @@ class Simulation(Training):
                     "local_test": local_test,
                 },
             )
+            self._recorder.restore(self)
 
     def run(
         self, rounds: int, on_round: Callable[[Row], None] | None = None, *, progress: bool | None = None

@@ -217,9 +217,7 @@ def test_two_padded_inputs_have_a_mask_each(x):
         run = lamina.Simulation(Pair(), given, "fedavg", clients=1, device="cpu")
         assert run.train_data.x["question_mask"].sum(1).tolist() == [len(QUESTIONS[i]) for i in rows]
         assert run.train_data.x["answer_lengths"].tolist() == [len(ANSWERS[i]) for i in rows]
-    with pytest.raises(
-        lamina.BadInput, match="takes 'mask', but the lists of question and answer differ.*question_mask"
-    ):
+    with pytest.raises(lamina.BadInput, match="lists of question and answer differ in length"):
         lamina.Simulation(SharedMask(), data, "fedavg", clients=1)
 
 
