@@ -161,6 +161,11 @@ def test_a_pandas_table_gives_features_targets_and_columns_to_split_by():
     run = lamina.Simulation(nn.Linear(2, 1), data, "fedavg", partition=lamina.data.ByColumn("town"), loss="mae",
                             device="cpu")  # fmt: skip
     assert run.plan.clients.count == 2
+    split = lamina.Simulation(nn.Linear(2, 1), as_dataset(table, y="price", columns="town").holdout(0.25), "fedavg",
+                              partition=lamina.data.ByColumn("town"), loss="mae", device="cpu")  # fmt: skip
+    assert (len(split.train_data), len(split.test_data)) == (3, 1)
+    with pytest.raises(lamina.BadInput, match=r"give partition=lamina\.data\.ByColumn\('town'\)"):
+        lamina.Simulation(nn.Linear(2, 1), data, "fedavg", clients="town", loss="mae")
     for options, message in (
         ({"y": "prize"}, "no column 'prize'; did you mean 'price'"),
         ({}, "name the target column"),

@@ -136,7 +136,7 @@ def read_frame(
     """Return the features (float32), the targets and the other columns of a pandas table."""
     names = list(frame.columns)
     if y is None:
-        raise BadInput(f"{name}: name the target column with y=… (columns: {listed(names)})")
+        raise BadInput(f"{name}: name the target column, as_dataset(table, y=…) (columns: {listed(names)})")
     wanted = [x] if isinstance(x, str) else list(x or ())
     for column in (*wanted, y, *columns):
         if column not in names:
@@ -157,7 +157,7 @@ def _numbers_of(name: str, what: str, frame: Any) -> NDArray[Any]:
         if getattr(frame[column].dtype, "kind", "O") not in "biuf":
             raise BadInput(
                 f"{name}: column '{column}' of {what} holds no numbers; encode it, for example with "
-                f"pandas.get_dummies(table, columns=['{column}'])"
+                f"pandas.get_dummies(table, columns=['{column}']), or leave it out of x"
             )
     array = frame.to_numpy()
     return array if array.dtype.kind != "O" else np.asarray(array, np.float64)

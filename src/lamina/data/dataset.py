@@ -194,7 +194,7 @@ class Dataset:
             columns={column: values[chosen] for column, values in self.columns.items()},
         )
 
-    def holdout(self, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    def holdout(self, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
         """Split off a random fraction: return the rest and the held-out samples, both in the original order."""
         held = round(fraction * len(self)) if 0 < fraction < 1 else 0
         if not 0 < held < len(self):
@@ -225,7 +225,7 @@ def as_dataset(
     *,
     x: str | Sequence[str] | None = None,
     y: str | None = None,
-    columns: Sequence[str] = (),
+    columns: str | Sequence[str] = (),
     class_names: Sequence[str] | None = None,
     classes: int | None = None,
     mean: tuple[float, ...] | None = None,
@@ -258,7 +258,9 @@ def as_dataset(
         inputs, targets, others, known_classes = hub.arrays(data, x if isinstance(x, str) else None, y)
         classes = known_classes if classes is None else classes
     elif convert.is_frame(data):
-        inputs, targets, others = convert.read_frame(name, data, x, y, columns)
+        inputs, targets, others = convert.read_frame(
+            name, data, x, y, [columns] if isinstance(columns, str) else columns
+        )
     elif isinstance(data, torch.utils.data.TensorDataset) and len(data.tensors) > 1:
         *several, targets = data.tensors
         inputs = several[0] if len(several) == 1 else tuple(several)

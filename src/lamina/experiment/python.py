@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lamina import aggregation, algorithms
-from lamina.clients import Clients
+from lamina.clients import Clients, refuse_odd_clients
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.own import FORMATS
@@ -64,6 +64,7 @@ def describe(
         settings: keys of the `[train]`, `[data]` and `[run]` sections; those of `[train]` may be objects.
         sections: further sections, as tables.
     """
+    refuse_odd_clients(clients)
     tree: dict[str, Table] = {"train": {"participation": 1.0}, "data": {}, "run": {}, **sections}
     objects: dict[str, Any] = {}
     tree["model"] = _model(model, objects)
