@@ -119,9 +119,8 @@ def with_mask(data: Dataset, module: nn.Module) -> Dataset:
     parameters = list(_parameters(module))
     inputs = data.x if isinstance(data.x, dict) else dict(zip(parameters, tensors(data.x), strict=False))
     given = data.mask if isinstance(data.mask, dict) else {0: data.mask}
-    masks: dict[str, Tensor] = {
-        (parameters[key] if key in range(len(parameters)) else key): mask for key, mask in given.items()
-    }
+    places: dict[Any, str] = dict(enumerate(parameters))
+    masks = {places.get(key, str(key)): mask for key, mask in given.items()}
     first = next(iter(masks.values()))
     wanted = {f"{name}_{kind}": form(mask) for name, mask in masks.items() for kind, form in MASK_FORMS.items()}
     is_shared = all(torch.equal(mask, first) for mask in masks.values())
