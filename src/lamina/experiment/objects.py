@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from lamina.algorithms.contract import Algorithm
 from lamina.contents import function_digest
 from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
@@ -83,17 +84,29 @@ class Objects:
 
 
 def describe_code(config: dict[str, Any], simulation: Training) -> None:
-    """Add digests of the user's code that a file names ("module:name") or a metric runs, to a run's configuration."""
+    """Add digests of the user's code: of names ("module:name"), algorithms and metrics. They do not depend on the seed.
+
+    A change of lamina's own code makes no other run.
+    """
     if ":" in config["train"]["loss"]:
-        config["train"]["loss_content"] = code_digest(as_loss(config["train"]["loss"]))
+        config["loss_digest"] = code_digest(as_loss(config["train"]["loss"]))
     if ":" in config["model"]["name"]:
-        config["model"]["content"] = structure_digest(simulation.objective)
-    own = [metric for metric in simulation.metrics if metric.name not in METRICS]
-    if own:
-        functions = (function for metric in own for function in (metric.function, metric.keep))
-        # a change of lamina's functions makes no other run
-        users = [code_digest(one) for one in functions if getattr(one, "__module__", "") != Metric.__module__]
-        config["train"]["metrics_code"] = _digest([description(own), users])
+        shapes = {name: list(shape) for name, shape in simulation.objective.layers.shapes.items()}
+        config["model_digest"] = _digest([simulation.objective.attributes, shapes])
+    classes = [cls for cls in type(simulation.algorithm).__mro__ if issubclass(cls, Algorithm) and _is_users(cls)]
+    if classes:
+        own = [item for cls in classes for item in sorted(vars(cls).items()) if not item[0].startswith("__")]
+        config["algorithm_digest"] = _digest([[n, code_digest(f)] for n, f in own if isinstance(f, types.FunctionType)])
+    metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
+    if metrics:
+        functions = (function for metric in metrics for function in (metric.function, metric.keep))
+        users = [code_digest(function) for function in functions if _is_users(function)]
+        config["metrics_digest"] = _digest([description(metrics), users])
+
+
+def _is_users(value: Any) -> bool:
+    """Return whether a function or class is not lamina's own."""
+    return str(getattr(value, "__module__", "")).partition(".")[0] != "lamina"
 
 
 def code_digest(function: Any) -> str:
@@ -106,8 +119,13 @@ def code_facts(function: Any) -> list[Any]:
     code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
     if code is None:
         return []
-    constants = [code_facts(value) if isinstance(value, types.CodeType) else repr(value) for value in code.co_consts]
-    return [code.co_code.hex(), list(code.co_names), constants]
+    return [code.co_code.hex(), list(code.co_names), [_constant_facts(value) for value in code.co_consts]]
+
+
+def _constant_facts(value: Any) -> Any:
+    if isinstance(value, frozenset):  # its order differs between processes
+        return sorted(map(repr, value))
+    return code_facts(value) if isinstance(value, types.CodeType) else repr(value)
 
 
 def _digest(facts: Any) -> str:

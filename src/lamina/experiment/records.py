@@ -28,13 +28,11 @@ NO_PART_OF_IDENTITY = {
     "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
     "train.metrics_content",  # of earlier versions: a digest that covers lamina's own code, too
 }  # fmt: skip
-KEYS_IN_WORDS = {
+LATER_DIGESTS = ("loss_digest", "model_digest", "algorithm_digest", "metrics_digest")  # a folder from before has none
+KEYS_IN_WORDS = {key: f"the code of the {key.removesuffix('_digest')} ({key})" for key in LATER_DIGESTS} | {
     "data_digest": "the contents of the data (data_digest)",
-    "model.content": "the model's layers or weights (model.content)",
-    "train.loss_content": "the code or the weights of the loss (train.loss_content)",
-    "train.metrics_code": "the code of the metrics (train.metrics_code)",
+    "loss_digest": "the code or the weights of the loss (loss_digest)",
 }
-LATER_DIGESTS = ("model.content", "train.loss_content", "train.metrics_code")  # a folder from before has none
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
