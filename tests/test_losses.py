@@ -102,6 +102,7 @@ def one_number(outputs, targets):
     (lambda: simulate(AnyNames(), ({"a": X}, Y)), "cannot take the train data.* it looks for 'x', which they do not"),
     (lambda: simulate(NoTensor(4, 3), (X, Y)), "returns a dict without outputs.*tuple.*'logits'"),
     (lambda: simulate(conv(3), (draw(12, 2, 4, 4), Y)), "one integer target per position.*targets of shape"),
+    (lambda: simulate(nn.Conv2d(1, 2, 1), (torch.zeros(9, 1, 4, 4), integers(2, 9, 1, 4, 4))), r"y\.squeeze\(1\)"),
     (lambda: simulate(Tokens(5), (integers(9, 12, 6), integers(5, 12, 6))), "use loss='token_cross_entropy'"),
     (lambda: simulate(Tokens(5), (integers(9, 12, 3), integers(5, 12, 3))), "or loss='token_cross_entropy'"),
     (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),

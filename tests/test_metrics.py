@@ -9,7 +9,7 @@ import lamina
 from lamina.data.dataset import as_dataset
 from lamina.evaluation import measure, named
 from lamina.history import History
-from lamina.metrics import Batch, find, find_all, smaller_is_better
+from lamina.metrics import Batch, find, find_all, read_primary, smaller_is_better
 from lamina.objective import Objective
 
 rng = np.random.default_rng(0)
@@ -295,3 +295,17 @@ def test_a_smaller_is_better_metric_has_its_worst_clients_at_the_top():
 def test_find_returns_a_metric_as_it_is():
     assert find(COST) is COST
     assert find("lamina.metrics:AUROC") is find("auroc")
+
+
+def test_a_name_has_one_direction_in_a_process():
+    def odd_gap(outputs, targets):
+        return (outputs.flatten() - targets).mean()
+
+    find_all(lamina.Metric("odd_gap", odd_gap, larger_is_better=False))
+    for other in (odd_gap, lamina.Metric("odd_gap", odd_gap)):  # a function is larger-is-better
+        with pytest.raises(lamina.BadInput, match="with the other direction"):
+            find_all(["accuracy", other])
+    stored = {"metrics": [{"name": "odd_gap", "larger_is_better": True, "percent": False}]}
+    with pytest.raises(lamina.BadInput, match="with the other direction"):
+        read_primary(stored)
+    assert read_primary({"metrics": [{**stored["metrics"][0], "larger_is_better": False}]}) == "odd_gap"

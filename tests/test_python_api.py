@@ -1,8 +1,11 @@
 """Python does what the command line does: run folders, comparisons, tuning, tables, figures and progress."""
 
+import dataclasses
 import json
+import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +14,10 @@ from torch import nn
 import lamina
 from helpers import call
 from lamina import progress
+from lamina.experiment.objects import code_digest
 from lamina.experiment.records import read_record
+from lamina.losses import CrossEntropy
+from lamina.metrics import METRICS
 from lamina.progress import IntervalLines, NotebookBars
 
 X = torch.randn(120, 5, generator=torch.Generator().manual_seed(0))
@@ -53,6 +59,8 @@ def test_a_simulation_with_a_folder_resumes_and_ends_as_one_run(tmp_path):
     first.run(1)
     rows = []
     again = simulate(out=tmp_path / "r")
+    assert numbers(again.history) == numbers(first.history)  # before `run`
+    assert torch.equal(again.state.server.x, first.state.server.x)
     history = again.run(5, on_round=rows.append)
     assert [row["round"] for row in rows] == [4, 5]
     assert numbers(history) == numbers(whole.history) == numbers(read_record(tmp_path / "r").history)
@@ -123,12 +131,77 @@ def test_a_folder_of_another_simulation_is_refused(tmp_path, changes, named):
     assert len(other.run(1)) == 1
 
 
-def test_a_changed_loss_of_the_same_name_is_another_run(tmp_path):
-    def with_factor(factor):
-        scope = {"cross_entropy": nn.functional.cross_entropy}
-        exec(f"def loss(o, t): return cross_entropy(o, t, reduction='none') * {factor}", scope)
-        return scope["loss"]
+def with_factor(factor):
+    scope = {"cross_entropy": nn.functional.cross_entropy}
+    exec(f"def loss(o, t): return cross_entropy(o, t, reduction='none') * {factor}", scope)
+    return scope["loss"]
 
+
+def scaled_net(slope):
+    return nn.Sequential(nn.Linear(5, 4), nn.LeakyReLU(slope), nn.Linear(4, 2))
+
+
+def hit_rate(factor):
+    return lamina.Metric("hit_rate", lambda outputs, targets: factor * (outputs.argmax(1) == targets).double().mean())
+
+
+@pytest.mark.parametrize(
+    ("setting", "one", "other", "key"),
+    [
+        ("loss", with_factor(1), with_factor(2), "loss_digest"),
+        ("loss", CrossEntropy(weight=[1.0, 1.0]), CrossEntropy(weight=[1.0, 2.0]), "loss_digest"),
+        ("model", lambda: scaled_net(0.1), lambda: scaled_net(0.2), "model_digest"),
+        ("metrics", hit_rate(1), hit_rate(0.5), "metrics_digest"),
+    ],
+    ids=["loss", "weights", "model", "metric"],
+)
+def test_changed_code_behind_a_name_is_another_run(tmp_path, monkeypatch, setting, one, other, key):
+    module = SimpleNamespace(thing=one)
+    monkeypatch.setitem(sys.modules, "own_thing", module)
+    settings = {"out": tmp_path / "r", setting: "own_thing:thing"}
+    simulate(**settings).run(1)
+    simulate(**settings).run(1)
+    module.thing = other
+    with pytest.raises(lamina.BadInput, match=key):
+        simulate(**settings).run(1)
+    module.thing = one
+    file = tmp_path / "r" / "config.json"  # as earlier versions wrote it
+    config = json.loads(file.read_text())
+    del config[key]
+    file.write_text(json.dumps(config))
+    assert len(simulate(**settings).run(1)) == 1
+
+
+def test_the_digest_of_code_does_not_depend_on_the_order_of_a_set():
+    assert list(frozenset([0, 8])) != list(frozenset([8, 0]))  # as sets of strings are in other processes
+    one, other, third = (eval(f"lambda o, t: o in {numbers}") for numbers in ("{0, 8}", "{8, 0}", "{0, 16}"))
+    assert code_digest(one) == code_digest(other) != code_digest(third)
+
+
+def test_changed_code_of_an_algorithm_is_another_run(tmp_path):
+    def fast(factor):
+        @lamina.algorithm("fast_avg", title="Fast", reference="", lr=0.1)
+        class Fast(lamina.FedAvg):
+            def step(self, local, down, grad, lr, layers):
+                return super().step(local, down, grad, factor * lr, layers)
+
+        return Fast()
+
+    with mock.patch.dict(lamina.algorithms.registry()):
+        for _ in range(2):
+            simulate(algorithm=fast(1), out=tmp_path / "r").run(1)
+        with pytest.raises(lamina.BadInput, match="code of the algorithm"):
+            simulate(algorithm=fast(2), out=tmp_path / "r").run(1)
+
+
+def test_a_change_of_laminas_own_metrics_makes_no_other_run(tmp_path, monkeypatch):
+    simulate(out=tmp_path / "r", metrics=["f1", hit_rate(1)]).run(1)
+    changed = dataclasses.replace(METRICS["f1"], function=METRICS["f1_micro"].function)
+    monkeypatch.setitem(METRICS, "f1", changed)
+    assert len(simulate(out=tmp_path / "r", metrics=["f1", hit_rate(1)]).run(1)) == 1
+
+
+def test_a_changed_loss_of_the_same_name_is_another_run(tmp_path):
     simulate(out=tmp_path / "r", loss=with_factor(1)).run(1)
     simulate(out=tmp_path / "r", loss=with_factor(1)).run(1)
     with pytest.raises(lamina.BadInput, match=r"train\.loss_content"):
@@ -167,7 +240,10 @@ def test_a_comparison_has_a_table_a_plot_a_frame_and_a_page(tmp_path):
     frame = pytest.importorskip("pandas") and result.to_pandas()
     assert len(frame) == 2 * 2 * 2
     assert set(frame["algorithm"]) == {"fedavg", "fedlamb"}
-    assert len(result.plot().axes) == 2
+    assert len(result.plot(tmp_path / "curves.png").axes) == 2
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(lamina.BadInput, match="cannot save the figure"):
+        result.plot("curves.doc")
     pytest.importorskip("plotly")
     page = result.report(tmp_path / "page.html").read_text()
     assert "Fed-LAMB" in page

@@ -110,10 +110,19 @@ def _as_indices(client: int, part: Any, samples: int) -> Indices:
     return array.astype(np.int64).ravel()
 
 
+def refuse_odd_clients(clients: Any) -> None:
+    """Refuse clients that are neither a number nor lists of samples; say how a column names them."""
+    if isinstance(clients, str | bool | float | dict):
+        hint = f"; for a client per value of a column, give partition=lamina.data.ByColumn({clients!r})"
+        raise BadInput(
+            f"clients = {clients!r} is neither a whole number nor one list of samples per client"
+            + (hint if isinstance(clients, str) else "")
+        )
+
+
 def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, seed: int) -> Clients:
     """Split a data set among clients: by a partition, or by lists of sample indices."""
-    if isinstance(clients, str | bool | float | dict):
-        raise BadInput(f"clients = {clients!r} is neither a whole number nor one list of samples per client")
+    refuse_odd_clients(clients)
     if clients is not None and not is_whole(clients):
         if partition is not None:
             raise BadInput("partition deals samples to a number of clients, and clients are lists: give one of them")

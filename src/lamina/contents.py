@@ -150,7 +150,7 @@ class _Digest:
         if type(value) in (list, tuple):
             return map(self.of, value)
         if type(value) is dict:
-            return [self.of(part) for item in value.items() for part in item]
+            return [self.of(part) for item in value.items() if not _is_hash(item[0]) for part in item]
         if type(value) in (set, frozenset):
             return sorted(map(self.of, value))
         if isinstance(value, types.FunctionType):
@@ -186,6 +186,11 @@ class _Digest:
         maker, arguments, *rest = stored
         state = [None if part is None else part if i == 0 else list(part) for i, part in enumerate(rest[:3])]
         return [str(getattr(maker, "__qualname__", "")), self.of(list(arguments)), self.of(state)]
+
+
+def _is_hash(key: Any) -> bool:
+    """Return whether an attribute holds Python's hash of a text, which every process computes differently."""
+    return isinstance(key, str) and key == "_original_object_hash"  # of transformers' GenerationConfig
 
 
 def _closure(function: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,11 @@ log = logging.getLogger(__name__)
 
 SEVERAL = 64  # samples, whose logits do not all lie between 0 and 1 by chance
 NLL_TOLERANCE = 1e-3  # of a log-probability that rounding makes larger than 0
+MASK_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention_mask": lambda mask: mask.long(),
+    "mask": lambda mask: mask,
+    "lengths": lambda mask: mask.sum(1),
+}
 
 
 def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool:
@@ -106,14 +111,30 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
 def with_mask(data: Dataset, module: nn.Module) -> Dataset:
     """Return data with padded sequences whose inputs include the mask, if the module's forward takes one.
 
-    The names are `attention_mask` (1 and 0), `mask` (bool) and `lengths`.
+    The names are `attention_mask` (1 and 0), `mask` (bool) and `lengths`. If several inputs are padded, these names
+    are for a mask that all of them share, and `<input>_mask` and so on for the mask of one.
     """
     if data.mask is None:
         return data
     parameters = list(_parameters(module))
-    masks = {"attention_mask": data.mask.long(), "mask": data.mask, "lengths": data.mask.sum(1)}
     inputs = data.x if isinstance(data.x, dict) else dict(zip(parameters, tensors(data.x), strict=False))
-    missing = {name: values for name, values in masks.items() if name in parameters and name not in inputs}
+    given = data.mask if isinstance(data.mask, dict) else {0: data.mask}
+    places: dict[Any, str] = dict(enumerate(parameters))
+    masks = {places.get(key, str(key)): mask for key, mask in given.items()}
+    first = next(iter(masks.values()))
+    wanted = {f"{name}_{kind}": form(mask) for name, mask in masks.items() for kind, form in MASK_FORMS.items()}
+    is_shared = all(torch.equal(mask, first) for mask in masks.values())
+    if is_shared:
+        wanted |= {kind: form(first) for kind, form in MASK_FORMS.items()}
+    free = [name for name in parameters if name not in inputs]
+    missing = {name: values for name, values in wanted.items() if name in free}
+    unclear = [name for name in MASK_FORMS if name in free]
+    if unclear and not missing:
+        names = " and ".join(f"{name}_{unclear[0]}" for name in masks)
+        raise BadInput(
+            f"the model's forward takes '{unclear[0]}', but the lists of {' and '.join(masks)} differ in length: let "
+            f"it take {names}, or pad the lists and give '{unclear[0]}' as an input"
+        )
     return dataclasses.replace(data, x={**inputs, **missing}, mask=None) if missing else data
 
 

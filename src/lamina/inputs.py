@@ -13,7 +13,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.batch import map_batch
 from lamina.data import sources
-from lamina.data.dataset import Dataset, Splits, as_dataset
+from lamina.data.dataset import Dataset, as_dataset
 from lamina.errors import BadInput, short_repr
 from lamina.models.registry import Factory
 from lamina.text import listed
@@ -32,11 +32,11 @@ def as_algorithm(algorithm: Any) -> Algorithm:
 
 
 def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
-    """Return training and test data, given as objects, as `Splits`, or by the name of a data set (`lamina list`)."""
+    """Return training and test data, given as objects, as a pair of `Dataset`s, or by the name of a data set."""
     if isinstance(data, str):
         data = sources.load(data)
-    if isinstance(data, Splits):
-        data, test = data.train, data.test if test is None else test
+    if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Dataset) for part in data):
+        data, test = data[0], data[1] if test is None else test
     train_data, test_data = as_dataset(data), None if test is None else as_dataset(test)
     if test_data is not None:
         _check_alike(train_data, test_data)

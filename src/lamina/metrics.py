@@ -338,7 +338,7 @@ def find(given: Any) -> Metric:
                 f"metric {short_repr(given)} is neither a name nor a function of (outputs, targets) nor a lamina.Metric"
             )
         name = str(getattr(metric, "__name__", type(metric).__name__)).replace("<lambda>", "metric")
-        metric = Metric(name, metric, larger_is_better=not smaller_is_better(name))
+        metric = Metric(name, metric, larger_is_better=not _is_cost(name))
     if metric.name in METRICS and metric is not METRICS[metric.name]:
         raise BadInput(f"'{metric.name}' is a metric of lamina's own: give yours another name")
     return metric
@@ -357,8 +357,21 @@ def find_all(metrics: Any) -> tuple[Metric, ...] | None:
     for name in names:
         if names.count(name) > 1:
             raise BadInput(f"metrics: there are two of the name '{name}'")
-    _own.update({metric.name: metric for metric in every if metric.name not in METRICS})
+    for metric in every:
+        _register(metric)
     return every
+
+
+def _register(metric: Metric) -> None:
+    """Let the column of a user's metric have a direction; refuse a second direction for the same name."""
+    known = _own.get(metric.name, metric)
+    if known.larger_is_better != metric.larger_is_better:
+        raise BadInput(
+            f"this process knows a metric '{metric.name}' with the other direction ({known!r}): give one of them "
+            "another name, or start Python again"
+        )
+    if metric.name not in METRICS:
+        _own[metric.name] = metric
 
 
 # --- descriptions in a run's folder -----------------------------------------------------------------------------------
@@ -376,9 +389,9 @@ def read_primary(config: Mapping[str, Any]) -> str | None:
     for one in described if isinstance(described, list) else []:
         if isinstance(one, Mapping) and isinstance(one.get("name"), str):
             names.append(one["name"])
-            if one["name"] not in METRICS and one["name"] not in _own:
+            if one["name"] not in METRICS:
                 larger, percent = (one.get(key) is True for key in ("larger_is_better", "percent"))
-                _own[one["name"]] = Metric(one["name"], lambda *_: float("nan"), larger, percent)  # never computed
+                _register(Metric(one["name"], lambda *_: float("nan"), larger, percent))  # never computed
     return names[0] if names else None
 
 
@@ -416,6 +429,11 @@ def smaller_is_better(column: str) -> bool:
     metric = of_column(column)
     if metric is not None and (metric.name == column or not column.endswith("_std")):
         return not metric.larger_is_better
+    return _is_cost(column)
+
+
+def _is_cost(column: str) -> bool:
+    """Return whether a column's name tells that it improves as it falls."""
     return column.endswith(("loss", "error", "seconds", "_std")) or column in SMALLER_IS_BETTER or "bytes" in column
 
 

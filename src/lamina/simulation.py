@@ -56,7 +56,8 @@ class Simulation(Training):
             result's `.logits` or ["logits"], or the first element of a tuple.
         train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor (or
             array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
-            ``model(**x)``. Or training and test data: the result of `lamina.data.load`, or the name of a data set.
+            ``model(**x)``. Or training and test data: the result of `lamina.data.load` or `Dataset.holdout`, or the
+            name of a data set.
         algorithm: an algorithm, or the name of one (its defaults).
         test: data to evaluate on; without it, metrics and loss are not reported.
         metrics: what to report besides the loss, by names, functions of (outputs, targets) or `lamina.Metric` objects;
@@ -190,6 +191,7 @@ class Simulation(Training):
                     "local_test": local_test,
                 },
             )
+            self._recorder.restore(self)
 
     def run(
         self, rounds: int, on_round: Callable[[Row], None] | None = None, *, progress: bool | None = None

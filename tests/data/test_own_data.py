@@ -161,6 +161,11 @@ def test_a_pandas_table_gives_features_targets_and_columns_to_split_by():
     run = lamina.Simulation(nn.Linear(2, 1), data, "fedavg", partition=lamina.data.ByColumn("town"), loss="mae",
                             device="cpu")  # fmt: skip
     assert run.plan.clients.count == 2
+    split = lamina.Simulation(nn.Linear(2, 1), as_dataset(table, y="price", columns="town").holdout(0.25), "fedavg",
+                              partition=lamina.data.ByColumn("town"), loss="mae", device="cpu")  # fmt: skip
+    assert (len(split.train_data), len(split.test_data)) == (3, 1)
+    with pytest.raises(lamina.BadInput, match=r"give partition=lamina\.data\.ByColumn\('town'\)"):
+        lamina.Simulation(nn.Linear(2, 1), data, "fedavg", clients="town", loss="mae")
     for options, message in (
         ({"y": "prize"}, "no column 'prize'; did you mean 'price'"),
         ({}, "name the target column"),
@@ -188,6 +193,45 @@ def test_sequences_are_padded_at_the_end_and_masked_where_the_forward_takes_a_ma
     assert list(run.train_data.x) == ["ids", "mask", "lengths"]
     assert run.train_data.x["lengths"].tolist() == [2, 1, 3]
     run.run(1)
+
+
+class Pair(nn.Module):
+    """A question and an answer, each with its own length."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 2), nn.Linear(2, 2)
+
+    def forward(self, question, answer, question_mask=None, answer_lengths=None):
+        asked = (self.table(question) * question_mask.unsqueeze(2)).sum(1)
+        return self.head(asked + self.table(answer).sum(1) / answer_lengths.unsqueeze(1))
+
+
+class SharedMask(Pair):
+    def forward(self, question, answer, mask=None):
+        return super().forward(question, answer, mask, mask.sum(1))
+
+
+QUESTIONS, ANSWERS = [[1, 2], [3], [4, 5, 6]], [[1], [2, 3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize("x", [{"question": QUESTIONS, "answer": ANSWERS}, (QUESTIONS, ANSWERS)], ids=["dict", "tuple"])
+def test_two_padded_inputs_have_a_mask_each(x):
+    data = lamina.Dataset(x, [0, 1, 0])
+    for given, rows in ((data, [0, 1, 2]), (data.subset([1, 2]), [1, 2])):
+        run = lamina.Simulation(Pair(), given, "fedavg", clients=1, device="cpu")
+        assert run.train_data.x["question_mask"].sum(1).tolist() == [len(QUESTIONS[i]) for i in rows]
+        assert run.train_data.x["answer_lengths"].tolist() == [len(ANSWERS[i]) for i in rows]
+    with pytest.raises(lamina.BadInput, match="lists of question and answer differ in length"):
+        lamina.Simulation(SharedMask(), data, "fedavg", clients=1)
+
+
+def test_padded_inputs_of_the_same_lengths_share_a_mask():
+    x = {"question": QUESTIONS, "answer": QUESTIONS}
+    shared = lamina.Simulation(SharedMask(), (x, [0, 1, 0]), "fedavg", clients=1, device="cpu")
+    assert shared.train_data.x["mask"].sum(1).tolist() == [2, 1, 3]
+    each = lamina.Simulation(Pair(), (x, [0, 1, 0]), "fedavg", clients=1, device="cpu")
+    assert each.train_data.x["answer_lengths"].tolist() == [2, 1, 3]
 
 
 def test_another_ignored_value_is_stored_as_minus_one_hundred():

@@ -31,6 +31,20 @@ class Recurrent(nn.Module):
         return self.head(outputs.mean(1)) + memory.sum((0, 2)).unsqueeze(1) * 0.1
 
 
+class Cells(nn.Module):
+    """A cell that the model itself calls at every time step."""
+
+    def __init__(self, cell, **options):
+        super().__init__()
+        self.words, self.cell, self.head = nn.Embedding(11, 4), cell(4, 5, **options), nn.Linear(5, 3)
+
+    def forward(self, tokens):
+        state = None
+        for word in self.words(tokens).unbind(1):
+            state = self.cell(word, state)
+        return self.head(state[0] + state[1] if isinstance(state, tuple) else state)
+
+
 class Scaled(nn.Module):
     """A layer with parameters of its own, which it uses by broadcasting; a second input is meant for all samples."""
 
@@ -84,6 +98,10 @@ WORDS = {
     "GRU from a state": lambda: Recurrent(nn.GRU, 5, start=True),
     "RNN": lambda: Recurrent(nn.RNN, 5, num_layers=2, batch_first=True),
     "RNN with ReLU": lambda: Recurrent(nn.RNN, 5, nonlinearity="relu", batch_first=True),
+    "LSTMCell": lambda: Cells(nn.LSTMCell),
+    "LSTMCell without a bias": lambda: Cells(nn.LSTMCell, bias=False),
+    "GRUCell": lambda: Cells(nn.GRUCell),
+    "RNNCell": lambda: Cells(nn.RNNCell),
     "positions": Places,
 }
 TENSORS = {

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -229,6 +230,13 @@ def test_the_digest_of_attributes_depends_on_no_address_and_no_order_of_a_set():
 
     assert list({0, 8}) != list({8, 0})  # as sets of strings are in other processes
     assert digest([0, 8]) == digest([8, 0]) != digest([0, 16])
+
+
+def test_the_digest_of_attributes_does_not_depend_on_a_hash_of_transformers():
+    def digest(**attributes):  # of a GenerationConfig, which every model of transformers that generates text has
+        return attributes_digest(Scaled(config=SimpleNamespace(length=5, **attributes)))
+
+    assert digest(_original_object_hash=1) == digest(_original_object_hash=2) != digest(length_penalty=2)
 
 
 def test_the_checkpoints_of_another_simulation_are_not_replaced(saved, tmp_path):

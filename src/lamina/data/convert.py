@@ -19,10 +19,13 @@ TARGET_NAMES = ("label", "labels", "fine_label", "target", "targets", "y", "clas
 
 
 class Padded(NamedTuple):
-    """Tensors of one length per sample, and where they hold values of the sample [n, length]; None: everywhere."""
+    """Tensors of one length per sample, and where they hold values of the sample [n, length]; None: everywhere.
+
+    Of several inputs, the mask is a dict of the padded ones' masks, by the input's name or its place in a tuple.
+    """
 
     values: Any
-    mask: Tensor | None
+    mask: Any
 
 
 def convert_inputs(name: str, x: Any, count: int) -> Padded:
@@ -38,10 +41,10 @@ def convert_inputs(name: str, x: Any, count: int) -> Padded:
         if not x or not all(isinstance(key, str) for key in x):
             raise BadInput(f"{name}: x is a dict: give every input under the name that the model's forward has for it")
         parts = {key: convert(name, f"x[{key!r}]", values) for key, values in x.items()}
-        return Padded({key: part.values for key, part in parts.items()}, _common_mask(list(parts.values())))
+        return Padded({key: part.values for key, part in parts.items()}, _masks(parts))
     if isinstance(x, tuple) and _are_inputs(x, count):
         several = [convert(name, f"x[{i}]", values) for i, values in enumerate(x)]
-        return Padded(tuple(part.values for part in several), _common_mask(several))
+        return Padded(tuple(part.values for part in several), _masks(dict(enumerate(several))))
     return convert(name, "x", x)
 
 
@@ -133,7 +136,7 @@ def read_frame(
     """Return the features (float32), the targets and the other columns of a pandas table."""
     names = list(frame.columns)
     if y is None:
-        raise BadInput(f"{name}: name the target column with y=… (columns: {listed(names)})")
+        raise BadInput(f"{name}: name the target column, as_dataset(table, y=…) (columns: {listed(names)})")
     wanted = [x] if isinstance(x, str) else list(x or ())
     for column in (*wanted, y, *columns):
         if column not in names:
@@ -154,7 +157,7 @@ def _numbers_of(name: str, what: str, frame: Any) -> NDArray[Any]:
         if getattr(frame[column].dtype, "kind", "O") not in "biuf":
             raise BadInput(
                 f"{name}: column '{column}' of {what} holds no numbers; encode it, for example with "
-                f"pandas.get_dummies(table, columns=['{column}'])"
+                f"pandas.get_dummies(table, columns=['{column}']), or leave it out of x"
             )
     array = frame.to_numpy()
     return array if array.dtype.kind != "O" else np.asarray(array, np.float64)
@@ -167,11 +170,8 @@ def _are_inputs(x: tuple[Any, ...], count: int) -> bool:
     return len(x) != count or all(getattr(part, "ndim", 1) > 0 and len(part) == count for part in x)
 
 
-def _common_mask(parts: Sequence[Padded]) -> Tensor | None:
-    """Return the mask of all padded inputs; None if there are none, or if they have different lengths."""
-    masks = [part.mask for part in parts if part.mask is not None]
-    same = all(mask.shape == masks[0].shape and torch.equal(mask, masks[0]) for mask in masks)
-    return masks[0] if masks and same else None
+def _masks(parts: Mapping[Any, Padded]) -> dict[Any, Tensor] | None:
+    return {key: part.mask for key, part in parts.items() if part.mask is not None} or None
 
 
 def _is_sequence(value: Any) -> bool:

@@ -54,9 +54,10 @@ class Dataset:
     """The names of the classes, by number; the sorted text labels unless given."""
     ignore_index: int = IGNORED
     """The integer target that does not count in maps; stored as -100."""
-    mask: Tensor | None = None
+    mask: Any = None
     """[n, length] bool, true where a padded sequence holds values; a forward pass with a parameter `attention_mask`,
-    `mask` or `lengths` that the inputs do not name receives it."""
+    `mask` or `lengths` that the inputs do not name receives it. Of several inputs, a dict of masks by the input's name
+    or place: `<input>_mask` and so on receive each, `mask` only one that is the same for all."""
 
     def __post_init__(self) -> None:
         y, names = convert.convert_targets(self.name, self.y, self.class_names)
@@ -189,11 +190,11 @@ class Dataset:
             self,
             x=map_batch(lambda values: values[rows.to(values.device)], self.x),
             y=self.y[rows.to(self.y.device)],
-            mask=None if self.mask is None else self.mask[rows.to(self.mask.device)],
+            mask=None if self.mask is None else map_batch(lambda mask: mask[rows.to(mask.device)], self.mask),
             columns={column: values[chosen] for column, values in self.columns.items()},
         )
 
-    def holdout(self, fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+    def holdout(self, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
         """Split off a random fraction: return the rest and the held-out samples, both in the original order."""
         held = round(fraction * len(self)) if 0 < fraction < 1 else 0
         if not 0 < held < len(self):
@@ -208,7 +209,7 @@ class Dataset:
         """Return the same data on another device (the columns stay on the host)."""
         x, y = map_batch(lambda values: values.to(device), self.x), self.y.to(device)
         is_here = y is self.y and all(a is b for a, b in zip(tensors(x), tensors(self.x), strict=True))
-        mask = None if self.mask is None else self.mask.to(device)
+        mask = None if self.mask is None else map_batch(lambda mask: mask.to(device), self.mask)
         return self if is_here else dataclasses.replace(self, x=x, y=y, mask=mask)
 
 
@@ -224,7 +225,7 @@ def as_dataset(
     *,
     x: str | Sequence[str] | None = None,
     y: str | None = None,
-    columns: Sequence[str] = (),
+    columns: str | Sequence[str] = (),
     class_names: Sequence[str] | None = None,
     classes: int | None = None,
     mean: tuple[float, ...] | None = None,
@@ -257,7 +258,9 @@ def as_dataset(
         inputs, targets, others, known_classes = hub.arrays(data, x if isinstance(x, str) else None, y)
         classes = known_classes if classes is None else classes
     elif convert.is_frame(data):
-        inputs, targets, others = convert.read_frame(name, data, x, y, columns)
+        inputs, targets, others = convert.read_frame(
+            name, data, x, y, [columns] if isinstance(columns, str) else columns
+        )
     elif isinstance(data, torch.utils.data.TensorDataset) and len(data.tensors) > 1:
         *several, targets = data.tensors
         inputs = several[0] if len(several) == 1 else tuple(several)

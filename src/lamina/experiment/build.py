@@ -20,6 +20,7 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, nearest
 from lamina.experiment.config import Experiment, Named
+from lamina.experiment.objects import describe_code
 from lamina.inputs import as_algorithm, create_model
 from lamina.metrics import Metric, description, find_all
 from lamina.named import field_values
@@ -225,6 +226,7 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     config["run"]["ranks"] = Ranks.current().world
     if experiment.algorithm.name not in algorithms.registry():  # a report does not run the user's code to learn it
         config["title"] = simulation.algorithm.card.title
+    describe_code(config, simulation)
     experiment.objects.describe(config, simulation)
     if experiment.objects.data is None and experiment.data.name not in sources.SOURCES:
         # files of the user's own may change between two runs

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from lamina.algorithms.contract import Algorithm
 from lamina.contents import function_digest
 from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
 from lamina.inputs import create_model
-from lamina.metrics import Metric, description
+from lamina.losses import as_loss
+from lamina.metrics import METRICS, Metric, description
 from lamina.models.registry import Factory
 from lamina.protocol import function_name
 from lamina.storage.identity import content_digest, dataset_digest, structure_digest
@@ -55,14 +57,10 @@ class Objects:
             config["model"]["content"] = self._model_digests[key]
         if self.partition is not None:
             config["data"]["partition"]["content"] = function_digest(self.partition)[:16]
-        if self.metrics is not None:
-            functions = [function for metric in self.metrics for function in (metric.function, metric.keep)]
-            facts = [[function_digest(function), code_facts(function)] for function in functions]
-            config["train"]["metrics_content"] = _digest([description(self.metrics), facts])
         for key, value in self.settings.items():
             if key not in ("schedule", "aggregation"):  # which have a section of their own
                 config["train"][key] = function_name(value)
-                config["train"][f"{key}_content"] = _digest([function_digest(value), code_facts(value)])
+                config["train"][f"{key}_content"] = code_digest(value)
 
     def _data_digest(self, column: str | None) -> str:
         """Return a digest of the given data, before any are held out, and of the column that names the clients."""
@@ -85,13 +83,49 @@ class Objects:
         return _digest(facts)
 
 
+def describe_code(config: dict[str, Any], simulation: Training) -> None:
+    """Add digests of the user's code: of names ("module:name"), algorithms and metrics. They do not depend on the seed.
+
+    A change of lamina's own code makes no other run.
+    """
+    if ":" in config["train"]["loss"]:
+        config["loss_digest"] = code_digest(as_loss(config["train"]["loss"]))
+    if ":" in config["model"]["name"]:
+        shapes = {name: list(shape) for name, shape in simulation.objective.layers.shapes.items()}
+        config["model_digest"] = _digest([simulation.objective.attributes, shapes])
+    classes = [cls for cls in type(simulation.algorithm).__mro__ if issubclass(cls, Algorithm) and _is_users(cls)]
+    if classes:
+        own = [item for cls in classes for item in sorted(vars(cls).items()) if not item[0].startswith("__")]
+        config["algorithm_digest"] = _digest([[n, code_digest(f)] for n, f in own if isinstance(f, types.FunctionType)])
+    metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
+    if metrics:
+        functions = (function for metric in metrics for function in (metric.function, metric.keep))
+        users = [code_digest(function) for function in functions if _is_users(function)]
+        config["metrics_digest"] = _digest([description(metrics), users])
+
+
+def _is_users(value: Any) -> bool:
+    """Return whether a function or class is not lamina's own."""
+    return str(getattr(value, "__module__", "")).partition(".")[0] != "lamina"
+
+
+def code_digest(function: Any) -> str:
+    """Return a digest of what a function or callable does and of the values that it holds."""
+    return _digest([function_digest(function), code_facts(function)])
+
+
 def code_facts(function: Any) -> list[Any]:
     """Return what a Python function or its code does, as JSON can hold it; empty for other callables."""
     code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
     if code is None:
         return []
-    constants = [code_facts(value) if isinstance(value, types.CodeType) else repr(value) for value in code.co_consts]
-    return [code.co_code.hex(), list(code.co_names), constants]
+    return [code.co_code.hex(), list(code.co_names), [_constant_facts(value) for value in code.co_consts]]
+
+
+def _constant_facts(value: Any) -> Any:
+    if isinstance(value, frozenset):  # its order differs between processes
+        return sorted(map(repr, value))
+    return code_facts(value) if isinstance(value, types.CodeType) else repr(value)
 
 
 def _digest(facts: Any) -> str:

@@ -13,19 +13,20 @@ import torch
 from torch import nn
 
 from lamina import aggregation, algorithms
-from lamina.clients import Clients
+from lamina.clients import Clients, refuse_odd_clients
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.own import FORMATS
 from lamina.data.partitions import PARTITIONS, Reallocate
+from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.build import resolved
 from lamina.experiment.config import Data, Experiment, Run, Train, parse
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.objects import Objects
-from lamina.experiment.records import read_metrics
-from lamina.experiment.run import open_folder, restore, resume, train
+from lamina.experiment.records import read_metrics, read_record
+from lamina.experiment.run import RankFolder, open_folder, restore, resume, train
 from lamina.experiment.settings import shown
 from lamina.history import Row
 from lamina.inputs import as_splits
@@ -63,6 +64,7 @@ def describe(
         settings: keys of the `[train]`, `[data]` and `[run]` sections; those of `[train]` may be objects.
         sections: further sections, as tables.
     """
+    refuse_odd_clients(clients)
     tree: dict[str, Table] = {"train": {"participation": 1.0}, "data": {}, "run": {}, **sections}
     objects: dict[str, Any] = {}
     tree["model"] = _model(model, objects)
@@ -235,25 +237,44 @@ class Recorder:
             last = max(last, len(read_metrics(metrics).history))
         if last == 0:
             return
-        rounds = self._experiment.train.model_copy(update={"rounds": last})
-        experiment = self._experiment.model_copy(update={"train": rounds})
+        with self._opened(simulation, last) as (folder, experiment):
+            if isinstance(folder, RunFolder) and folder.complete:
+                restore([simulation], [folder])
+                simulation.history = folder.history
+                return
+            if folder.diverged is None:
+                simulation.state, _ = simulation.start()  # a round that is not in the folder is trained again
+                resume([simulation], [folder])
+                self._overwrite = False  # the next call continues this run
+                train([simulation], [folder], experiment, on_round=lambda _, row: on_round(row))
+        if folder.diverged is not None:
+            raise folder.diverged
+
+    def restore(self, simulation: Training) -> None:
+        """Load the rounds that the folder holds of this run, and change nothing in it; `run` refuses another run's."""
+        is_new = self._overwrite or not (self.folder / "metrics.jsonl").exists()
+        if is_new or Ranks.current().world > 1:  # several processes read it together, in `run`
+            return
+        with contextlib.suppress(BadInput):
+            rounds = int(read_record(self.folder).config["train"]["rounds"])
+            with self._opened(simulation, rounds) as (folder, _):
+                assert isinstance(folder, RunFolder)
+                if folder.diverged is None:
+                    restore([simulation], [folder])
+                simulation.history = folder.history if folder.ended else folder.history[: simulation.state.round]
+
+    @contextlib.contextmanager
+    def _opened(self, simulation: Training, rounds: int) -> Iterator[tuple[RunFolder | RankFolder, Experiment]]:
+        """Open the folder for a run of so many rounds; return it with the experiment."""
+        section = self._experiment.train.model_copy(update={"rounds": rounds})
+        experiment = self._experiment.model_copy(update={"train": section})
         with LogLines() as lines, kept_threads():
             config = resolved(experiment, simulation)
             folder = open_folder(self.folder, config, overwrite=self._overwrite, lines=lines)
             try:
-                if isinstance(folder, RunFolder) and folder.complete:
-                    restore([simulation], [folder])
-                    simulation.history = folder.history
-                    return
-                if folder.diverged is None:
-                    simulation.state, _ = simulation.start()  # a round that is not in the folder is trained again
-                    resume([simulation], [folder])
-                    self._overwrite = False  # the next call continues this run
-                    train([simulation], [folder], experiment, on_round=lambda _, row: on_round(row))
+                yield folder, experiment
             finally:
                 folder.close()
-        if folder.diverged is not None:
-            raise folder.diverged
 
 
 @contextlib.contextmanager

@@ -26,8 +26,13 @@ FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
 NO_PART_OF_IDENTITY = {
     "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
+    "train.metrics_content",  # of earlier versions: a digest that covers lamina's own code, too
 }  # fmt: skip
-KEYS_IN_WORDS = {"data_digest": "the contents of the data (data_digest)"}
+LATER_DIGESTS = ("loss_digest", "model_digest", "algorithm_digest", "metrics_digest")  # a folder from before has none
+KEYS_IN_WORDS = {key: f"the code of the {key.removesuffix('_digest')} ({key})" for key in LATER_DIGESTS} | {
+    "data_digest": "the contents of the data (data_digest)",
+    "loss_digest": "the code or the weights of the loss (loss_digest)",
+}
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
@@ -204,6 +209,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         for key in {**a, **b}
         if a.get(key) != b.get(key)
         and key not in NO_PART_OF_IDENTITY
+        and not (key in LATER_DIGESTS and key not in a)
         and not key.startswith("compare.")
         # another algorithm has other options: its name says enough
         and (key.endswith(".name") or not key.startswith(tuple(renamed)))

@@ -79,7 +79,7 @@ def identity(run: Record, ignored: set[str]) -> Flat:
 
     def matters(key: str) -> bool:
         where = key.startswith(("run.", "compare.")) and key != "run.precision"
-        return not where and key != "data.dir" and key not in ignored
+        return not where and key not in ("data.dir", "train.metrics_content") and key not in ignored
 
     flat = {key: value for key, value in flatten(sections(run)).items() if matters(key)}
     if "data_digest" in run.config and not run.on_validation_data:  # other seeds hold out other samples

@@ -87,12 +87,12 @@ class ComparisonResult(Result):
         """Return cost to target, best and last score of every algorithm: text in a terminal, HTML in a notebook."""
         return tables.algorithms_table(self._trials.entries, self._trials.target)
 
-    def plot(self) -> Figure:
-        """Draw the score against rounds and megabytes sent, with the spread over seeds; save it with `savefig`."""
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw the score against rounds and megabytes sent, with the spread over seeds; with a path, save it there."""
         data = self._trials.experiment.data
         dealt = describe_partition(data.partition.name, **data.partition.options())
         title = f"{data.name}, {dealt}, {plural(self._trials.clients, 'client')}"
-        return comparison_figure(self._trials.entries, title)
+        return _saved(comparison_figure(self._trials.entries, title), path)
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for every round of every run."""
@@ -118,17 +118,27 @@ class TuningResult(Result):
         """Return values and scores of every trial: text in a terminal, HTML in a notebook."""
         return tables.trials_table(self._trials)
 
-    def plot(self) -> Figure:
-        """Draw the score against the learning rate, or the curves of all trials if no rates were tried."""
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw the score against the learning rate, or the curves of all trials; with a path, save it there."""
         responses = tuning_responses(self._trials)
         if responses:
-            return rates_figure(responses)
+            return _saved(rates_figure(responses), path)
         curves = group(find_records(self._trials.runs))
-        return curve_figure(curves, metrics_of(curves)[0], "round")
+        return _saved(curve_figure(curves, metrics_of(curves)[0], "round"), path)
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for every trial."""
         return data_frame(self._trials.rows(), "tuning.to_pandas()")
+
+
+def _saved(figure: Figure, path: str | Path | None) -> Figure:
+    """Write a figure to a file, if a path is given; its ending says the format."""
+    if path is not None:
+        try:
+            figure.savefig(path)
+        except (OSError, ValueError) as error:  # ValueError: an unknown format, or a path with a NUL
+            raise BadInput(f"cannot save the figure as {str(path)!r}: {' '.join(str(error).split())}") from error
+    return figure
 
 
 def compare(

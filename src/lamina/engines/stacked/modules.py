@@ -32,7 +32,7 @@ from lamina.engines.stacked.convolution import (
 from lamina.engines.stacked.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
 from lamina.engines.stacked.folding import CannotStack, at_least_float32, linear, per_client, unfold_clients
 from lamina.engines.stacked.per_module import per_module
-from lamina.engines.stacked.recurrent import StackedGRU, StackedLSTM, StackedRNN
+from lamina.engines.stacked.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
 from lamina.errors import BadInput
 from lamina.objective import ONE_SAMPLE
 
@@ -350,6 +350,8 @@ def _suit_vmap(module: nn.Module) -> None:
     for layer in module.modules():
         if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
             layer.__class__ = VmapEmbedding
+        elif type(layer) is nn.LSTMCell:
+            layer.__class__ = VmapLSTMCell
         elif isinstance(layer, nn.EmbeddingBag):
             layer.sparse = False  # the gradient is the same, and vmap has no sparse ones
 

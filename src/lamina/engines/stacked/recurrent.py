@@ -103,14 +103,30 @@ class StackedLSTM(_StackedRecurrent, nn.LSTM):
 
     def step(self, inputs: Tensor, hidden: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See the base class."""
-        enter, forget, cell, leave = (inputs + hidden).chunk(4, -1)
-        memory = torch.sigmoid(forget) * state[1] + torch.sigmoid(enter) * torch.tanh(cell)
-        return torch.sigmoid(leave) * torch.tanh(memory), memory
+        return _lstm_step(inputs + hidden, state[1])
 
     def zeros(self, x: Tensor, projection: Tensor | None) -> tuple[Tensor, ...]:
         """See the base class."""
         size = self.hidden_size if projection is None else self.proj_size
         return x.new_zeros(*x.shape[:2], size), x.new_zeros(*x.shape[:2], self.hidden_size)
+
+
+class VmapLSTMCell(nn.LSTMCell):
+    """An LSTMCell with its arithmetic written out: `torch.func.vmap` has no rule for torch's own kernel."""
+
+    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """[B, in] and the state -> the next state, two tensors [B, hidden]."""
+        zeros = input.new_zeros(*input.shape[:-1], self.hidden_size)
+        hidden, memory = (zeros, zeros) if hx is None else hx
+        gates = F.linear(input, self.weight_ih, self.bias_ih) + F.linear(hidden, self.weight_hh, self.bias_hh)
+        return _lstm_step(gates, memory)
+
+
+def _lstm_step(gates: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next output and memory of an LSTM."""
+    enter, forget, cell, leave = gates.chunk(4, -1)
+    memory = torch.sigmoid(forget) * memory + torch.sigmoid(enter) * torch.tanh(cell)
+    return torch.sigmoid(leave) * torch.tanh(memory), memory
 
 
 def _times(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
