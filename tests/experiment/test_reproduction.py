@@ -336,6 +336,7 @@ def test_a_preset_as_given_is_not_called_changed(name):
             device="cuda",
             engine=None,
             objective=SimpleNamespace(start=torch.zeros(1)),
+            metrics=(),
         )
         config = as_json({"lamina": "0", "format": 1, **resolved(own, simulation)})
         variants[variant] = collect.Variant(Path(variant), config, [], [], [])
