@@ -238,9 +238,10 @@ class Stacked:
         measured = numbers.tolist()
         loss, square, checked = np.array(measured[: 3 * len(chunk)]).reshape(3, len(chunk))
         is_finite = np.isfinite(checked)
-        if not is_finite.all():  # the square of a finite number may be too large
+        if not is_finite.all():  # the square of a finite number may be too large for float32
             total = torch.stack([total.to(length.device) for total in (*checks, up.delta.sum(-1))]).sum(0)
             is_finite = np.isfinite(total.double().tolist())
+            square = np.array(squares(up.delta.double()).tolist())
         for r in map(int, np.flatnonzero(~is_finite)):
             if chunk[r].member not in now.failed:
                 now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
