@@ -117,7 +117,7 @@ class StreamDropout(_Mask, nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements in training mode."""
-        if self.kernel is None or not self.training or self.sample_axis or self.p == 1:
+        if self.kernel is None or not self.training or self.sample_axis or self.p == 1 or self.inplace:
             return super().forward(input)
         return self.kernel(input, *self.next_call(input.shape), lowest_kept(self.p), 1 / (1 - self.p))
 
