@@ -82,9 +82,9 @@ def _fuse_norm(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
 
 
 def _split_users(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
-    """Give each of two users its own copy of a norm's result, so that the norm itself adds up their gradients.
+    """Return a norm's result twice, once for each of two users, so that the norm itself adds up their gradients.
 
-    The copies share their memory, so both users must be layers that do not change their inputs in place.
+    Both results share their memory, so the users must be layers that do not change their inputs in place.
     """
     users = list(norm.users)
     if len(users) != 2 or not norm.kwargs.get("relu"):

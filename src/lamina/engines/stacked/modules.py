@@ -65,7 +65,7 @@ class NormOptions(NamedTuple):
     groups: int
     eps: float
     relu: bool = False
-    twice: bool = False  # return a pair of the same images, for two users
+    twice: bool = False  # return the images twice, for two layers whose gradients the norm adds up
 
 
 class StackedGroupNorm(nn.GroupNorm):
@@ -345,7 +345,8 @@ def for_vmap(module: nn.Module) -> nn.Module:
 
 
 def _suit_vmap(module: nn.Module) -> None:
-    warnings.filterwarnings("ignore", message="There is a performance drop")  # slower than others, and still faster
+    # torch warns of operations that vmap runs in a loop; the loop engine would be slower still.
+    warnings.filterwarnings("ignore", message="There is a performance drop")
     for layer in module.modules():
         if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
             layer.__class__ = VmapEmbedding
