@@ -34,8 +34,8 @@ class FromStreams:
 
     def kept(self, shape: Sequence[int], p: float) -> Tensor:
         """Draw which elements stay, each with probability 1 - p; the first axis holds the clients' samples in turn."""
-        own, counter = self.next_call(shape)
-        streams: Tensor = rng.fork(own.reshape(-1, 1), counter)
+        of_clients, counter = self.next_call(shape)
+        streams: Tensor = rng.fork(of_clients.reshape(-1, 1), counter)
         elements = math.prod(shape) // len(streams)
         counters = torch.arange((elements + 1) // 2, device=streams.device)
         words = rng.words(streams, counters)  # two numbers from one word
@@ -48,7 +48,7 @@ class FromStreams:
         return kept & False if p == 1 else kept
 
     def next_call(self, shape: Sequence[int]) -> tuple[Tensor, int]:
-        """Return the clients' streams and the number of this call below them, for an input of the given shape."""
+        """Return the clients' streams, and the counter that forks those of this call off them (see `rng.fork`)."""
         if self.streams is None:
             raise BadInput("a dropout layer runs outside the forward pass: do without activation checkpointing")
         if (shape[0] if shape else 1) % self.streams.numel():
@@ -117,7 +117,7 @@ class StreamDropout(_Mask, nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements in training mode."""
-        if self.kernel is None or not self.training or self.sample_axis or self.p == 1:
+        if self.kernel is None or not self.training or self.sample_axis or self.p == 1 or self.inplace:
             return super().forward(input)
         return self.kernel(input, *self.next_call(input.shape), lowest_kept(self.p), 1 / (1 - self.p))
 

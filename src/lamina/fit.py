@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,8 +27,9 @@ from lamina.vocabulary import check_vocabulary
 
 log = logging.getLogger(__name__)
 
-SEVERAL = 64  # samples, whose logits do not all lie between 0 and 1 by chance
-NLL_TOLERANCE = 1e-3  # of a log-probability that rounding makes larger than 0
+PROBABILITY_SAMPLES = 64  # logits of so many samples do not all lie between 0 and 1 by chance
+NLL_TOLERANCE = 1e-3  # rounding may make a log-probability larger than 0 by so much
+INTEGER_REFUSED = re.compile(r"\bLong(Tensor)?\b|\blong (long|int)\b|int64")  # in torch's messages
 MASK_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention_mask": lambda mask: mask.long(),
     "mask": lambda mask: mask,
@@ -60,7 +62,7 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         shape, reason = map_batch(lambda values: tuple(values.shape[1:]), data.x), " ".join(str(error).split())
         if isinstance(error, KeyError):
             reason = f"it looks for {reason}, which they do not have"
-        elif tensors(data.x)[0].dtype == torch.int64 and any(kind in reason.lower() for kind in ("long", "int64")):
+        elif tensors(data.x)[0].dtype == torch.int64 and INTEGER_REFUSED.search(reason):
             reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
         raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
     check_memory(
@@ -100,9 +102,8 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
     has_accuracy = objective.correct(outputs, data.y[:2], data.classes) is not None
     if has_accuracy and axis is None and not is_binary(objective.loss) and outputs[0].numel() == 1 and name == "train":
         with torch.no_grad():
-            several = objective.outputs(
-                objective.start, objective.buffers, data.inputs(slice(SEVERAL), objective.dtype), train=False
-            )
+            inputs = data.inputs(slice(PROBABILITY_SAMPLES), objective.dtype)
+            several = objective.outputs(objective.start, objective.buffers, inputs, train=False)
         if bool(((several >= 0) & (several <= 1)).all()):
             log.warning("all outputs lie in 0..1; the accuracy needs logits, not probabilities: leave the Sigmoid out")
     return has_accuracy

@@ -72,6 +72,16 @@ def test_a_linear_model_on_a_table_of_integers_is_refused_with_what_to_do():
     assert "\n" not in str(error.value)
 
 
+def test_tokens_that_a_model_refuses_for_another_reason_need_not_be_floats():
+    class Short(nn.Embedding):
+        def forward(self, tokens):
+            raise ValueError("the sequences are longer than 4 tokens")
+
+    data = np.zeros((40, 5), dtype=np.int64), np.arange(40) % 2
+    with pytest.raises(lamina.BadInput, match=r"longer than 4 tokens$"):
+        lamina.Simulation(Short(9, 2), data, "fedavg", clients=4, device="cpu")
+
+
 @pytest.mark.parametrize("shape", [(6, 3, 5, 5), (6, 5, 5)])
 def test_images_of_bytes_are_still_intensities(shape):
     x = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)

@@ -274,3 +274,12 @@ def test_dropout_that_is_recomputed_is_refused():
     run = lamina.Simulation(Checkpointed(), data, "fedavg", clients=PARTS, device="cpu")
     with pytest.raises(lamina.BadInput, match="activation checkpointing"):
         run.run(1)
+
+
+def test_dropout_in_place_stays_in_place_where_there_is_a_kernel():
+    module, (layer,) = with_streams(nn.Dropout(0.5, inplace=True))
+    layer.kernel = lambda x, *numbers: x + 1
+    set_streams([layer], torch.tensor([1]))
+    x = torch.ones(8)
+    assert module(x) is x
+    assert set(x.tolist()) == {0.0, 2.0}

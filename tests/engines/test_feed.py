@@ -4,6 +4,7 @@ import torch
 
 import lamina
 from lamina.data import Augment
+from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import Member, RoundInProgress
 
 X, Y = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
@@ -16,7 +17,7 @@ def round_of(run, number):
     return RoundInProgress(members, run.engine.feed.rows(members))
 
 
-def test_batches_are_sent_ahead_for_the_round_that_was_planned():
+def test_batches_are_sent_ahead_for_the_round_that_was_planned(monkeypatch):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 4), torch.nn.Dropout(0.5))
     run = lamina.Simulation(
@@ -42,6 +43,12 @@ def test_batches_are_sent_ahead_for_the_round_that_was_planned():
     feed.look_ahead(first, first.rows)
     some = feed.batches(second, second.rows[:1])  # a chunk
     assert len(some.batches.samples) == 1
+
+    monkeypatch.setattr(Ranks, "owns", lambda ranks, client: False)
+    monkeypatch.setattr(Ranks, "current", lambda: Ranks(1, 2))
+    feed.look_ahead(first, first.rows)  # another process has all clients of the next round
+    assert feed.rows(second.members) == []
+    monkeypatch.undo()
 
     feed.look_ahead(first, first.rows[:1])  # a round of several chunks: nothing is sent
     assert feed.batches(second, second.rows) is not sent

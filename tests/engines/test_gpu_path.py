@@ -117,3 +117,13 @@ def test_few_rows_of_a_captured_step_are_idle():
     for rows in range(1, 2000):
         assert rows <= size_class(rows) <= 1.125 * rows
     assert len({size_class(rows) for rows in range(1, 1025)}) < 70
+
+
+def test_updates_whose_squares_overflow_are_measured_as_in_the_loop():
+    """Their consistency is finite in float64, and no client has diverged."""
+    settings = {"dtype": torch.float32, "lr": 1e22, "local_steps": 1}
+    loop, run = reference("mlp", "fedavg", 1, **settings), simulation("mlp", "fedavg", "stacked", **settings)
+    take_gpu_path(run)
+    run.run(1)
+    assert_same(run.state, loop.state, 1e-5)
+    assert run.history.column("consistency") == pytest.approx(loop.history.column("consistency"), rel=1e-5)

@@ -65,7 +65,7 @@ class Sums:
     weights: list[float] = field(default_factory=list)  # every client's weight; needed by all aggregations but the mean
     aggregation: Aggregation = MEAN
     uploads: dict[int, tuple[Any, Buffers]] = field(default_factory=dict)  # by place in the cohort; see `keep`
-    taken: tuple[ServerStep, list[float]] | None = None  # the server's step with its measured values, if taken already
+    server_step: tuple[ServerStep, list[float]] | None = None  # with its measured values, if it is taken already
 
     @property
     def keeps_uploads(self) -> bool:
@@ -127,8 +127,8 @@ def close_round(
     algorithm: Algorithm, layers: Layers, state: State, plan: Round, down: Any, sums: Sums, clients: dict[int, Any]
 ) -> tuple[State, RoundReport]:
     """Return the state after the server's step and the round's report. All engines end a round here."""
-    step = step_server(algorithm, layers, state, plan, sums) if sums.taken is None else sums.taken[0]
-    update_norm, along, finite = step.measured.tolist() if sums.taken is None else sums.taken[1]
+    step, measured = sums.server_step or (step_server(algorithm, layers, state, plan, sums), None)
+    update_norm, along, finite = step.measured.tolist() if measured is None else measured
     if not finite:
         raise diverged(layers, step.server.x, plan.number, plan.lr, client=None)
     # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2

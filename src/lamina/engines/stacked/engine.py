@@ -6,8 +6,8 @@ between members are [rows, 1]. If torchrun has started several processes ("ranks
 only. The forward pass may want the elements of vectors in another order than the usual one (its *layout*).
 
 Four parts have a state of their own: the engine runs rounds chunk by chunk, `Memory` says how many rows fit and where
-clients' state is kept, `Graphs` captures local steps on a GPU, and `BatchFeed` sends the batches. The server's half of
-a round is the reference's own (`close_round`), member by member.
+clients' state is kept, `Graphs` captures local steps on a GPU, and `BatchFeed` orders the rows and sends their batches.
+The server's half of a round is the reference's own (`close_round`), member by member.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Stacked:
     memory: Memory = field(init=False)
     graphs: Graphs | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)
-    _sent_shares: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # on the host and the device
+    _sent_shares: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # cache of `_shares`
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
@@ -179,13 +179,13 @@ class Stacked:
             n: torch.stack([members[row.member].state.buffers[n] for row in chunk]) for n in self.objective.buffers
         }
         batches, filled = self.feed.batches(now, chunk)
-        taken = (filled > 0).sum(1)  # steps of every row
+        steps = (filled > 0).sum(1)  # of every row
         needs = algorithm.needs(first.plan.number)
         info = ClientInfo(
             first.plan.number,
             per_member(chunk, {e: member.plan.lr for e, member in members.items()}, like),
             self._problem.layers,
-            steps=float(taken[0]) if (taken == taken[0]).all() else column(taken, like),
+            steps=float(steps[0]) if (steps == steps[0]).all() else column(steps, like),
             full_gradient=torch.stack([now.gradients[row] for row in chunk]) if needs.full_gradient else None,
         )
         # made before the GPU is busy: the host would wait for it otherwise
@@ -201,7 +201,7 @@ class Stacked:
         local, losses = self._take_steps(self._problem, work, lone_sample=bool((filled == 1).any()))
         sent, client = algorithm.finish(local, down, client, info)
         return Trained(
-            losses=losses / send(taken, self.objective.device),
+            losses=losses / send(steps, self.objective.device),
             sent=sent,
             up=sent if relative is None else undo_weighting(algorithm, sent, relative),
             client=on_device(self._in_usual_order(client), home),
@@ -238,9 +238,10 @@ class Stacked:
         measured = numbers.tolist()
         loss, square, checked = np.array(measured[: 3 * len(chunk)]).reshape(3, len(chunk))
         is_finite = np.isfinite(checked)
-        if not is_finite.all():  # the square of a finite number may be too large
+        if not is_finite.all():  # the square of a finite number may be too large for float32
             total = torch.stack([total.to(length.device) for total in (*checks, up.delta.sum(-1))]).sum(0)
             is_finite = np.isfinite(total.double().tolist())
+            square = np.array(squares(up.delta.double()).tolist())
         for r in map(int, np.flatnonzero(~is_finite)):
             if chunk[r].member not in now.failed:
                 now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
@@ -266,7 +267,7 @@ class Stacked:
         now.trained_rows += len(chunk)
         values = iter(measured[3 * len(chunk) :])
         for e, step in steps.items():
-            now.sums[e].taken = step, [next(values) for _ in range(len(step.measured))]
+            now.sums[e].server_step = step, [next(values) for _ in range(len(step.measured))]
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
         """Take the members' steps on the server; none if other ranks or another aggregation than the mean need more."""
@@ -324,7 +325,8 @@ class Stacked:
         for r, row in enumerate(chunk):
             if row.member in places:
                 shares[places[row.member], r] = row.weight
-        if self._sent_shares is None or not np.array_equal(self._sent_shares[0], shares):  # rarely another one
+        # Most rounds have the same shares, so those of the last call stay on the device.
+        if self._sent_shares is None or not np.array_equal(self._sent_shares[0], shares):
             self._sent_shares = shares, send(shares, self.objective.device).to(self.objective.dtype)
         return list(places), self._sent_shares[1]
 

@@ -46,8 +46,9 @@ class BatchFeed:
         plans = None if self.upcoming is None else self.upcoming()
         if plans is not None and len(chunk) == len(now.rows):
             rows = plan_rows(plans, [member.protocol for member in now.members])
-            sent = self._send([plans[row.member] for row in rows], [row.c for row in rows])
-            self._ahead = NextRound(plans, rows, sent)
+            if rows:  # another rank may have all clients of that round
+                sent = self._send([plans[row.member] for row in rows], [row.c for row in rows])
+                self._ahead = NextRound(plans, rows, sent)
 
     def rows(self, members: Sequence[Member]) -> list[Row]:
         """Return the rows of a round."""

@@ -43,9 +43,10 @@ def fuse(module: nn.Module) -> nn.Module:
         return module
     layers = dict(module.named_modules())
     for node in list(graph.nodes):
-        if node.op == "call_module" and isinstance(layers[node.target], StackedGroupNorm):
+        layer = layers[node.target] if node.op == "call_module" and node.args else None  # no args: called by keyword
+        if isinstance(layer, StackedGroupNorm):
             _fuse_norm(graph, node, layers)
-        elif node.op == "call_module" and isinstance(layers[node.target], PlainMaxPool2d):
+        elif isinstance(layer, PlainMaxPool2d):
             _fuse_pooling(graph, node, layers)
     for node in list(graph.nodes):
         if node.op == "call_module" and isinstance(layers[node.target], StackedGroupNorm):
@@ -61,8 +62,7 @@ def fuse(module: nn.Module) -> nn.Module:
 
 def _fuse_norm(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
     """Let a norm do what its only user, and that one's only user, does."""
-    layer = layers[str(norm.target)]
-    if len(norm.users) != 1 or sum(n.target == norm.target for n in graph.nodes if n.op == "call_module") != 1:
+    if len(norm.users) != 1:
         return
     last = next(iter(norm.users))
     residual: tuple[Any, ...] = ()
@@ -74,26 +74,25 @@ def _fuse_norm(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
     if not _is_relu(last, layers):
         return
     with graph.inserting_before(last):
-        fused = graph.call_module(str(norm.target), (norm.args[0], *residual))
+        fused = graph.call_module(str(norm.target), (norm.args[0], *residual), {"relu": True})
     last.replace_all_uses_with(fused)
     for node in [last, *norm.users, norm]:
         if node in graph.nodes and not node.users:
             graph.erase_node(node)
-    layer.relu = True
 
 
 def _split_users(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None:
-    """Give each of two users its own copy of a norm's result, so that the norm itself adds up their gradients.
+    """Return a norm's result twice, once for each of two users, so that the norm itself adds up their gradients.
 
-    The copies share their memory, so both users must be layers that do not change their inputs in place.
+    Both results share their memory, so the users must be layers that do not change their inputs in place.
     """
-    users, layer = list(norm.users), layers[str(norm.target)]
-    if len(users) != 2 or not layer.relu:
+    users = list(norm.users)
+    if len(users) != 2 or not norm.kwargs.get("relu"):
         return
     kinds = StackedConv2d | StackedGroupNorm
     if not all(user.op == "call_module" and isinstance(layers[str(user.target)], kinds) for user in users):
         return
-    layer.twice = True
+    norm.kwargs = {**norm.kwargs, "twice": True}
     for i, user in enumerate(users):
         with graph.inserting_after(norm):
             own = graph.call_function(operator.getitem, (norm, i))

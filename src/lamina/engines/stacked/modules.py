@@ -31,7 +31,7 @@ from lamina.engines.stacked.convolution import (
 )
 from lamina.engines.stacked.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
 from lamina.engines.stacked.folding import CannotStack, at_least_float32, linear, per_client, unfold_clients
-from lamina.engines.stacked.per_module import per_module
+from lamina.engines.stacked.per_module import PerModule, per_module
 from lamina.engines.stacked.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
 from lamina.errors import BadInput
 from lamina.objective import ONE_SAMPLE
@@ -65,20 +65,19 @@ class NormOptions(NamedTuple):
     groups: int
     eps: float
     relu: bool = False
-    twice: bool = False  # return a pair of the same images, for two users
+    twice: bool = False  # return the images twice, for two layers whose gradients the norm adds up
 
 
 class StackedGroupNorm(nn.GroupNorm):
     """GroupNorm with scale and shift per client, and, if fused, the residual sum and the ReLU that follow it."""
 
     kernel: Callable[..., Any] | None = None  # our own, where it applies: set by `use_kernels`
-    relu: bool = False  # this and the next are set by `fuse`; see `NormOptions`
-    twice: bool = False
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        """[C * B, channels, ...], the same shape out."""
-        if self.kernel is not None and input.dim() == 4:
-            options = NormOptions(self.num_groups, self.eps, self.relu, self.twice)
+    def forward(self, input: Tensor, residual: Tensor | None = None, relu: bool = False, twice: bool = False) -> Any:
+        """[C * B, channels, ...], the same shape out. `fuse` gives the other arguments; see `NormOptions`."""
+        is_broadcast = residual is not None and residual.shape != input.shape
+        if self.kernel is not None and input.dim() == 4 and not is_broadcast:
+            options = NormOptions(self.num_groups, self.eps, relu, twice)
             return self.kernel(input, self.weight, self.bias, options, residual)
         shape = (input.shape[0], self.num_groups, -1, *input.shape[2:])
         groups = input.view(shape).to(at_least_float32(input))  # a view in any memory format: no copy
@@ -90,8 +89,8 @@ class StackedGroupNorm(nn.GroupNorm):
             out = (x * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)).flatten(0, 1)
         out = out.to(input.dtype)
         out = out if residual is None else out + residual
-        out = F.relu(out) if self.relu else out
-        return (out, out) if self.twice else out
+        out = F.relu(out) if relu else out
+        return (out, out) if twice else out
 
 
 class StackedLayerNorm(nn.LayerNorm):
@@ -346,7 +345,8 @@ def for_vmap(module: nn.Module) -> nn.Module:
 
 
 def _suit_vmap(module: nn.Module) -> None:
-    warnings.filterwarnings("ignore", message="There is a performance drop")  # slower than others, and still faster
+    # torch warns of operations that vmap runs in a loop; the loop engine would be slower still.
+    warnings.filterwarnings("ignore", message="There is a performance drop")
     for layer in module.modules():
         if type(layer) is nn.Embedding and layer.max_norm is None and not layer.scale_grad_by_freq:
             layer.__class__ = VmapEmbedding
@@ -358,7 +358,10 @@ def _suit_vmap(module: nn.Module) -> None:
 
 def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
     """Let layers use our own kernels where they apply; convolutions then keep their channels last in memory."""
+    under_vmap = {layer for unit in stacked.modules() if isinstance(unit, PerModule) for layer in unit.modules()}
     for layer in stacked.modules():
+        if layer in under_vmap:  # where no Triton kernel can run
+            continue
         if isinstance(layer, StackedConv2d) and kernels_apply(layer):
             layer.kernel = functools.partial(kernels.convolve, precision=precision)
         elif isinstance(layer, StreamDropout):

@@ -168,7 +168,7 @@ def plan_rows(plans: Sequence[Round], protocols: Sequence[Protocol]) -> list[Row
     ranks = Ranks.current()
     pairs = zip(plans, protocols, strict=True)
     weights = [client_weights(plan, protocol.by_examples) for plan, protocol in pairs]
-    rows = [Row(e, c, weight) for e, own in enumerate(weights) for c, weight in enumerate(own)]
+    rows = [Row(e, c, weight) for e, of_member in enumerate(weights) for c, weight in enumerate(of_member)]
     steps = np.concatenate([plan.steps for plan in plans])
     ordered = [rows[i] for i in np.argsort(-steps, kind="stable")]
     if ranks.world == 1:

@@ -73,14 +73,14 @@ def _run(x: Tensor, streams: Tensor, counter: int, limit: int, scale: float) -> 
 
 
 def drop(x: Tensor, streams: Tensor, counter: int, limit: int, scale: float) -> Tensor:
-    """Drop elements of x [C * B, ...] by the streams below those of the clients [C], and scale the rest.
+    """Drop elements of x [C * B, ...] by random streams of the clients, and scale the rest.
 
     Args:
         x: what to drop elements of.
-        streams: every client's.
-        counter: which stream below it (see `lamina.rng.fork`).
+        streams: one per client [C].
+        counter: forks the streams of this call off them (see `lamina.rng.fork`).
         limit: the smallest random number of an element that is kept.
-        scale: of the elements that are kept.
+        scale: factor of the elements that are kept.
     """
     y: Tensor = Dropout.apply(x, streams.contiguous(), counter, limit, scale)  # type: ignore[no-untyped-call]
     return y

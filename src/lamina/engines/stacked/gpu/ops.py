@@ -77,7 +77,7 @@ class _Convolution(torch.autograd.Function):
         stride, padding, precision = ctx.settings
         g, size = _channels_last(gradients[0]), _pair(x.shape[2:])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        clients, window, on_hopper = len(rounded), _pair(rounded.shape[3:]), _suits_hopper(g, rounded, stride)
+        clients, size_of_kernel, on_hopper = len(rounded), _pair(rounded.shape[3:]), _suits_hopper(g, rounded, stride)
         dx = None
         if needs_x and on_hopper:
             dx = hopper.input_gradient(g, rounded, size, padding)
@@ -87,10 +87,10 @@ class _Convolution(torch.autograd.Function):
         def compute() -> list[Tensor]:
             """Return the gradients of the weights and of the bias, if there is one."""
             if not on_hopper:
-                moved = kernels.Window(window, stride, padding)
-                dw, db = kernels.weight_gradient(g, x, clients, moved, precision, bool(needs_bias), ctx.dtype)
+                window = kernels.Window(size_of_kernel, stride, padding)
+                dw, db = kernels.weight_gradient(g, x, clients, window, precision, bool(needs_bias), ctx.dtype)
                 return [dw] if db is None else [dw, db.to(ctx.bias_dtype)]
-            dw = hopper.weight_gradient(g, x, clients, window, padding, dtype=ctx.dtype)
+            dw = hopper.weight_gradient(g, x, clients, size_of_kernel, padding, dtype=ctx.dtype)
             if not needs_bias:
                 return [dw]
             db = sum_rows(g.permute(0, 2, 3, 1).reshape(clients, -1, g.shape[1]))
