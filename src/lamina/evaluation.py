@@ -155,9 +155,9 @@ def reserved_samples(reserved: Reserved, data: Dataset, device: torch.device) ->
     groups = [("client_", "_mean", reserved.local_tests, False), ("heldout_", "", reserved.heldout, True)]
     for prefix, suffix, parts, pooled in groups:
         if len(parts):
-            own = data.subset(parts.samples).to(device)  # only their samples, in their order
+            theirs = data.subset(parts.samples).to(device)  # only their samples, in their order
             renumbered = Parts(np.arange(len(parts.samples)), parts.bounds)
-            samples.append(ClientSamples(prefix, suffix, own, renumbered, pooled))
+            samples.append(ClientSamples(prefix, suffix, theirs, renumbered, pooled))
     return samples
 
 

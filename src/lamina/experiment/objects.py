@@ -95,8 +95,9 @@ def describe_code(config: dict[str, Any], simulation: Training) -> None:
         config["model_digest"] = _digest([simulation.objective.attributes, shapes])
     classes = [cls for cls in type(simulation.algorithm).__mro__ if issubclass(cls, Algorithm) and _is_users(cls)]
     if classes:
-        own = [item for cls in classes for item in sorted(vars(cls).items()) if not item[0].startswith("__")]
-        config["algorithm_digest"] = _digest([[n, code_digest(f)] for n, f in own if isinstance(f, types.FunctionType)])
+        members = [item for cls in classes for item in sorted(vars(cls).items()) if not item[0].startswith("__")]
+        methods = [[name, code_digest(f)] for name, f in members if isinstance(f, types.FunctionType)]
+        config["algorithm_digest"] = _digest(methods)
     metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
     if metrics:
         functions = (function for metric in metrics for function in (metric.function, metric.keep))

@@ -170,7 +170,7 @@ def take_replies_only(grid: Grid) -> None:
     """Have a Grid leave out everything but replies to the messages it is asked for, before it reads their contents.
 
     A node can also send the server a message that is no reply. Flower hands it out together with the next reply that is
-    pulled, whoever's that is, and waits for its parts as well. This reaches into Flower's `HttpGrid` (1.41), which has
+    pulled, from whatever node, and waits for its parts as well. This reaches into Flower's `HttpGrid` (1.41), which has
     no setting for it; other Grids are left alone.
     """
     client = getattr(grid, "_runtime_client", None)

@@ -95,8 +95,8 @@ def _split_users(graph: fx.Graph, norm: fx.Node, layers: dict[str, Any]) -> None
     norm.kwargs = {**norm.kwargs, "twice": True}
     for i, user in enumerate(users):
         with graph.inserting_after(norm):
-            own = graph.call_function(operator.getitem, (norm, i))
-        user.replace_input_with(norm, own)
+            result = graph.call_function(operator.getitem, (norm, i))
+        user.replace_input_with(norm, result)
 
 
 def _fuse_pooling(graph: fx.Graph, pool: fx.Node, layers: dict[str, Any]) -> None:
