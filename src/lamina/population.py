@@ -92,12 +92,11 @@ class Population:
             with ThreadPoolExecutor(len(leaders)) as pool:  # numpy sorts without Python's lock
                 planned = dict(zip(leaders, pool.map(Training.plan_ahead, leaders.values()), strict=True))
             upcoming = [planned[self._same_rounds[i]] for i in active]
-            return None if None in upcoming else [plan for plan in upcoming if plan is not None]
+            return None if None in upcoming else [plan for plans in upcoming if plans is not None for plan in plans]
 
-        engine.feed.upcoming = plan_ahead
         first = self.simulations[0]
         with arithmetic(first.precision, first.deterministic):
-            outcomes = engine.run_members(members)
+            outcomes = engine.run_members(members, plan_ahead)
         seconds = (time.perf_counter() - started) / len(active)
         finished: list[tuple[int, Member, RoundReport]] = []
         for i, member, outcome in zip(active, members, outcomes, strict=True):

@@ -26,6 +26,7 @@ from lamina.data.dataset import Dataset
 from lamina.devices import check_model_fits, usable_precision
 from lamina.diagnostics import Diagnostics
 from lamina.engines.choice import Engine, choose_engine
+from lamina.engines.stacked.convolution import prepare_kernels
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import Precision, arithmetic
 from lamina.engines.state import RoundReport, State
@@ -87,6 +88,8 @@ class Training:
     ) -> None:
         # what trains, by which settings, where
         self.algorithm, self.protocol, self.device = algorithm, protocol, device
+        self.precision, self.deterministic = usable_precision(precision, device), deterministic
+        prepare_kernels(device, self.precision)  # in a thread, while this one builds the run
         module = as_model(model, train, protocol.seed)
         check_model_fits(module, device)
         self.objective = Objective(module.to(device), protocol.loss)
@@ -106,7 +109,6 @@ class Training:
         self.plan = Plan(self.reserved.training, protocol)  # makes a `Round`, called the plan of the round, for each
 
         # the evaluation and the engine; a similar run lends the engine it has chosen, compiled and measured
-        self.precision, self.deterministic = usable_precision(precision, device), deterministic
         if deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         lender = engine if isinstance(engine, Training) else None
@@ -151,11 +153,12 @@ class Training:
         """Train one round and return its metrics; evaluate if this round is due, or if `evaluate` is set."""
         started = time.perf_counter()
         plan = self.next_plan()
-        if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
-            self.engine.feed.upcoming = lambda: [ahead] if (ahead := self.plan_ahead()) else None
         before = self.state
         with arithmetic(self.precision, self.deterministic):  # torch's process-wide switches, for this block
-            self.state, report = self.engine.run_round(self.state, plan)
+            if isinstance(self.engine, Stacked):  # it sends the next round's batches while a GPU works on this one
+                self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead)
+            else:
+                self.state, report = self.engine.run_round(self.state, plan)
         seconds = time.perf_counter() - started
         (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
         return self.record(before, plan, report, seconds, metrics)
@@ -169,12 +172,12 @@ class Training:
         self.objective.refuse_rate(planned.lr)
         return planned
 
-    def plan_ahead(self) -> Round | None:
+    def plan_ahead(self) -> list[Round] | None:
         """Return the plan of the round after the one that is running; None if there cannot be such a round."""
         if self._planned is None:
             with contextlib.suppress(BadInput):  # raised again if that round is reached
                 self._planned = self.plan.round(self.state.round + 2)
-        return self._planned
+        return None if self._planned is None else [self._planned]
 
     def record(
         self, before: State, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]

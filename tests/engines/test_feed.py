@@ -27,7 +27,7 @@ def test_batches_are_sent_ahead_for_the_round_that_was_planned(monkeypatch):
     expected = feed.batches(second, second.rows)
     assert [row.c for row in second.rows] == [2, 1, 0]  # most steps first
 
-    feed.upcoming = lambda: [second.members[0].plan]
+    first.ahead = lambda: [second.members[0].plan]
     feed.look_ahead(first, first.rows)
     assert feed.rows(first.members) == first.rows  # not the round that was planned
     rows = feed.rows(second.members)

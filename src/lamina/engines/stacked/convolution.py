@@ -7,8 +7,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +94,29 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> Any:
     if importlib.util.find_spec("triton") is None or torch.cuda.get_device_capability(device)[0] < 8:
         return None
     return importlib.import_module("lamina.engines.stacked.gpu.ops")
+
+
+_preparing: dict[torch.device, threading.Thread] = {}
+
+
+def prepare_kernels(device: torch.device, precision: str) -> None:
+    """Start to check, in a thread, the kernels of a run in bf16: that imports Triton and compiles some of them."""
+
+    def prepare() -> None:
+        with contextlib.suppress(Exception):  # raised again when the run needs the kernels
+            kernels = kernels_for(device, torch.float32)
+            if kernels is not None:
+                kernels.prepare(device)
+
+    if device.type == "cuda" and precision == "bf16" and device not in _preparing:
+        _preparing[device] = threading.Thread(target=prepare)
+        _preparing[device].start()
+
+
+def wait_for_kernels() -> None:
+    """Wait for the threads of `prepare_kernels`: nothing else may run on a GPU while a step is captured."""
+    for thread in _preparing.values():
+        thread.join()
 
 
 def kernels_apply(layer: nn.Conv2d) -> bool:

@@ -35,6 +35,7 @@ from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import (
     Member,
     Outcome,
+    PlanAhead,
     RoundInProgress,
     Row,
     Trained,
@@ -107,22 +108,21 @@ class Stacked:
     def _problem(self) -> Problem:
         return Problem(self.objective, self.data, self.forward, self.protocol.augmentation)
 
-    def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
-        """Run one round of one experiment."""
-        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.protocol)])
+    def run_round(self, state: State, plan: Round, ahead: PlanAhead | None = None) -> tuple[State, RoundReport]:
+        """Run one round of one experiment; `ahead` is called while a GPU works on it."""
+        (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.protocol)], ahead)
         if isinstance(outcome, Diverged):
             raise outcome
         return outcome
 
-    def run_members(self, members: Sequence[Member]) -> list[Outcome]:
+    def run_members(self, members: Sequence[Member], ahead: PlanAhead | None = None) -> list[Outcome]:
         """Run the same round of several experiments that differ in numbers and seeds; each ends as if it ran alone."""
         ranks = Ranks.current()
-        rows = self.feed.rows(members)
-        now = RoundInProgress(members, rows)
+        now = RoundInProgress(members, self.feed.rows(members), ahead)
         needs = members[0].algorithm.needs(members[0].plan.number)
         needs_gradients = needs.full_gradient or needs.control_variate
         batch = members[0].plan.index.shape[2]
-        chunks = self.memory.cut(rows, self._problem, batch, graphs=2 if needs_gradients else 1)
+        chunks = self.memory.cut(now.rows, self._problem, batch, graphs=2 if needs_gradients else 1)
         if needs_gradients:
             self._run(chunks, lambda chunk: self._add_full_gradients(now, chunk))
         for e, member in enumerate(members):

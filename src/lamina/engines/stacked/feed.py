@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -38,12 +38,11 @@ class BatchFeed:
 
     objective: Objective
     protocol: Protocol
-    upcoming: Callable[[], Sequence[Round] | None] | None = None  # plans the next round, for every member
     _ahead: NextRound | None = field(default=None, repr=False)
 
     def look_ahead(self, now: RoundInProgress, chunk: list[Row]) -> None:
         """Plan the next round and, if a round is a single chunk, send its batches."""
-        plans = None if self.upcoming is None else self.upcoming()
+        plans = None if now.ahead is None else now.ahead()
         if plans is not None and len(chunk) == len(now.rows):
             rows = plan_rows(plans, [member.protocol for member in now.members])
             if rows:  # another rank may have all clients of that round

@@ -113,8 +113,6 @@ class StackedForward:
         self.layout = self.objective.layers.channels_last(self.objective.device)
         kernels = kernels_for(self.objective.device, self.objective.dtype)
         if kernels is not None and self.layout is not None:
-            if self.precision == "bf16":
-                kernels.prepare(self.objective.device)
             use_kernels(self.module, kernels, "tf32x3" if self.precision == "fp32" else "tf32")
 
     def announce(self, lone_sample: bool) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Number, options
 from lamina.algorithms.primitives import clip_by_norm
-from lamina.engines.stacked.convolution import kernels_for
+from lamina.engines.stacked.convolution import kernels_for, wait_for_kernels
 from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import Batches, LocalWork, Problem, copy_buffers, where_active
@@ -313,6 +313,7 @@ class CapturedSteps:
                 self._copy_in(work)
                 step(rows, table.copy_)
             compile_ahead(launches)
+        wait_for_kernels()
         self._copy_in(work)
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())

@@ -40,6 +40,7 @@ class Row:
 
 
 Outcome = tuple[State, RoundReport] | Diverged
+PlanAhead = Callable[[], Sequence[Round] | None]  # plans the next round of every member
 
 
 @dataclass
@@ -48,6 +49,7 @@ class RoundInProgress:
 
     members: Sequence[Member]
     rows: list[Row]
+    ahead: PlanAhead | None = None
     gradients: dict[Row, Tensor] = field(default_factory=dict)  # over all of a client's data, if the algorithm needs it
     downs: list[Any] = field(default_factory=list)
     sums: list[Sums] = field(default_factory=list)

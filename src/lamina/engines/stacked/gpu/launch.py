@@ -5,11 +5,12 @@ Triton compiles a kernel when it is first launched, one after another: a deep ne
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,17 +22,18 @@ MANY_KERNELS = 10  # that take long enough to say so
 Launch = tuple[Any, Any, Any, Any]  # kernel, grid, arguments, options
 
 _recorded: list[Launch] | None = None  # not a context variable: autograd launches from threads of its own
+_thread = threading.local()  # is_unrecorded: see `unrecorded`
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch a kernel; within `recording`, remember it instead."""
-    if _recorded is None:
+    if _recorded is None or getattr(_thread, "is_unrecorded", False):
         kernel[grid](*arguments, **options)
     else:
         _recorded.append((kernel, grid, arguments, options))
 
 
-@contextmanager
+@contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
     """Collect launches without running them: for work whose results are not needed."""
     global _recorded
@@ -41,6 +43,21 @@ def recording() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recorded = None
+
+
+def is_recording() -> bool:
+    """Return whether launches are only collected."""
+    return _recorded is not None
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Launch from this thread even while another one collects."""
+    _thread.is_unrecorded = True
+    try:
+        yield
+    finally:
+        _thread.is_unrecorded = False
 
 
 def compile_ahead(launches: Iterable[Launch]) -> None:
@@ -55,11 +72,10 @@ def compile_ahead(launches: Iterable[Launch]) -> None:
     def compile_one(launched: Launch) -> None:
         kernel, grid, arguments, options = launched
         torch.cuda.set_device(device)
-        compiled = kernel.warmup(*arguments, grid=grid, **options)
-        if hasattr(
-            compiled, "_init_handles"
-        ):  # Triton would load the kernel and build its launcher at the first launch
-            compiled._init_handles()
+        with contextlib.suppress(Exception):  # raised again by the launch, if there is one
+            compiled = kernel.warmup(*arguments, grid=grid, **options)
+            if hasattr(compiled, "_init_handles"):  # Triton would build the launcher at the first launch
+                compiled._init_handles()
 
     with ThreadPoolExecutor(min(len(distinct) or 1, os.cpu_count() or 1)) as pool:
         list(pool.map(compile_one, distinct.values()))

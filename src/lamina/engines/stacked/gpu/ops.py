@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from lamina.engines.stacked import folding
 from lamina.engines.stacked.gpu import kernels, pooling
 from lamina.engines.stacked.gpu.copies import fill_rows, flatten
+from lamina.engines.stacked.gpu.launch import is_recording, unrecorded
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
 from lamina.engines.stacked.gpu.sums import sum_rows
@@ -28,12 +29,18 @@ __all__ = ["LARGEST_WINDOW", "convolve", "drop", "fill_rows", "flatten", "group_
 
 log = logging.getLogger(__name__)
 
+_checking = threading.Lock()  # a second thread waits for the check that the first one runs
+_hopper_works: dict[int, bool] = {}  # by the GPU's number, once it is known
+
 LARGEST_WINDOW = 127  # pixels of max-pooling's window: where the largest was is kept in a byte
 
 
 def prepare(device: torch.device) -> None:
-    """Check which kernels a GPU can run; call it before a step is captured."""
-    _hopper_works(device.index or 0)
+    """Check, once, which kernels a GPU can run."""
+    with _checking:
+        number = device.index or 0
+        if number not in _hopper_works:
+            _hopper_works[number] = _try_hopper(number)
 
 
 def convolve(
@@ -178,13 +185,20 @@ def _suits_hopper(x: Tensor, weight: Tensor, stride: kernels.Pair) -> bool:
         return False
     if out % hopper.ALIGNED or inp % hopper.ALIGNED:
         return False
-    return _hopper_works(x.device.index or 0)
+    number = x.device.index or 0
+    if is_recording() and number not in _hopper_works:  # do not wait for the check: most likely it will succeed
+        return _is_hopper(number)
+    prepare(x.device)
+    return _hopper_works[number]
 
 
-@functools.cache
-def _hopper_works(device: int) -> bool:
-    """Whether the chip is a Hopper, and its kernels compute what torch does: tried once, on a small problem."""
-    if torch.cuda.get_device_capability(device)[0] != 9:
+def _is_hopper(device: int) -> bool:
+    return bool(torch.cuda.get_device_capability(device)[0] == 9)
+
+
+def _try_hopper(device: int) -> bool:
+    """Return whether the chip is a Hopper, and its kernels compute what torch does on a small problem."""
+    if not _is_hopper(device):
         return False
     (x, w, b, g), expected = _small_convolution()
     x, w, b, g = (value.to(device) for value in (x, w, b, g))
@@ -197,7 +211,8 @@ def _hopper_works(device: int) -> bool:
 
     def error(work: Any, right: Tensor) -> float:
         torch.cuda.set_device(device)
-        return float((work().cpu().float() - right).norm() / right.norm())
+        with unrecorded():
+            return float((work().cpu().float() - right).norm() / right.norm())
 
     try:
         with ThreadPoolExecutor(len(works)) as pool:  # compiled at the same time
