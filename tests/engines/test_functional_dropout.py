@@ -178,6 +178,16 @@ def test_attention_drops_its_weights(kind):
     np.testing.assert_allclose(out.detach().numpy(), weights @ v, rtol=1e-12)
 
 
+def test_attention_whose_mask_is_an_object_is_left_to_torch():
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k, v = attention_inputs({})
+    with functional(5) as dropout:
+        out = F.scaled_dot_product_attention(q, k, v, causal_lower_right(5, 6), 0.4)
+    assert out.shape == (3, 4, 5, 7)
+    assert dropout.calls == 0
+
+
 # --- where masks are drawn --------------------------------------------------------------------------------------------
 
 
