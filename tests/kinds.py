@@ -4,6 +4,7 @@ import importlib.util
 
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 import lamina
 
@@ -87,6 +88,32 @@ class Norms(nn.Module):
     def forward(self, x):
         x = self.norm(x * self.scale + self.shift).reshape(-1, 2, 2)
         return self.head(self.slope(self.channels(x)).flatten(1))
+
+
+class Scale(nn.Module):
+    """A parameter of its own, and dropout called as a function."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+
+    def forward(self, x):
+        return F.dropout(x * self.scale, 0.3, self.training)
+
+
+class Functional(nn.Module):
+    """[n, 5, 4] -> [n, 3], with dropout in a layer, in functions, and on the weights of an attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop, self.into = nn.Dropout(0.2), nn.Linear(4, 12, bias=False)
+        self.scale, self.head = Scale(), nn.Linear(4, 3)
+
+    def forward(self, x):
+        x = self.into(F.dropout(self.drop(x), 0.3, self.training))
+        q, k, v = x.unflatten(2, (3, 2, 2)).permute(2, 0, 3, 1, 4)  # [n, heads, 5, 2]
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=0.4 if self.training else 0.0, is_causal=True)
+        return self.head(self.scale(mixed.transpose(1, 2).flatten(2)).mean(1))
 
 
 class Bag(nn.Module):
@@ -188,6 +215,7 @@ LAYERS = {
     "recurrent": (Recurrent, lambda: (draw(SAMPLES, 5, 3), integers(3, SAMPLES)), "cross_entropy"),
     "convolutions": (convolutions, lambda: (draw(SAMPLES, 2, 3, 4, 4), integers(3, SAMPLES)), "cross_entropy"),
     "norms": (lambda: nn.Sequential(Norms()), lambda: (draw(SAMPLES, 4), integers(3, SAMPLES)), "cross_entropy"),
+    "functional": (Functional, lambda: (draw(SAMPLES, 5, 4), integers(3, SAMPLES)), "cross_entropy"),
     "bag": (Bag, lambda: (integers(9, SAMPLES, 6), integers(3, SAMPLES)), "cross_entropy"),
 }
 KINDS |= LAYERS

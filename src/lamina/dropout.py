@@ -50,9 +50,9 @@ class FromStreams:
     def next_call(self, shape: Sequence[int]) -> tuple[Tensor, int]:
         """Return the clients' streams, and the counter that forks those of this call off them (see `rng.fork`)."""
         if self.streams is None:
-            raise BadInput("a dropout layer runs outside the forward pass: do without activation checkpointing")
+            raise BadInput("dropout runs outside the forward pass: do without activation checkpointing")
         if (shape[0] if shape else 1) % self.streams.numel():
-            raise ValueError("the first axis of a dropout layer's input does not hold the samples of the batch")
+            raise ValueError("the first axis of dropout's input does not hold the samples of the batch")
         self.calls += 1
         return self.streams, (self.number << CALL_BITS) + self.calls - 1
 
@@ -107,7 +107,8 @@ class _AlphaMask(_Mask):
             return input * 0.0
         scale = 1 / math.sqrt((1 - p) * (1 + p * SELU_FLOOR**2))
         noise = kept.to(input.dtype)
-        return input * (noise * scale) + ((1 - noise) * (SELU_FLOOR * scale) - SELU_FLOOR * scale * p)
+        out = input * (noise * scale) + ((1 - noise) * (SELU_FLOOR * scale) - SELU_FLOOR * scale * p)
+        return input.copy_(out) if self.inplace else out  # type: ignore[attr-defined]
 
 
 class StreamDropout(_Mask, nn.Dropout):
@@ -176,15 +177,16 @@ class StreamAttention(FromStreams, nn.MultiheadAttention):
         """One additive mask of [N or 1, heads or 1, T, S], or None."""
         total: Tensor | None = None
         if attn is not None:
-            total = _additive(attn, q.dtype)
+            total = additive_mask(attn, q.dtype)
             total = total.reshape(-1, self.num_heads, *total.shape[-2:]) if total.dim() == 3 else total[None, None]
         if padding is not None:
-            columns = _additive(padding, q.dtype)[:, None, None, :]
+            columns = additive_mask(padding, q.dtype)[:, None, None, :]
             total = columns if total is None else total + columns
         return total
 
 
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask to add to attention scores, of a boolean one whose True hides a key."""
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
 
 
@@ -207,7 +209,7 @@ LAYERS: dict[type[nn.Module], type[FromStreams]] = {
 def with_streams(module: nn.Module) -> tuple[nn.Module, list[FromStreams]]:
     """Return the module with dropout from streams, and those layers; a copy with the same tensors if there are any.
 
-    Subclasses of torch's layers, and what a module's forward draws itself, are left alone.
+    Subclasses of torch's layers, and functions that a module's forward calls, are left to `FunctionalDropout`.
     """
     if not any(_draws(layer) for layer in module.modules()):
         return module, []

@@ -16,6 +16,7 @@ from lamina.batch import Inputs, arguments, outputs_of
 from lamina.contents import alike, attributes_digest, module_difference, same_tensors
 from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
 from lamina.errors import BadInput
+from lamina.functional_dropout import FunctionalDropout
 from lamina.layers import Layers
 from lamina.losses import Loss, as_loss, hits
 
@@ -42,7 +43,9 @@ class Objective:
         _refuse_unusable_layers(module)
         self.module = module
         # the module that is trained: dropout draws its masks from the clients' random streams
-        self.seeded, self.dropouts = with_streams(module)
+        self.seeded, layers = with_streams(module)
+        self.functional = FunctionalDropout(number=len(layers))
+        self.dropouts = [*layers, self.functional]
 
         # the flat vector of trainable parameters, where training starts
         self.layers = Layers.of(module)
@@ -132,7 +135,7 @@ class Objective:
         returned instead of them. It runs while the module still holds the parameters: a backward pass may run parts of
         the module again (activation checkpointing).
         """
-        dropouts = self.dropouts if module is None else stream_layers(module)
+        dropouts = self.dropouts if module is None else [*stream_layers(module), self.functional]
         module = self.seeded if module is None else module
         self.set_mode(module, train)
         state = self.under_all_names({**parameters, **self.frozen, **buffers})
@@ -140,9 +143,11 @@ class Objective:
         try:
             set_streams(dropouts, self.streams_or_zeros(streams, 1))
             if then is None:
-                return outputs_of(functional_call(module, state, args, kwargs, tie_weights=False))
+                with self.functional.in_training(train):
+                    return outputs_of(functional_call(module, state, args, kwargs, tie_weights=False))
             state = {f"module.{name}": value for name, value in state.items()}
-            return functional_call(_Followed(module, dropouts, then), state, args, kwargs, tie_weights=False)
+            followed = _Followed(module, dropouts, self.functional.in_training(train), then)
+            return functional_call(followed, state, args, kwargs, tie_weights=False)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise BadInput(ONE_SAMPLE) from error
@@ -150,9 +155,14 @@ class Objective:
         finally:
             set_streams(dropouts, None)
 
+    @property
+    def draws_masks(self) -> bool:
+        """Whether the module's dropout draws from streams; a module that has not run yet may."""
+        return len(self.dropouts) > 1 or self.functional.is_called is not False
+
     def streams_or_zeros(self, streams: Tensor | None, clients: int) -> Tensor | None:
-        """Return the streams, or stream 0 for every client if none are given; None if no layer draws from them."""
-        if streams is None and self.dropouts:
+        """Return the streams, or stream 0 for every client if none are given; None if nothing draws from them."""
+        if streams is None and self.draws_masks:
             return torch.zeros(clients, dtype=torch.int64, device=self.device)
         return streams
 
@@ -221,7 +231,8 @@ class Objective:
         for train in (False, True):
             parameters = {n: p.clone() for n, p in self.layers.unflatten(self.start).items()}
             buffers = {n: b.clone() for n, b in self.buffers.items()}
-            with rng.forked(self.device), torch.no_grad(), contextlib.suppress(Exception):
+            # seeded, because the first pass also decides what `FunctionalDropout` does in the later ones
+            with rng.forked(self.device, seed=0), torch.no_grad(), contextlib.suppress(Exception):
                 self.outputs_at(parameters, buffers, inputs, train=train)  # an error is raised again in training
             for name, parameter in parameters.items():
                 if parameter._version > 0:
@@ -246,13 +257,20 @@ class Objective:
 class _Followed(nn.Module):
     """A module and a function of its outputs that runs as part of the forward pass."""
 
-    def __init__(self, module: nn.Module, dropouts: Sequence[FromStreams], then: Callable[[Tensor], Any]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dropouts: Sequence[FromStreams],
+        context: contextlib.AbstractContextManager[Any],
+        then: Callable[[Tensor], Any],
+    ) -> None:
         super().__init__()
-        self.module, self.dropouts, self.then = module, dropouts, then
+        self.module, self.dropouts, self.context, self.then = module, dropouts, context, then
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        outputs = outputs_of(self.module(*args, **kwargs))
-        set_streams(self.dropouts, None)  # a dropout layer that runs again would draw other masks
+        with self.context:
+            outputs = outputs_of(self.module(*args, **kwargs))
+        set_streams(self.dropouts, None)  # dropout that runs again would draw other masks
         return self.then(outputs)
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import lamina
+from kinds import Functional
 from lamina.dropout import set_streams, with_streams
 from small_simulations import PARTS, assert_same, form, set_chunk, take_gpu_path
 
@@ -96,6 +97,7 @@ MODELS = {
     "encoder, time first": (lambda: Encoder(batch_first=False), (5, 4)),
     "attention": (Attention, (5, 4)),
     "raw": (Raw, (8,)),
+    "functional": (Functional, (5, 4)),
 }
 
 
@@ -123,7 +125,7 @@ def test_every_engine_draws_the_masks_of_the_loop(kind):
         assert_same(run.state, loop.state, 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["dropout", "dropout2d"])
+@pytest.mark.parametrize("kind", ["dropout", "dropout2d", "functional"])
 def test_vmap_draws_them_too(kind):
     loop, vmap = simulation(kind, "loop"), simulation(kind, "vmap")
     loop.run(3)
@@ -131,7 +133,7 @@ def test_vmap_draws_them_too(kind):
     assert_same(vmap.state, loop.state, 1e-9)
 
 
-@pytest.mark.parametrize("kind", ["dropout", "dropout2d", "encoder", "raw"])
+@pytest.mark.parametrize("kind", ["dropout", "dropout2d", "encoder", "raw", "functional"])
 def test_a_member_of_a_population_draws_the_masks_it_would_draw_alone(kind):
     alone = {seed: simulation(kind, "loop", seed=seed) for seed in (3, 4, 5)}
     for run in alone.values():
@@ -145,10 +147,11 @@ def test_a_member_of_a_population_draws_the_masks_it_would_draw_alone(kind):
     assert not torch.equal(alone[3].state.server.x, alone[4].state.server.x)
 
 
-def test_the_two_gradients_of_mime_see_one_mask():
+@pytest.mark.parametrize("kind", ["dropout", "functional"])
+def test_the_two_gradients_of_mime_see_one_mask(kind):
     """g(y) - g(x) at the first step, where y = x, is zero only under one mask."""
     mime = lamina.create("mime", "mime")
-    loop, auto = simulation(engine="loop", algorithm=mime), simulation(algorithm=mime)
+    loop, auto = simulation(kind, "loop", mime, lr=0.01), simulation(kind, algorithm=mime, lr=0.01)
     assert form(auto) == "stacked"
     loop.run(3)
     auto.run(3)
@@ -167,19 +170,24 @@ class Own(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "draw",
-    [lambda x: F.dropout(x, 0.5), lambda x: x + torch.rand(()), lambda x: x * (random.random() < 2), nn.RReLU()],
+    ("draw", "always"),
+    [
+        (lambda x: F.dropout(x, 0.5), True),  # also when the module is evaluated
+        (lambda x: F.dropout(x, 0.5) + torch.rand(()), False),
+        (lambda x: x * (random.random() < 2), False),
+        (nn.RReLU(), False),
+    ],
 )
-def test_a_module_that_draws_itself_runs_in_the_loop(draw, caplog):
+def test_a_module_that_draws_itself_runs_in_the_loop(draw, always, caplog):
     data = (torch.randn(48, 8), torch.arange(48) % 3)
     settings = {"clients": PARTS, "batch_size": 4, "device": "cpu", "seed": 1}
     with caplog.at_level(logging.INFO, logger="lamina"):
-        run = lamina.Simulation(Own(draw), data, "fedavg", **settings)
+        run = lamina.Simulation(Own(draw, always), data, "fedavg", **settings)
     assert form(run) == "loop"
     assert "running client by client: the module's forward draws random numbers itself" in caplog.text
     for engine in ("stacked", "vmap"):
         with pytest.raises(lamina.BadInput, match="draws random numbers itself"):
-            lamina.Simulation(Own(draw), data, "fedavg", engine=engine, **settings)
+            lamina.Simulation(Own(draw, always), data, "fedavg", engine=engine, **settings)
     with pytest.raises(lamina.BadInput, match=r"simulation 0 cannot be stacked, .* draws random numbers itself"):
         lamina.Population([run])
 
@@ -261,19 +269,24 @@ def test_the_model_keeps_torchs_own_layers():
 class Checkpointed(nn.Module):
     """Runs a part of its forward pass again in the backward pass, where no engine can give it a mask."""
 
-    def __init__(self):
+    def __init__(self, drop, with_layer):
         super().__init__()
-        self.fc, self.drop = nn.Linear(8, 3), nn.Dropout(0.5)
+        self.fc, self.drop, self.with_layer = nn.Linear(8, 3), drop, with_layer
 
     def forward(self, x):
-        return checkpoint(lambda x: self.drop(self.fc(x)).tanh(), x, use_reentrant=False)
+        h = x if self.with_layer else self.fc(x)
+        return checkpoint(lambda h: self.drop(self.fc(h) if self.with_layer else h).tanh(), h, use_reentrant=False)
 
 
-def test_dropout_that_is_recomputed_is_refused():
+@pytest.mark.parametrize("with_layer", [True, False])
+@pytest.mark.parametrize("drop", [nn.Dropout(0.5), F.dropout], ids=["layer", "function"])
+def test_dropout_that_is_recomputed_is_refused(drop, with_layer):
     data = (torch.randn(48, 8), torch.arange(48) % 3)
-    run = lamina.Simulation(Checkpointed(), data, "fedavg", clients=PARTS, device="cpu")
-    with pytest.raises(lamina.BadInput, match="activation checkpointing"):
-        run.run(1)
+    for engine in ("auto", "loop"):
+        with pytest.raises(lamina.BadInput, match="activation checkpointing"):
+            lamina.Simulation(
+                Checkpointed(drop, with_layer), data, "fedavg", clients=PARTS, device="cpu", engine=engine
+            ).run(1)
 
 
 def test_dropout_in_place_stays_in_place_where_there_is_a_kernel():

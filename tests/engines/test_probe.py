@@ -238,6 +238,11 @@ def test_a_transformer_stays_stacked():
     [
         (Changing(BRANCHES["bool"]), table(), r"computes one value over all samples .* \(max\) \(test_probe.py:\d+\)"),
         (Changing(BRANCHES["tolist"]), table(), r"reads a tensor's values \(tolist\) \(test_probe.py:\d+\)"),
+        (
+            Changing(lambda x, h: F.dropout(h) * h.max(), only_in_training=True),
+            table(),
+            r"computes one value over all samples .* \(max\) \(test_probe.py:\d+\)",
+        ),
         (Words(scale_grad_by_freq=True), text(), r"uses embedding with scale_grad_by_freq \(test_probe.py:\d+\)"),
     ],
 )

@@ -29,35 +29,45 @@ class Scores(nn.Module):
         return scores[:, -1] if scores.dim() == 3 else scores
 
 
-def bert():
+# BERT and GPT-2 drop attention weights by default; the others are asked to.
+
+
+def bert(**options):
     config = transformers.BertConfig(
         vocab_size=WORDS, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=16, num_labels=3, attention_probs_dropout_prob=0.0,
+        max_position_embeddings=16, num_labels=3, **options,
     )  # fmt: skip
-    return transformers.BertForSequenceClassification(config)  # its other dropout layers stay
+    return transformers.BertForSequenceClassification(config)
 
 
-def gpt2():
+def gpt2(**options):
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=16, n_embd=8, n_layer=1, n_head=2, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
+        vocab_size=WORDS, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0, **options
     )
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama():
+def llama(**options):
     config = transformers.LlamaConfig(
         vocab_size=WORDS, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16,
+        num_key_value_heads=2, max_position_embeddings=16, **{"attention_dropout": 0.1, **options},
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
 
-def vit():
+def vit(**options):
     config = transformers.ViTConfig(
         hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=4,
-        num_labels=3,
+        num_labels=3, hidden_dropout_prob=0.1, **{"attention_probs_dropout_prob": 0.1, **options},
     )  # fmt: skip
     return transformers.ViTForImageClassification(config)
+
+
+# the option of a config that sets the dropout of attention weights
+ATTENTION_DROPOUT = {
+    bert: "attention_probs_dropout_prob", gpt2: "attn_pdrop", llama: "attention_dropout",
+    vit: "attention_probs_dropout_prob",
+}  # fmt: skip
 
 
 def with_adapters(model, **options):
@@ -75,22 +85,26 @@ def data(make):
     return words, torch.arange(SAMPLES) % 3 if make is bert else words[:, 0]
 
 
-def simulate(make, adapters, engine, **more):
+def simulate(make, adapters, engine, config=None, **more):
     torch.manual_seed(0)
-    model = with_adapters(make(), lora_dropout=0.1) if adapters else make()
+    model = make(**config or {})
+    model = with_adapters(model, lora_dropout=0.1) if adapters else model
     settings = {"clients": 4, "partition": "iid", "batch_size": 4, "lr": 0.1, "device": "cpu"}
     return lamina.Simulation(Scores(model).double(), data(make), "fedavg", engine=engine, **settings | more)
 
 
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("make", [bert, gpt2, llama, vit])
-def test_models(make, adapters):
-    stacked, loop = (simulate(make, adapters, engine) for engine in ("auto", "loop"))
+def test_models(make, attention, adapters):
+    config = {"attn_implementation": attention}
+    stacked, loop = (simulate(make, adapters, engine, config) for engine in ("auto", "loop"))
+    undropped = simulate(make, adapters, "loop", config | {ATTENTION_DROPOUT[make]: 0.0})
     assert form(stacked) == "stacked"
-    for run in (stacked, loop):
+    for run in (stacked, loop, undropped):
         run.run(1)
-    assert not torch.equal(stacked.state.server.x, stacked.objective.start)
-    assert torch.allclose(stacked.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(stacked.state.server.x, loop.state.server.x, rtol=1e-9, atol=1e-11)
+    assert not torch.allclose(loop.state.server.x, undropped.state.server.x, rtol=1e-6, atol=1e-8)
 
 
 def test_only_adapters_are_trained_sent_and_counted(caplog):

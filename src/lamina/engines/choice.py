@@ -19,7 +19,10 @@ from lamina.engines.stacked.probe import probe_samples
 from lamina.engines.stacked.steps import works_by_row
 from lamina.errors import BadInput, unknown
 
-UNCONTROLLED = "the module's forward draws random numbers itself (F.dropout, torch.rand): use layers such as nn.Dropout"
+UNCONTROLLED = (
+    "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, F.dropout in evaluation, too): "
+    "use nn.Dropout or F.dropout(…, training=self.training)"
+)
 Engine = Loop | Stacked
 log = logging.getLogger(__name__)
 

@@ -73,7 +73,7 @@ class BatchFeed:
         if self.protocol.augmentation is not None:
             counters = sample_counters(index.shape[1], index.shape[2])
             keys = send(rng.bits(streams[:, None, None], counters), device)
-        if self.objective.dropouts:
+        if self.objective.draws_masks:
             masks = send(dropout_streams(streams, index.shape[1]), device)
         counts = send(filled, device) if (filled < index.shape[2]).any() else None
         return SentBatches(Batches(send(index, device), counts, keys, masks), filled)

@@ -15,13 +15,13 @@ from torch.func import functional_call
 
 from lamina import rng
 from lamina.batch import Inputs, arguments, map_batch, outputs_of
-from lamina.dropout import FromStreams, set_streams
+from lamina.dropout import set_streams, stream_layers
 from lamina.engines.stacked.attention_masks import unread_masks
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
 from lamina.engines.stacked.fusion import fuse
 from lamina.engines.stacked.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
-from lamina.engines.stacked.per_module import over_clients
+from lamina.engines.stacked.per_module import PerModule, over_clients
 from lamina.engines.stacked.probe import PROBE_CLIENTS, value_read
 from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
@@ -98,7 +98,10 @@ class StackedForward:
         self.module = stack(objective.seeded)
         if objective.device.type == "cuda":
             self.module = fuse(self.module)
-        self.dropouts = [layer for layer in self.module.modules() if isinstance(layer, FromStreams)]
+        self.dropouts = [*stream_layers(self.module), objective.functional]
+        for layer in self.module.modules():
+            if isinstance(layer, PerModule):
+                layer.functional_dropout = objective.functional
         self.with_shared_inputs = [layer for layer in self.module.modules() if isinstance(layer, SharedInput)]
         self.frozen_per_client = frozen_per_client(self.module)
         self._frozen: dict[Precision, Parameters] = {}
@@ -145,7 +148,7 @@ class StackedForward:
         state = self.objective.under_all_names({**parameters, **self.frozen(), **shared})
         state |= {n: state[n].expand(clients, *state[n].shape) for n in self.frozen_per_client}
         set_streams(self.dropouts, self.objective.streams_or_zeros(streams, clients))
-        with unread_masks():
+        with unread_masks(), self.objective.functional.in_training(train):
             outputs = outputs_of(functional_call(self.module, state, args, kwargs, tie_weights=False))
         outputs = outputs.to(self.objective.dtype) if outputs.is_floating_point() else outputs
         losses: Tensor = self.objective.loss(outputs, targets.flatten(0, 1))
@@ -316,14 +319,17 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Inpu
 
 
 def is_random(objective: Objective, inputs: Inputs) -> bool:
-    """Return whether the module draws random numbers itself in training mode, for example with `F.dropout`."""
-    outputs = []
+    """Return whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode."""
     with rng.forked(objective.device), torch.no_grad():
         before = _generator_states(objective.device)
-        for _ in range(2):
-            buffers = {n: b.clone() for n, b in objective.buffers.items()}
-            outputs.append(objective.outputs(objective.start, buffers, inputs, train=True).nan_to_num())
-        return _generator_states(objective.device) != before or not torch.equal(*outputs)
+        for train in (True, False):
+            outputs = []
+            for _ in range(2):
+                buffers = {n: b.clone() for n, b in objective.buffers.items()}
+                outputs.append(objective.outputs(objective.start, buffers, inputs, train=train).nan_to_num())
+            if not torch.equal(*outputs):
+                return True
+        return _generator_states(objective.device) != before
 
 
 def _generator_states(device: torch.device) -> list[Any]:

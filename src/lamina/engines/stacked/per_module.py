@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from lamina.dropout import FromStreams
+from lamina.dropout import FromStreams, stream_layers
 from lamina.engines.stacked.folding import CannotStack, SharedInput, at_least_float32, unfold_clients
 
 
@@ -24,6 +24,7 @@ class PerModule(SharedInput):
 
     plain: type[nn.Module]  # the module's own class
     varying: tuple[str, ...]  # names of the parameters that every client has its own of
+    functional_dropout: FromStreams | None = None  # what draws the masks of `F.dropout`; set by the engine
 
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
         """Call the module of every client on its own samples."""
@@ -39,7 +40,7 @@ class PerModule(SharedInput):
         if not tensors:
             raise CannotStack(f"{self.plain.__name__} uses its parameters without an input: it has no stacked form")
         is_shared = all(axis is None for axis in axes)
-        dropouts = [layer for layer in self.modules() if isinstance(layer, FromStreams)]
+        dropouts = stream_layers(self) + ([] if self.functional_dropout is None else [self.functional_dropout])
         streams = dropouts[0].streams if dropouts else None
 
         def call(own: Mapping[str, Tensor], stream: Tensor | None, values: list[Tensor]) -> Any:

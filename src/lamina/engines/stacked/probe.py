@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves
 
+from lamina import functional_dropout, rng
 from lamina import objective as objective_module
-from lamina import rng
 from lamina.batch import Inputs, map_batch, tensors
 from lamina.dispatch import WatchingMode
 from lamina.engines.stacked.attention_masks import unread_masks
@@ -27,7 +27,7 @@ MOST_SCANNED = 1 << 24  # numbers of a data set that are searched for extreme sa
 PROBE_CLIENTS, PROBE_BATCH = 4, 4
 ODD_BATCHES = (31, 37, 41, 43, 47, 53, 59, 61)  # samples of the forward pass that is watched
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, objective_module.__file__)
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, objective_module.__file__, functional_dropout.__file__)
 
 
 def probe_samples(x: Inputs) -> Tensor:
