@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import lamina
+from kinds import KINDS, PARTS, model
 from lamina import models
 from lamina.engines.stacked.memory import free_bytes
 from lamina.engines.stacked.steps import Problem
@@ -83,6 +84,18 @@ def test_dropout_masks_are_the_same_in_captured_steps(algorithm):
     run.run(2)
     reference.run(2)
     assert_same(run, reference, 1e-2)
+
+
+def test_masks_of_functions_are_the_same_in_captured_steps():
+    _, samples, loss = KINDS["functional"]
+    settings = {"clients": PARTS, "batch_size": 4, "lr": 0.05, "loss": loss, "device": "cuda"}
+    run, reference = (
+        lamina.Simulation(model("functional"), samples(), "fedlada", engine=engine, **settings)
+        for engine in ("stacked", "loop")
+    )
+    run.run(2)
+    reference.run(2)
+    assert_same(run, reference, 1e-9)
 
 
 @pytest.mark.parametrize("algorithm", ["fedlamb", "mime"])
