@@ -7,6 +7,8 @@ pass sees these calls. All calls of a pass together draw as one more dropout lay
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -112,11 +114,32 @@ class FunctionalDropout(FromStreams, TorchFunctionMode):
         return self._drop(F.dropout, weights, dropout_p) @ value
 
 
+_is_watching: ContextVar[bool] = ContextVar("is_watching", default=False)
+
+
+@contextlib.contextmanager
+def watch_saved_tensors(seen: Callable[[Tensor], None]) -> Iterator[None]:
+    """Call a function with all tensors that autograd saves; dropout does not take this for activation checkpointing."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen(tensor)
+        return tensor
+
+    token = _is_watching.set(True)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield
+    finally:
+        _is_watching.reset(token)
+
+
 def _refuse_checkpointing() -> None:
     """Refuse a call whose operations run again in the backward pass, where it would draw another mask.
 
     Activation checkpointing hooks into the tensors that autograd saves; torch fails to switch off hooks in use.
     """
+    if _is_watching.get():
+        return
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks(""):
             pass

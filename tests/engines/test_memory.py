@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
 import lamina
 from lamina.engines.stacked import graphs, memory
@@ -134,9 +135,15 @@ def test_which_errors_say_that_the_memory_ran_out(error, is_it):
     assert memory.is_out_of_memory(error) is is_it
 
 
-def test_the_memory_of_a_row_is_measured():
+class Dropping(nn.ReLU):
+    def forward(self, x):
+        return F.dropout(super().forward(x), training=self.training)
+
+
+@pytest.mark.parametrize("layer", [nn.ReLU, Dropping])
+def test_the_memory_of_a_row_is_measured(layer):
     """Linear(8, 64)-ReLU-Linear(64, 3): the saved activations grow by the batch, the vectors do not."""
-    net = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 3))
+    net = nn.Sequential(nn.Linear(8, 64), layer(), nn.Linear(64, 3))
     run = lamina.Simulation(net, (torch.randn(64, 8), torch.arange(64) % 3), "fedavg", clients=2, device="cpu")
     problem = Problem(run.objective, run.train_data, run.engine.forward)
     small, large = (memory.row_bytes(problem, batch) for batch in (8, 32))
