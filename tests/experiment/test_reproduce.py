@@ -29,6 +29,11 @@ RESULTS = Path(__file__).parents[2] / "reproduction" / "results"
 # --- the files ---------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def own_sources(monkeypatch):
+    monkeypatch.setattr(sources, "SOURCES", dict(sources.SOURCES))  # a small version enters one
+
+
 @pytest.mark.parametrize("name", PAPERS)
 def test_every_paper_can_be_run(name):
     text = PAPERS[name].read_text(encoding="utf-8")
@@ -210,7 +215,6 @@ def call(*arguments):
 
 @pytest.fixture
 def here(empty_folder, monkeypatch):
-    monkeypatch.setattr(sources, "SOURCES", dict(sources.SOURCES))  # the small version enters one
     helpers.skip_pictures(monkeypatch)
     return empty_folder
 
