@@ -138,7 +138,8 @@ def cohort(w: Workload, number: int) -> np.ndarray:
 
 def parts(w: Workload) -> list[np.ndarray]:
     """Return the indices of every user's samples."""
-    return [np.arange(w.users * w.per_user)[owned(w, user)] for user in range(w.users)]
+    samples = np.arange(w.users * w.per_user)
+    return [samples[owned(w, user)] for user in range(w.users)]
 
 
 def model(w: Workload) -> torch.nn.Module:

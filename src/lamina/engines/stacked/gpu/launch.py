@@ -60,6 +60,15 @@ def unrecorded() -> Iterator[None]:
         _thread.is_unrecorded = False
 
 
+def start_triton() -> None:
+    """Let Triton build its driver in C and hash its own 400 MB, which threads that compile would each do."""
+    from triton.runtime import cache, driver
+
+    tasks = [lambda: driver.active.get_current_device(), getattr(cache, "triton_key", lambda: "")]
+    with ThreadPoolExecutor(len(tasks)) as pool:
+        list(pool.map(lambda task: task(), tasks))
+
+
 def compile_ahead(launches: Iterable[Launch]) -> None:
     """Compile the kernels of all launches at the same time."""
     distinct = {_variant(*launched): launched for launched in launches}
@@ -77,6 +86,8 @@ def compile_ahead(launches: Iterable[Launch]) -> None:
             if hasattr(compiled, "_init_handles"):  # Triton would build the launcher at the first launch
                 compiled._init_handles()
 
+    if distinct:
+        start_triton()
     with ThreadPoolExecutor(min(len(distinct) or 1, os.cpu_count() or 1)) as pool:
         list(pool.map(compile_one, distinct.values()))
 

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 from lamina.engines.stacked import folding
 from lamina.engines.stacked.gpu import kernels, pooling
 from lamina.engines.stacked.gpu.copies import fill_rows, flatten
-from lamina.engines.stacked.gpu.launch import is_recording, unrecorded
+from lamina.engines.stacked.gpu.launch import is_recording, start_triton, unrecorded
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
 from lamina.engines.stacked.gpu.sums import sum_rows
@@ -215,6 +215,7 @@ def _try_hopper(device: int) -> bool:
             return float((work().cpu().float() - right).norm() / right.norm())
 
     try:
+        start_triton()
         with ThreadPoolExecutor(len(works)) as pool:  # compiled at the same time
             is_right = all(error <= 0.01 for error in pool.map(error, works, expected))
     except Exception as failure:  # whatever a triton that has changed raises
@@ -240,6 +241,7 @@ def _small_convolution() -> tuple[list[Tensor], list[Tensor]]:
         images, weight = images.float().requires_grad_(), weight.float().requires_grad_()
         with torch.enable_grad():
             y = F.conv2d(images, weight, bias, padding=1)
-            results.append((y.detach(), *torch.autograd.grad(y, (images, weight), gradient.float())))
+            weighted = (y * gradient.float()).sum()  # a gradient as an argument would make torch import sympy
+            results.append((y.detach(), *torch.autograd.grad(weighted, (images, weight))))
     forward, d_images, d_weight = zip(*results, strict=True)
     return [x, w, b, g], [torch.cat(forward), torch.cat(d_images), torch.stack(d_weight)]
