@@ -7,6 +7,7 @@ import torch
 import workloads
 
 import lamina
+from lamina import Population, Simulation  # noqa: F401  (imported before the watch starts, as the peers are)
 
 
 def main() -> None:
