@@ -35,6 +35,7 @@ WHOLE = ["algorithm", "learning_rate", "seed", "round"]  # columns that are not 
 COLUMNS = ["accuracy", "loss", "train_loss", "consistency", "update_norm", "bytes_down", "bytes_up", "client_accuracy"]
 COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns]
 DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; above LARGE bytes, fewer digits and rounds
+LAST_ROUNDS = 10  # the pages show the mean of so many last rounds, because the accuracy of some methods swings
 # what says where a run was made, not what it computes
 PLACES = {"data.dir", "run.out", "run.device", "run.engine", "run.threads", "run.checkpoint_every", "run.ranks"}
 
@@ -369,14 +370,14 @@ def as_csv(variant: Variant, digits: int, every: int) -> str:
 
 
 def kept_rounds(entry: Trial, every: int) -> set[int]:
-    """Return the rounds to keep: every n-th, the first, and each seed's last and best."""
+    """Return the rounds to keep: every n-th, the first, the last ten, and each seed's best."""
     kept = set()
     for history in entry.histories:
         rounds = [int(row["round"]) for row in history]
         accuracies = [-math.inf if math.isnan(value) else value for value in history.column("accuracy", optional=True)]
         if rounds:
             kept |= {number for number in rounds if number % every == 0}
-            kept |= {1, rounds[-1], rounds[accuracies.index(max(accuracies))]}
+            kept |= {1, *rounds[-LAST_ROUNDS:], rounds[accuracies.index(max(accuracies))]}
     return kept
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from collect import LAST_ROUNDS
 from figures import drawn, metrics_of, window_of
 from record import Result, labelled
 from words import JUDGED, NEVER, amount, either, escaped, markdown, named, number, shortened, spent, unreached, verdict
@@ -23,7 +24,6 @@ from lamina.report.figures import METRICS
 from lamina.report.tables import NONE, mean_and_spread, significant
 
 FIGURES = Path("figures")  # below the folder of the pages
-LAST = 10  # the mean of so many last rounds is shown, because the accuracy of some methods swings
 
 
 def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -> str:
@@ -87,14 +87,15 @@ def cost(facts: Mapping[str, Any]) -> str:
         line += f"; {facts[key]} {what}" if facts[key] else ""
     line += f"; {', '.join(facts['device']) or 'machine unknown'}, {', '.join(facts['precision'])}"
     every = max(variant["every"] for variant in facts["variants"].values())
-    return line + "." + (f" The record keeps one round in {every}, and the best." if every > 1 else "")
+    kept = f" The record keeps one round in {every}, the best and the last {LAST_ROUNDS}." if every > 1 else ""
+    return f"{line}.{kept}"
 
 
 def results_table(result: Result) -> str:
     """Return a table of each method's best and last accuracy, and of the other metrics in the claims."""
     others = [name for name in metrics_of(result) if name != "accuracy"]
     per_cent = {metric.column for metric in METRICS if metric.percent}
-    head = ["method", "settings", "seeds", "best accuracy, %", f"last {LAST} rounds, %", "last accuracy, %"]
+    head = ["method", "settings", "seeds", "best accuracy, %", f"last {LAST_ROUNDS} rounds, %", "last accuracy, %"]
     head += [f"last {escaped(name)}{', %' if name in per_cent else ''}" for name in others]
     rows = []
     for (variant, name), histories in result.histories.items():
@@ -123,8 +124,8 @@ def results_table(result: Result) -> str:
 
 
 def last_rounds(history: History) -> float:
-    """Return the mean accuracy of the last rounds that were kept, in per cent."""
-    kept = [row["accuracy"] for row in history[-LAST:] if not math.isnan(row.get("accuracy", math.nan))]
+    """Return the mean accuracy of the last rounds, of those where it was measured, in per cent."""
+    kept = [row["accuracy"] for row in history[-LAST_ROUNDS:] if not math.isnan(row.get("accuracy", math.nan))]
     return 100 * statistics.fmean(kept) if kept else math.nan
 
 
@@ -154,6 +155,8 @@ def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fe
     here = {name: rounds for name, rounds in here.items() if not math.isnan(rounds)}
     if claim["target"] is None or baseline not in here or math.isinf(float(claim["paper"][baseline])):
         return ""
+    if min(here.values()) == math.inf:  # no cost was measured
+        return ""
     # The cost of a baseline that never reaches the target is unknown, but more than that of its whole run.
     never = math.isinf(here[baseline])
     rounds = float(max(map(len, runs[baseline]))) if never else here[baseline]
@@ -168,13 +171,12 @@ def cost_to_target(result: Result, claim: Mapping[str, Any], baseline: str = "fe
     head = ["method", "paper: rounds", "paper: cost", "ours: rounds", "ours: cost as the paper counts", "ours: bytes"]
     lines = (
         f"The cost to reach {100 * claim['target']:g} %, in multiples of {named(baseline)}'s. The paper counts one or "
-        "two models per round (Table 11; its rounds times these give its Table 12). Bytes are those sent in both "
-        "directions."
+        "two models per round (Table 11; on CIFAR-10 its rounds times these are its Table 12). Bytes are those sent "
+        "in both directions."
     )
     if never:
         lines += f" {named(baseline)} does not reach it in {rounds:g} rounds."
-        if min(here.values()) < math.inf:
-            lines += " Costs with < are in multiples of the cost of all these rounds."
+        lines += " Costs with < are in multiples of the cost of all these rounds."
     return lines + "\n\n" + markdown(head, rows)
 
 

@@ -32,6 +32,7 @@ sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
 import collect  # noqa: E402
 import figures  # noqa: E402
 import page  # noqa: E402
+import section  # noqa: E402
 
 PAPERS = reproduction.papers()
 TOML = """# Somebody 2020, Table 1: digits, after a * and a |.
@@ -235,17 +236,20 @@ def test_figures_are_small_and_follow_the_results(runs, presets, tmp_path):
     assert files[0].read_bytes() == first
 
 
-def test_a_long_comparison_keeps_fewer_rounds_but_the_best(runs, presets, tmp_path, monkeypatch):
+def test_a_long_comparison_keeps_fewer_rounds_but_the_best_and_the_last(runs, presets, tmp_path, monkeypatch):
     monkeypatch.setattr(collect, "LARGE", 700)
+    monkeypatch.setattr(collect, "LAST_ROUNDS", 2)
+    monkeypatch.setattr(section, "LAST_ROUNDS", 2)
     _, facts, text = collected(runs / "full", presets, tmp_path)
     every = facts["variants"]["as-given"]["every"]
     assert every > 1
     assert (tmp_path / "results/mine/as-given/rounds.csv").stat().st_size < 1200
-    assert f"keeps one round in {every}, and the best" in text
+    assert f"keeps one round in {every}, the best and the last 2." in text
     seeds = [metrics(runs / f"full/mine/as-given/fedavg/seed{seed}") for seed in (0, 1)]
     accuracies = [[100 * row["accuracy"] for row in seed] for seed in seeds]
     row = cells(text, "FedAvg (Fed-SGD)")
     assert (row[2], row[4]) == (mean_and_std(map(max, accuracies)), mean_and_std([seed[-1] for seed in accuracies]))
+    assert row[3] == mean_and_std([(seed[-2] + seed[-1]) / 2 for seed in accuracies])
 
 
 # --- others ------------------------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ def test_costs_are_in_multiples_of_fedavgs():
     assert "FedAvg (Fed-SGD) does not reach it in 4 rounds." in text
     assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "never", "–", "–"]
     assert cells(text, "FedLADA") == ["186.4", "0.69 ×", "2", "< 1.00 ×", "< 1.25 ×"]  # less than of 4 rounds
+    nobody = {**never, "here": {"fedavg": "inf", "fedlada": "inf"}}
+    assert section.cost_to_target(result, nobody) == ""
     assert section.cost_to_target(result, {**claim, "target": None}) == ""
     assert section.cost_to_target(result, {**claim, "paper": {}}) == ""
 
@@ -86,7 +88,7 @@ def test_costs_of_what_is_not_finished_are_left_out():
     assert section.cost_to_target(page.Result("mine", {}, {}), none) == ""
 
 
-def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_kept():
+def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_measured():
     rows = [{"round": r, "accuracy": r / 100} for r in range(1, 21)]
     assert section.last_rounds(History(rows)) == pytest.approx(15.5)
     some = [row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows]
