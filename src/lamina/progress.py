@@ -108,6 +108,20 @@ class NotebookBars(Bars):
         return f"<table>{''.join(cells)}</table>"
 
 
+class NoBars(Bars):
+    """Bars that are not shown: a user may call `run(1)` in a loop, and rich takes a tenth of a millisecond."""
+
+    live = False
+
+    def __init__(self) -> None: ...
+
+    def __enter__(self) -> NoBars:
+        return self
+
+    def update(self, name: str, row: Row | None = None, **changes: Any) -> None:
+        """Do nothing."""
+
+
 def in_notebook() -> bool:
     """Return whether this process is the kernel of a notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
@@ -120,7 +134,7 @@ def python_bars(names: Iterable[str], progress: bool | None, **options: Any) -> 
         return NotebookBars(names, **options)
     if progress is None:
         progress = sys.stderr is not None and sys.stderr.isatty()
-    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=progress, **options)
+    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=True, **options) if progress else NoBars()
 
 
 class IntervalLines:
