@@ -148,12 +148,15 @@ def test_hub_grey_images_stay_grey_unless_one_has_colour():
 def test_hub_columns_can_be_named_and_mistakes_are_explained():
     split = FakeHubSplit({"a": [[1.0], [2.0]], "b": [0, 1], "sentence": ["x", "y"]})
     assert as_dataset(split, x="a", y="b").x.flatten().tolist() == [1, 2]
+    named = as_dataset(split, x="a", y="sentence")
+    assert (named.y.tolist(), named.class_names) == ([0, 1], ("x", "y"))
     for options, message in [
         ({}, "cannot tell the input column"),
         ({"x": "a"}, "cannot tell the label column"),
         ({"x": "sentense", "y": "b"}, "did you mean 'sentence'"),
         ({"x": "sentence", "y": "b"}, "tokenise"),
-        ({"x": "a", "y": "sentence"}, "class_encode_column"),
+        ({"x": ["a", "sentense"], "y": "b"}, "did you mean 'sentence'"),
+        ({"x": [], "y": "b"}, "names no column"),
     ]:
         with pytest.raises(BadInput, match=message) as refused:
             as_dataset(split, **options)
@@ -169,6 +172,22 @@ def test_hub_columns_can_be_named_and_mistakes_are_explained():
 
     with pytest.raises(BadInput, match=r"for example data\['train'\]"):
         as_dataset(FakeHubDict(train=split))
+
+
+def test_hub_tokens_keep_what_the_tokenizer_gives_beside_them():
+    columns = {
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "input_ids": [[5, 6, 7], [8, 0, 0]],
+        "label": [0, 1],
+        "n": [3, 1],
+    }
+    data = as_dataset(FakeHubSplit(columns))
+    assert {name: values.tolist() for name, values in data.x.items()} == {n: columns[n] for n in list(columns)[1::-1]}
+    assert list(data.columns) == ["n"]
+    assert as_dataset(FakeHubSplit(columns), x="input_ids").x.tolist() == columns["input_ids"]
+    assert list(as_dataset(FakeHubSplit(columns), x=["n", "input_ids"]).x) == ["n", "input_ids"]
+    ragged = {"input_ids": [[5, 6, 7], [8]], "attention_mask": [[1, 1, 1], [1]], "label": [0, 1]}
+    assert as_dataset(FakeHubSplit(ragged)).x["attention_mask"].tolist() == columns["attention_mask"]
 
 
 def test_hub_images_without_pillow_name_the_extra():

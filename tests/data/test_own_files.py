@@ -317,7 +317,24 @@ def test_a_hugging_face_data_set_with_mapped_columns(folder, fake_datasets):
     assert "no column 'sight' (data.client); did you mean 'site'?" in refusal("hub", **options | {"client": "sight"})
     assert "no column 'kin'" in refusal("hub", **options | {"label": "kin"})
     assert "did not deliver us/cows (no data set us/cows)" in refusal("hub", path="us/cows")
+    assert "is no folder that save_to_disk wrote" in refusal("hub", path="./us/cows")
     assert "hub, which is not asked here" in refusal("hub", path="us/pets", hub=False)
+
+
+def test_tokenised_text_keeps_its_mask(folder, fake_datasets):
+    """All columns that a tokenizer gives are inputs; a language model's padding is no target."""
+    columns = {"input_ids": [[5, 6, 7], [8, 9]] * 2, "attention_mask": [[1, 1, 0], [1, 1]] * 2, "label": [0, 1] * 2}
+    fake_datasets["us/texts"] = {"train": FakeHubSplit(columns), "test": FakeHubSplit(columns)}
+    test = load("hub", path="us/texts").test
+    assert {name: values[:2].tolist() for name, values in test.x.items()} == {
+        "input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 0], [1, 1, 0]]
+    }  # fmt: skip
+    assert load("hub", path="us/texts", label="input_ids").train.y[:2].tolist() == [[5, 6, -100], [8, 9, -100]]
+    assert load("hub", path="us/texts", features="input_ids").train.x[1].tolist() == [8, 9, 0]
+    assert list(load("hub", path="us/texts", features=["attention_mask", "input_ids"]).train.x) == [
+        "attention_mask", "input_ids"
+    ]  # fmt: skip
+    assert "no column 'ids'" in refusal("hub", path="us/texts", features=["ids"])
 
 
 def test_sequences_of_a_hugging_face_data_set_are_padded(folder, fake_datasets):

@@ -238,8 +238,9 @@ def as_dataset(
         data: A `Dataset` (returned unchanged), an ``(x, y)`` pair as `Dataset` takes it, a map-style torch data set
             whose samples are tuples (inputs, target) or dicts, a pandas table, or one split of a Hugging Face
             `datasets.Dataset`.
-        x: The column that holds the inputs (Hugging Face: guessed from the usual names when None), or the feature
-            columns of a table (all others when None).
+        x: The feature columns of a table (all others when None). Of a Hugging Face data set, the column that holds the
+            inputs, or a list of them, which become a dict; the usual names, and all columns that a tokenizer gives,
+            when None.
         y: The column, or the key of a sample, that holds the targets.
         columns: The columns of a table that are no features, such as the one that names the clients.
         class_names: The names of the classes, by number, when some may be missing from the labels.
@@ -255,7 +256,7 @@ def as_dataset(
         return data
     others: Mapping[str, NDArray[Any]] = {}
     if hub.is_hub_dataset(data):
-        inputs, targets, others, known_classes = hub.arrays(data, x if isinstance(x, str) else None, y)
+        inputs, targets, others, known_classes = hub.arrays(data, x, y)
         classes = known_classes if classes is None else classes
     elif convert.is_frame(data):
         inputs, targets, others = convert.read_frame(

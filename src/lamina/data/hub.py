@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 
 from lamina.data.images import stack_pictures
 from lamina.errors import BadInput, missing_extra, nearest
+from lamina.losses import IGNORED
 
 _INPUT_COLUMNS = ("image", "img", "images", "pixel_values", "x", "input_ids", "features", "inputs")
+_OF_TOKENS = ("token_type_ids", "attention_mask")  # what tokenizers give beside the ids
 LABEL_COLUMNS = ("label", "labels", "fine_label", "target", "targets", "y", "class")
 
 
@@ -38,44 +40,52 @@ def fetch(repository: str, *subset: str) -> Mapping[str, Any] | None:
 
 
 def arrays(
-    data: Any, x: str | None, y: str | None, *, text_labels: bool = False, options: tuple[str, str] = ("x", "y")
+    data: Any, x: str | Sequence[str] | None, y: str | None, *, options: tuple[str, str] = ("x", "y")
 ) -> tuple[Any, Any, dict[str, NDArray[Any]], int | None]:
     """Return inputs, labels, other columns and the declared number of classes of one split.
 
-    `text_labels` accepts labels that are text, for a caller that numbers them. Messages call the arguments x and y by
+    Inputs of several columns are a dict: those that x names, or a tokenizer's. Messages call the arguments x and y by
     the names in `options`.
     """
     if isinstance(data, Mapping):
         raise BadInput(f"this is a dictionary of splits; give one of them, for example data['{next(iter(data))}']")
     names = list(data.column_names)
-    x = _column("input", options[0], x, _INPUT_COLUMNS, names)
-    y = _column("label", options[1], y, LABEL_COLUMNS, names if y else [name for name in names if name != x])
+    wanted = [x] if x is None or isinstance(x, str) else list(x)
+    if not wanted:
+        raise BadInput(f"{options[0]} names no column; name at least one (columns: {', '.join(names)})")
+    inputs_of = [_column("input", options[0], each, _INPUT_COLUMNS, names) for each in wanted]
+    if x is None and inputs_of == ["input_ids"]:
+        inputs_of += [name for name in _OF_TOKENS if name in names]
+    y = _column("label", options[1], y, LABEL_COLUMNS, names if y else [n for n in names if n not in inputs_of])
     plain = data.with_format(None)  # ignore the user's format: read Python objects and pictures
     if len(plain) == 0:
         raise BadInput("the Hugging Face data set is empty; give at least one sample")
     try:
         first = plain[0]
     except ImportError as error:  # `datasets` itself works without Pillow, until it meets a picture
-        raise missing_extra("pillow", "images", f"decoding column '{x}'") from error
-    if isinstance(first[x], str):
-        raise BadInput(
-            f"column '{x}' holds text; tokenise it to equal lengths and name that column with {options[0]}=..."
-        )
-    if isinstance(first[y], str) and not text_labels:
-        raise BadInput(f"column '{y}' holds text labels; number them with data.class_encode_column('{y}')")
-    inputs = stack_pictures(plain[x], len(plain), f"column '{x}'") if hasattr(first[x], "convert") else list(plain[x])
+        raise missing_extra("pillow", "images", f"decoding column '{inputs_of[0]}'") from error
+    inputs = {}
+    for name in inputs_of:
+        if isinstance(first[name], str):
+            raise BadInput(f"column '{name}' holds text; tokenise it and name that column with {options[0]}=...")
+        is_picture = hasattr(first[name], "convert")
+        inputs[name] = stack_pictures(plain[name], len(plain), f"column '{name}'") if is_picture else list(plain[name])
     labels = list(plain[y])
-    for name, values in ((x, inputs), (y, labels)):
+    if y == "input_ids" and "attention_mask" in inputs:  # the tokens of a language model: padding is no target
+        pairs = zip(labels, inputs["attention_mask"], strict=True)
+        labels = [[t if m else IGNORED for t, m in zip(tokens, mask, strict=True)] for tokens, mask in pairs]
+    for name, values in (*inputs.items(), (y, labels)):
         missing = next((row for row, value in enumerate(values) if value is None), None)
         if missing is not None:
             raise BadInput(f"column '{name}' has no value in sample {missing}; fill or drop it, as with data.filter(…)")
     others = {
         name: np.asarray(list(plain[name]))
         for name in names
-        if name not in (x, y) and isinstance(first[name], int | float | str)
+        if name != y and name not in inputs and isinstance(first[name], int | float | str)
     }
     classes = getattr(getattr(data, "features", {}).get(y), "num_classes", None)
-    return inputs, labels, others, classes
+    is_one = len(inputs) == 1 and (x is None or isinstance(x, str))
+    return inputs[inputs_of[0]] if is_one else inputs, labels, others, classes
 
 
 def _column(what: str, option: str, given: str | None, usual: Sequence[str], names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ def read(
     *,
     path: str,
     subset: str | None = None,
-    features: str | None = None,
+    features: str | list[str] | None = None,
     label: str | None = None,
     train: str = "train",
     test: str | float | None = None,
@@ -39,7 +39,8 @@ def read(
         root: The folder that a relative path to a folder starts at.
         path: The name of the data set on the hub, or the folder.
         subset: The configuration, for a data set that has several.
-        features: The column with the inputs: pictures or numbers; guessed from the usual names if None. Sequences of
+        features: The column with the inputs: pictures or numbers, or a list of columns, which become a dict. If None,
+            it is guessed from the usual names; of tokenised text, all columns of the tokenizer are inputs. Sequences of
             different length are padded at the end, as `Dataset` does it.
         label: The column with the class or the target; guessed likewise. It may be that of the inputs: for a language
             model, the tokens are both.
@@ -58,7 +59,7 @@ def read(
         if isinstance(name, str) and name not in splits:
             raise BadInput(f"{path} has no split '{name}'{nearest(name, splits)} (splits: {', '.join(splits)})")
     parts = [splits[name] for name in (train, test) if isinstance(name, str)]
-    x: list[Any] = []
+    x: dict[str, list[Any]] = {}
     y: list[Any] = []
     columns = []
     for part in parts:
@@ -68,10 +69,11 @@ def read(
                 f"{path} has no column '{client}' (data.client){nearest(client, part.column_names)} ({known})"
             )
         options = ("data.features", "data.label")
-        inputs, labels, others, _ = hub.arrays(part, features, label, text_labels=True, options=options)
+        inputs, labels, others, _ = hub.arrays(part, features, label, options=options)
         if client is not None and (client not in others or any(value is None for value in others[client])):
             raise BadInput(f"{path}: the column '{client}' (data.client) must hold a number or a text for every sample")
-        x += inputs
+        for name, values in (inputs if isinstance(inputs, dict) else {"": inputs}).items():
+            x.setdefault(name, []).extend(values)
         y += labels
         columns.append(others)
     is_test = np.arange(len(y)) >= len(parts[0]) if len(parts) == 2 else held_out_rows(path, len(y), test)
@@ -79,17 +81,19 @@ def read(
     label = label or next(name for name in hub.LABEL_COLUMNS if name in parts[0].column_names)
     feature = parts[0].features.get(label)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of every token, or of the sample
-    padded = convert(path, "the column of the features", x)
-    if len(parts) == 2 and padded.mask is not None:
-        lengths = [set(padded.mask[rows].sum(1).tolist()) for rows in (~is_test, is_test)]
+    padded = {name: convert(path, f"the column '{name}'" if name else "the features", x[name]) for name in x}
+    for mask in [each.mask for each in padded.values() if len(parts) == 2 and each.mask is not None]:
+        lengths = [set(mask[rows].sum(1).tolist()) for rows in (~is_test, is_test)]
         if len(lengths[0]) == len(lengths[1]) == 1:  # a table with other columns, not sequences
             numbers = f"{lengths[0].pop()} and {lengths[1].pop()} numbers"
             raise BadInput(f"{path}: the samples of {train} and {test} have {numbers}; give both the same")
+    values = {name: each.values.numpy() for name, each in padded.items()}
+    masks = {name: each.mask for name, each in padded.items() if each.mask is not None}
     per_token = isinstance(y[0], list)
     targets = convert(path, "the column of the labels", y, IGNORED).values.numpy() if per_token else np.asarray(y)
     return make_splits(
-        path, padded.values.numpy(), targets, is_test, mask=padded.mask, task=task, ignore_index=ignore_index,
-        columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
+        path, values.get("", values), targets, is_test, mask=masks.get("", masks) if masks else None, task=task,
+        ignore_index=ignore_index, columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
     )  # fmt: skip
 
 
@@ -107,6 +111,8 @@ def _load(root: Path, path: str, subset: str | None, online: bool) -> Mapping[st
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise BadInput(f"'{folder}' is not a readable data set ({reason}): save it again") from error
         return loaded if isinstance(loaded, Mapping) else {"train": loaded}
+    if folder.exists() or path.count("/") > 1 or path[:1] in "./~":
+        raise BadInput(f"'{folder}' is no folder that save_to_disk wrote (data.path)")
     if not online:
         raise BadInput(f"{path} is on the Hugging Face hub, which is not asked here")
     splits = hub.fetch(path, *([subset] if subset else []))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -11,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from lamina import rng
+from lamina.batch import map_batch
 from lamina.data.dataset import Dataset, Splits
 from lamina.errors import BadInput
 from lamina.losses import IGNORED
@@ -35,7 +37,7 @@ def held_out_rows(where: str, samples: int, fraction: Any) -> NDArray[np.bool_]:
 
 def make_splits(
     where: str,
-    x: NDArray[Any],
+    x: NDArray[Any] | Mapping[str, NDArray[Any]],
     y: Any,
     is_test: NDArray[np.bool_],
     *,
@@ -43,21 +45,21 @@ def make_splits(
     columns: Mapping[str, Any] | None = None,
     class_names: tuple[str, ...] | None = None,
     name: str = "data",
-    mask: torch.Tensor | None = None,
+    mask: Any = None,
     ignore_index: int | None = None,
 ) -> Splits:
     """Return training and test data from all samples.
 
     Args:
         where: the file, for messages.
-        x: the inputs [n, ...].
+        x: the inputs [n, ...], or several by name.
         y: the labels or targets [n], as a file has them. Classes are numbered in their sorted order.
         is_test: which samples are test data [n].
         task: classification or regression; None: regression for floats, else classification.
         columns: further values per sample.
         class_names: the names of the classes, if y is numbered already.
         name: the name of the data.
-        mask: where padded inputs hold values [n, length].
+        mask: where padded inputs hold values [n, length], or several by name.
         ignore_index: the integer target that does not count in maps, beside -100.
     """
     if is_test.all() or not is_test.any():
@@ -78,14 +80,16 @@ def make_splits(
         classes = len(class_names)
     if ignore_index is not None and targets.ndim > 1 and targets.dtype.kind == "i":
         targets = np.where(targets == ignore_index, IGNORED, targets)
-    inputs = _as_tensor(where, x)
+    inputs = {n: _as_tensor(where, v) for n, v in x.items()} if isinstance(x, Mapping) else _as_tensor(where, x)
     splits = []
     for rows in (~is_test, is_test):
         chosen = torch.from_numpy(np.flatnonzero(rows))
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
         part_targets = torch.from_numpy(np.ascontiguousarray(targets[rows]))
-        data = Dataset(inputs[chosen], part_targets, classes, name=name, columns=kept, class_names=class_names)
-        splits.append(data if mask is None else dataclasses.replace(data, mask=mask[chosen]))
+        choose = operator.itemgetter(chosen)
+        part_inputs = map_batch(choose, inputs)
+        data = Dataset(part_inputs, part_targets, classes, name=name, columns=kept, class_names=class_names)
+        splits.append(data if mask is None else dataclasses.replace(data, mask=map_batch(choose, mask)))
     return refuse_unseen_classes(where, Splits(*splits))
 
 
