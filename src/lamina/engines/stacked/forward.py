@@ -319,8 +319,11 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Inpu
 
 
 def is_random(objective: Objective, inputs: Inputs) -> bool:
-    """Return whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode."""
-    with rng.forked(objective.device), torch.no_grad():
+    """Return whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode.
+
+    Nothing here requires a gradient, but activation checkpointing needs gradients to be enabled to do its work.
+    """
+    with rng.forked(objective.device), torch.enable_grad():
         before = _generator_states(objective.device)
         for train in (True, False):
             outputs = []
