@@ -33,12 +33,15 @@ class FromStreams:
     calls = 0  # of this layer in this forward pass
     under_hooks = False  # whether the whole pass runs under hooks on saved tensors
 
-    def is_left_to_torch(self) -> bool:
+    def is_left_to_torch(self, *inputs: Any) -> bool:
         """Whether torch must draw the next mask, which the engine then sees as a random number of the module's own.
 
         Activation checkpointing, which hooks into the tensors that autograd saves, lets torch draw a mask again in the
-        backward pass. A `torch.func.vmap` in the module's forward may ask for one mask per sample.
+        backward pass. A `torch.func.vmap` in the module's forward may ask for one mask per sample. A nested tensor has
+        no shape that a mask could have.
         """
+        if any(isinstance(value, Tensor) and value.is_nested for value in inputs):
+            return True
         if _has_saved_tensor_hooks() and not self.under_hooks:
             return True
         level = torch._C._functorch.maybe_current_level() or -1  # of nested transforms; -1: none
@@ -91,7 +94,7 @@ class _Mask(FromStreams):
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements in training mode."""
         p: float = self.p  # type: ignore[attr-defined]
-        if not self.training or self.is_left_to_torch():  # type: ignore[attr-defined]
+        if not self.training or self.is_left_to_torch(input):  # type: ignore[attr-defined]
             by_torch: Tensor = super().forward(input)  # type: ignore[misc]
             return by_torch
         turned = input.transpose(0, self.sample_axis) if self.sample_axis else input
@@ -132,7 +135,7 @@ class StreamDropout(_Mask, nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements in training mode."""
         is_plain = self.training and not self.sample_axis and self.p != 1 and not self.inplace
-        if self.kernel is None or not is_plain or self.is_left_to_torch():
+        if self.kernel is None or not is_plain or self.is_left_to_torch(input):
             return super().forward(input)
         return self.kernel(input, *self.next_call(input.shape), lowest_kept(self.p), 1 / (1 - self.p))
 
@@ -142,7 +145,7 @@ class StreamAttention(FromStreams, nn.MultiheadAttention):
 
     def forward(self, query: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Attend in training mode; evaluation, and a query without a batch axis, are left to torch."""
-        is_ours = self.training and query.dim() == 3 and not self.is_left_to_torch()
+        is_ours = self.training and query.dim() == 3 and not self.is_left_to_torch(query)
         attend = self.attend if is_ours else super().forward
         return attend(query, *inputs, **options)
 

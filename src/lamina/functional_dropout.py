@@ -53,7 +53,7 @@ class FunctionalDropout(FromStreams, TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         attends = func is F.scaled_dot_product_attention
-        if not (attends or func in FUNCTIONS) or self.is_left_to_torch():
+        if not (attends or func in FUNCTIONS) or self.is_left_to_torch(*args, *kwargs.values()):
             return func(*args, **kwargs)
         return self._attend(*args, **kwargs) if attends else self._drop(func, *args, **kwargs)
 

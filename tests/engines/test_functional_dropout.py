@@ -279,6 +279,26 @@ def test_masks_under_a_transform_of_the_module_are_torchs(drop):
     assert len(outputs.unique(dim=0)) > 32
 
 
+class Nested(nn.Module):
+    """Drops in a tensor whose sequences may have different lengths."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(8, 3), drop
+
+    def forward(self, x):
+        sequences = torch.nested.nested_tensor_from_jagged(self.fc(x), offsets=torch.arange(len(x) + 1))
+        return (self.drop(sequences) if self.drop else F.dropout(sequences, 0.5, self.training)).values()
+
+
+@pytest.mark.parametrize("drop", [None, nn.Dropout()], ids=["function", "layer"])
+def test_masks_of_nested_tensors_are_torchs(drop):
+    run = simulation(lambda: Nested(drop))
+    assert form(run) == "loop"
+    outputs = run.objective.outputs(run.state.server.x, {}, torch.ones(64, 8, **DOUBLE), train=True)
+    assert 0.3 < (outputs == 0).double().mean() < 0.7
+
+
 def test_hooks_around_the_whole_pass_change_no_mask():
     results = []
     for context in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu()):
