@@ -8,9 +8,10 @@ stream. The padding of a short batch comes last, so it does not change the masks
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -72,9 +73,27 @@ class FromStreams:
         return self.streams, (self.number << CALL_BITS) + self.calls - 1
 
 
+_probe_rate: float | None = None  # see `dropping_half`
+
+
 def lowest_kept(p: float) -> int:
     """Return the smallest of the random 32-bit numbers whose elements are kept."""
+    p = p if _probe_rate is None else _probe_rate
     return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+@contextlib.contextmanager
+def dropping_half() -> Iterator[None]:
+    """Drop half of the elements within a block, so that a comparison of few samples shows whether masks are equal.
+
+    At a small rate, two different masks might keep all of them.
+    """
+    global _probe_rate
+    _probe_rate = 0.5
+    try:
+        yield
+    finally:
+        _probe_rate = None
 
 
 class _Mask(FromStreams):

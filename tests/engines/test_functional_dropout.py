@@ -217,12 +217,12 @@ def test_attention_whose_mask_is_an_object_is_left_to_torch():
 class TimeFirst(nn.Module):
     """Drops in a tensor [4, n, 2], whose first axis is not the batch."""
 
-    def __init__(self):
+    def __init__(self, rate):
         super().__init__()
-        self.fc = nn.Linear(8, 3)
+        self.fc, self.rate = nn.Linear(8, 3), rate
 
     def forward(self, x):
-        h = F.dropout(x.unflatten(1, (4, 2)).transpose(0, 1), 0.5, self.training)
+        h = F.dropout(x.unflatten(1, (4, 2)).transpose(0, 1), self.rate, self.training)
         return self.fc(h.transpose(0, 1).flatten(1))
 
 
@@ -251,7 +251,13 @@ class Connections(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "expected"),
-    [(TimeFirst, "loop"), (lambda: Shared(1), "vmap"), (lambda: Shared(4), "vmap"), (Connections, "vmap")],
+    [
+        (lambda: TimeFirst(0.5), "loop"),
+        (lambda: TimeFirst(0.01), "loop"),  # few of the probe's elements would be dropped
+        (lambda: Shared(1), "vmap"),
+        (lambda: Shared(4), "vmap"),
+        (Connections, "vmap"),
+    ],
 )
 def test_masks_that_are_not_of_samples_are_those_of_the_loop(model, expected):
     auto, loop = simulation(model), simulation(model, "loop")

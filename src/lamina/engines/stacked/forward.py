@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from lamina import rng
 from lamina.batch import Inputs, arguments, map_batch, outputs_of
-from lamina.dropout import set_streams, stream_layers
+from lamina.dropout import dropping_half, set_streams, stream_layers
 from lamina.engines.stacked.attention_masks import unread_masks
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
@@ -235,7 +235,7 @@ def choose_forward(
         try:
             forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
             # whether a form is right depends neither on the precision it will run in nor on the fastest algorithm
-            with arithmetic("fp32", benchmark=False):
+            with arithmetic("fp32", benchmark=False), dropping_half():
                 _compare(forward, objective, *sample)
         except CannotStack as error:
             reasons.append(str(error))
