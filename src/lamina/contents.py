@@ -121,7 +121,8 @@ class _Digest:
     def attributes(self, module: nn.Module) -> dict[str, str]:
         """Return the digests of a module's plain attributes, by name; those of its submodules are not among them."""
         skipped = OF_EVERY_MODULE | (RNN_ALIASES if isinstance(module, nn.RNNBase) else set())
-        forward = type(module).forward  # a class created in a function may depend on its arguments
+        # a class created in a function may depend on its arguments; a class of torch.jit has no such function
+        forward = getattr(type(module), "forward", None)
         digests = {"": self.of([value for value in _closure(forward) if not isinstance(value, type)])}
         for name, value in sorted(vars(module).items()):
             if name in HOOKS:  # keyed by a running number: only the functions matter

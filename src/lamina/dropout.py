@@ -8,9 +8,10 @@ stream. The padding of a short batch comes last, so it does not change the masks
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,21 @@ class FromStreams:
     streams: Tensor | None = None  # [clients], or one number under vmap; set before every forward pass
     number = 0  # of this layer among those of its module
     calls = 0  # of this layer in this forward pass
+    under_hooks = False  # whether the whole pass runs under hooks on saved tensors
+
+    def is_left_to_torch(self, *inputs: Any) -> bool:
+        """Whether torch must draw the next mask, which the engine then sees as a random number of the module's own.
+
+        Activation checkpointing, which hooks into the tensors that autograd saves, lets torch draw a mask again in the
+        backward pass. A `torch.func.vmap` in the module's forward may ask for one mask per sample. A nested tensor has
+        no shape that a mask could have.
+        """
+        if any(isinstance(value, Tensor) and value.is_nested for value in inputs):
+            return True
+        if _has_saved_tensor_hooks() and not self.under_hooks:
+            return True
+        level = torch._C._functorch.maybe_current_level() or -1  # of nested transforms; -1: none
+        return self.streams is not None and level != torch._C._functorch.maybe_get_level(self.streams)
 
     def kept(self, shape: Sequence[int], p: float) -> Tensor:
         """Draw which elements stay, each with probability 1 - p; the first axis holds the clients' samples in turn."""
@@ -57,9 +73,27 @@ class FromStreams:
         return self.streams, (self.number << CALL_BITS) + self.calls - 1
 
 
+_probe_rate: float | None = None  # see `dropping_half`
+
+
 def lowest_kept(p: float) -> int:
     """Return the smallest of the random 32-bit numbers whose elements are kept."""
+    p = p if _probe_rate is None else _probe_rate
     return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+@contextlib.contextmanager
+def dropping_half() -> Iterator[None]:
+    """Drop half of the elements within a block, so that a comparison of few samples shows whether masks are equal.
+
+    At a small rate, two different masks might keep all of them.
+    """
+    global _probe_rate
+    _probe_rate = 0.5
+    try:
+        yield
+    finally:
+        _probe_rate = None
 
 
 class _Mask(FromStreams):
@@ -79,9 +113,9 @@ class _Mask(FromStreams):
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements in training mode."""
         p: float = self.p  # type: ignore[attr-defined]
-        if not self.training:  # type: ignore[attr-defined]
-            unchanged: Tensor = super().forward(input)  # type: ignore[misc]
-            return unchanged
+        if not self.training or self.is_left_to_torch(input):  # type: ignore[attr-defined]
+            by_torch: Tensor = super().forward(input)  # type: ignore[misc]
+            return by_torch
         turned = input.transpose(0, self.sample_axis) if self.sample_axis else input
         kept = self.kept(self.mask_shape(turned), p)
         return self.apply_mask(input, kept.transpose(0, self.sample_axis) if self.sample_axis else kept, p)
@@ -104,10 +138,11 @@ class _AlphaMask(_Mask):
     def apply_mask(self, input: Tensor, kept: Tensor, p: float) -> Tensor:
         """Set what is not kept to the lowest value, then scale and shift."""
         if p == 1:
-            return input * 0.0
-        scale = 1 / math.sqrt((1 - p) * (1 + p * SELU_FLOOR**2))
-        noise = kept.to(input.dtype)
-        out = input * (noise * scale) + ((1 - noise) * (SELU_FLOOR * scale) - SELU_FLOOR * scale * p)
+            out = input * 0.0
+        else:
+            scale = 1 / math.sqrt((1 - p) * (1 + p * SELU_FLOOR**2))
+            noise = kept.to(input.dtype)
+            out = input * (noise * scale) + ((1 - noise) * (SELU_FLOOR * scale) - SELU_FLOOR * scale * p)
         return input.copy_(out) if self.inplace else out  # type: ignore[attr-defined]
 
 
@@ -118,7 +153,8 @@ class StreamDropout(_Mask, nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements in training mode."""
-        if self.kernel is None or not self.training or self.sample_axis or self.p == 1 or self.inplace:
+        is_plain = self.training and not self.sample_axis and self.p != 1 and not self.inplace
+        if self.kernel is None or not is_plain or self.is_left_to_torch(input):
             return super().forward(input)
         return self.kernel(input, *self.next_call(input.shape), lowest_kept(self.p), 1 / (1 - self.p))
 
@@ -128,7 +164,8 @@ class StreamAttention(FromStreams, nn.MultiheadAttention):
 
     def forward(self, query: Tensor, *inputs: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Attend in training mode; evaluation, and a query without a batch axis, are left to torch."""
-        attend = self.attend if self.training and query.dim() == 3 else super().forward
+        is_ours = self.training and query.dim() == 3 and not self.is_left_to_torch(query)
+        attend = self.attend if is_ours else super().forward
         return attend(query, *inputs, **options)
 
     def attend(
@@ -186,8 +223,10 @@ class StreamAttention(FromStreams, nn.MultiheadAttention):
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask to add to attention scores, of a boolean one whose True hides a key."""
-    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else mask
+    """Return a mask to add to attention scores of a given type, of a boolean one whose True hides a key."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
 
 
 def _from_streams(layer: type[nn.Module], *masks: type[_Mask], **attributes: Any) -> type[FromStreams]:
@@ -245,5 +284,15 @@ def stream_layers(module: nn.Module) -> list[FromStreams]:
 
 def set_streams(layers: Sequence[FromStreams], streams: Tensor | None) -> None:
     """Give the layers the clients' streams of the next forward pass, or take them away after it."""
+    under_hooks = _has_saved_tensor_hooks()
     for layer in layers:
-        layer.streams, layer.calls = streams, 0
+        layer.streams, layer.calls, layer.under_hooks = streams, 0, under_hooks
+
+
+def _has_saved_tensor_hooks() -> bool:
+    """Return whether hooks on the tensors that autograd saves are in use: torch fails to switch such hooks off."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks(""):
+            return False
+    except RuntimeError:
+        return True

@@ -7,8 +7,6 @@ pass sees these calls. All calls of a pass together draw as one more dropout lay
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,7 +15,6 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from lamina.dropout import LAYERS, FromStreams, additive_mask
-from lamina.errors import BadInput
 
 # the layer that computes the same as a function, and whether the function drops unless `training` is given
 FUNCTIONS: dict[Any, tuple[type[nn.Module], bool]] = {
@@ -55,9 +52,10 @@ class FunctionalDropout(FromStreams, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            return self._attend(*args, **kwargs)
-        return self._drop(func, *args, **kwargs) if func in FUNCTIONS else func(*args, **kwargs)
+        attends = func is F.scaled_dot_product_attention
+        if not (attends or func in FUNCTIONS) or self.is_left_to_torch(*args, *kwargs.values()):
+            return func(*args, **kwargs)
+        return self._attend(*args, **kwargs) if attends else self._drop(func, *args, **kwargs)
 
     def _drop(
         self,
@@ -75,9 +73,9 @@ class FunctionalDropout(FromStreams, TorchFunctionMode):
         if not (drops if given is None else given) or p == 0:
             unchanged: Tensor = func(input, p, False)
             return unchanged
-        _refuse_checkpointing()
-        layer: Any = LAYERS[kind](p, inplace)  # type: ignore[call-arg]
-        layer.streams, layer.number, layer.calls = self.streams, self.number, self.calls
+        layer: Any = LAYERS[kind](float(p), inplace)  # type: ignore[call-arg]
+        layer.streams, layer.under_hooks = self.streams, self.under_hooks
+        layer.number, layer.calls = self.number, self.calls
         self.calls, self.is_called = self.calls + 1, True
         dropped: Tensor = layer(input)
         return dropped
@@ -96,7 +94,7 @@ class FunctionalDropout(FromStreams, TorchFunctionMode):
     ) -> Tensor:
         """Return the attention written out, if it drops weights."""
         is_opaque = type(attn_mask).__module__ == "torch.nn.attention.bias"  # importing its classes takes a second
-        if dropout_p == 0 or is_opaque:
+        if dropout_p == 0 or is_opaque or (is_causal and attn_mask is not None):  # torch refuses two masks
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -112,36 +110,3 @@ class FunctionalDropout(FromStreams, TorchFunctionMode):
             is_blind = (scores == float("-inf")).all(-1, keepdim=True)
             weights = scores.masked_fill(is_blind, 0.0).softmax(-1).masked_fill(is_blind, 0.0)
         return self._drop(F.dropout, weights, dropout_p) @ value
-
-
-_is_watching: ContextVar[bool] = ContextVar("is_watching", default=False)
-
-
-@contextlib.contextmanager
-def watch_saved_tensors(seen: Callable[[Tensor], None]) -> Iterator[None]:
-    """Call a function with all tensors that autograd saves; dropout does not take this for activation checkpointing."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        seen(tensor)
-        return tensor
-
-    token = _is_watching.set(True)
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-    finally:
-        _is_watching.reset(token)
-
-
-def _refuse_checkpointing() -> None:
-    """Refuse a call whose operations run again in the backward pass, where it would draw another mask.
-
-    Activation checkpointing hooks into the tensors that autograd saves; torch fails to switch off hooks in use.
-    """
-    if _is_watching.get():
-        return
-    try:
-        with torch.autograd.graph.disable_saved_tensors_hooks(""):
-            pass
-    except RuntimeError:
-        raise BadInput("F.dropout cannot run again in the backward pass: do without activation checkpointing") from None

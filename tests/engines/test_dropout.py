@@ -267,26 +267,79 @@ def test_the_model_keeps_torchs_own_layers():
 
 
 class Checkpointed(nn.Module):
-    """Runs a part of its forward pass again in the backward pass, where no engine can give it a mask."""
+    """[n, 5, 4] -> [n, 3]; may run a part of its forward pass again in the backward pass."""
 
-    def __init__(self, drop, with_layer):
+    def __init__(self, drop, recompute, with_weights=True):
         super().__init__()
-        self.fc, self.drop, self.with_layer = nn.Linear(8, 3), drop, with_layer
+        self.one, self.two, self.drop = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(20, 3).double(), drop
+        self.recompute, self.with_weights = recompute, with_weights
+
+    def part(self, x):
+        x = self.one(x) if self.with_weights else x
+        if isinstance(self.drop, nn.MultiheadAttention):
+            return self.drop(x, x, x, need_weights=False)[0].tanh()
+        return (self.drop(x) if isinstance(self.drop, nn.Module) else self.drop(x, self.training)).tanh()
 
     def forward(self, x):
-        h = x if self.with_layer else self.fc(x)
-        return checkpoint(lambda h: self.drop(self.fc(h) if self.with_layer else h).tanh(), h, use_reentrant=False)
+        x = x if self.with_weights else self.one(x)
+        return self.two((checkpoint(self.part, x, use_reentrant=False) if self.recompute else self.part(x)).flatten(1))
 
 
-@pytest.mark.parametrize("with_layer", [True, False])
-@pytest.mark.parametrize("drop", [nn.Dropout(0.5), F.dropout], ids=["layer", "function"])
-def test_dropout_that_is_recomputed_is_refused(drop, with_layer):
-    data = (torch.randn(48, 8), torch.arange(48) % 3)
+class OwnAttention(nn.MultiheadAttention):
+    """A subclass, which is left to torch."""
+
+
+def attention(kind):
+    torch.manual_seed(0)
+    return kind(4, 2, dropout=0.5, batch_first=True, dtype=torch.float64)
+
+
+aten = torch.ops.aten  # torch's own, which lamina does not look at
+RECOMPUTED = {  # and what draws the same masks from torch's generator
+    "layer": (lambda: nn.Dropout(), lambda: lambda x, on: aten.dropout(x, 0.5, on)),
+    "function": (lambda: lambda x, on: F.dropout(x, 0.5, on), lambda: lambda x, on: aten.dropout(x, 0.5, on)),
+    "attention": (lambda: attention(nn.MultiheadAttention), lambda: attention(OwnAttention)),
+    "attention, function": (
+        lambda: lambda x, on: F.scaled_dot_product_attention(x, x, x, None, 0.5 * on),
+        lambda: lambda x, on: aten.scaled_dot_product_attention(x, x, x, None, 0.5 * on),
+    ),
+}
+
+
+def checkpointed(engine, *options):
+    torch.manual_seed(0)
+    data = (torch.randn(48, 5, 4, dtype=torch.float64), torch.arange(48) % 3)
+    torch.manual_seed(1)
+    return lamina.Simulation(
+        Checkpointed(*options), data, "fedavg", clients=PARTS, batch_size=4, lr=0.1, seed=3, device="cpu", engine=engine
+    )
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+@pytest.mark.parametrize("kind", RECOMPUTED)
+def test_dropout_that_is_recomputed_is_torchs(kind, with_weights):
+    drop, by_torch = (make() for make in RECOMPUTED[kind])
+    expected = checkpointed("loop", by_torch, False, with_weights)
+    expected.run(1)
     for engine in ("auto", "loop"):
-        with pytest.raises(lamina.BadInput, match="activation checkpointing"):
-            lamina.Simulation(
-                Checkpointed(drop, with_layer), data, "fedavg", clients=PARTS, device="cpu", engine=engine
-            ).run(1)
+        run = checkpointed(engine, drop, True, with_weights)
+        assert form(run) == "loop"
+        run.run(1)
+        assert_same(run.state, expected.state, 1e-12)
+
+
+def test_a_recomputed_mask_is_found_even_if_it_drops_next_to_nothing():
+    run = checkpointed("auto", lambda x, on: F.dropout(x, 1e-9, on), True, False)
+    assert form(run) == "loop"
+    assert "activation checkpointing" in run.engine.why
+
+
+def test_attention_adds_a_float32_mask_in_bfloat16():
+    module, (written,) = with_streams(nn.MultiheadAttention(8, 2, dropout=1e-9, batch_first=True).bfloat16())
+    set_streams([written], torch.tensor([1]))
+    x, hidden = torch.randn(3, 5, 8).bfloat16(), torch.ones(5, 5).triu(1).bool()
+    masks = (hidden, torch.zeros(5, 5).masked_fill(hidden, float("-inf")))
+    assert torch.equal(*(module(x, x, x, attn_mask=mask)[0] for mask in masks))
 
 
 def test_dropout_in_place_stays_in_place_where_there_is_a_kernel():

@@ -1,5 +1,7 @@
 """`F.dropout` and its kin draw the masks of dropout layers; the attention with dropout is torch's own."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,7 @@ SAME = {
     "dropout": (lambda x, on: F.dropout(x, 0.3, on), nn.Dropout(0.3), (16,)),
     "default p": (lambda x, on: F.dropout(x, training=on), nn.Dropout(), (16,)),
     "inplace": (lambda x, on: (F.dropout(x, 0.3, on, inplace=True), x)[1], nn.Dropout(0.3), (16,)),
+    "p is a tensor": (lambda x, on: F.dropout(x, torch.tensor(0.3, **DOUBLE), on), nn.Dropout(0.3), (16,)),
     "torch": (lambda x, on: torch.dropout(x, 0.3, on), nn.Dropout(0.3), (16,)),
     "torch by name": (lambda x, on: torch.dropout(x, p=0.3, train=on), nn.Dropout(0.3), (16,)),
     "subclass": (Own(0.3), nn.Dropout(0.3), (16,)),
@@ -115,6 +118,14 @@ def test_masks_have_the_right_rate_and_scale():
         assert ((one == 0) & (two == 0)).double().mean() == pytest.approx(0.09, abs=0.007)
 
 
+def test_everything_may_be_dropped_in_place():
+    for function in (F.dropout, F.alpha_dropout, F.feature_alpha_dropout):
+        x = torch.ones(4, 3)
+        with functional(5):
+            assert function(x, 1.0, True, True) is x
+        assert not x.any()
+
+
 def test_nothing_happens_in_evaluation_and_without_a_rate():
     x = torch.randn(4, 3, 2)
     with functional(5) as dropout:
@@ -178,6 +189,18 @@ def test_attention_drops_its_weights(kind):
     np.testing.assert_allclose(out.detach().numpy(), weights @ v, rtol=1e-12)
 
 
+def test_attention_adds_a_float32_mask_in_bfloat16():
+    q, k, v = (t.bfloat16() for t in attention_inputs({}))
+    masks = (SEES, torch.zeros(5, 6).masked_fill(~SEES, float("-inf")))
+    with functional(5):
+        assert torch.equal(*(F.scaled_dot_product_attention(q, k, v, mask, 1e-9) for mask in masks))
+
+
+def test_attention_with_two_masks_is_refused_by_torch():
+    with functional(5), pytest.raises(RuntimeError, match="is_causal"):
+        F.scaled_dot_product_attention(*attention_inputs({}), SEES, 0.4, is_causal=True)
+
+
 def test_attention_whose_mask_is_an_object_is_left_to_torch():
     from torch.nn.attention.bias import causal_lower_right
 
@@ -194,12 +217,12 @@ def test_attention_whose_mask_is_an_object_is_left_to_torch():
 class TimeFirst(nn.Module):
     """Drops in a tensor [4, n, 2], whose first axis is not the batch."""
 
-    def __init__(self):
+    def __init__(self, rate):
         super().__init__()
-        self.fc = nn.Linear(8, 3)
+        self.fc, self.rate = nn.Linear(8, 3), rate
 
     def forward(self, x):
-        h = F.dropout(x.unflatten(1, (4, 2)).transpose(0, 1), 0.5, self.training)
+        h = F.dropout(x.unflatten(1, (4, 2)).transpose(0, 1), self.rate, self.training)
         return self.fc(h.transpose(0, 1).flatten(1))
 
 
@@ -228,12 +251,66 @@ class Connections(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "expected"),
-    [(TimeFirst, "loop"), (lambda: Shared(1), "vmap"), (lambda: Shared(4), "vmap"), (Connections, "vmap")],
+    [
+        (lambda: TimeFirst(0.5), "loop"),
+        (lambda: TimeFirst(0.01), "loop"),  # few of the probe's elements would be dropped
+        (lambda: Shared(1), "vmap"),
+        (lambda: Shared(4), "vmap"),
+        (Connections, "vmap"),
+    ],
 )
 def test_masks_that_are_not_of_samples_are_those_of_the_loop(model, expected):
     auto, loop = simulation(model), simulation(model, "loop")
     assert form(auto) == expected
     assert_same(auto.state, loop.state, 1e-9)
+
+
+class Mapped(nn.Module):
+    """Asks torch for one mask per sample."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(8, 3), drop
+
+    def forward(self, x):
+        drop = self.drop or (lambda row: F.dropout(row, 0.5, self.training))
+        return self.fc(torch.func.vmap(drop, randomness="different")(x))
+
+
+@pytest.mark.parametrize("drop", [None, nn.Dropout()], ids=["function", "layer"])
+def test_masks_under_a_transform_of_the_module_are_torchs(drop):
+    run = simulation(lambda: Mapped(drop))
+    assert form(run) == "loop"
+    outputs = run.objective.outputs(run.state.server.x, {}, torch.ones(64, 8, **DOUBLE), train=True)
+    assert len(outputs.unique(dim=0)) > 32
+
+
+class Nested(nn.Module):
+    """Drops in a tensor whose sequences may have different lengths."""
+
+    def __init__(self, drop):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(8, 3), drop
+
+    def forward(self, x):
+        sequences = torch.nested.nested_tensor_from_jagged(self.fc(x), offsets=torch.arange(len(x) + 1))
+        return (self.drop(sequences) if self.drop else F.dropout(sequences, 0.5, self.training)).values()
+
+
+@pytest.mark.parametrize("drop", [None, nn.Dropout()], ids=["function", "layer"])
+def test_masks_of_nested_tensors_are_torchs(drop):
+    run = simulation(lambda: Nested(drop))
+    assert form(run) == "loop"
+    outputs = run.objective.outputs(run.state.server.x, {}, torch.ones(64, 8, **DOUBLE), train=True)
+    assert 0.3 < (outputs == 0).double().mean() < 0.7
+
+
+def test_hooks_around_the_whole_pass_change_no_mask():
+    results = []
+    for context in (contextlib.nullcontext(), torch.autograd.graph.save_on_cpu()):
+        with context, functional(5):
+            results.append(F.dropout(torch.ones(100), 0.5))
+    assert torch.equal(*results)
 
 
 def test_only_modules_that_call_the_functions_are_watched():

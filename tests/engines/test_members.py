@@ -1,5 +1,8 @@
 """Members of a population end as if each ran alone, and share what they can."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -115,3 +118,20 @@ def test_a_simulation_lends_its_engine_to_one_of_the_same_model_only(monkeypatch
     assert form(noise(engine=looping)) == "loop"
     with pytest.raises(lamina.BadInput, match="needs stacked layers"):
         noise(engine=looping, precision="bf16")
+
+
+@pytest.fixture
+def many_switches_between_threads():
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_runs_in_threads_end_as_if_alone(many_switches_between_threads):
+    runs = [simulation("mlp", "fedavg", "stacked", seed=seed) for seed in (3, 4)]
+    assert runs[0].engine.forward is runs[1].engine.forward  # they are alike, so they share it
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda run: run.run(20), runs))
+    for run, seed in zip(runs, (3, 4), strict=True):
+        assert_same(run.state, reference("mlp", "fedavg", 20, seed=seed).state, 1e-9)

@@ -346,3 +346,13 @@ def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
         model = nn.utils.weight_norm(nn.Linear(5, 3)).double()
     with pytest.raises(lamina.BadInput, match=r"cannot be copied .*parametrizations.weight_norm.* give a function"):
         simulation(model, numbers())
+
+
+def test_scripted_models_are_compared():
+    """A second run looks for an engine of the first one's, if their models are alike."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        first, second = (nn.Sequential(torch.jit.script(nn.Linear(5, 3).double())) for _ in range(2))
+    one = simulation(first, numbers())
+    two = simulation(second, numbers())
+    assert one.objective.difference(two.objective)

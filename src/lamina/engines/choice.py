@@ -20,8 +20,8 @@ from lamina.engines.stacked.steps import works_by_row
 from lamina.errors import BadInput, unknown
 
 UNCONTROLLED = (
-    "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, F.dropout in evaluation, too): "
-    "use nn.Dropout or F.dropout(…, training=self.training)"
+    "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, dropout in evaluation, in "
+    "activation checkpointing or in torch.func): use nn.Dropout or F.dropout(…, training=self.training) elsewhere"
 )
 Engine = Loop | Stacked
 log = logging.getLogger(__name__)

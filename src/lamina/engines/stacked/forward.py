@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torch.func import functional_call
 
 from lamina import rng
 from lamina.batch import Inputs, arguments, map_batch, outputs_of
-from lamina.dropout import set_streams, stream_layers
+from lamina.dropout import dropping_half, set_streams, stream_layers
 from lamina.engines.stacked.attention_masks import unread_masks
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
@@ -28,30 +29,35 @@ from lamina.objective import Buffers, Objective
 
 Precision = Literal["fp32", "tf32", "bf16"]
 
+_one_at_a_time = threading.RLock()
+
 
 @contextmanager
 def arithmetic(precision: Precision, deterministic: bool = False, *, benchmark: bool = True) -> Iterator[None]:
-    """Set the arithmetic of convolutions and matrix products within a context.
+    """Set the arithmetic of convolutions and matrix products within a context, for one thread at a time.
+
+    The switches belong to the whole process, and simulations that are alike share a module: other threads wait.
 
     Args:
         precision: "fp32" allows float32 only; the others allow TensorFloat-32. (torch's default mixes them.)
         deterministic: ask torch for reproducible kernels; it warns if a layer has none.
         benchmark: let cuDNN try all its algorithms on every new shape.
     """
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
-    was_deterministic = torch.are_deterministic_algorithms_enabled()
-    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-    matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
-    cudnn.benchmark = benchmark and not deterministic
-    if deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
-        if deterministic:  # otherwise unchanged: the call imports torch's compiler, which takes seconds
-            torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
+    with _one_at_a_time:
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+        was_deterministic = torch.are_deterministic_algorithms_enabled()
+        was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
+        cudnn.benchmark = benchmark and not deterministic
+        if deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+            if deterministic:  # otherwise unchanged: the call imports torch's compiler, which takes seconds
+                torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
 
 
 Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
@@ -229,7 +235,7 @@ def choose_forward(
         try:
             forward = StackedForward(objective) if form == "stacked" else VmapForward(objective)
             # whether a form is right depends neither on the precision it will run in nor on the fastest algorithm
-            with arithmetic("fp32", benchmark=False):
+            with arithmetic("fp32", benchmark=False), dropping_half():
                 _compare(forward, objective, *sample)
         except CannotStack as error:
             reasons.append(str(error))
@@ -319,8 +325,11 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Inpu
 
 
 def is_random(objective: Objective, inputs: Inputs) -> bool:
-    """Return whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode."""
-    with rng.forked(objective.device), torch.no_grad():
+    """Return whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode.
+
+    Nothing here requires a gradient, but activation checkpointing needs gradients to be enabled to do its work.
+    """
+    with rng.forked(objective.device), torch.enable_grad():
         before = _generator_states(objective.device)
         for train in (True, False):
             outputs = []

@@ -18,7 +18,6 @@ from lamina.algorithms.contract import Algorithm
 from lamina.engines.stacked.gpu.launch import recording
 from lamina.engines.stacked.steps import Batches, Problem
 from lamina.errors import BadInput
-from lamina.functional_dropout import watch_saved_tensors
 from lamina.ledger import payload_bytes
 from lamina.objective import Objective
 
@@ -123,8 +122,9 @@ def row_bytes(problem: Problem, batch: int) -> int:
     """Return the memory that one row needs: its vectors, and twice what its forward pass saves for the backward one."""
     saved: dict[int, int] = {}
 
-    def add(tensor: Tensor) -> None:
+    def pack(tensor: Tensor) -> Tensor:
         saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
 
     objective = problem.objective
     index = torch.zeros(1, batch, dtype=torch.long, device=objective.device)
@@ -132,7 +132,7 @@ def row_bytes(problem: Problem, batch: int) -> int:
     parameters = problem.forward.rounded(objective.layers.unflatten(objective.start.unsqueeze(0)))
     leaves = {name: parameter.clone().requires_grad_() for name, parameter in parameters.items()}
     buffers: dict[str, Any] = {name: buffer.unsqueeze(0).clone() for name, buffer in objective.buffers.items()}
-    with recording(), watch_saved_tensors(add):  # sizes need no results
+    with recording(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):  # sizes need no results
         problem.mean_losses(leaves, buffers, Batches(index, None, keys, None))
     vector = objective.start.numel() * objective.start.element_size()
     return VECTORS_PER_ROW * vector + 2 * sum(saved.values())
