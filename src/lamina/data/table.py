@@ -44,7 +44,7 @@ def read(
         features: The numeric columns; all other columns if None.
         categorical: The columns to encode as one 0/1 feature for each value that occurs in the training data.
         standardise: Give the numeric columns mean 0 and standard deviation 1 in the training data.
-        task: ``classification`` or ``regression``; regression for a column of fractions if None.
+        task: ``classification`` or ``regression``; regression for a column of floats if None.
         client: The column that names the client of every row.
     """
     frame, is_test, where = _read_rows(root, path, test, split)
