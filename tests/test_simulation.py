@@ -411,7 +411,7 @@ NAN[17, 2] = float("nan")
         (lambda: Cosine(3, floor=3), "floor"),
         (lambda: simulate(loss="cross_entrop"), "did you mean 'cross_entropy'"),
         (lambda: simulate(loss=nn.CrossEntropyLoss()).run(1), "one value per sample"),
-        (lambda: simulate(data=(X, Y.float())), "loss='mse'"),
+        (lambda: simulate(data=(X, Y.float())), r"data\.task = 'classification'.*for regression, use loss='mse'"),
         (lambda: simulate(weighting="example"), "did you mean 'examples'"),
         (lambda: simulate(clip=0.0), "clip"),
         (lambda: simulate(evaluate_every=0), "evaluate_every"),

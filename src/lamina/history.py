@@ -130,6 +130,28 @@ class History(Sequence[Row]):
         pairs = zip(self.rows, self.column(name, optional=optional), strict=True)
         return next((int(row["round"]) for row, value in pairs if sign * value >= sign * target), None)
 
+    def collapse(self) -> str:
+        """Return a warning if the run ended far worse than its best round, as with too large a rate; empty otherwise.
+
+        Noise does not count: all of the last values of `metric` (a tenth of them, but at least 5) must have lost more
+        than half of the gain over the first value, and more than a third of the best one.
+        """
+        name = self.metric
+        pairs = zip(self.rows, self.column(name, optional=True), strict=True)
+        evaluated = [(row, value) for row, value in pairs if not math.isnan(value)]
+        recent = max(5, len(evaluated) // 10)
+        if len(evaluated) < 2 * recent:
+            return ""
+        ranks = [rank(value, name) for _, value in evaluated]
+        best = max(ranks)
+        if best - max(ranks[-recent:]) <= max((best - ranks[0]) / 2, abs(best) / 3):
+            return ""
+        (row, value), (_, last) = evaluated[ranks.index(best)], evaluated[-1]
+        return (
+            f"the last {name}, {last:.4g}, is far worse than the best, {value:.4g} in round {row['round']}: lower the "
+            "learning rate or train fewer rounds"
+        )
+
     def _no_column(self, name: str) -> BadInput:
         """Build the error for a column that no row has: what to do, or the nearest name."""
         columns = self.columns

@@ -6,6 +6,7 @@ and its `run_round` trains one round. This file adds progress bars, run folders 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
@@ -34,6 +35,8 @@ from lamina.training import Training
 if TYPE_CHECKING:
     from lamina.experiment.python import Recorder
     from lamina.storage.checkpoint import Checkpoints
+
+log = logging.getLogger(__name__)
 
 
 class Simulation(Training):
@@ -208,7 +211,7 @@ class Simulation(Training):
         """
         self._requested += check_count("run: rounds", rounds, least=0)
         last = self._requested if self._recorder is not None else self.state.round + rounds
-        name = self.algorithm.card.title
+        name, was_told = self.algorithm.card.title, bool(self.history.collapse())
         with python_bars([name], progress, state="", total=last, completed=self.state.round) as bars:
 
             def show(row: Row) -> None:
@@ -224,6 +227,9 @@ class Simulation(Training):
             except BaseException:  # interrupted, say: count the rounds of the next call from those that are trained
                 self._requested = self.state.round
                 raise
+        collapse = "" if was_told else self.history.collapse()
+        if collapse:
+            log.warning("%s: %s", name, collapse)
         return self.history
 
     def save(self, folder: str | Path) -> None:

@@ -101,7 +101,10 @@ class Training:
         self.train_data = with_mask(train, module).to(device)
         self.test_data = None if test is None else with_mask(test.with_labels_of(train), module).to(device)
         if protocol.loss == "cross_entropy" and self.train_data.classes is None and self.train_data.y.dim() == 1:
-            raise BadInput("cross_entropy needs integer class labels; for float targets use loss='mse'")
+            raise BadInput(
+                "cross_entropy needs classes, but the labels are floats: for classes, convert them to integers (in an "
+                "experiment file: data.task = 'classification'); for regression, use loss='mse'"
+            )
         if protocol.augmentation is not None and self.train_data.y.dim() > 2:
             raise BadInput("augmentation moves the pixels of x, but not those of y: switch it off for target maps")
         dealt = deal(self.train_data, clients, partition, protocol.seed)

@@ -32,11 +32,21 @@ def check_vocabulary(objective: Objective, data: Dataset, name: str) -> None:
         return
     starts = range(0, len(data), CHUNK)
     chunks = (map_batch(lambda v, i=i: v[i : i + CHUNK], data.x) for i in starts)  # type: ignore[misc]
-    for layer_name, (layer, low, high) in _token_ids(objective, data, chunks).items():
-        if _is_outside(layer, low, high):
+    for layer_name, (layer, low, high, are_positions) in _token_ids(objective, data, chunks).items():
+        if _is_outside(layer, low, high, are_positions):
+            where = f"layer '{layer_name}' ({type(layer).__name__})"
+            if are_positions:
+                rows = (
+                    f"{where} has {layer.num_embeddings}: shorten the sequences or enlarge the layer (in transformers' "
+                    "configurations: n_positions or max_position_embeddings)"
+                )
+                raise BadInput(
+                    f"the sequences of the {name} data are too long: they need {high + 1} positions, but {rows}",
+                    without_data=f"the sequences of the {name} data need more positions than the model has: {rows}",
+                )
             rows = (
-                f"layer '{layer_name}' ({type(layer).__name__}) has a vocabulary of {layer.num_embeddings} ids, 0 to "
-                f"{layer.num_embeddings - 1}: enlarge num_embeddings or map the ids"
+                f"{where} has a vocabulary of {layer.num_embeddings} ids, 0 to {layer.num_embeddings - 1}: enlarge "
+                "num_embeddings or map the ids"
             )
             raise BadInput(
                 f"the {name} data hold the token id {high if low >= 0 else low}, but {rows}",
@@ -44,21 +54,25 @@ def check_vocabulary(objective: Objective, data: Dataset, name: str) -> None:
             )
 
 
-def _is_outside(layer: Any, low: int, high: int) -> bool:
+def _is_outside(layer: Any, low: int, high: int, _: bool) -> bool:
     return low < 0 or high >= layer.num_embeddings
 
 
-def _token_ids(objective: Objective, data: Dataset, chunks: Any) -> dict[str, tuple[Any, int, int]]:
-    """Return every embedding with the smallest and largest id it is given, by its name."""
-    seen: dict[str, tuple[Any, int, int]] = {}
+def _token_ids(objective: Objective, data: Dataset, chunks: Any) -> dict[str, tuple[Any, int, int, bool]]:
+    """Return every embedding by its name: the layer, its smallest and largest id, and whether the ids are positions.
+
+    Ids are positions if they count up in every sequence.
+    """
+    seen: dict[str, tuple[Any, int, int, bool]] = {}
 
     def watch(name: str) -> Callable[..., Any]:
         def hook(layer: Any, args: Any, kwargs: Any) -> Any:
             ids = args[0] if args else kwargs["input"]
             if not ids.numel():
                 return None
-            _, low, high = seen.get(name, (layer, 0, 0))
-            seen[name] = layer, min(low, int(ids.min())), max(high, int(ids.max()))
+            _, low, high, are_positions = seen.get(name, (layer, 0, 0, True))
+            are_positions = are_positions and ids.dim() > 0 and ids.shape[-1] > 1 and bool((ids.diff() == 1).all())
+            seen[name] = layer, min(low, int(ids.min())), max(high, int(ids.max())), are_positions
             ids = ids.clamp(0, layer.num_embeddings - 1)  # so that the other embeddings are reached too
             return ((ids, *args[1:]), kwargs) if args else (args, kwargs | {"input": ids})
 

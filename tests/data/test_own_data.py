@@ -183,6 +183,16 @@ def test_a_pandas_table_gives_features_targets_and_columns_to_split_by():
     ):
         with pytest.raises(lamina.BadInput, match=message):
             as_dataset(table, **options)
+    for column, value, kind in (
+        ("area", np.nan, "a missing"),
+        ("price", np.nan, "a missing"),
+        ("area", -np.inf, "an inf"),
+    ):
+        damaged = table.copy()
+        damaged.loc[2, column] = value
+        with pytest.raises(lamina.BadInput, match=f"column '{column}' has {kind}.* in row 3 .counted from 1 below the"):
+            as_dataset(damaged, y="price", columns="town")
+    as_dataset(table.assign(town=None), y="price", columns="town")  # not used
 
 
 def test_sequences_are_padded_at_the_end_and_masked_where_the_forward_takes_a_mask():

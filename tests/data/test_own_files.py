@@ -97,7 +97,15 @@ def test_a_parquet_table_and_a_file_of_test_data(folder):
         (ROWS, {"path": "."}, "is a folder"),
         (ROWS.replace("70,50.5,blue,west,test,severe", "70,50.5,blue,west,test,fatal"), {},
          "the class 'fatal' appears only in the test data"),
-        (ROWS[:-20], {}, "misses 1 value"),  # the last line is cut
+        (ROWS[:-20], {}, "column 'part' has a missing value in row 5 (counted from 1 below the header): "),  # it is cut
+        (ROWS.replace("80.5", "inf").replace("90.5", "-inf"), {"standardise": True},
+         "column 'weight' has an infinite value in row 2 (counted from 1 below the header), and 1 other row: "),
+        (ROWS.replace(",", ";"), {}, "has ';' between its columns: convert it, as with pandas.read_csv('rows.csv', "),
+        (ROWS.replace(",", ";").replace(".", ","), {}, "add decimal=','"),
+        (ROWS.replace("\n", ",\n").replace(",", "\t"), {}, r"sep='\t'"),
+        (ROWS.replace("red", "wei\xdf"), {}, "is not UTF-8 text: convert it, as with pandas.read_csv('rows.csv', "
+         "encoding='latin-1')"),
+        (ROWS.encode("utf-16").decode("latin-1"), {}, "encoding='utf-16'"),
         (ROWS + "1,2,3,4,5,6,7,8\n", {}, "not a readable CSV file"),
         (ROWS.replace("test", "train"), {}, "there are no test data"),
         ("\x00\xff", {}, ""),
@@ -107,6 +115,17 @@ def test_damaged_and_wrong_tables(folder, content, options, expected):
     (folder / "rows.csv").write_bytes(content.encode("latin-1"))
     given = {key: value for key, value in (TABLE | options).items() if value is not None}
     assert expected in refusal("table", **given)
+
+
+def test_the_row_numbers_that_pandas_saves_are_no_feature(folder, caplog):
+    numbered = [f"{'' if i == 0 else i + 6},{line}" for i, line in enumerate(ROWS.splitlines())]
+    (folder / "rows.csv").write_text("\n".join(numbered))
+    train = load("table", **TABLE).train
+    assert train.x[0].tolist() == [30, 70.5, 0, 0, 1]
+    assert "rows.csv: the first column has no name and holds row numbers" in caplog.text
+    assert load("table", **TABLE | {"features": ["Unnamed: 0"]}).train.x[:, 0].tolist() == [7, 8, 10]
+    (folder / "rows.csv").write_text("\n".join(line.replace(",", ".5,", 1) for line in numbered).replace(".5,", ",", 1))
+    assert load("table", **TABLE).train.x[:, 0].tolist() == [7.5, 8.5, 10.5]  # these are no row numbers
 
 
 def test_a_truncated_gzip_table(folder):

@@ -54,6 +54,9 @@ def test_fallbacks_give_the_same_result_and_say_why(model, expected, caplog):
     with caplog.at_level("INFO", logger="lamina"):
         auto = lamina.Simulation(net, data, "fedlamb", clients=PARTS, batch_size=4, device="cpu")
     assert len([r for r in caplog.records if r.name.startswith("lamina")]) == 1
+    assert ("parameters of Direct itself have no stacked form; move them into a submodule" in caplog.text) == (
+        model is Direct
+    )
     assert form(auto) == expected
     loop = lamina.Simulation(net, data, "fedlamb", clients=PARTS, batch_size=4, device="cpu", engine="loop")
     auto.run(2)

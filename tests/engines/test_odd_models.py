@@ -313,6 +313,24 @@ def test_a_token_outside_the_vocabulary_is_named(engine, bad):
         simulation(Words(), tokens(), engine, test=(x, y))
 
 
+def test_sequences_that_are_longer_than_the_position_embedding_are_named():
+    class Placed(nn.Module):
+        def __init__(self, positions):
+            super().__init__()
+            self.words, self.places, self.head = nn.Embedding(11, 4), nn.Embedding(positions, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head((self.words(x) + self.places(torch.arange(x.shape[1]))).mean(1))
+
+    x, y = tokens()
+    simulation(Placed(x.shape[1]), (x, y)).run(1)
+    message = (
+        rf"train data are too long: they need {x.shape[1]} positions, but layer 'places' \(Embedding\) has 3: shorten"
+    )
+    with pytest.raises(lamina.BadInput, match=message):
+        simulation(Placed(3), (x, y))
+
+
 def test_ids_that_do_not_occur_together_are_fine():
     class Pairs(nn.Module):
         """The id is made of two columns, whose largest values no sample has at once."""

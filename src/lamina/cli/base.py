@@ -173,14 +173,20 @@ def table(
     return fitted
 
 
-def summary(history: History) -> str:
-    """Return a run in words: its rounds, the best and last value of its first metric, what it sent, its time."""
+def tell_summary(history: History, title: str = "") -> None:
+    """Print a run in words: its rounds, the best and last value of its first metric, what it sent, its time.
+
+    Warn if the last rounds are far worse than the best one.
+    """
     score = "not evaluated"
     for name in ("node_loss", f"node_{history.metric}", "loss", history.metric):
         if name in history.columns:
             score = f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
     sent = (history.total("bytes_down") + history.total("bytes_up")) / 1e6
-    return f"{plural(len(history), 'round')}, {score}, {sent:.1f} MB sent, {history.total('seconds'):.1f} s"
+    tell(f"{title}{plural(len(history), 'round')}, {score}, {sent:.1f} MB sent, {history.total('seconds'):.1f} s")
+    collapse = history.collapse()
+    if collapse and not out.quiet:
+        say("warning", collapse)
 
 
 def tell_complete(folder: Path, history: History, more: str = "train.rounds") -> None:

@@ -155,7 +155,7 @@ def up(
     if len(job.history()) == before:
         base.tell_complete(job.out, job.history(), "the app's rounds")
     else:
-        tell(base.summary(job.history()))
+        base.tell_summary(job.history())
         tell(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
         if keep_logs:
             tell(f"logs of all processes in {place / 'logs'}/")

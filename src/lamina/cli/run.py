@@ -71,7 +71,7 @@ def run(
         raise folder.diverged
     if stopped:
         raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {base.how_to_resume(overwrite)}")
-    tell(f"{simulation.algorithm.card.title}: {base.summary(simulation.history)}")
+    base.tell_summary(simulation.history, f"{simulation.algorithm.card.title}: ")
     if simulation.objective.frozen:
         tell(f"the model {simulation.objective.frozen_note()}")
     tell(f"records and model in {path}/")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +14,12 @@ from torch import Tensor
 from lamina.data.images import stack_pictures
 from lamina.errors import BadInput, nearest
 from lamina.losses import IGNORED
-from lamina.text import listed
+from lamina.text import listed, plural
+
+log = logging.getLogger(__name__)
 
 TARGET_NAMES = ("label", "labels", "fine_label", "target", "targets", "y", "class")
+SAVED_INDEX = "Unnamed: 0"  # pandas' name for the first column of a CSV file, if it has none
 
 
 class Padded(NamedTuple):
@@ -141,9 +145,41 @@ def read_frame(
     for column in (*wanted, y, *columns):
         if column not in names:
             raise BadInput(f"{name}: no column '{column}'{nearest(column, names)} (columns: {listed(names)})")
-    features = wanted or [column for column in names if column != y and column not in columns]
+    features = wanted or remaining_columns(name, frame, {y, *columns})
+    for column in (*features, y):
+        without_gaps(name, frame, column)
     others = {column: frame[column].to_numpy() for column in names if column not in features and column != y}
     return _numbers_of(name, "x", frame[features]).astype(np.float32), frame[y].to_numpy(), others
+
+
+def remaining_columns(where: str, frame: Any, reserved: Collection[str]) -> list[Any]:
+    """Return the columns of a table that have no other role: its features; the row numbers that pandas saves are none.
+
+    `where` names the table in messages.
+    """
+    names = [column for column in frame.columns if column not in reserved]
+    if SAVED_INDEX in names and frame[SAVED_INDEX].dtype.kind == "i":
+        log.warning(
+            "%s: the first column has no name and holds row numbers, as pandas saves them: it is not used as a feature",
+            where,
+        )
+        names.remove(SAVED_INDEX)
+    return names
+
+
+def without_gaps(where: str, frame: Any, name: str) -> Any:
+    """Return a column of a table; refuse it if values are missing or infinite. `where` names the table in messages."""
+    column = frame[name]
+    bad, what = np.flatnonzero(column.isna().to_numpy()), "a missing"
+    if not len(bad) and column.dtype.kind == "f":
+        bad, what = np.flatnonzero(np.isinf(column.to_numpy(np.float64))), "an infinite"
+    if len(bad):
+        more = f", and {plural(len(bad) - 1, 'other row')}" if len(bad) > 1 else ""
+        raise BadInput(
+            f"{where}: column '{name}' has {what} value in row {bad[0] + 1} (counted from 1 below the header){more}: "
+            "fill it, drop the row, or leave the column out"
+        )
+    return column
 
 
 def is_frame(values: Any) -> bool:

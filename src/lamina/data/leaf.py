@@ -40,7 +40,7 @@ def read(
             ``test/``.
         shape: The shape of a sample, for example ``[1, 28, 28]``; LEAF stores images as flat lists.
         tokens: Whether x holds token ids: integers, whose sequences are padded at the end, as `Dataset` does it.
-        task: ``classification`` or ``regression``; regression for labels with fractions if None.
+        task: ``classification`` or ``regression``; regression for floats if None.
     """
     place = own_path(root, path)
     held_out: Samples | None = None

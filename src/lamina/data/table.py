@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.data.convert import remaining_columns, without_gaps
 from lamina.data.dataset import Splits
 from lamina.data.files import own_path
 from lamina.data.labels import Task, held_out_rows, make_splits
 from lamina.errors import BadInput, missing_extra, nearest, short_repr
-from lamina.text import listed, plural
+from lamina.text import listed
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
+OTHER_SEPARATORS = (";", "\t", "|", ",")
 
 
 def read(
@@ -41,7 +44,7 @@ def read(
         features: The numeric columns; all other columns if None.
         categorical: The columns to encode as one 0/1 feature for each value that occurs in the training data.
         standardise: Give the numeric columns mean 0 and standard deviation 1 in the training data.
-        task: ``classification`` or ``regression``; regression for a column of fractions if None.
+        task: ``classification`` or ``regression``; regression for a column of floats if None.
         client: The column that names the client of every row.
     """
     frame, is_test, where = _read_rows(root, path, test, split)
@@ -56,7 +59,7 @@ def read(
                 raise BadInput(f"{where} has no column '{name}' (data.{option}){suggestion} (columns: {columns})")
     reserved = {name for option, names in given.items() if option != "features" for name in names}
     if features is None:
-        features = [name for name in frame.columns if name not in reserved]
+        features = remaining_columns(where, frame, reserved)
     twice = [name for name in features if name in reserved] + [name for name in categorical if name == label]
     if twice:
         raise BadInput(f"{where}: column '{twice[0]}' is a feature and has another role as well: name it once")
@@ -66,11 +69,11 @@ def read(
     if standardise:
         blocks = [_standardised(values, is_test) for values in blocks]
     for name in categorical:
-        values = _complete(where, frame, name).astype(str).to_numpy(dtype=np.str_)
+        values = without_gaps(where, frame, name).astype(str).to_numpy(dtype=np.str_)
         blocks.append(values[:, None] == np.unique(values[~is_test]))
     x = np.concatenate([block.reshape(len(frame), -1) for block in blocks], axis=1).astype(np.float32)
-    kept = {client: _plain(_complete(where, frame, client))} if client else {}
-    y = _plain(_complete(where, frame, label))
+    kept = {client: _plain(without_gaps(where, frame, client))} if client else {}
+    y = _plain(without_gaps(where, frame, label))
     return make_splits(where, x, y, is_test, task=task, columns=kept, name=Path(path).stem)
 
 
@@ -91,12 +94,16 @@ def _read_rows(
         import pandas
 
         is_test = np.arange(len(frame) + len(other)) >= len(frame)
-        return pandas.concat([frame, other[frame.columns]], ignore_index=True), is_test, f"{file} and {other_file}"
+        return (
+            pandas.concat([frame, other[frame.columns]], ignore_index=True),
+            is_test,
+            f"{file} followed by {other_file}",
+        )
     if split is None:
         return frame, held_out_rows(where, len(frame), 0.2 if test is None else test), where
     if split not in frame:
         raise BadInput(f"{where} has no column '{split}' (data.split){nearest(split, map(str, frame.columns))}")
-    parts = _complete(where, frame, split).astype(str).str.strip().str.lower()
+    parts = without_gaps(where, frame, split).astype(str).str.strip().str.lower()
     wrong = sorted(set(parts) - {"train", "test"})
     if wrong:
         raise BadInput(f"{where}: column '{split}' must say 'train' or 'test', found {short_repr(wrong[0])}")
@@ -116,9 +123,16 @@ def _read_file(file: Path) -> Any:
         if is_parquet:
             frame = pandas.read_parquet(file)
         else:
-            frame = pandas.read_csv(file, sep="\t" if ".tsv" in file.suffixes else ",")
+            separator = "\t" if ".tsv" in file.suffixes else ","
+            _check_separator(file, pandas.read_csv(file, sep=separator, nrows=0).columns)
+            frame = pandas.read_csv(file, sep=separator)
+    except BadInput:
+        raise
     except ImportError as error:
         raise missing_extra("pyarrow", "table", f"reading {file}") from error
+    except UnicodeDecodeError as error:
+        encoding = "utf-16" if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "latin-1"
+        raise BadInput(f"{file} is not UTF-8 text: {_how_to_convert(file, f'encoding={encoding!r}')}") from error
     except Exception as error:  # pandas, pyarrow and the decompressors each have their own exceptions
         kind = "Parquet" if is_parquet else "CSV"
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -128,16 +142,17 @@ def _read_file(file: Path) -> Any:
     return frame
 
 
-def _complete(where: str, frame: Any, name: str) -> Any:
-    """Return a column without missing values."""
-    column = frame[name]
-    missing = np.flatnonzero(column.isna().to_numpy())
-    if len(missing):
-        raise BadInput(
-            f"{where}: column '{name}' misses {plural(len(missing), 'value')}, the first in row {missing[0] + 1}: "
-            "fill them, drop the rows, or leave the column out"
-        )
-    return column
+def _check_separator(file: Path, columns: Any) -> None:
+    """Refuse a file whose header is one name with another separator in it."""
+    separator = next((each for each in OTHER_SEPARATORS if each in str(columns[0])), None)
+    if len(columns) == 1 and separator is not None:
+        more = "; add decimal=',' if it holds numbers such as 1,5" if separator == ";" else ""
+        advice = _how_to_convert(file, f"sep={separator!r}")
+        raise BadInput(f"{file} has {separator!r} between its columns: {advice}{more}")
+
+
+def _how_to_convert(file: Path, option: str) -> str:
+    return f"convert it, as with pandas.read_csv('{file}', {option}).to_csv('converted.csv', index=False)"
 
 
 def _plain(column: Any) -> NDArray[Any]:
@@ -148,7 +163,7 @@ def _plain(column: Any) -> NDArray[Any]:
 
 
 def _numbers(where: str, frame: Any, name: str) -> NDArray[np.float64]:
-    column = _complete(where, frame, name)
+    column = without_gaps(where, frame, name)
     if column.dtype.kind not in "iufb":
         raise BadInput(
             f"{where}: column '{name}' holds text or dates: list it in data.categorical, or name the numeric columns "

@@ -183,7 +183,7 @@ class Comparison(Trials):
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")
         for entry in self.entries:
-            lines += entry.diverged
+            lines += [*entry.diverged, *entry.collapsed]
             if len(entry.settings) > 1 and entry.candidates:
                 lines.append(f"{entry.name}: {written(entry.settings)} was chosen")
             for key, value in entry.settings.items():

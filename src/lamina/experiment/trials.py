@@ -84,8 +84,16 @@ class Trial:
     @property
     def diverged(self) -> list[str]:
         """Return a line for every run that diverged."""
-        label = f"{self.name}, {written(self.settings)}"
-        return [f"{label}, seed {record.seed}: {record.diverged}" for record in self.records if record.diverged]
+        return self._lines([record.diverged or "" for record in self.records])
+
+    @property
+    def collapsed(self) -> list[str]:
+        """Return a line for every other run that ended far worse than its best round."""
+        return self._lines(["" if record.diverged else record.history.collapse() for record in self.records])
+
+    def _lines(self, remarks: Sequence[str]) -> list[str]:
+        label, pairs = f"{self.name}, {written(self.settings)}", zip(self.records, remarks, strict=True)
+        return [f"{label}, seed {record.seed}: {remark}" for record, remark in pairs if remark]
 
     @property
     def remark(self) -> str:

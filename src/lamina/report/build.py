@@ -90,9 +90,10 @@ def build(
             wanted = f"{'an' if metric[0] in 'aeiou' else 'a'} {metric} above 0{bound}"
             raise BadInput(f"--target {target:g}: must be {wanted}")
     for run in final:
-        if not run.complete:
-            rounds = plural(int(run.config["train"]["rounds"]), "round")
-            state = run.diverged or f"{len(run.history)} of {rounds}, not finished"
+        rounds = plural(int(run.config["train"]["rounds"]), "round")
+        not_finished = f"{len(run.history)} of {rounds}, not finished"
+        state = run.history.collapse() if run.complete else run.diverged or not_finished
+        if state:
             notes.append(f"{folder_name(run)}: {state}")
     tuned = responses(runs)
     notes += [response.warning for response in tuned if response.warning]

@@ -290,7 +290,10 @@ def stack(module: nn.Module) -> nn.Module:
     stacked = copy.deepcopy(module)
     units = {name: layer for name, layer in stacked.named_modules() if _runs_alone(layer)}
     if "" in units:
-        raise CannotStack(f"the parameters of {type(module).__name__} itself have no stacked form")
+        raise CannotStack(
+            f"the parameters of {type(module).__name__} itself have no stacked form; move them into a submodule, so "
+            "that the rest stays stacked"
+        )
     for name, layer in list(stacked.named_modules()):
         if type(layer) is nn.MaxPool2d and _windows_lie_apart(layer):
             layer.__class__ = PlainMaxPool2d
