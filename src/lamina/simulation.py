@@ -52,8 +52,9 @@ class Simulation(Training):
 
     Args:
         model: any module; it is copied, and its trainable parameters are the start. Or a function that returns a new
-            module, or a model's name: their weights depend on the seed. Its outputs are the tensor that it returns, its
-            result's `.logits` or ["logits"], or the first element of a tuple.
+            module, or a model's name: their weights depend on the seed. A function with arguments `input_shape` and
+            `classes` receives them from the data. The outputs are the tensor that the module returns, its result's
+            `.logits` or ["logits"], or the first element of a tuple.
         train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor (or
             array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
             ``model(**x)``. Or training and test data: the result of `lamina.data.load` or `Dataset.holdout`, or the

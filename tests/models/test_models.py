@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import sys
@@ -324,6 +325,18 @@ def test_a_model_of_your_own(own: types.ModuleType) -> None:
     assert models.find("users_models:Own") is Own
     first, second = (models.create("users_models:Own", (2, 5), 7, seed=1) for _ in range(2))
     assert torch.equal(first.get_parameter("linear.weight"), second.get_parameter("linear.weight"))
+
+
+def test_a_partial_keeps_its_classes_and_the_log_names_those_of_the_data(
+    own: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lamina")
+    chosen = models.create(functools.partial(own.shaped, classes=5), (2, 5), 7)
+    assert not caplog.messages
+    from_data = models.create(functools.partial(own.shaped, input_shape=(4,)), (2, 5), 7)
+    shapes = [tuple(model.get_parameter("weight").shape) for model in (chosen, from_data)]
+    assert shapes == [(5, 10), (7, 4)]
+    assert caplog.messages == ["the model 'partial' is made with classes = 7, the number of classes in the data"]
 
 
 @pytest.mark.parametrize(
