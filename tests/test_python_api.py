@@ -317,6 +317,16 @@ def test_options_of_a_factory_can_be_tuned():
     assert result.plot().axes
 
 
+def test_a_list_in_the_space_of_a_tuning_is_a_choice():
+    pytest.importorskip("optuna")
+    settings = {"clients": 4, "rounds": 1, "trials": 3, "device": "cpu"}
+    result = lamina.tune(net, DATA, "fedavg", space={"lr": [0.1, 0.2], "epochs": range(1, 3)}, **settings)
+    tried = result.to_pandas()
+    assert len(tried) == 3
+    assert set(tried["train.lr"]) <= {0.1, 0.2}
+    assert set(tried["train.epochs"]) <= {1, 2}
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -326,6 +336,10 @@ def test_options_of_a_factory_can_be_tuned():
             "is given twice with the same options",
         ),
         (lambda: compare(algorithms={"tuning": "fedavg"}, lr=None), "'tuning' cannot name a folder"),
+        (
+            lambda: compare(algorithms={"a b": "fedavg", "a_b": "fedlamb"}, lr=None),
+            "'a b' and 'a_b' would share the folder 'a_b'",
+        ),
         (lambda: compare(algorithms=["fedavgg"], lr=None), "did you mean 'fedavg'"),
         (lambda: compare(lr={"fedlada": 0.1}), "no algorithm 'fedlada' in this comparison"),
         (lambda: compare(batchsize=3), "no setting 'batchsize'; did you mean 'batch_size'"),

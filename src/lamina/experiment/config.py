@@ -237,7 +237,7 @@ class Tune(_Section):
 
     grid: dict[str, Any] | str = {}  # dotted keys to lists of values, or the name of a paper's grid
     sampler: Literal["grid", "tpe"] = "grid"  # tpe: Optuna proposes values from the space
-    space: dict[str, Any] = {}  # dotted keys to {low, high, log} or {choices}
+    space: dict[str, Any] = {}  # dotted keys to {low, high, log}, {choices} or a list
     trials: AtLeastOne = 50  # of the sampler; a grid has as many as it has points
     pruner: Literal["none", "median", "hyperband"] = "none"
     seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 1  # the mean over them decides

@@ -31,8 +31,9 @@ def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
     ranges = {}
     for key, given in space.items():
         where = f"tune.space: '{key}'"
+        given = {"choices": given} if isinstance(given, list) else given
         if not isinstance(given, Mapping) or not given:
-            raise BadInput(f"{where} must be a table: {{ low = 0.001, high = 1.0, log = true }} or {{ choices = […] }}")
+            raise BadInput(f"{where} must be a list of values, or a table: {{ low = 0.001, high = 1.0, log = true }}")
         if set(given) == {"choices"}:
             choices = given["choices"]
             are_values = isinstance(choices, list) and all(isinstance(value, str | int | float) for value in choices)
