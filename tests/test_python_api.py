@@ -341,6 +341,7 @@ def test_a_list_in_the_space_of_a_tuning_is_a_choice():
             "'a b' and 'a_b' would share the folder 'a_b'",
         ),
         (lambda: compare(algorithms=["fedavgg"], lr=None), "did you mean 'fedavg'"),
+        (lambda: compare(data=(DATA, (X[:9], Y[:9])), test=None), r"a pair of pairs: pass .* as test=\(x, y\)"),
         (lambda: compare(lr={"fedlada": 0.1}), "no algorithm 'fedlada' in this comparison"),
         (lambda: compare(batchsize=3), "no setting 'batchsize'; did you mean 'batch_size'"),
         (lambda: compare(seeds=0), "compare.seeds = 0"),

@@ -306,7 +306,7 @@ def delete_runs(folders: Iterable[Path]) -> None:
     for run in runs:
         foreign = [path.name for path in run.iterdir() if path.name not in FILES and path.suffix != PARTIAL]
         if foreign:
-            raise BadInput(f"the folder '{run}' holds other files ('{foreign[0]}'): choose another with --out")
+            raise BadInput(f"the folder '{run}' holds other files ('{foreign[0]}'): choose another with --out (out=…)")
         Lock(run).release()
     for run in runs:
         lock = Lock(run)
@@ -346,6 +346,6 @@ def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False)
     config = read_json(folder / "config.json") if is_ours(folder) else {}
     if key not in config:
         holds = unreadable_config(folder) or f"other files than {whose}"
-        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out")
+        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out (out=…)")
     if not overwrite:
         refuse_format(folder, config, CHOOSE_ANOTHER)

@@ -22,7 +22,7 @@ from lamina.storage.locks import Lock, Locked
 
 FILE = "study.db"
 WRITE_TIMEOUT_S = 60  # for another process to finish writing to the study
-START_AGAIN = "choose another folder with --out, or start again with --overwrite"
+START_AGAIN = "choose another folder with --out (out=…), or start again with --overwrite (overwrite=True)"
 RESUME_LATER = "finished trials are kept; run the same command again to resume"
 
 
