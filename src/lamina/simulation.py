@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
+from lamina.clients import Heldout
 from lamina.devices import choose_device
 from lamina.diagnostics import check_names
 from lamina.engines.stacked.engine import Stacked
@@ -67,7 +68,8 @@ class Simulation(Training):
         clients: number of clients (10 unless the partition names them), or a list of sample indices for each; no
             sample may be given out twice.
         partition: how samples are dealt to a number of clients: a partition object or the name of one; default "iid".
-        heldout_clients: clients that never train, to evaluate on: a fraction of the clients, or their numbers.
+        heldout_clients: clients that never train, to evaluate on: a fraction of the clients, a list of their numbers
+            or, as text, of their values in the column of `ByColumn`.
         local_test: fraction of every client's samples that it does not train on, to evaluate on.
         participation: fraction of the clients that take part in a round; default 1.
         sampling: "exact" (the default): exactly that fraction; "bernoulli": an independent coin per client.
@@ -114,7 +116,7 @@ class Simulation(Training):
         metrics: Any = None,
         clients: int | Sequence[Any] | None = None,
         partition: Any = None,
-        heldout_clients: float | Sequence[int] | None = None,
+        heldout_clients: Heldout | None = None,
         local_test: float | None = None,
         device: str | torch.device = "auto",
         engine: Literal["auto", "stacked", "vmap", "loop"] | Simulation = "auto",
