@@ -112,11 +112,17 @@ def test_the_folder_is_the_one_of_lamina_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"data": (X + 1, Y)}, "data.content"),
-        ({"model": nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2))}, "model.content"),
+        ({"data": (X + 1, Y)}, "holds another run: the contents of the data (data.content) changed; choose"),
+        (
+            {"model": nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2))},
+            "settings or initial weights (model.content) changed",
+        ),
         ({"lr": 0.2}, "train.lr = 0.1 (now 0.2)"),
         ({"algorithm": lamina.FedAvg(decay=0.1)}, "algorithm.decay"),
-        ({"loss": lambda outputs, targets: (outputs[:, 0] - targets) ** 2}, "train.loss"),
+        (
+            {"loss": lambda outputs, targets: (outputs[:, 0] - targets) ** 2},
+            "of train.loss (train.loss_content) changed",
+        ),
         ({"clients": [range(60), range(60, 120)]}, "data.partition"),
         ({"partition": lamina.data.Classes(k=1)}, "data.partition"),
     ],
@@ -257,7 +263,7 @@ def test_a_comparison_resumes_and_refuses_other_objects(tmp_path):
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in before.items())
     assert len(again.histories["fedavg"]) == 2
     assert numbers(again.histories["fedavg"][0]) == numbers(first.histories["fedavg"][0])
-    with pytest.raises(lamina.BadInput, match=r"another run: data\.content"):
+    with pytest.raises(lamina.BadInput, match=r"another run: .* \(data\.content\) changed"):
         compare(data=(X * 2, Y), out=tmp_path / "c")
     with pytest.raises(lamina.BadInput, match=r"another run: model\."):
         compare(model=lambda: nn.Linear(5, 2), out=tmp_path / "c")
