@@ -207,7 +207,7 @@ def _heldout_clients(clients: Clients, heldout: Heldout | None, seed: int) -> se
         chosen = rng.sample(rng.key(seed, "heldout_clients"), count, max(1, round(cast(float, heldout) * count)))
         out = set(chosen.tolist())
     else:
-        numbers = [] if isinstance(heldout, str) or not isinstance(heldout, Iterable) else list(heldout)
+        numbers: list[Any] = [] if isinstance(heldout, str) or not isinstance(heldout, Iterable) else list(heldout)
         if numbers and all(isinstance(name, str) for name in numbers):
             numbers = _numbers_of(clients, numbers)
         if not numbers or not all(is_whole(number) for number in numbers):

@@ -71,7 +71,7 @@ class Simulation(Training):
         heldout_clients: clients that never train, to evaluate on: a fraction of the clients, a list of their numbers
             or, as text, of their values in the column of `ByColumn`.
         local_test: fraction of every client's samples that it does not train on, to evaluate on.
-        participation: fraction of the clients that take part in a round; default 1.
+        participation: fraction of the clients that take part in a round; default 1 (in an experiment file, 0.5).
         sampling: "exact" (the default): exactly that fraction; "bernoulli": an independent coin per client.
         batch_size: samples per local step; default 32. None: all of the client's.
         epochs: passes of a client over its data in a round; default 1.

@@ -199,7 +199,8 @@ def compare(
             are in a temporary folder, which is deleted with the result.
         overwrite: whether earlier runs in the folder may be deleted.
         progress: show progress bars; by default only in a terminal or a notebook.
-        settings: further settings of `Simulation`, such as metrics, batch_size, participation, seed and device.
+        settings: further settings of `Simulation`, with its defaults, such as metrics, batch_size,
+            participation (1; in an experiment file, 0.5), seed and device.
     """
     chosen = compared_algorithms(algorithms)
     section = {
