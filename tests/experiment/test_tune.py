@@ -308,9 +308,9 @@ def without_a_column(folder):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (not_a_database, "file is not a database; choose another folder with --out, or start again with --overwrite"),
+        (not_a_database, "file is not a database; choose another folder with --out (out=…), or start again with"),
         (of_another_optuna, "is no longer compatible with the table schema"),
-        (without_a_column, "no such column: trials.number; choose another folder with --out, or start again"),
+        (without_a_column, "no such column: trials.number; choose another folder with --out (out=…), or start again"),
     ],
 )
 def test_a_study_that_cannot_be_read_is_one_line(here, capsys, damage, said):
