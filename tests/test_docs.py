@@ -44,6 +44,12 @@ def test_python_blocks_run(page, monkeypatch, tmp_path):
         exec(compile(block, page.name, "exec"), scope)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_calls_in_the_docs_work_after_importing_lamina_alone(page):
+    """`lamina.storage.checkpoint.read_model(…)` would not: nothing imports the module."""
+    assert not re.findall(r"\blamina(?:\.\w+){3,}\(", page.read_text())
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "sh")], ids=name)
 def test_lamina_commands_exist(page):
     """Every `lamina …` line of a shell block names a command and options that the command line has."""

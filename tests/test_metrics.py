@@ -8,6 +8,7 @@ from torch import nn
 import lamina
 from lamina.data.dataset import as_dataset
 from lamina.evaluation import measure, named
+from lamina.experiment.config import parse
 from lamina.history import History
 from lamina.metrics import Batch, find, find_all, read_primary, smaller_is_better
 from lamina.objective import Objective
@@ -267,9 +268,31 @@ def test_heldout_clients_never_train_and_local_tests_are_not_trained_on():
     assert run.history.metric == "f1"
 
 
+def test_heldout_clients_are_named_as_in_their_column():
+    site = np.array([10, 9, 8])[np.arange(120) % 3]
+    data = lamina.Dataset(torch.randn(120, 4), torch.arange(120) % 2, columns={"site": site})
+    options = {"clients": None, "partition": lamina.data.ByColumn("site"), "device": "cpu"}
+
+    def heldout(given):
+        run = lamina.Simulation(nn.Linear(4, 2), data, "fedavg", heldout_clients=given, **options)
+        return [set(site[part].tolist()) for part in run.reserved.heldout]
+
+    assert heldout(["9"]) == [{9}]
+    assert heldout(["10", "8"]) == [{8}, {10}]
+    assert heldout([0]) == [{8}]  # a number is a place in sorted order
+    with pytest.raises(lamina.BadInput, match=r"there is no client '11' \(clients: 8, 9, 10\)"):
+        heldout(["11"])
+    section = {"name": "m:f", "client": "site", "heldout_clients": ["9", "10"]}
+    assert parse({"data": section}).data.heldout_clients == ["9", "10"]
+    for wrong in (["9", 10], [], 1, [-1]):
+        with pytest.raises(lamina.BadInput, match=r"data.heldout_clients = .*: must be a fraction .* in quotes$"):
+            parse({"data": section | {"heldout_clients": wrong}})
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ({"heldout_clients": ["north"]}, "no column names the clients; give numbers"),
         ({"heldout_clients": 1.5}, "heldout_clients = 1.5"),
         ({"heldout_clients": [9]}, "numbered 0 to 3"),
         ({"heldout_clients": "some"}, "neither a fraction nor a list"),

@@ -112,11 +112,17 @@ def test_the_folder_is_the_one_of_lamina_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"data": (X + 1, Y)}, "data.content"),
-        ({"model": nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2))}, "model.content"),
+        ({"data": (X + 1, Y)}, "holds another run: the contents of the data (data.content) changed; choose"),
+        (
+            {"model": nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2))},
+            "settings or initial weights (model.content) changed",
+        ),
         ({"lr": 0.2}, "train.lr = 0.1 (now 0.2)"),
         ({"algorithm": lamina.FedAvg(decay=0.1)}, "algorithm.decay"),
-        ({"loss": lambda outputs, targets: (outputs[:, 0] - targets) ** 2}, "train.loss"),
+        (
+            {"loss": lambda outputs, targets: (outputs[:, 0] - targets) ** 2},
+            "of train.loss (train.loss_content) changed",
+        ),
         ({"clients": [range(60), range(60, 120)]}, "data.partition"),
         ({"partition": lamina.data.Classes(k=1)}, "data.partition"),
     ],
@@ -257,7 +263,7 @@ def test_a_comparison_resumes_and_refuses_other_objects(tmp_path):
     assert all(path.stat().st_mtime_ns == time_ for path, time_ in before.items())
     assert len(again.histories["fedavg"]) == 2
     assert numbers(again.histories["fedavg"][0]) == numbers(first.histories["fedavg"][0])
-    with pytest.raises(lamina.BadInput, match=r"another run: data\.content"):
+    with pytest.raises(lamina.BadInput, match=r"another run: .* \(data\.content\) changed"):
         compare(data=(X * 2, Y), out=tmp_path / "c")
     with pytest.raises(lamina.BadInput, match=r"another run: model\."):
         compare(model=lambda: nn.Linear(5, 2), out=tmp_path / "c")
@@ -317,6 +323,16 @@ def test_options_of_a_factory_can_be_tuned():
     assert result.plot().axes
 
 
+def test_a_list_in_the_space_of_a_tuning_is_a_choice():
+    pytest.importorskip("optuna")
+    settings = {"clients": 4, "rounds": 1, "trials": 3, "device": "cpu"}
+    result = lamina.tune(net, DATA, "fedavg", space={"lr": [0.1, 0.2], "epochs": range(1, 3)}, **settings)
+    tried = result.to_pandas()
+    assert len(tried) == 3
+    assert set(tried["train.lr"]) <= {0.1, 0.2}
+    assert set(tried["train.epochs"]) <= {1, 2}
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -326,7 +342,12 @@ def test_options_of_a_factory_can_be_tuned():
             "is given twice with the same options",
         ),
         (lambda: compare(algorithms={"tuning": "fedavg"}, lr=None), "'tuning' cannot name a folder"),
+        (
+            lambda: compare(algorithms={"a b": "fedavg", "a_b": "fedlamb"}, lr=None),
+            "'a b' and 'a_b' would share the folder 'a_b'",
+        ),
         (lambda: compare(algorithms=["fedavgg"], lr=None), "did you mean 'fedavg'"),
+        (lambda: compare(data=(DATA, (X[:9], Y[:9])), test=None), r"a pair of pairs: pass .* as test=\(x, y\)"),
         (lambda: compare(lr={"fedlada": 0.1}), "no algorithm 'fedlada' in this comparison"),
         (lambda: compare(batchsize=3), "no setting 'batchsize'; did you mean 'batch_size'"),
         (lambda: compare(seeds=0), "compare.seeds = 0"),

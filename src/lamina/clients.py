@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.contents import alike
@@ -14,13 +15,14 @@ from lamina.data.dataset import Dataset
 from lamina.data.partitions import ByColumn, Partition, Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
 from lamina.data.parts import Indices, Parts
-from lamina.errors import BadInput, is_number, is_whole, short_repr
+from lamina.errors import BadInput, is_number, is_whole, nearest, short_repr
 from lamina.limits import MOST_CLIENTS, check_count, check_number
-from lamina.text import plural
+from lamina.text import listed, plural
 
 log = logging.getLogger(__name__)
 
 DEFAULT_CLIENTS = 10
+Heldout = float | Sequence[int] | Sequence[str]  # a fraction of the clients, their numbers or their names
 NO_PARTS = Parts.of([])
 
 
@@ -35,6 +37,8 @@ class Reallocation(NamedTuple):
 
 class Clients:
     """The samples of every client: fixed parts, or a new split among the active clients in every round."""
+
+    column: NDArray[Any] | None = None  # if a column names the clients, its values by sample
 
     def __init__(self, parts: Sequence[Any], samples: int) -> None:
         self.parts = _checked_parts(parts, samples)
@@ -135,8 +139,11 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
         )  # fmt: skip
     if partition is None or isinstance(partition, str):
         partition = make_partition(partition or "iid")
-    if clients is None and isinstance(partition, ByColumn):
-        return Clients(split_dataset(partition, data, None, seed), samples=len(data))
+    if isinstance(partition, ByColumn):
+        expected = None if clients is None else check_count("clients", clients, MOST_CLIENTS)
+        dealt = Clients(split_dataset(partition, data, expected, seed), samples=len(data))
+        dealt.column = np.asarray(data.columns[partition.column])
+        return dealt
     count = check_count("clients", DEFAULT_CLIENTS if clients is None else clients, MOST_CLIENTS)
     if isinstance(partition, Reallocate):
         return Clients.reallocated(partition, data.labels, count, seed, samples=len(data))
@@ -159,12 +166,12 @@ class Reserved(NamedTuple):
         return self.training.count + len(self.heldout)
 
 
-def reserve(clients: Clients, heldout: float | Sequence[int] | None, local_test: float | None, seed: int) -> Reserved:
+def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None, seed: int) -> Reserved:
     """Take clients and samples out of training.
 
     Args:
         clients: all clients; those that train are numbered again from 0, in the same order.
-        heldout: the clients that never train: a fraction of them, or their numbers.
+        heldout: the clients that never train: a fraction of them, their numbers, or their names in the client column.
         local_test: the fraction of every other client's samples that it is evaluated on, and does not train on.
         seed: the source of the choice.
     """
@@ -174,7 +181,7 @@ def reserve(clients: Clients, heldout: float | Sequence[int] | None, local_test:
         raise BadInput("held-out clients and local test splits need clients that keep their data, not 'reallocate'")
     if clients.parts.may_repeat:
         raise BadInput("held-out clients and local test splits need clients that share no sample: set refill = false")
-    out = _heldout_clients(clients.count, heldout, seed)
+    out = _heldout_clients(clients, heldout, seed)
     parts = [clients.parts[client] for client in range(clients.count)]
     training, tests = [part for client, part in enumerate(parts) if client not in out], []
     if local_test is not None:
@@ -191,7 +198,8 @@ def reserve(clients: Clients, heldout: float | Sequence[int] | None, local_test:
     return Reserved(Clients(training, samples), Parts.of([parts[client] for client in sorted(out)]), Parts.of(tests))
 
 
-def _heldout_clients(count: int, heldout: float | Sequence[int] | None, seed: int) -> set[int]:
+def _heldout_clients(clients: Clients, heldout: Heldout | None, seed: int) -> set[int]:
+    count = clients.count
     if heldout is None:
         return set()
     if is_number(heldout) and not is_whole(heldout):
@@ -199,10 +207,12 @@ def _heldout_clients(count: int, heldout: float | Sequence[int] | None, seed: in
         chosen = rng.sample(rng.key(seed, "heldout_clients"), count, max(1, round(cast(float, heldout) * count)))
         out = set(chosen.tolist())
     else:
-        numbers = [] if isinstance(heldout, str) or not isinstance(heldout, Iterable) else list(heldout)
+        numbers: list[Any] = [] if isinstance(heldout, str) or not isinstance(heldout, Iterable) else list(heldout)
+        if numbers and all(isinstance(name, str) for name in numbers):
+            numbers = _numbers_of(clients, numbers)
         if not numbers or not all(is_whole(number) for number in numbers):
             raise BadInput(
-                f"heldout_clients = {short_repr(heldout)} is neither a fraction nor a list of client numbers"
+                f"heldout_clients = {short_repr(heldout)} is neither a fraction nor a list of client numbers or names"
             )
         out = {int(number) for number in numbers}
         if not 0 <= min(out) <= max(out) < count:
@@ -210,3 +220,15 @@ def _heldout_clients(count: int, heldout: float | Sequence[int] | None, seed: in
     if len(out) >= count:
         raise BadInput(f"heldout_clients holds out all {plural(count, 'client')}: leave at least one to train")
     return out
+
+
+def _numbers_of(clients: Clients, names: Sequence[str]) -> list[int]:
+    """Return the numbers of clients that a column names."""
+    if clients.column is None:
+        raise BadInput(f"heldout_clients = {short_repr(names)}: no column names the clients; give numbers, such as [0]")
+    numbers = {str(clients.column[clients.parts[client][0]]): client for client in range(clients.count)}
+    for name in names:
+        if name not in numbers:
+            known = listed(list(numbers), most=20)
+            raise BadInput(f"heldout_clients: there is no client '{name}'{nearest(name, numbers)} (clients: {known})")
+    return [numbers[name] for name in names]

@@ -37,10 +37,21 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
         data = sources.load(data)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Dataset) for part in data):
         data, test = data[0], data[1] if test is None else test
+    elif isinstance(data, tuple) and len(data) == 2 and all(map(_is_pair, data)) and len(data[0][0]) != 2:
+        raise BadInput(
+            "the data are a pair of pairs: pass only (x, y) of the training data there, and the others as test=(x, y)"
+        )
     train_data, test_data = as_dataset(data), None if test is None else as_dataset(test)
     if test_data is not None:
         _check_alike(train_data, test_data)
     return train_data, test_data
+
+
+def _is_pair(data: Any) -> bool:
+    """Return whether data may be inputs and targets, (x, y), with one target for each sample."""
+    if not isinstance(data, tuple) or len(data) != 2:
+        return False
+    return all(hasattr(part, "__len__") and getattr(part, "ndim", 1) for part in data) and len(data[0]) == len(data[1])
 
 
 def _check_alike(train: Dataset, test: Dataset) -> None:

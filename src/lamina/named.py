@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from lamina.errors import BadInput, nearest, unknown
@@ -56,8 +58,22 @@ def import_named(what: str, name: str) -> Any:
         raise BadInput(f"your own {what} is named 'package.module:name', not '{name}'")
     try:
         return operator.attrgetter(attribute)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
+    except ModuleNotFoundError as error:
+        is_theirs = f"{module}.".startswith(f"{error.name}.")  # else a module that theirs imports is missing
+        raise BadInput(f"cannot load the {what} '{name}': {error}{_searched(module) if is_theirs else ''}") from error
+    except AttributeError as error:
+        hint = nearest(error.name or "", dir(error.obj))
+        raise BadInput(f"cannot load the {what} '{name}': {error}{hint}") from error
+    except ImportError as error:
         raise BadInput(f"cannot load the {what} '{name}': {error}") from error
     except (Exception, SystemExit) as error:  # importing the user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise BadInput(f"cannot load the {what} '{name}': {reason}") from error
+
+
+def _searched(module: str) -> str:
+    """Say where a module was searched, and what to do."""
+    here = str(Path.cwd())
+    folder = here if {here, ""} & set(sys.path) else sys.path[0]
+    file = f"{module.replace('.', '/')}.py"
+    return f" in '{folder}' or among installed packages; start in the folder of {file}, or add that to PYTHONPATH"

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
+from lamina.clients import Heldout
 from lamina.devices import choose_device
 from lamina.diagnostics import check_names
 from lamina.engines.stacked.engine import Stacked
@@ -55,8 +56,9 @@ class Simulation(Training):
 
     Args:
         model: any module; it is copied, and its trainable parameters are the start. Or a function that returns a new
-            module, or a model's name: their weights depend on the seed. Its outputs are the tensor that it returns, its
-            result's `.logits` or ["logits"], or the first element of a tuple.
+            module, or a model's name: their weights depend on the seed. A function with arguments `input_shape` and
+            `classes` receives them from the data. The outputs are the tensor that the module returns, its result's
+            `.logits` or ["logits"], or the first element of a tuple.
         train: the training data: a `Dataset`, a pair (x, y), a torch or a `datasets` data set; x may be a tensor (or
             array, list, table), a tuple or a dict of them: the model is called as ``model(x)``, ``model(*x)`` or
             ``model(**x)``. Or training and test data: the result of `lamina.data.load` or `Dataset.holdout`, or the
@@ -69,9 +71,10 @@ class Simulation(Training):
         clients: number of clients (10 unless the partition names them), or a list of sample indices for each; no
             sample may be given out twice.
         partition: how samples are dealt to a number of clients: a partition object or the name of one; default "iid".
-        heldout_clients: clients that never train, to evaluate on: a fraction of the clients, or their numbers.
+        heldout_clients: clients that never train, to evaluate on: a fraction of the clients, a list of their numbers
+            or, as text, of their values in the column of `ByColumn`.
         local_test: fraction of every client's samples that it does not train on, to evaluate on.
-        participation: fraction of the clients that take part in a round; default 1.
+        participation: fraction of the clients that take part in a round; default 1 (in an experiment file, 0.5).
         sampling: "exact" (the default): exactly that fraction; "bernoulli": an independent coin per client.
         batch_size: samples per local step; default 32. None: all of the client's.
         epochs: passes of a client over its data in a round; default 1.
@@ -116,7 +119,7 @@ class Simulation(Training):
         metrics: Any = None,
         clients: int | Sequence[Any] | None = None,
         partition: Any = None,
-        heldout_clients: float | Sequence[int] | None = None,
+        heldout_clients: Heldout | None = None,
         local_test: float | None = None,
         device: str | torch.device = "auto",
         engine: Literal["auto", "stacked", "vmap", "loop"] | Simulation = "auto",

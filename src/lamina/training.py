@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lamina import rng
 from lamina.algorithms.contract import Algorithm
-from lamina.clients import deal, reserve
+from lamina.clients import Heldout, deal, reserve
 from lamina.data.dataset import Dataset
 from lamina.devices import check_model_fits, usable_precision
 from lamina.diagnostics import Diagnostics
@@ -75,7 +75,7 @@ class Training:
         device: torch.device,
         clients: int | Sequence[Any] | None,
         partition: Any,
-        heldout_clients: float | Sequence[int] | None,
+        heldout_clients: Heldout | None,
         local_test: float | None,
         metrics: Sequence[Metric] | None,
         client_metrics: bool,

@@ -61,6 +61,21 @@ BROKEN = {  # a function of FedAvg, replaced
         lambda self, local, down, grad, lr, layers: Moments(local.y, local.y),
         r"step must return the state it was given, LocalModel\(y\), found Moments",
     ),
+    "step returns another type": (
+        "step",
+        lambda self, local, down, grad, lr, layers: LocalModel((local.y - lr * grad).double()),
+        r"step field 'y' must stay float32 \[21\], found float64 \[21\]",
+    ),
+    "step returns another shape": (
+        "step",
+        lambda self, local, down, grad, lr, layers: LocalModel(local.y[:1]),
+        r"step field 'y' must stay float32 \[21\], found float32 \[1\]",
+    ),
+    "finish sends another type": (
+        "finish",
+        lambda self, local, down, client, info: (Displacement((local.y - down.x).half()), client),
+        r"finish field 'delta' must stay float32 \[21\], found float16 \[21\]",
+    ),
     "an analysis of another shape": (
         "analysis",
         lambda self, server, previous: Analysis(server.x[:1]),

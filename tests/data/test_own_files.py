@@ -239,6 +239,19 @@ def test_arrays_with_test_data_of_their_own(folder):
     assert train.columns["who"].tolist() == [7, 8, 7]
 
 
+def test_arrays_for_testing_need_no_clients(folder):
+    x = np.zeros((3, 2))
+    np.savez("a.npz", x_train=x, y_train=[0, 1, 0], site_train=["a", "b", "a"], x_test=x, y_test=[0, 0, 1])
+    train, test = load("arrays", path="a.npz", client="site")
+    assert (train.columns["site"].tolist(), dict(test.columns)) == (["a", "b", "a"], {})
+    message = refusal("arrays", path="a.npz", client="sites")
+    assert "no array 'sites_train' (data.client = 'sites', without _train); did you mean 'site_train'?" in message
+    assert "(arrays: x_train, y_train, site_train, x_test, y_test)" in message
+    np.savez("b.npz", x=x, y=[0, 1, 0])  # the same without a client, in a file of its own
+    np.savez("c.npz", x=x, y=[0, 1, 0], site=[1, 2, 1])
+    assert load("arrays", path="c.npz", test="b.npz", client="site").train.columns["site"].tolist() == [1, 2, 1]
+
+
 def test_safetensors_with_a_held_out_fraction(folder):
     x = np.linspace(0, 1, 20, dtype=np.float64).reshape(10, 2)
     save_file({"inputs": x, "targets": x[:, :1].copy(), "site": np.arange(10) % 3}, "a.safetensors")

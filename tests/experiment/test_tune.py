@@ -123,7 +123,7 @@ def test_the_lamb_papers_grid(name, expected):
         ({"sampler": "tpe", "space": {"train.lr": {"low": 0.0, "high": 1.0, "log": True}}}, "no logarithm"),
         ({"sampler": "tpe", "space": {"train.lr": {"low": 1.0, "high": 0.1}}}, "low the smaller one"),
         ({"sampler": "tpe", "space": {"train.lr": {"choices": [0.1], "low": 1.0}}}, "choices alone"),
-        ({"sampler": "tpe", "space": {"train.lr": 0.1}}, "must be a table"),
+        ({"sampler": "tpe", "space": {"train.lr": 0.1}}, "must be a list of values, or a table"),
     ],
 )
 def test_what_cannot_be_tried_is_said_in_a_line(given, said, tmp_path):
@@ -308,9 +308,9 @@ def without_a_column(folder):
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (not_a_database, "file is not a database; choose another folder with --out, or start again with --overwrite"),
+        (not_a_database, "file is not a database; choose another folder with --out (out=…), or start again with"),
         (of_another_optuna, "is no longer compatible with the table schema"),
-        (without_a_column, "no such column: trials.number; choose another folder with --out, or start again"),
+        (without_a_column, "no such column: trials.number; choose another folder with --out (out=…), or start again"),
     ],
 )
 def test_a_study_that_cannot_be_read_is_one_line(here, capsys, damage, said):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import re
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -326,11 +329,25 @@ def test_a_model_of_your_own(own: types.ModuleType) -> None:
     assert torch.equal(first.get_parameter("linear.weight"), second.get_parameter("linear.weight"))
 
 
+def test_a_partial_keeps_its_classes_and_the_log_names_those_of_the_data(
+    own: types.ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "lamina")
+    chosen = models.create(functools.partial(own.shaped, classes=5), (2, 5), 7)
+    assert not caplog.messages
+    from_data = models.create(functools.partial(own.shaped, input_shape=(4,)), (2, 5), 7)
+    shapes = [tuple(model.get_parameter("weight").shape) for model in (chosen, from_data)]
+    assert shapes == [(5, 10), (7, 4)]
+    assert caplog.messages == ["the model 'partial' is made with classes = 7, the number of classes in the data"]
+
+
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
         ("no_such_package:net", {}, "cannot load the model 'no_such_package:net': No module named 'no_such_package'"),
-        ("users_models:Owm", {}, "cannot load the model 'users_models:Owm'"),
+        ("users_models:Owm", {}, "module 'users_models' has no attribute 'Owm'; did you mean 'Own'?"),
+        ("users_models:Own.forwards", {}, "has no attribute 'forwards'; did you mean 'forward'?"),
+        ("no_such_package.nets:net", {}, "in the folder of no_such_package/nets.py, or add that to PYTHONPATH"),
         (":net", {}, "your own model is named 'package.module:name', not ':net'"),
         ("users_models:", {}, "your own model is named"),
         ("users_models:number", {}, "is of type int, not a function or class"),
@@ -349,3 +366,15 @@ def test_errors_with_a_model_of_your_own(
     with pytest.raises(BadInput) as error:
         models.create(name, (2, 5), 7, **options)
     assert message in str(error.value)
+
+
+def test_a_missing_module_is_told_with_the_folder_that_was_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BadInput, match=re.escape(f"No module named 'sag' in '{tmp_path}' or among installed")):
+        models.find("sag:make")
+    (tmp_path / "imports_another.py").write_text("import no_such_package")
+    with pytest.raises(BadInput, match=r"No module named 'no_such_package'$"):  # theirs was found
+        models.find("imports_another:make")

@@ -106,15 +106,15 @@ OTHERS = {
     "augmentation": ({"augmentation": Augment(1, True)}, "= none (here Augment(pad=1"),
     "seed": ({"seed": 2}, "seed = 1 (here 2)"),  # which deals the samples otherwise, too
     "clients": ({"clients": 5}, "clients = 6 (here 5)"),
-    "partition": ({"clients": parts}, "partition ="),
+    "partition": ({"clients": parts}, "the split of the samples among clients (partition) changed"),
     "samples": ({"train": (X[:42], Y[:42])}, "samples = 48 (here 42)"),
-    "other data": ({"train": (255 - X, Y)}, "training_data ="),
-    "one pixel": ({"train": (one_pixel, Y)}, "training_data ="),
-    "labels": ({"train": (X, Y.flip(0))}, "training_data ="),
-    "data type": ({"train": (X.float(), Y)}, "training_data ="),
+    "other data": ({"train": (255 - X, Y)}, "the training data (training_data) changed"),
+    "one pixel": ({"train": (one_pixel, Y)}, "the training data (training_data) changed"),
+    "labels": ({"train": (X, Y.flip(0))}, "the training data (training_data) changed"),
+    "data type": ({"train": (X.float(), Y)}, "the training data (training_data) changed"),
     "width": ({"net": model(hidden=6)}, "parameters = "),
-    "layers": ({"net": model(nn.Tanh)}, "model = "),
-    "frozen weights": ({"net": model(frozen=1.0)}, "model = "),
+    "layers": ({"net": model(nn.Tanh)}, "the model's layers or frozen weights (model) changed"),
+    "frozen weights": ({"net": model(frozen=1.0)}, "the model's layers or frozen weights (model) changed"),
 }  # fmt: skip
 
 
@@ -219,7 +219,9 @@ def test_models_that_differ_in_a_plain_attribute_are_told_apart(name, tmp_path):
     simulation.run(1)
     simulation.save(tmp_path)
     simulate(net=MODELS[name](False)).restore(tmp_path)  # with other weights
-    with pytest.raises(BadInput, match="is of another run: model_attributes = "):
+    with pytest.raises(
+        BadInput, match=r"is of another run: the settings of the model's layers, .* \(model_attributes\) changed;"
+    ):
         simulate(net=MODELS[name](True)).restore(tmp_path)
 
 
@@ -257,7 +259,7 @@ def test_two_losses_of_one_name_are_told_apart(one, other, tmp_path):
     simulation.run(1)
     simulation.save(tmp_path)
     simulate(loss=one).restore(tmp_path)
-    with pytest.raises(BadInput, match=r"is of .*loss_\w+ = "):
+    with pytest.raises(BadInput, match=r"is of .*loss_\w+"):
         simulate(loss=other).restore(tmp_path)
 
 

@@ -23,8 +23,8 @@ TINY = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})  # its n
 
 def rehearse(algorithm: Algorithm) -> None:
     """Run one round with one client, and refuse an algorithm that breaks the contract."""
-    x = torch.linspace(-1.0, 1.0, TINY.size, dtype=torch.float64)
-    gradient = torch.linspace(0.5, -0.5, TINY.size, dtype=torch.float64)
+    x = torch.linspace(-1.0, 1.0, TINY.size)
+    gradient = torch.linspace(0.5, -0.5, TINY.size)
     sizes = (TINY.size, len(TINY.group_sizes(algorithm.grouping)), 1)
 
     def broken(name: str, what: str) -> BadInput:
@@ -57,6 +57,9 @@ def rehearse(algorithm: Algorithm) -> None:
             if value is not None and not (isinstance(value, Tensor) and value.dim() and value.shape[-1] in sizes):
                 shapes = "[..., p], [..., layers] or [..., 1]"
                 raise broken(name, f"field '{key}' must be a tensor {shapes}, or None, found {_describe(value)}")
+            expected = x if key == field else getattr(like, key, None)
+            if value is not None and expected is not None and _kind(value) != _kind(expected):
+                raise broken(name, f"field '{key}' must stay {_kind(expected)}, found {_kind(value)}")
         return record
 
     needs = algorithm.needs(1)
@@ -109,6 +112,10 @@ def _tensors(values: Any) -> list[Tensor]:
 def _same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are equal; a NaN equals a NaN."""
     return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _kind(value: Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _describe(value: Any) -> str:

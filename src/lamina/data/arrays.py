@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def read(
     """Read arrays.
 
     A file with test data of its own holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Further arrays with one
-    value per sample become columns.
+    value per sample become columns; there, ``site_train`` is the column ``site``. Test data need no such columns.
 
     Args:
         root: The folder that relative paths start at.
@@ -41,41 +43,43 @@ def read(
         test: A file with the test data, or the fraction of the samples to hold out: 0.2 if there is no ``x_test``.
         task: ``classification`` or ``regression``; regression for labels with fractions if None.
         ignore_index: The integer that marks pixels or tokens without a label.
-        client: The name of the array that names the client of every sample.
+        client: The name of the array that names the client of every training sample.
     """
     file = own_path(root, path)
     arrays = _read_file(file)
     held_out: Arrays | None = None
+    names, parts = list(arrays), ("", "")
     where = str(file)
     if f"{features}_train" in arrays and features not in arrays:
         if test is not None:
             raise BadInput(f"{file} holds '{features}_train': take data.test out, its test data are '{features}_test'")
+        parts = ("_train", "_test")
         arrays, held_out = (
             {name.removesuffix(part): values for name, values in arrays.items() if name.endswith(part)}
-            for part in ("_train", "_test")
+            for part in parts
         )
         held_out_file = where
     elif isinstance(test, str):
         held_out, held_out_file = _read_file(own_path(root, test)), test
-    roles = {"features": features, "label": label} | ({"client": client} if client else {})
-    _check_arrays(where, arrays, roles)
+    roles = {"features": features, "label": label}
+    _check_arrays(where, arrays, roles | ({"client": client} if client else {}), names, parts[0])
     samples = len(arrays[features])
     if held_out is None:
         is_test = held_out_rows(where, samples, 0.2 if test is None else test)
     else:
-        _check_arrays(held_out_file, held_out, roles)
+        _check_arrays(held_out_file, held_out, roles, names if parts[1] else list(held_out), parts[1])
         is_test = np.arange(samples + len(held_out[features])) >= samples
-    others = [
-        name
-        for name, values in arrays.items()
-        if name not in (features, label) and values.shape == (samples,) and (held_out is None or name in held_out)
-    ]
+    columns = {n: v for n, v in arrays.items() if n not in (features, label) and v.shape == (samples,)}
+    others = list(columns)
+    if held_out is not None:
+        others = [n for n in columns if n in held_out and held_out[n].shape == (len(held_out[features]),)]
     whole = {name: _joined(where, name, arrays, held_out) for name in (features, label, *others)}
     y = whole[label].squeeze(1) if whole[label].ndim == 2 and whole[label].shape[1] == 1 else whole[label]
-    columns = {name: whole[name] for name in others}
-    return make_splits(
-        where, whole[features], y, is_test, task=task, ignore_index=ignore_index, columns=columns, name=file.stem
+    both = {name: whole[name] for name in others}
+    splits = make_splits(
+        where, whole[features], y, is_test, task=task, ignore_index=ignore_index, columns=both, name=file.stem
     )
+    return splits._replace(train=dataclasses.replace(splits.train, columns={**columns, **splits.train.columns}))
 
 
 def _read_file(file: Path) -> Arrays:
@@ -94,12 +98,21 @@ def _read_file(file: Path) -> Arrays:
         raise BadInput(f"{file} is not a readable {file.suffix} file ({reason}): write it again") from error
 
 
-def _check_arrays(where: str, arrays: Arrays, roles: dict[str, str]) -> None:
-    """Refuse a file that lacks an array, or whose arrays have different numbers of samples."""
+def _check_arrays(where: str, arrays: Arrays, roles: dict[str, str], names: Sequence[str], part: str) -> None:
+    """Refuse a file that lacks an array, or whose arrays have different numbers of samples.
+
+    Args:
+        where: the file, for messages.
+        arrays: the arrays of the training or test data.
+        roles: the name of the array for each key of `[data]`.
+        names: of all arrays in the file.
+        part: what the file adds to the names of these arrays, such as ``_train``.
+    """
     for role, name in roles.items():
         if name not in arrays:
-            names = listed(list(arrays), most=20) or "none"
-            raise BadInput(f"{where} has no array '{name}' (data.{role}){nearest(name, arrays)} (arrays: {names})")
+            key = f"data.{role} = '{name}', without {part}" if part else f"data.{role}"
+            hint = nearest(name + part, names) + f" (arrays: {listed(list(names), most=20) or 'none'})"
+            raise BadInput(f"{where} has no array '{name}{part}' ({key}){hint}")
         if not arrays[name].ndim or not len(arrays[name]):
             raise BadInput(f"{where}: the array '{name}' is empty; give at least one sample")
     features, label, *_ = roles.values()

@@ -30,34 +30,38 @@ class Dataset:
     (4, 3)
     >>> Dataset({"ids": [[5, 2], [7, 1, 3]]}, ["spam", "ham"]).class_names
     ('ham', 'spam')
+
+    Args:
+        x: [n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features. A
+            tuple or a dict of such tensors if the model takes several, called as ``model(x)``, ``model(*x)``,
+            ``model(**x)``. Arrays, lists and tables are converted; sequences of different length are padded at the end
+            with 0 (see `mask`). uint8 with one or two axes is a table or tokens: it is stored as int64 and reaches the
+            model unchanged.
+        y: [n] int64 labels, or text labels, which are numbered; integer maps [n, ...] (pixels, tokens), in which -100
+            does not count; or floating-point targets [n, ...] (regression, soft labels).
+        classes: Number of classes; the largest label + 1 unless given, None for floating-point targets.
+        mean: Per channel, subtracted from x / 255 (uint8 images only) when a batch is prepared.
+        std: Per channel, divides x / 255 - mean.
+        name: The name of the data in messages and tables.
+        columns: Further values per sample, such as the writer of a digit, to split by (`ByColumn`).
+        class_names: The names of the classes, by number; the sorted text labels unless given.
+        ignore_index: The integer target that does not count in maps; stored as -100.
+        mask: [n, length] bool, true where a padded sequence holds values; a forward pass with a parameter
+            `attention_mask`, `mask` or `lengths` that the inputs do not name receives it. Of several inputs, a dict of
+            masks by the input's name or place: `<input>_mask` and so on receive each, `mask` only one that is the same
+            for all.
     """
 
     x: Any
-    """[n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features.
-
-    A tuple or a dict of such tensors if the model takes several, called as ``model(x)``, ``model(*x)``, ``model(**x)``.
-    Arrays, lists and tables are converted; sequences of different length are padded at the end with 0 (see `mask`).
-    uint8 with one or two axes is a table or tokens: it is stored as int64 and reaches the model unchanged."""
     y: Any
-    """[n] int64 labels, or text labels, which are numbered; integer maps [n, ...] (pixels, tokens), in which -100 does
-    not count; or floating-point targets [n, ...] (regression, soft labels)."""
     classes: int | None = None
-    """Number of classes; the largest label + 1 unless given, None for floating-point targets."""
     mean: tuple[float, ...] | None = None
-    """Per channel, subtracted from x / 255 (uint8 images only) when a batch is prepared."""
     std: tuple[float, ...] | None = None
-    """Per channel, divides x / 255 - mean."""
     name: str = "data"
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Further values per sample, such as the writer of a digit, to split by (`ByColumn`)."""
     class_names: Sequence[str] | None = None
-    """The names of the classes, by number; the sorted text labels unless given."""
     ignore_index: int = IGNORED
-    """The integer target that does not count in maps; stored as -100."""
     mask: Any = None
-    """[n, length] bool, true where a padded sequence holds values; a forward pass with a parameter `attention_mask`,
-    `mask` or `lengths` that the inputs do not name receives it. Of several inputs, a dict of masks by the input's name
-    or place: `<input>_mask` and so on receive each, `mask` only one that is the same for all."""
 
     def __post_init__(self) -> None:
         y, names = convert.convert_targets(self.name, self.y, self.class_names)

@@ -49,9 +49,16 @@ class Comparison(Trials):
         for name in {**spec.grid, **spec.options}:
             if ":" not in name:  # settings of a method that is left out are fine, a misspelt name is not
                 algorithms.find(spec.algorithm_of(name))
+        owners: dict[str, str] = {}
         for label in spec.algorithms:
             if label == TUNING_FOLDER or not re.search(r"\w", label):
                 raise BadInput(f"compare.algorithms: '{label}' cannot name a folder of runs: choose another name")
+            first_label = owners.setdefault(label_folder(label), label)
+            if first_label != label:
+                raise BadInput(
+                    f"compare.algorithms: '{first_label}' and '{label}' would share the folder "
+                    f"'{label_folder(label)}': choose names that differ in a letter or digit"
+                )
         self._choices = all_points(experiment)
         first = with_algorithm(experiment, spec.algorithms[0])
         simulation = self._load(first)

@@ -25,7 +25,7 @@ from pydantic_core import PydanticCustomError
 from lamina.data import sources
 from lamina.data.feed import Fill
 from lamina.data.own import FORMATS
-from lamina.errors import BadInput, is_whole, nearest, short_repr
+from lamina.errors import BadInput, is_number, is_whole, nearest, short_repr
 from lamina.experiment.objects import Objects
 from lamina.experiment.toml import DEFAULT_NAMES, read_tree, set_keys
 from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_CLIENTS, MOST_SEED, MOST_SEEDS, MOST_THREADS
@@ -44,6 +44,17 @@ def _batch_size(value: Any) -> Any:
     raise PydanticCustomError("batch_size", f'must be a whole number from 1 to {MOST_BATCH}, or "full"')
 
 
+def _heldout_clients(value: Any) -> Any:
+    is_fraction = is_number(value) and 0 < value < 1
+    is_list = isinstance(value, list) and len(value) > 0
+    if is_fraction or (is_list and all(is_whole(each) and each >= 0 for each in value)):
+        return value
+    if is_list and all(isinstance(each, str) for each in value):
+        return value
+    options = "a list of clients' numbers ([3, 7]) or of values of the client column in quotes"
+    raise PydanticCustomError("heldout_clients", f"must be a fraction above 0 and below 1, or {options}")
+
+
 def _loss(name: str) -> str:
     if ":" not in name and name not in LOSSES:  # a function of the user's own is imported when the run starts
         names = ", ".join(LOSSES)
@@ -51,6 +62,7 @@ def _loss(name: str) -> str:
     return name
 
 
+HeldoutClients = Annotated[float | list[int] | list[str], PlainValidator(_heldout_clients)]
 BatchSize = Annotated[int | Literal["full"], PlainValidator(_batch_size)]  # "full": all of a client's samples
 
 
@@ -108,7 +120,7 @@ class Data(Named):
     augment_crop_probability: Annotated[float, Field(gt=0, le=1)] = 1.0
     augment_fill: Fill = "black"
     validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
-    heldout_clients: Fraction | NotEmpty[Annotated[int, Field(ge=0)]] | None = None  # never train: a share, or numbers
+    heldout_clients: HeldoutClients | None = None  # never train: a share, numbers, or values of the client column
     local_test: Fraction | None = None  # of every client's samples, to evaluate on
 
     @model_validator(mode="before")
@@ -237,7 +249,7 @@ class Tune(_Section):
 
     grid: dict[str, Any] | str = {}  # dotted keys to lists of values, or the name of a paper's grid
     sampler: Literal["grid", "tpe"] = "grid"  # tpe: Optuna proposes values from the space
-    space: dict[str, Any] = {}  # dotted keys to {low, high, log} or {choices}
+    space: dict[str, Any] = {}  # dotted keys to {low, high, log}, {choices} or a list
     trials: AtLeastOne = 50  # of the sampler; a grid has as many as it has points
     pruner: Literal["none", "median", "hyperband"] = "none"
     seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 1  # the mean over them decides

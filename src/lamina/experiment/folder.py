@@ -138,7 +138,7 @@ class RunFolder:
         if foreign or (found and not is_ours(self.path)):
             other = f"other files ('{foreign[0]}')" if foreign else "files that are not a run's"
             holds = unreadable_config(self.path) or other
-            raise BadInput(f"the folder '{self.path}' holds {holds}: choose a new or an empty one with --out")
+            raise BadInput(f"the folder '{self.path}' holds {holds}: choose a new or an empty one with --out (out=…)")
 
     def _recognise(self) -> None:
         """Find out whether the folder holds this run and how far it got; refuse another run."""
@@ -187,7 +187,7 @@ class RunFolder:
         if self._model_round or not is_whole(every) or finished > every:
             raise BadInput(
                 f"the folder '{self.path}' has {finished} finished rounds but no checkpoint to resume from: restore "
-                f"'{self.path / 'checkpoints'}', or start again with --overwrite or without the folder"
+                f"'{self.path / 'checkpoints'}', or start again with --overwrite (overwrite=True) or without the folder"
             )
 
     def rounds(self) -> list[int]:

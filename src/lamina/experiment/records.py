@@ -29,9 +29,12 @@ NO_PART_OF_IDENTITY = {
     "train.metrics_content",  # of earlier versions: a digest that covers lamina's own code, too
 }  # fmt: skip
 LATER_DIGESTS = ("loss_digest", "model_digest", "algorithm_digest", "metrics_digest")  # a folder from before has none
-KEYS_IN_WORDS = {key: f"the code of the {key.removesuffix('_digest')} ({key})" for key in LATER_DIGESTS} | {
-    "data_digest": "the contents of the data (data_digest)",
-    "loss_digest": "the code or the weights of the loss (loss_digest)",
+DIGESTS_IN_WORDS = {key: f"the code of the {key.removesuffix('_digest')}" for key in LATER_DIGESTS} | {
+    "data_digest": "the contents of the data",
+    "loss_digest": "the code or the weights of the loss",
+    "data.content": "the contents of the data",
+    "data.partition.content": "the settings of the partition",
+    "model.content": "the model's layers, settings or initial weights",
 }
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 FILES = {
@@ -205,7 +208,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
             flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
     renamed = [key.removesuffix("name") for key in a if key.endswith(".name") and a[key] != b.get(key)]
     differing = [
-        f"{KEYS_IN_WORDS.get(key, key)} = {_shown(a.get(key))} (now {_shown(b.get(key))})"
+        _difference(key, a.get(key), b.get(key))
         for key in {**a, **b}
         if a.get(key) != b.get(key)
         and key not in NO_PART_OF_IDENTITY
@@ -215,6 +218,14 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         and (key.endswith(".name") or not key.startswith(tuple(renamed)))
     ]
     return listed(differing)
+
+
+def _difference(key: str, stored: Any, now: Any) -> str:
+    """Return in words how a key differs; of a digest, only that it does."""
+    words = DIGESTS_IN_WORDS.get(key)
+    if key.startswith("train.") and key.endswith("_content"):  # of a function passed from Python
+        words = f"the code or the values of {key.removesuffix('_content')}"
+    return f"{key} = {_shown(stored)} (now {_shown(now)})" if words is None else f"{words} ({key}) changed"
 
 
 def _shown(value: Any) -> str:
@@ -306,7 +317,7 @@ def delete_runs(folders: Iterable[Path]) -> None:
     for run in runs:
         foreign = [path.name for path in run.iterdir() if path.name not in FILES and path.suffix != PARTIAL]
         if foreign:
-            raise BadInput(f"the folder '{run}' holds other files ('{foreign[0]}'): choose another with --out")
+            raise BadInput(f"the folder '{run}' holds other files ('{foreign[0]}'): choose another with --out (out=…)")
         Lock(run).release()
     for run in runs:
         lock = Lock(run)
@@ -346,6 +357,6 @@ def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False)
     config = read_json(folder / "config.json") if is_ours(folder) else {}
     if key not in config:
         holds = unreadable_config(folder) or f"other files than {whose}"
-        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out")
+        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out (out=…)")
     if not overwrite:
         refuse_format(folder, config, CHOOSE_ANOTHER)

@@ -22,7 +22,7 @@ from lamina.storage.locks import Lock, Locked
 
 FILE = "study.db"
 WRITE_TIMEOUT_S = 60  # for another process to finish writing to the study
-START_AGAIN = "choose another folder with --out, or start again with --overwrite"
+START_AGAIN = "choose another folder with --out (out=…), or start again with --overwrite (overwrite=True)"
 RESUME_LATER = "finished trials are kept; run the same command again to resume"
 
 
@@ -31,8 +31,9 @@ def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
     ranges = {}
     for key, given in space.items():
         where = f"tune.space: '{key}'"
+        given = {"choices": given} if isinstance(given, list) else given
         if not isinstance(given, Mapping) or not given:
-            raise BadInput(f"{where} must be a table: {{ low = 0.001, high = 1.0, log = true }} or {{ choices = […] }}")
+            raise BadInput(f"{where} must be a list of values, or a table: {{ low = 0.001, high = 1.0, log = true }}")
         if set(given) == {"choices"}:
             choices = given["choices"]
             are_values = isinstance(choices, list) and all(isinstance(value, str | int | float) for value in choices)

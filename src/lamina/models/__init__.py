@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import logging
 from typing import Any, cast
 
 import torch
@@ -33,6 +35,8 @@ __all__ = [
     "small_cnn",
 ]
 
+log = logging.getLogger(__name__)
+
 
 def create(
     name: str | Factory, input_shape: tuple[int, ...], classes: int, *, seed: int | None = None, **options: Any
@@ -42,7 +46,7 @@ def create(
     With a seed the weights are drawn on the CPU, so they are the same on every machine, and torch's global generators
     stay as they were; without one they come from the global generator. A function or class of your own, given as it is
     or as ``package.module:factory``, is called with the options, and with `input_shape` and `classes` if it has
-    arguments of these names.
+    arguments of these names. Values that a `functools.partial` sets are kept.
 
     >>> model = create("mlp", (1, 28, 28), 10, seed=0, dropout=0.5)
     >>> sum(p.numel() for p in model.parameters())
@@ -51,6 +55,8 @@ def create(
     factory = find(name) if isinstance(name, str) else name
     name = name if isinstance(name, str) else str(getattr(factory, "__qualname__", type(factory).__qualname__))
     arguments = _arguments(name, factory, {"input_shape": input_shape, "classes": classes}, options)
+    if name not in registry() and "classes" in arguments:
+        log.info("the model '%s' is made with classes = %d, the number of classes in the data", name, classes)
     given = ", ".join(f"{option} = {short_repr(value)}" for option, value in options.items())
     bounded = BoundedMemory(f"the model '{name}'" + (f" ({given})" if given else ""))
     try:
@@ -106,8 +112,9 @@ def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict
     ]
     if inspect.Parameter.VAR_KEYWORD not in kinds.values():
         refuse_unknown_options(name, options, [n for n in by_name if n not in GIVEN])
+    chosen = factory.keywords if isinstance(factory, functools.partial) else {}
     # By name only: a factory with **kwargs mostly hands them on to one that knows no input_shape.
-    arguments = {n: value for n, value in given.items() if n in by_name} | options
+    arguments = {n: value for n, value in given.items() if n in by_name and n not in chosen} | options
     try:
         signature.bind(**arguments)
     except TypeError as error:

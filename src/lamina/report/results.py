@@ -199,7 +199,8 @@ def compare(
             are in a temporary folder, which is deleted with the result.
         overwrite: whether earlier runs in the folder may be deleted.
         progress: show progress bars; by default only in a terminal or a notebook.
-        settings: further settings of `Simulation`, such as metrics, batch_size, participation, seed and device.
+        settings: further settings of `Simulation`, with its defaults, such as metrics, batch_size,
+            participation (1; in an experiment file, 0.5), seed and device.
     """
     chosen = compared_algorithms(algorithms)
     section = {
@@ -246,7 +247,7 @@ def tune(
     partition: Any = None,
     rounds: int = 50,
     grid: Mapping[str, Sequence[Any]] | str | None = None,
-    space: Mapping[str, Mapping[str, Any]] | None = None,
+    space: Mapping[str, Mapping[str, Any] | Sequence[Any]] | None = None,
     trials: int = 50,
     pruner: str = "none",
     seeds: int = 1,
@@ -277,8 +278,8 @@ def tune(
         rounds: of every run.
         grid: values to try, all combinations: {"lr": [0.01, 0.1], "decay": [0, 0.01]}; or a paper's grid by name. Keys
             are settings of the algorithm and of `Simulation`, or keys of an experiment file ("model.hidden").
-        space: in place of a grid, ranges for Optuna to propose values from: {"lr": {"low": 0.001, "high": 1.0, "log":
-            True}}.
+        space: in place of a grid, ranges or lists for Optuna to propose values from: {"lr": {"low": 0.001, "high": 1.0,
+            "log": True}, "epochs": [1, 2, 5]}.
         trials: how many Optuna proposes.
         pruner: "none", "median" or "hyperband": whether Optuna stops trials early.
         seeds: runs per trial; their mean decides.
@@ -296,7 +297,7 @@ def tune(
     if grid is not None:
         section["grid"] = grid if isinstance(grid, str) else {_key(k, name): _plain(v) for k, v in grid.items()}
     if space is not None:
-        values = {_key(key, name): dict(given) for key, given in space.items()}
+        values = {_key(k, name): dict(v) if isinstance(v, Mapping) else _plain(v) for k, v in space.items()}
         section |= {"sampler": "tpe", "space": values, "trials": trials, "pruner": pruner}
     experiment = describe(
         model,

@@ -97,17 +97,17 @@ def check_writable(folder: Path) -> None:
         while not place.exists():
             if place.is_symlink():
                 what = f"'{place}' is a link to '{place.readlink()}', which does not exist"
-                raise BadInput(f"{what}: choose another with --out")
+                raise BadInput(f"{what}: choose another with --out (out=…)")
             place = place.parent
         if not place.is_dir():
-            raise BadInput(f"'{place}' is a file, not a folder: choose another with --out")
+            raise BadInput(f"'{place}' is a file, not a folder: choose another with --out (out=…)")
         usable = os.access(place, os.R_OK | os.W_OK | os.X_OK)
         read_only = bool(os.statvfs(place).f_flag & os.ST_RDONLY)
     except OSError as error:
         raise cannot_write(folder, error) from error
     if read_only or not usable:
         why = f"'{place}' is on a read-only file system" if read_only else f"no permission in '{place}'"
-        raise BadInput(f"cannot write to the folder '{folder}': {why}; choose another with --out")
+        raise BadInput(f"cannot write to the folder '{folder}': {why}; choose another with --out (out=…)")
 
 
 def cannot_write(folder: Path, error: OSError) -> BadInput:

@@ -41,6 +41,13 @@ from lamina.text import listed
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
 
 CHUNK_BYTES = 1 << 24  # how much of the data is hashed at a time
+DIGESTS_IN_WORDS = {
+    "model": "the model's layers or frozen weights",
+    "model_attributes": "the settings of the model's layers, such as a dropout rate",
+    "loss_attributes": "the values that the loss holds",
+    "partition": "the split of the samples among clients",
+    "training_data": "the training data",
+}
 SAME_LOSS = 1e-3  # relative; devices round differently
 
 _data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs of a comparison share their data
@@ -92,7 +99,7 @@ def refuse_other(folder: Path, number: int, stored: Identity, own: Identity) -> 
     if "algorithm" in differing:  # its options are others, too: the name says enough
         differing = [name for name in differing if not name.startswith("algorithm.")]
     if differing:
-        named = listed([f"{name} = {_shown(stored[name])} (here {_shown(own[name])})" for name in differing])
+        named = listed([_difference(name, stored[name], own[name]) for name in differing])
         raise BadInput(
             f"the checkpoint of round {number} in '{folder}' is of another run: {named}; use the settings it was "
             "written with, or another folder"
@@ -119,6 +126,13 @@ def _without_new_fields(words: str, stored: str) -> str:
     kind = next((one for one in kinds if one.__name__ == name), None)
     new = [f"{key}={value}" for key, value in _fields(kind).items() if f"{key}=" not in stored] if kind else []
     return f"{name}({', '.join(part for part in re.split(r', (?=[a-z_]+=)', inner) if part not in new)})"
+
+
+def _difference(name: str, stored: Any, own: Any) -> str:
+    """Return in words how a setting differs; of a digest, only that it does."""
+    if name in DIGESTS_IN_WORDS and "(" not in f"{stored}{own}":  # a partition may be described by its options
+        return f"{DIGESTS_IN_WORDS[name]} ({name}) changed"
+    return f"{name} = {_shown(stored)} (here {_shown(own)})"
 
 
 def _shown(value: Any) -> str:

@@ -38,7 +38,8 @@ class Lock:
             owner = self.path.read_text(encoding="utf-8").strip() or "unknown"
             self._file.close()
             raise Locked(
-                f"process {owner} is writing to the folder '{folder}': wait until it ends, or choose another with --out"
+                f"process {owner} is writing to the folder '{folder}': wait until it ends, or choose another with "
+                "--out (out=…)"
             ) from error
         except OSError as error:
             raise cannot_write(folder, error) from error
