@@ -1,5 +1,6 @@
 """Losses: one value per sample, by name or of your own, and one line for what does not fit."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,3 +130,14 @@ def test_a_model_without_log_softmax_is_warned_of_nll(caplog):
     assert not caplog.text
     simulate(linear(3), (X, Y), loss="nll")
     assert "nll needs log-probabilities" in caplog.text
+
+
+def test_bce_ignores_labels_of_minus_100_as_integers_and_as_floats():
+    outputs, labels = draw(5, 3), integers(2, 5, 3)
+    labels[0, 1] = labels[1, :2] = labels[2] = -100
+    counted, signs = (labels != -100).numpy(), (2 * labels - 1).numpy()
+    each = np.where(counted, np.log1p(np.exp(-signs * outputs.numpy())), 0)
+    expected = torch.tensor(each.sum(1) / np.maximum(counted.sum(1), 1))
+    for targets in (labels, labels.double()):
+        torch.testing.assert_close(losses.bce(outputs, targets), expected)
+    torch.testing.assert_close(losses.bce(outputs[:, :1], labels[:, 0].double()), torch.tensor(each[:, 0]))

@@ -136,6 +136,7 @@ def test_labels_and_numbers_that_do_not_count_leave_every_metric():
     for targets in (labels, numbers):
         targets[::3, 1] = targets[1::2, 2] = -100
     row = measured(outputs, labels, "f1", "auroc", loss="bce")
+    assert measured(outputs, labels.astype(float), "f1", "auroc", loss="bce") == pytest.approx(row)
     kept = [labels[:, i] >= 0 for i in range(3)]
     pairs = [(outputs[kept[i], i], labels[kept[i], i] > 0) for i in range(3)]
     assert row["auroc"] == pytest.approx(np.mean([area(scores, answers) for scores, answers in pairs]))
@@ -218,6 +219,16 @@ BINARY = {"y": (torch.arange(120) % 2).double()[:, None], "outputs": 1, "loss": 
 def test_a_metric_that_lacks_what_it_needs_is_refused_before_training(metrics, given, message):
     with pytest.raises(lamina.BadInput, match=message):
         simulation(metrics=metrics, **given)
+
+
+def test_float_labels_may_be_missing_with_bce():
+    y = (torch.arange(360).reshape(120, 3) % 2).double()
+    y[::4, 1] = y[5] = -100
+    run = simulation(y, loss="bce", metrics=["auroc", "f1"])
+    integers = simulation(y.long(), loss="bce", metrics=["auroc", "f1"])
+    assert run.run(1)[0]["loss"] == pytest.approx(integers.run(1)[0]["loss"], rel=1e-12)
+    with pytest.raises(lamina.BadInput, match="'auroc' needs two classes"):
+        simulation(torch.where(y == 0, -100.0, y), loss="bce", metrics=["auroc"])
 
 
 def test_probabilities_in_place_of_logits_are_warned_of(caplog):

@@ -18,7 +18,7 @@ from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.history import Row
-from lamina.losses import aligned, class_axis, has_no_logits, is_regression
+from lamina.losses import IGNORED, aligned, class_axis, has_no_logits, is_binary, is_regression
 from lamina.metrics import (
     ACCURACY,
     AUROC,
@@ -228,18 +228,19 @@ def check_metrics(objective: Objective, metrics: Sequence[Metric], data: Dataset
     x, buffers = objective.start, objective.buffers
     with torch.no_grad():
         batch = run_batch(objective, x, buffers, data, slice(0, 2))
+    labels = data.y[data.y != IGNORED] if is_binary(objective.loss) else data.y.flatten()
+    has_labels = not data.y.is_floating_point() or bool(((labels == 0) | (labels == 1)).all())
     for metric in metrics:
         keep(metric, batch)
         if metric is PERPLEXITY and is_regression(objective.loss):
             raise BadInput("metric 'perplexity' is the exponential of a cross entropy, and the loss is a regression's")
-        is_binary = not data.y.is_floating_point() or bool(((data.y == 0) | (data.y == 1)).all())
-        if metric.name in LABEL_METRICS and not is_binary and batch.class_axis is None:
+        if metric.name in LABEL_METRICS and not has_labels and batch.class_axis is None:
             raise BadInput(f"metric '{metric.name}' {NEEDS_LABELS}, and the {name} targets are other numbers than 0, 1")
         if metric.name in LABEL_METRICS and metric is not AUROC and has_no_logits(objective.loss):
             raise BadInput(
                 f"metric '{metric.name}' takes an output above 0 for a yes, which this loss does not: use 'bce'"
             )
-        if metric is AUROC and bool((data.y == data.y.flatten()[0]).all()):
+        if metric is AUROC and bool((labels == labels[:1]).all()):
             raise BadInput(f"metric 'auroc' needs two classes, and the {name} data have one")
         if metric.name == "r2" and bool((data.y == data.y[:1]).all()):
             raise BadInput(f"metric 'r2' needs targets that differ, and those of the {name} data are all the same")

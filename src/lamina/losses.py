@@ -1,8 +1,8 @@
 """Losses: functions of (outputs, targets) that return one loss per sample.
 
 A loss averages over everything in a sample (pixels, tokens, labels), so that every sample counts the same, and returns
-a tensor of shape [n]. Engines average over the samples of a batch. Positions whose integer target is `IGNORED` do not
-count; a sample with no other positions has a loss of zero.
+a tensor of shape [n]. Engines average over the samples of a batch. Positions whose target is the integer `IGNORED` do
+not count, with `bce` the float neither; a sample with no other positions has a loss of zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lamina.errors import BadInput, unknown
 from lamina.named import import_named
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-IGNORED = -100  # the integer target of a position that does not count, as in torch
+IGNORED = -100  # the target of a position that does not count, as in torch
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def bce(outputs: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         outputs: logits of the targets' shape; [n, 1] fits [n].
-        targets: 0 and 1 (integers or floats), or probabilities; [n, labels] for several labels a sample.
+        targets: 0 and 1 (integers or floats), or probabilities; [n, labels] for several labels a sample. A label of
+            -100, integer or float, does not count.
     """
     return _binary(outputs, targets, None)
 
@@ -244,7 +245,11 @@ def _binary(outputs: Tensor, targets: Tensor, positive_weight: Tensor | None) ->
     losses = F.binary_cross_entropy_with_logits(
         outputs, targets.clamp(min=0).to(outputs.dtype), pos_weight=positive_weight, reduction="none"
     )
-    return _mean_over_positions(losses, targets)
+    if not targets.is_floating_point():
+        return _mean_over_positions(losses, targets)
+    counted = (targets != IGNORED).reshape(len(targets), -1)
+    means = torch.where(counted, losses.reshape(counted.shape), 0.0).mean(1)
+    return means * (counted.shape[1] / counted.sum(1, dtype=means.dtype).clamp(min=1))
 
 
 def _next_tokens(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
