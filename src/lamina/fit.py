@@ -18,7 +18,7 @@ from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest
 from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
-from lamina.losses import IGNORED, class_axis, is_binary, nll
+from lamina.losses import IGNORED, class_axis, counted, is_binary, nll
 from lamina.models.allocation import LargestActivation
 from lamina.objective import Objective
 from lamina.plan import Plan
@@ -97,6 +97,9 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         raise BadInput(
             f"bce needs targets from 0 to 1, and some {name} targets are others: cross_entropy takes classes"
         )
+    has_target = counted(objective.loss, data.y)
+    if name == "test" and has_target is not None and not bool(has_target.any()):
+        raise BadInput("all targets of the test data are -100, which does not count: give at least one label")
     if objective.loss is nll and name == "train" and bool((outputs > NLL_TOLERANCE).any()):
         log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
     has_accuracy = objective.correct(outputs, data.y[:2], data.classes) is not None

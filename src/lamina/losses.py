@@ -194,8 +194,15 @@ def is_binary(loss: Loss) -> bool:
     return loss is bce or isinstance(loss, BinaryCrossEntropy)
 
 
+def counted(loss: Loss, targets: Tensor) -> Tensor | None:
+    """Return which targets [n, ...] count, or None where all do: one label per sample, numbers and soft labels."""
+    if targets.is_floating_point():
+        return targets != IGNORED if is_binary(loss) else None
+    return targets != IGNORED if targets.dim() > 1 else None
+
+
 def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor | None:
-    """Return the share of right predictions in every sample of integer targets [n, ...], or None if there is none.
+    """Return which integer targets [n, ...] are predicted, in the shape of the aligned targets; None: no prediction.
 
     The prediction is the largest of at least `classes` outputs; with `bce`, and for a single output and labels 0 and 1,
     it is the output's sign.
@@ -206,16 +213,14 @@ def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor |
     if is_binary(loss) or (axis is None and targets.dim() == 1 and shape(outputs) == (len(targets),)):
         if classes > 2 or shape(outputs) != shape(targets):
             return None
-        right = (outputs.reshape(targets.shape) > 0) == (targets == 1)
-    elif axis is None and (targets.dim() > 1 or outputs.dim() != 2):
+        return (outputs.reshape(targets.shape) > 0) == (targets == 1)
+    if axis is None and (targets.dim() > 1 or outputs.dim() != 2):
         return None
-    else:
-        outputs, targets = aligned(loss, outputs, targets)
-        axis = 1 if axis is None else axis
-        if outputs.dim() != targets.dim() + 1 or outputs.shape[axis] < classes:
-            return None
-        right = outputs.argmax(axis) == targets
-    return _mean_over_positions(right.float(), targets)
+    outputs, targets = aligned(loss, outputs, targets)
+    axis = 1 if axis is None else axis
+    if outputs.dim() != targets.dim() + 1 or outputs.shape[axis] < classes:
+        return None
+    return outputs.argmax(axis) == targets
 
 
 def shape(values: Tensor) -> tuple[int, ...]:
