@@ -105,6 +105,10 @@ def one_number(outputs, targets):
     (lambda: simulate(Tokens(5), (integers(9, 12, 6), integers(5, 12, 6))), "use loss='token_cross_entropy'"),
     (lambda: simulate(Tokens(5), (integers(9, 12, 3), integers(5, 12, 3))), "or loss='token_cross_entropy'"),
     (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3).double())), "data sum to [023]: use loss='bce' for"),
+    (lambda: simulate(linear(3), (X, torch.tensor([[1.5, -0.5, 0.0]]).double().repeat(12, 1))), "at least 0"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3))), "for several labels a sample use loss='bce'"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3).bool())), "for several labels a sample use loss='bce'"),
     (lambda: simulate(linear(3), (X, draw(12, 2)), loss="nll"), "nll needs .* one integer target"),
     (lambda: simulate(linear(3), (X, Y), loss="bce"), "the binary cross entropy needs outputs of the targets' shape"),
     (lambda: simulate(linear(1), (X, Y), loss="bce"), "bce needs targets from 0 to 1, and some train targets"),
@@ -121,6 +125,11 @@ def test_what_does_not_fit_is_refused_in_one_line(make, message):
     with pytest.raises(lamina.BadInput, match=message) as refused:
         make()
     assert "\n" not in str(refused.value)
+
+
+def test_soft_labels_may_be_rounded():
+    soft = (100 * draw(12, 3).softmax(1)).round() / 100
+    assert simulate(linear(3), (X, soft)).run(1)[0]["train_loss"] > 0
 
 
 def test_a_model_without_log_softmax_is_warned_of_nll(caplog):

@@ -28,6 +28,7 @@ from lamina.vocabulary import check_vocabulary
 log = logging.getLogger(__name__)
 
 PROBABILITY_SAMPLES = 64  # logits of so many samples do not all lie between 0 and 1 by chance
+SOFT_LABEL_TOLERANCE = 0.05  # how far rounding may move the sum of a sample's soft labels from 1
 NLL_TOLERANCE = 1e-3  # rounding may make a log-probability larger than 0 by so much
 INTEGER_REFUSED = re.compile(r"\bLong(Tensor)?\b|\blong (long|int)\b|int64")  # in torch's messages
 MASK_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -97,6 +98,8 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         raise BadInput(
             f"bce needs targets from 0 to 1, and some {name} targets are others: cross_entropy takes classes"
         )
+    if axis is not None and data.y.is_floating_point():
+        _check_soft_labels(data.y, axis, name)
     has_target = counted(objective.loss, data.y)
     if name == "test" and has_target is not None and not bool(has_target.any()):
         raise BadInput("all targets of the test data are -100, which does not count: give at least one label")
@@ -177,6 +180,22 @@ def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: st
         raise BadInput(
             f"the loss must return one value per sample, shape ({len(targets)},), not {shape}: use reduction='none', "
             "and take the mean over all other axes"
+        )
+
+
+def _check_soft_labels(targets: Tensor, axis: int, name: str) -> None:
+    """Refuse float targets of a cross entropy that are not shares of the classes."""
+    sums = targets.sum(axis)
+    is_wrong = ((sums - 1).abs() > SOFT_LABEL_TOLERANCE) | (targets < 0).any(axis)
+    wrong = is_wrong.reshape(len(sums), -1).any(1).nonzero().flatten()
+    if len(wrong):
+        sample = int(wrong[0])
+        total = float(sums[sample].flatten()[is_wrong[sample].flatten()][0])
+        rule = "cross_entropy takes floats as soft labels, which are at least 0 and sum to 1"
+        advice = "use loss='bce' for several labels a sample, 'mse' for numbers"
+        raise BadInput(
+            f"{rule}, but those of sample {sample} of the {name} data sum to {total:g}: {advice}",
+            without_data=f"{rule}, and some of the {name} data do not: {advice}",
         )
 
 

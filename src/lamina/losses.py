@@ -301,6 +301,8 @@ def _refuse_shapes(name: str, outputs: Tensor, targets: Tensor, axis: int) -> No
         hint = "; the classes are on the last axis: use loss='token_cross_entropy' or 'causal_lm'"
     elif targets.dim() == len(sizes) > 2 and targets.shape[1] == 1:
         hint = "; leave the axis of 1 out: y.squeeze(1)"
+    elif sizes == tuple(targets.shape):
+        hint = "; for several labels a sample use loss='bce'"
     given = f"{list(targets.shape[1:])} ({str(targets.dtype).removeprefix('torch.')})"
     raise BadInput(
         f"{name} needs outputs with a class axis and {wanted}, but a sample has outputs of shape "
