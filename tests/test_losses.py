@@ -89,6 +89,15 @@ class AnyNames(nn.Linear):
         return super().forward(inputs["x"])
 
 
+def centred(outputs, targets):
+    each = F.cross_entropy(outputs, targets, reduction="none")
+    return each - each.mean()
+
+
+def noisy(outputs, targets):
+    return (outputs[:, 0] - targets) ** 2 + torch.rand(len(outputs))
+
+
 def one_number(outputs, targets):
     return (outputs[:, 0] - targets).mean()
 
@@ -114,7 +123,18 @@ def one_number(outputs, targets):
     (lambda: simulate(linear(1), (X, Y), loss="bce"), "bce needs targets from 0 to 1, and some train targets"),
     (lambda: simulate(linear(3), (X, Y), loss="causal_lm"), "causal_lm needs outputs"),
     (lambda: simulate(linear(3), (X, Y), loss=losses.CrossEntropy([1.0, 2.0])), "2 class weights, but .* 3 outputs"),
-    (lambda: simulate(linear(1), (X, draw(12)), loss=one_number), "one value per sample"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=one_number), r"one value per sample, shape \[2\], not shape \[\]"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: (o - t) ** 2),
+     r"not shape \[2, 2\], from outputs of shape \[2, 1\] and targets of shape \[2\]: use outputs.squeeze\(1\)"),
+    (lambda: simulate(linear(3), (X, draw(12, 3)), loss=lambda o, t: (o - t) ** 2), "mean over a sample's other axes"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: ((o - t) ** 2).mean(1)),
+     r"the loss mixes samples.* outputs \[n, 1\] and targets \[n\]: use outputs.squeeze\(1\)"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: ((o - t) ** 2).mean(0)), "the loss mixes samples"),
+    (lambda: simulate(linear(2), (X, draw(12, 1)), loss=lambda o, t: (o[:, 0] - t).abs().mean(1)),
+     r"the loss mixes samples.* use targets.squeeze\(1\)"),
+    (lambda: simulate(linear(1), (X, torch.tensor([0, 0, 0, 1] * 3)), loss=lambda o, t: ((o - t) ** 2).mean(1)),
+     "the loss mixes samples"),
+    (lambda: simulate(linear(3), (X, Y), loss=centred), "the loss mixes samples"),
     (lambda: simulate(linear(3), (X, Y), loss="kinds:no_such"), "cannot load the loss 'kinds:no_such'"),
     (lambda: simulate(linear(3), (X, Y), loss="hubert"), "did you mean 'huber'"),
     (lambda: losses.CrossEntropy([1.0, -1.0]), "finite numbers of at least 0"),
@@ -125,6 +145,11 @@ def test_what_does_not_fit_is_refused_in_one_line(make, message):
     with pytest.raises(lamina.BadInput, match=message) as refused:
         make()
     assert "\n" not in str(refused.value)
+
+
+def test_a_loss_of_ones_own_may_draw_random_numbers_and_a_sample_be_alone():
+    simulate(linear(1), (X, draw(12)), loss=noisy, engine="loop")
+    lamina.Simulation(linear(1).double(), (X[:1], draw(1)), "fedavg", clients=1, loss=noisy, engine="loop")
 
 
 def test_soft_labels_may_be_rounded():

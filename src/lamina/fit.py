@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.batch import map_batch, tensors
 from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest
 from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
-from lamina.losses import IGNORED, class_axis, counted, is_binary, nll
+from lamina.losses import IGNORED, class_axis, counted, is_binary, is_own, nll
 from lamina.models.allocation import LargestActivation
 from lamina.objective import Objective
 from lamina.plan import Plan
@@ -94,6 +95,8 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
             without_data=f"the model's outputs have shape {shape} a sample, but the {name} data have more classes",
         )
     _check_loss(objective, outputs, data.y[:2], name)
+    if is_own(objective.loss) and samples > 1:
+        _check_samples_alone(objective, data, name)
     if is_binary(objective.loss) and bool((((data.y < 0) | (data.y > 1)) & (data.y != IGNORED)).any()):
         raise BadInput(
             f"bce needs targets from 0 to 1, and some {name} targets are others: cross_entropy takes classes"
@@ -176,11 +179,48 @@ def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: st
         reason = " ".join(str(error).split())
         raise BadInput(f"the loss cannot compare the model's outputs with the {name} targets: {reason}") from error
     if not isinstance(losses, Tensor) or losses.shape != (len(targets),):
-        shape = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        shape = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        advice = "use reduction='none', and take the mean over a sample's other axes"
         raise BadInput(
-            f"the loss must return one value per sample, shape ({len(targets)},), not {shape}: use reduction='none', "
-            "and take the mean over all other axes"
+            f"the loss must return one value per sample, shape [{len(targets)}], not {shape}, from outputs of shape "
+            f"{list(outputs.shape)} and targets of shape {list(targets.shape)}: {_squeeze(outputs, targets) or advice}"
         )
+
+
+def _check_samples_alone(objective: Objective, data: Dataset, name: str) -> None:
+    """Refuse a user's loss in which the loss of a sample depends on the other samples of its batch."""
+    first = data.y[:EVALUATION_BATCH]
+    others = (first != first[:1]).reshape(len(first), -1).any(1).nonzero().flatten().tolist()
+    rows = torch.tensor([0, others[0] if others else 1], device=first.device)  # equal targets would hide a mistake
+    with torch.no_grad():
+        inputs, targets = data.inputs(rows, objective.dtype), first[rows]
+        outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
+
+    def losses_of(places: list[int]) -> Tensor:
+        with torch.no_grad(), rng.forked(objective.device, seed=0):  # a loss may draw random numbers
+            return objective.loss(outputs[places], targets[places])
+
+    # A sample is compared with two copies of it: batches of one would need other kernels, and may have special cases.
+    together, copies = losses_of([0, 1]), torch.stack([losses_of([place, place])[place] for place in (0, 1)])
+    if not torch.allclose(together, copies, rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise BadInput(
+            f"the loss mixes samples: with the {name} data, the loss of a sample changes with the others of its batch; "
+            f"compute it from the sample's own row of outputs [n{_axes(outputs)}] and targets [n{_axes(targets)}]"
+            f"{_squeeze(outputs, targets, ': ')}"
+        )
+
+
+def _axes(values: Tensor) -> str:
+    return "".join(f", {size}" for size in values.shape[1:])
+
+
+def _squeeze(outputs: Tensor, targets: Tensor, start: str = "") -> str:
+    """Return the advice to leave out an axis of one that broadcasts [n] and [n, 1] to [n, n], or an empty string."""
+    if targets.dim() == 1 and outputs.shape[1:] == (1,):
+        return f"{start}use outputs.squeeze(1), because [n, 1] and [n] broadcast to [n, n]"
+    if targets.shape[1:] == (1,) and outputs.shape[1:] != (1,):
+        return f"{start}use targets.squeeze(1), because [n] and [n, 1] broadcast to [n, n]"
+    return ""
 
 
 def _check_soft_labels(targets: Tensor, axis: int, name: str) -> None:

@@ -178,6 +178,11 @@ def aligned(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     return _next_tokens(outputs, targets) if loss is causal_lm else (outputs, targets)
 
 
+def is_own(loss: Loss) -> bool:
+    """Return whether the loss is not one of lamina's."""
+    return not isinstance(loss, CrossEntropy | BinaryCrossEntropy) and all(loss is not one for one in LOSSES.values())
+
+
 def is_regression(loss: Loss) -> bool:
     """Return whether the loss measures distances, even if the targets are integers."""
     is_known = any(loss is known for known in (mean_squared_error, mean_absolute_error, huber))
