@@ -152,6 +152,17 @@ def test_a_loss_of_ones_own_may_draw_random_numbers_and_a_sample_be_alone():
     lamina.Simulation(linear(1).double(), (X[:1], draw(1)), "fedavg", clients=1, loss=noisy, engine="loop")
 
 
+def test_a_class_that_occurs_only_in_the_test_maps_is_warned_of(caplog):
+    x, maps = draw(12, 2, 4, 4), integers(2, 12, 4, 4)
+    maps[0, 0] = -100
+    simulate(conv(3), (x, maps), test=(x, maps.clamp(min=0)))
+    assert not caplog.text
+    ones = torch.where(maps == 0, 1, maps)
+    for train, test, unseen in ((maps, maps.clamp(min=0) * 2, 2), (ones, maps, 0)):
+        simulate(conv(3), (x, train), test=(x, test))
+        assert f"class {unseen} appears only in the test data: no client can learn it" in caplog.text
+
+
 def test_soft_labels_may_be_rounded():
     soft = (100 * draw(12, 3).softmax(1)).round() / 100
     assert simulate(linear(3), (X, soft)).run(1)[0]["train_loss"] > 0

@@ -19,7 +19,7 @@ from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest
 from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
-from lamina.losses import IGNORED, class_axis, counted, is_binary, is_own, nll
+from lamina.losses import IGNORED, Loss, causal_lm, class_axis, counted, is_binary, is_own, nll
 from lamina.models.allocation import LargestActivation
 from lamina.objective import Objective
 from lamina.plan import Plan
@@ -116,6 +116,17 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         if bool(((several >= 0) & (several <= 1)).all()):
             log.warning("all outputs lie in 0..1; the accuracy needs logits, not probabilities: leave the Sigmoid out")
     return has_accuracy
+
+
+def warn_of_unseen_classes(loss: Loss, train: Dataset, test: Dataset) -> None:
+    """Warn of a class that occurs only in the test maps; new tokens in a text to predict are usual."""
+    if class_axis(loss) is None or loss is causal_lm or train.y.dim() < 2 or not (train.classes and test.classes):
+        return
+    size = max(train.classes, test.classes) + 1  # the first number counts the positions without a label
+    seen, tested = (data.y.flatten().clamp(min=-1).add(1).bincount(minlength=size) > 0 for data in (train, test))
+    unseen = (tested & ~seen)[1:].nonzero().flatten().tolist()
+    if unseen:
+        log.warning("class %d appears only in the test data: no client can learn it", unseen[0])
 
 
 def with_mask(data: Dataset, module: nn.Module) -> Dataset:
