@@ -98,6 +98,8 @@ def test_maps_of_labels_ignore_unknown_pixels():
     assert row["mean_iou"] == pytest.approx(np.mean(right / (of_predicted + of_actual - right)))
     assert row["f1"] == pytest.approx(np.mean(2 * right / (of_predicted + of_actual)))
     assert row["accuracy"] == pytest.approx(np.mean(outputs.argmax(1)[kept] == maps[kept]))
+    with pytest.raises(lamina.BadInput, match="does not support maps"):
+        find("auroc").keep(batch)
 
 
 def test_samples_without_any_label_leave_accuracy_and_loss():

@@ -19,7 +19,7 @@ from lamina.data.dataset import Dataset
 from lamina.errors import BadInput, nearest
 from lamina.evaluation import EVALUATION_BATCH
 from lamina.limits import check_memory, in_bytes
-from lamina.losses import IGNORED, Loss, causal_lm, class_axis, counted, is_binary, is_own, nll
+from lamina.losses import IGNORED, TORCH_LOSSES, Loss, causal_lm, class_axis, counted, is_binary, is_own, nll
 from lamina.models.allocation import LargestActivation
 from lamina.objective import Objective
 from lamina.plan import Plan
@@ -84,7 +84,10 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         shape = tuple(outputs.shape[1:])
         is_last = axis == 1 and outputs.shape[:-1] == data.y[:2].shape and outputs.shape[-1] >= classes
         hint = ", or loss='token_cross_entropy' or 'causal_lm' for classes on the last axis" if is_last else ""
-        if data.y.dim() > 1 and not is_last:
+        lowest = int(torch.where(data.y < 0, classes, data.y).min())
+        if 0 < lowest < classes and outputs.dim() > 1 and classes - lowest <= outputs.shape[axis]:
+            hint = f"; classes are numbered from 0, and the labels start at {lowest}: subtract {lowest}"
+        elif data.y.dim() > 1 and not is_last:
             hint = (
                 f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1}), or "
                 f"data.ignore_index = {classes - 1} in a file"
@@ -97,10 +100,11 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
     _check_loss(objective, outputs, data.y[:2], name)
     if is_own(objective.loss) and samples > 1:
         _check_samples_alone(objective, data, name)
-    if is_binary(objective.loss) and bool((((data.y < 0) | (data.y > 1)) & (data.y != IGNORED)).any()):
-        raise BadInput(
-            f"bce needs targets from 0 to 1, and some {name} targets are others: cross_entropy takes classes"
-        )
+    others = data.y[((data.y < 0) | (data.y > 1)) & (data.y != IGNORED)] if is_binary(objective.loss) else ()
+    if len(others):
+        rule = f"bce needs targets from 0 to 1, and some {name} targets are others"
+        advice = "give missing labels as -100; cross_entropy takes classes"
+        raise BadInput(f"{rule}, such as {float(others[0]):g}: {advice}", without_data=f"{rule}: {advice}")
     if axis is not None and data.y.is_floating_point():
         _check_soft_labels(data.y, axis, name)
     has_target = counted(objective.loss, data.y)
@@ -184,17 +188,24 @@ def _check_keys(module: nn.Module, keys: list[str], name: str) -> None:
 
 
 def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: str) -> None:
+    known = TORCH_LOSSES.get(type(objective.loss))
     try:
         losses: Any = objective.loss(outputs, targets)
     except Exception as error:  # whatever a user's loss raises
         reason = " ".join(str(error).split())
-        raise BadInput(f"the loss cannot compare the model's outputs with the {name} targets: {reason}") from error
+        instead = f"; use loss='{known}' instead" if known else ""
+        raise BadInput(
+            f"the loss cannot compare the model's outputs with the {name} targets: {reason}{instead}"
+        ) from error
     if not isinstance(losses, Tensor) or losses.shape != (len(targets),):
         shape = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-        advice = "use reduction='none', and take the mean over a sample's other axes"
+        instead = f"loss='{known}', or " if known else ""
+        advice = f"use {instead}reduction='none', and take the mean over a sample's other axes"
+        if shape == f"shape {[len(targets)] * 2}":
+            advice = _squeeze(outputs, targets) or advice
         raise BadInput(
             f"the loss must return one value per sample, shape [{len(targets)}], not {shape}, from outputs of shape "
-            f"{list(outputs.shape)} and targets of shape {list(targets.shape)}: {_squeeze(outputs, targets) or advice}"
+            f"{list(outputs.shape)} and targets of shape {list(targets.shape)}: {advice}"
         )
 
 

@@ -135,6 +135,13 @@ class BinaryCrossEntropy(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of every sample."""
+        weights, labels = self.positive_weight.shape, targets.shape[1:]
+        fits = all(one in (1, size) for one, size in zip(reversed(weights), reversed(labels), strict=False))
+        if self.positive_weight.numel() > 1 and not (fits and len(weights) <= len(labels)):
+            raise BadInput(
+                f"BinaryCrossEntropy has positive weights of shape {list(weights)}, but a sample has targets of shape "
+                f"{list(labels)}: give one weight per label, or one number"
+            )
         return _binary(outputs, targets, self.positive_weight)
 
 
@@ -148,6 +155,10 @@ LOSSES: dict[str, Loss] = {
     "mae": mean_absolute_error,
     "huber": huber,
 }
+TORCH_LOSSES = {
+    nn.CrossEntropyLoss: "cross_entropy", nn.NLLLoss: "nll", nn.BCEWithLogitsLoss: "bce", nn.MSELoss: "mse",
+    nn.L1Loss: "mae", nn.HuberLoss: "huber",
+}  # fmt: skip
 REGRESSION_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 CLASS_AXES: dict[Loss, int] = {cross_entropy: 1, nll: 1, token_cross_entropy: -1, causal_lm: -1}
 
@@ -305,7 +316,9 @@ def _refuse_shapes(name: str, outputs: Tensor, targets: Tensor, axis: int) -> No
     if axis == 1 and len(sizes) > 2 and sizes[:-1] == tuple(targets.shape):
         hint = "; the classes are on the last axis: use loss='token_cross_entropy' or 'causal_lm'"
     elif targets.dim() == len(sizes) > 2 and targets.shape[1] == 1:
-        hint = "; leave the axis of 1 out: y.squeeze(1)"
+        hint = "; leave the axis of 1 out: y.squeeze(1)" + ".astype('int64')" * targets.is_floating_point()
+    elif targets.is_floating_point() and (sizes[0], *sizes[2:]) == tuple(targets.shape):
+        hint = "; if they are classes, give integers: y.astype('int64')"
     elif sizes == tuple(targets.shape):
         hint = "; for several labels a sample use loss='bce'"
     given = f"{list(targets.shape[1:])} ({str(targets.dtype).removeprefix('torch.')})"

@@ -188,7 +188,7 @@ def _scores(batch: Batch) -> Values:
     if _has_one_target_per_output(batch) and targets.dim() < 3:
         return outputs.reshape(len(targets), -1), targets.reshape(len(targets), -1)
     if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2:
-        raise BadInput(f"needs class scores: {NEEDS_LABELS.removeprefix('needs ')}, not {_shapes(batch)}")
+        raise BadInput(f"{NEEDS_LABELS}, not {_shapes(batch)}; it does not support maps")
     if outputs.shape[1] == 2:
         return outputs[:, 1:] - outputs[:, :1], targets[:, None]
     classes = targets.new_tensor(range(outputs.shape[1]))
