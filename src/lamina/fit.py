@@ -100,11 +100,12 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
     _check_loss(objective, outputs, data.y[:2], name)
     if is_own(objective.loss) and samples > 1:
         _check_samples_alone(objective, data, name)
-    others = data.y[((data.y < 0) | (data.y > 1)) & (data.y != IGNORED)] if is_binary(objective.loss) else ()
-    if len(others):
+    if is_binary(objective.loss):
+        others = data.y[((data.y < 0) | (data.y > 1)) & (data.y != IGNORED)]
         rule = f"bce needs targets from 0 to 1, and some {name} targets are others"
         advice = "give missing labels as -100; cross_entropy takes classes"
-        raise BadInput(f"{rule}, such as {float(others[0]):g}: {advice}", without_data=f"{rule}: {advice}")
+        if len(others):
+            raise BadInput(f"{rule}, such as {float(others[0]):g}: {advice}", without_data=f"{rule}: {advice}")
     if axis is not None and data.y.is_floating_point():
         _check_soft_labels(data.y, axis, name)
     has_target = counted(objective.loss, data.y)
