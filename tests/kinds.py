@@ -199,7 +199,7 @@ KINDS = {
     "padded_lm": (lambda: Tokens(9), lambda: (sequences(), sequences()), "causal_lm"),
     "soft": (lambda: linear(3), lambda: (draw(SAMPLES, 4), draw(SAMPLES, 3).softmax(1)), "cross_entropy"),
     "multi_label": (
-        lambda: linear(3), lambda: (draw(SAMPLES, 4), integers(2, SAMPLES, 3)),
+        lambda: linear(3), lambda: (draw(SAMPLES, 4), ignored(integers(2, SAMPLES, 3)).double()),
         lamina.losses.BinaryCrossEntropy([1.0, 2.0, 4.0]),
     ),
     "nll": (

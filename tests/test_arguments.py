@@ -189,7 +189,7 @@ def test_a_column_that_nobody_splits_by_is_named(caplog):
 
 def test_maps_and_their_losses_get_a_hint():
     images, maps = torch.randn(8, 3, 4, 4), torch.arange(8 * 16).reshape(8, 4, 4) % 3
-    with pytest.raises(lamina.BadInput, match=r"not shape \(2, 4, 4\).*mean over all other axes"):
+    with pytest.raises(lamina.BadInput, match=r"not shape \[2, 4, 4\].*mean over a sample's other axes"):
         lamina.Simulation(nn.Conv2d(3, 3, 1), (images, maps), clients=2, loss=nn.CrossEntropyLoss(reduction="none"))
     maps[0, 0, 0] = 255
     with pytest.raises(lamina.BadInput, match=r"Dataset\(x, y, ignore_index=255\)"):

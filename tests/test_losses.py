@@ -1,5 +1,6 @@
 """Losses: one value per sample, by name or of your own, and one line for what does not fit."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -52,14 +53,12 @@ def test_torchs_own_losses_agree():
         torch.testing.assert_close(found.mean(), expected)
 
 
-def test_accuracy_is_the_share_of_positions_that_are_right():
+def test_a_position_is_right_if_its_largest_output_or_the_sign_of_its_logit_says_so():
     right = F.one_hot(MAP, 3).movedim(-1, 1).double()
     half = MAP.clone()
     half[:, :2] = (half[:, :2] + 1) % 3
-    assert losses.hits(losses.cross_entropy, right, half, 3).tolist() == [0.5, 0.5]
-    half[:, :2] = -100
-    assert losses.hits(losses.cross_entropy, right, half, 3).tolist() == [1.0, 1.0]
-    assert losses.hits(losses.bce, torch.tensor([[-1.0, 2.0]]), torch.tensor([[0, 0]]), 2).tolist() == [0.5]
+    assert torch.equal(losses.hits(losses.cross_entropy, right, half, 3), half == MAP)
+    assert losses.hits(losses.bce, torch.tensor([[-1.0, 2.0]]), torch.tensor([[0, 0]]), 2).tolist() == [[True, False]]
     assert losses.hits(losses.huber, right, MAP, 3) is None
 
 
@@ -90,6 +89,15 @@ class AnyNames(nn.Linear):
         return super().forward(inputs["x"])
 
 
+def centred(outputs, targets):
+    each = F.cross_entropy(outputs, targets, reduction="none")
+    return each - each.mean()
+
+
+def noisy(outputs, targets):
+    return (outputs[:, 0] - targets) ** 2 + torch.rand(len(outputs))
+
+
 def one_number(outputs, targets):
     return (outputs[:, 0] - targets).mean()
 
@@ -106,12 +114,38 @@ def one_number(outputs, targets):
     (lambda: simulate(Tokens(5), (integers(9, 12, 6), integers(5, 12, 6))), "use loss='token_cross_entropy'"),
     (lambda: simulate(Tokens(5), (integers(9, 12, 3), integers(5, 12, 3))), "or loss='token_cross_entropy'"),
     (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3).double())), "data sum to [023]: use loss='bce' for"),
+    (lambda: simulate(linear(3), (X, torch.tensor([[1.5, -0.5, 0.0]]).double().repeat(12, 1))), "at least 0"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3))), "for several labels a sample use loss='bce'"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3).bool())), "for several labels a sample use loss='bce'"),
     (lambda: simulate(linear(3), (X, draw(12, 2)), loss="nll"), "nll needs .* one integer target"),
     (lambda: simulate(linear(3), (X, Y), loss="bce"), "the binary cross entropy needs outputs of the targets' shape"),
-    (lambda: simulate(linear(1), (X, Y), loss="bce"), "bce needs targets from 0 to 1, and some train targets"),
+    (lambda: simulate(linear(1), (X, Y), loss="bce"), "bce needs targets from 0 to 1, .* such as 2: .* -100"),
+    (lambda: simulate(linear(3), (X, Y + 1)), "classes are numbered from 0, and the labels start at 1"),
+    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4) + 1)), "classes are numbered from 0"),
+    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4) - 1)), "but -1; .*-100, or ignore_index=-1"),
+    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4).double())), r"y\.astype\('int64'\)"),
+    (lambda: simulate(linear(3), (X, Y - 1)), "but -1; if it marks a missing label, drop the sample"),
+    (lambda: simulate(linear(3), (X, torch.where(draw(12, 3) > 1, torch.nan, 1.0)), loss="bce"), "holds nan; .*-100"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3)), loss=nn.BCEWithLogitsLoss()), "use loss='bce' instead"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3).double()), loss=nn.BCEWithLogitsLoss()), "use loss='bce', or"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3)), loss=losses.BinaryCrossEntropy([1.0, 2.0])),
+     r"positive weights of shape \[2\], but a sample has targets of shape \[3\]"),
+    (lambda: simulate(linear(1), (X, Y % 2), loss=losses.BinaryCrossEntropy([1.0, 2.0])), r"of shape \[\]: give"),
     (lambda: simulate(linear(3), (X, Y), loss="causal_lm"), "causal_lm needs outputs"),
     (lambda: simulate(linear(3), (X, Y), loss=losses.CrossEntropy([1.0, 2.0])), "2 class weights, but .* 3 outputs"),
-    (lambda: simulate(linear(1), (X, draw(12)), loss=one_number), "one value per sample"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=one_number), r"one value per sample, shape \[2\], not shape \[\]"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: (o - t) ** 2),
+     r"not shape \[2, 2\], from outputs of shape \[2, 1\] and targets of shape \[2\]: use outputs.squeeze\(1\)"),
+    (lambda: simulate(linear(3), (X, draw(12, 3)), loss=lambda o, t: (o - t) ** 2), "mean over a sample's other axes"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: ((o - t) ** 2).mean(1)),
+     r"the loss mixes samples.* outputs \[n, 1\] and targets \[n\]: use outputs.squeeze\(1\)"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: ((o - t) ** 2).mean(0)), "the loss mixes samples"),
+    (lambda: simulate(linear(2), (X, draw(12, 1)), loss=lambda o, t: (o[:, 0] - t).abs().mean(1)),
+     r"the loss mixes samples.* use targets.squeeze\(1\)"),
+    (lambda: simulate(linear(1), (X, torch.tensor([0, 0, 0, 1] * 3)), loss=lambda o, t: ((o - t) ** 2).mean(1)),
+     "the loss mixes samples"),
+    (lambda: simulate(linear(3), (X, Y), loss=centred), "the loss mixes samples"),
     (lambda: simulate(linear(3), (X, Y), loss="kinds:no_such"), "cannot load the loss 'kinds:no_such'"),
     (lambda: simulate(linear(3), (X, Y), loss="hubert"), "did you mean 'huber'"),
     (lambda: losses.CrossEntropy([1.0, -1.0]), "finite numbers of at least 0"),
@@ -124,8 +158,41 @@ def test_what_does_not_fit_is_refused_in_one_line(make, message):
     assert "\n" not in str(refused.value)
 
 
+def test_a_loss_of_ones_own_may_draw_random_numbers_and_a_sample_be_alone():
+    simulate(linear(1), (X, draw(12)), loss=noisy, engine="loop")
+    lamina.Simulation(linear(1).double(), (X[:1], draw(1)), "fedavg", clients=1, loss=noisy, engine="loop")
+
+
+def test_a_class_that_occurs_only_in_the_test_maps_is_warned_of(caplog):
+    x, maps = draw(12, 2, 4, 4), integers(2, 12, 4, 4)
+    maps[0, 0] = -100
+    simulate(conv(3), (x, maps), test=(x, maps.clamp(min=0)))
+    assert not caplog.text
+    ones = torch.where(maps == 0, 1, maps)
+    for train, test, unseen in ((maps, maps.clamp(min=0) * 2, 2), (ones, maps, 0)):
+        simulate(conv(3), (x, train), test=(x, test))
+        assert f"class {unseen} appears only in the test data: no client can learn it" in caplog.text
+
+
+def test_soft_labels_may_be_rounded():
+    soft = (100 * draw(12, 3).softmax(1)).round() / 100
+    assert simulate(linear(3), (X, soft)).run(1)[0]["train_loss"] > 0
+
+
 def test_a_model_without_log_softmax_is_warned_of_nll(caplog):
+    torch.manual_seed(0)  # by chance, all outputs of a start may be negative
     simulate(nn.Sequential(linear(3), nn.LogSoftmax(1)), (X, Y), loss="nll")
     assert not caplog.text
     simulate(linear(3), (X, Y), loss="nll")
     assert "nll needs log-probabilities" in caplog.text
+
+
+def test_bce_ignores_labels_of_minus_100_as_integers_and_as_floats():
+    outputs, labels = draw(5, 3), integers(2, 5, 3)
+    labels[0, 1] = labels[1, :2] = labels[2] = -100
+    counted, signs = (labels != -100).numpy(), (2 * labels - 1).numpy()
+    each = np.where(counted, np.log1p(np.exp(-signs * outputs.numpy())), 0)
+    expected = torch.tensor(each.sum(1) / np.maximum(counted.sum(1), 1))
+    for targets in (labels, labels.double()):
+        torch.testing.assert_close(losses.bce(outputs, targets), expected)
+    torch.testing.assert_close(losses.bce(outputs[:, :1], labels[:, 0].double()), torch.tensor(each[:, 0]))

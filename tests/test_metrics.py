@@ -98,8 +98,34 @@ def test_maps_of_labels_ignore_unknown_pixels():
     right, of_predicted, of_actual = counts(outputs.argmax(1)[kept], maps[kept], 3)
     assert row["mean_iou"] == pytest.approx(np.mean(right / (of_predicted + of_actual - right)))
     assert row["f1"] == pytest.approx(np.mean(2 * right / (of_predicted + of_actual)))
-    of_sample = [np.mean(outputs[i].argmax(0)[kept[i]] == maps[i][kept[i]]) for i in range(6)]
-    assert row["accuracy"] == pytest.approx(np.mean(of_sample))
+    assert row["accuracy"] == pytest.approx(np.mean(outputs.argmax(1)[kept] == maps[kept]))
+    with pytest.raises(lamina.BadInput, match="does not support maps"):
+        find("auroc").keep(batch)
+
+
+def test_samples_without_any_label_leave_accuracy_and_loss():
+    """Accuracy is the share of all labels, over evaluation batches; the loss is the mean over labelled samples."""
+    outputs, maps = rng.normal(size=(1200, 6, 2, 2)), rng.integers(0, 6, (1200, 2, 2))
+    maps[::3] = -100
+    maps[1, 1:] = maps[1100:1150, 0] = -100
+    row = measured(outputs, maps, "accuracy", "top5_accuracy", "perplexity")
+    kept = maps >= 0
+    assert row["accuracy"] == pytest.approx(np.mean(outputs.argmax(1)[kept] == maps[kept]))
+    assert row["top5_accuracy"] == pytest.approx(np.mean(outputs.argmin(1)[kept] != maps[kept]))
+    each = np.log(np.exp(outputs).sum(1)) - np.take_along_axis(outputs, maps.clip(0)[:, None], 1)[:, 0]
+    expected = np.mean([each[i][kept[i]].mean() for i in range(1200) if kept[i].any()])
+    assert [row["loss"], np.log(row["perplexity"])] == pytest.approx([expected] * 2)
+
+    answers = np.where(np.arange(1200)[:, None] % 4 == 0, -100, maps.reshape(1200, 4) % 2)
+    logits, kept = outputs.reshape(1200, 24)[:, :4], answers >= 0
+    for targets in (answers, answers.astype(float)):
+        row = measured(logits, targets, "accuracy", loss="bce")
+        assert row["accuracy"] == pytest.approx(np.mean((logits > 0)[kept] == answers[kept]))
+    row = measured(logits, answers, "mae", "rmse", loss="mse")
+    errors = np.abs(logits - answers)
+    shares = [errors[i][kept[i]].mean() for i in range(1200) if kept[i].any()]
+    assert row["mae"] == pytest.approx(np.mean(shares))
+    assert row["rmse"] ** 2 == pytest.approx(row["loss"])
 
 
 @pytest.mark.parametrize("loss", ["causal_lm", "token_cross_entropy"])
@@ -137,6 +163,7 @@ def test_labels_and_numbers_that_do_not_count_leave_every_metric():
     for targets in (labels, numbers):
         targets[::3, 1] = targets[1::2, 2] = -100
     row = measured(outputs, labels, "f1", "auroc", loss="bce")
+    assert measured(outputs, labels.astype(float), "f1", "auroc", loss="bce") == pytest.approx(row)
     kept = [labels[:, i] >= 0 for i in range(3)]
     pairs = [(outputs[kept[i], i], labels[kept[i], i] > 0) for i in range(3)]
     assert row["auroc"] == pytest.approx(np.mean([area(scores, answers) for scores, answers in pairs]))
@@ -219,6 +246,16 @@ BINARY = {"y": (torch.arange(120) % 2).double()[:, None], "outputs": 1, "loss": 
 def test_a_metric_that_lacks_what_it_needs_is_refused_before_training(metrics, given, message):
     with pytest.raises(lamina.BadInput, match=message):
         simulation(metrics=metrics, **given)
+
+
+def test_float_labels_may_be_missing_with_bce():
+    y = (torch.arange(360).reshape(120, 3) % 2).double()
+    y[::4, 1] = y[5] = -100
+    run = simulation(y, loss="bce", metrics=["auroc", "f1"])
+    integers = simulation(y.long(), loss="bce", metrics=["auroc", "f1"])
+    assert run.run(1)[0]["loss"] == pytest.approx(integers.run(1)[0]["loss"], rel=1e-12)
+    with pytest.raises(lamina.BadInput, match="'auroc' needs two classes"):
+        simulation(torch.where(y == 0, -100.0, y), loss="bce", metrics=["auroc"])
 
 
 def test_probabilities_in_place_of_logits_are_warned_of(caplog):
@@ -305,6 +342,30 @@ def test_heldout_clients_are_named_as_in_their_column():
 def test_wrong_reservations_are_refused(given, message):
     with pytest.raises(lamina.BadInput, match=message):
         simulation(clients=4, **given)
+
+
+@pytest.mark.parametrize("engine", ["loop", "stacked"])
+def test_a_clients_accuracy_is_that_of_its_labels(engine):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 1, 3, 3, generator=generator, dtype=torch.float64)
+    y = (x[:, 0] > 0.5).long()
+    y[0, 1:] = y[4:6] = y[8:] = -100  # the last client has no label
+    model, parts = nn.Conv2d(1, 2, 1).double(), [range(4), range(4, 8), range(8, 12)]
+    run = lamina.Simulation(
+        model, (x, y), "fedavg", clients=[list(part) for part in parts], client_metrics=True, engine=engine,
+        metrics=["accuracy", "loss"], test=(x, y),
+    )  # fmt: skip
+    row = run.run(1)[0]
+    right, kept = (run.model(x).argmax(1) == y).numpy(), (y >= 0).numpy()
+    each = [right[part][kept[part]].mean() for part in parts[:2]]
+    assert row["accuracy"] == pytest.approx(right[kept].mean())
+    assert row["client_accuracy"] == pytest.approx(np.mean(each))
+    assert row["client_accuracy_std"] == pytest.approx(np.std(each))
+    entropy = nn.functional.cross_entropy(run.model(x), y, reduction="none").detach().numpy()
+    losses = [np.mean([entropy[i][kept[i]].mean() for i in part if kept[i].any()]) for part in parts[:2]]
+    assert row["client_loss"] == pytest.approx(np.mean(losses))
+    with pytest.raises(lamina.BadInput, match="all targets of the test data are -100"):
+        lamina.Simulation(model, (x, y), "fedavg", clients=2, test=(x[8:], y[8:]))
 
 
 def test_a_smaller_is_better_metric_has_its_worst_clients_at_the_top():

@@ -18,7 +18,7 @@ from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.history import Row
-from lamina.losses import aligned, class_axis, has_no_logits, is_regression
+from lamina.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
 from lamina.metrics import (
     ACCURACY,
     AUROC,
@@ -52,17 +52,27 @@ def measure(
 def sample_means(
     objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
 ) -> dict[str, float]:
-    """Return the mean over samples of the values that the loss and every metric keep; the perplexity keeps the loss.
+    """Return the mean of the values that the loss and every metric keep; the perplexity keeps the loss.
 
-    The means of several parts of the data, weighted by their samples, give those of all data (`metric_of_mean`).
+    The means of several parts of the data, weighted by their samples, give those of all data (`metric_of_mean`). Where
+    not every sample counts once, its mean weight is there, too (`weight_name`).
     """
-    kept = predict(objective, x, buffers, data, metrics)
-    return {mean_name(metric): float(mean(values[0])) for metric, values in kept.items()}
+    means = {}
+    for metric, values in predict(objective, x, buffers, data, metrics).items():
+        means[mean_name(metric)] = float(mean(*values[:2]))
+        if len(values) > 1:
+            means[weight_name(metric)] = float(values[1].double().mean())
+    return means
 
 
 def mean_name(metric: Metric) -> str:
     """Return the key of a metric's mean in the result of `sample_means`."""
     return LOSS.name if metric.keep is LOSS.keep else metric.name
+
+
+def weight_name(metric: Metric) -> str:
+    """Return the key of the mean weight of a sample in a metric's mean: the labels it has, or whether it has any."""
+    return f"{mean_name(metric)}_weight"
 
 
 def metric_of_mean(metric: Metric, value: float) -> float:
@@ -120,7 +130,8 @@ def run_batch(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, 
     targets = data.y[part]
     hits, losses = objective.correct(outputs, targets, data.classes), objective.loss(outputs, targets)
     outputs, targets = aligned(objective.loss, outputs, targets)
-    return Batch(outputs, targets, losses, hits, data.classes, class_axis(objective.loss))
+    has_target = counted(objective.loss, targets)
+    return Batch(outputs, targets, losses, hits, data.classes, class_axis(objective.loss), has_target)
 
 
 def keep(metric: Metric, batch: Batch) -> Values:
@@ -168,8 +179,9 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
     """
     parts = group.parts
     if metric.function is mean:
-        numbers = values[0].cpu().numpy()
-        scores = np.add.reduceat(numbers[parts.samples], parts.bounds[:-1]) / parts.sizes.astype(numbers.dtype)
+        numbers, *counts = (np.add.reduceat(v.cpu().numpy()[parts.samples], parts.bounds[:-1]) for v in values)
+        with np.errstate(invalid="ignore"):  # a client without any label has no score
+            scores = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
     else:
         values = tuple(value.cpu() for value in values)
         clients = [torch.from_numpy(parts[client]) for client in range(len(parts))]
@@ -228,18 +240,19 @@ def check_metrics(objective: Objective, metrics: Sequence[Metric], data: Dataset
     x, buffers = objective.start, objective.buffers
     with torch.no_grad():
         batch = run_batch(objective, x, buffers, data, slice(0, 2))
+    labels = data.y[data.y != IGNORED] if is_binary(objective.loss) else data.y.flatten()
+    has_labels = not data.y.is_floating_point() or bool(((labels == 0) | (labels == 1)).all())
     for metric in metrics:
         keep(metric, batch)
         if metric is PERPLEXITY and is_regression(objective.loss):
             raise BadInput("metric 'perplexity' is the exponential of a cross entropy, and the loss is a regression's")
-        is_binary = not data.y.is_floating_point() or bool(((data.y == 0) | (data.y == 1)).all())
-        if metric.name in LABEL_METRICS and not is_binary and batch.class_axis is None:
+        if metric.name in LABEL_METRICS and not has_labels and batch.class_axis is None:
             raise BadInput(f"metric '{metric.name}' {NEEDS_LABELS}, and the {name} targets are other numbers than 0, 1")
         if metric.name in LABEL_METRICS and metric is not AUROC and has_no_logits(objective.loss):
             raise BadInput(
                 f"metric '{metric.name}' takes an output above 0 for a yes, which this loss does not: use 'bce'"
             )
-        if metric is AUROC and bool((data.y == data.y.flatten()[0]).all()):
+        if metric is AUROC and bool((labels == labels[:1]).all()):
             raise BadInput(f"metric 'auroc' needs two classes, and the {name} data have one")
         if metric.name == "r2" and bool((data.y == data.y[:1]).all()):
             raise BadInput(f"metric 'r2' needs targets that differ, and those of the {name} data are all the same")

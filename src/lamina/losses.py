@@ -1,8 +1,8 @@
 """Losses: functions of (outputs, targets) that return one loss per sample.
 
 A loss averages over everything in a sample (pixels, tokens, labels), so that every sample counts the same, and returns
-a tensor of shape [n]. Engines average over the samples of a batch. Positions whose integer target is `IGNORED` do not
-count; a sample with no other positions has a loss of zero.
+a tensor of shape [n]. Engines average over the samples of a batch. Positions whose target is the integer `IGNORED` do
+not count, with `bce` the float neither; a sample with no other positions has a loss of zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lamina.errors import BadInput, unknown
 from lamina.named import import_named
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-IGNORED = -100  # the integer target of a position that does not count, as in torch
+IGNORED = -100  # the target of a position that does not count, as in torch
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -61,7 +61,8 @@ def bce(outputs: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         outputs: logits of the targets' shape; [n, 1] fits [n].
-        targets: 0 and 1 (integers or floats), or probabilities; [n, labels] for several labels a sample.
+        targets: 0 and 1 (integers or floats), or probabilities; [n, labels] for several labels a sample. A label of
+            -100, integer or float, does not count.
     """
     return _binary(outputs, targets, None)
 
@@ -134,6 +135,13 @@ class BinaryCrossEntropy(nn.Module):
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of every sample."""
+        weights, labels = self.positive_weight.shape, targets.shape[1:]
+        fits = all(one in (1, size) for one, size in zip(reversed(weights), reversed(labels), strict=False))
+        if self.positive_weight.numel() > 1 and not (fits and len(weights) <= len(labels)):
+            raise BadInput(
+                f"BinaryCrossEntropy has positive weights of shape {list(weights)}, but a sample has targets of shape "
+                f"{list(labels)}: give one weight per label, or one number"
+            )
         return _binary(outputs, targets, self.positive_weight)
 
 
@@ -147,6 +155,10 @@ LOSSES: dict[str, Loss] = {
     "mae": mean_absolute_error,
     "huber": huber,
 }
+TORCH_LOSSES = {
+    nn.CrossEntropyLoss: "cross_entropy", nn.NLLLoss: "nll", nn.BCEWithLogitsLoss: "bce", nn.MSELoss: "mse",
+    nn.L1Loss: "mae", nn.HuberLoss: "huber",
+}  # fmt: skip
 REGRESSION_MODULES = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
 CLASS_AXES: dict[Loss, int] = {cross_entropy: 1, nll: 1, token_cross_entropy: -1, causal_lm: -1}
 
@@ -177,6 +189,11 @@ def aligned(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     return _next_tokens(outputs, targets) if loss is causal_lm else (outputs, targets)
 
 
+def is_own(loss: Loss) -> bool:
+    """Return whether the loss is not one of lamina's."""
+    return not isinstance(loss, CrossEntropy | BinaryCrossEntropy) and all(loss is not one for one in LOSSES.values())
+
+
 def is_regression(loss: Loss) -> bool:
     """Return whether the loss measures distances, even if the targets are integers."""
     is_known = any(loss is known for known in (mean_squared_error, mean_absolute_error, huber))
@@ -193,8 +210,15 @@ def is_binary(loss: Loss) -> bool:
     return loss is bce or isinstance(loss, BinaryCrossEntropy)
 
 
+def counted(loss: Loss, targets: Tensor) -> Tensor | None:
+    """Return which targets [n, ...] count, or None where all do: one label per sample, numbers and soft labels."""
+    if targets.is_floating_point():
+        return targets != IGNORED if is_binary(loss) else None
+    return targets != IGNORED if targets.dim() > 1 else None
+
+
 def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor | None:
-    """Return the share of right predictions in every sample of integer targets [n, ...], or None if there is none.
+    """Return which integer targets [n, ...] are predicted, in the shape of the aligned targets; None: no prediction.
 
     The prediction is the largest of at least `classes` outputs; with `bce`, and for a single output and labels 0 and 1,
     it is the output's sign.
@@ -205,16 +229,14 @@ def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor |
     if is_binary(loss) or (axis is None and targets.dim() == 1 and shape(outputs) == (len(targets),)):
         if classes > 2 or shape(outputs) != shape(targets):
             return None
-        right = (outputs.reshape(targets.shape) > 0) == (targets == 1)
-    elif axis is None and (targets.dim() > 1 or outputs.dim() != 2):
+        return (outputs.reshape(targets.shape) > 0) == (targets == 1)
+    if axis is None and (targets.dim() > 1 or outputs.dim() != 2):
         return None
-    else:
-        outputs, targets = aligned(loss, outputs, targets)
-        axis = 1 if axis is None else axis
-        if outputs.dim() != targets.dim() + 1 or outputs.shape[axis] < classes:
-            return None
-        right = outputs.argmax(axis) == targets
-    return _mean_over_positions(right.float(), targets)
+    outputs, targets = aligned(loss, outputs, targets)
+    axis = 1 if axis is None else axis
+    if outputs.dim() != targets.dim() + 1 or outputs.shape[axis] < classes:
+        return None
+    return outputs.argmax(axis) == targets
 
 
 def shape(values: Tensor) -> tuple[int, ...]:
@@ -244,7 +266,11 @@ def _binary(outputs: Tensor, targets: Tensor, positive_weight: Tensor | None) ->
     losses = F.binary_cross_entropy_with_logits(
         outputs, targets.clamp(min=0).to(outputs.dtype), pos_weight=positive_weight, reduction="none"
     )
-    return _mean_over_positions(losses, targets)
+    if not targets.is_floating_point():
+        return _mean_over_positions(losses, targets)
+    counted = (targets != IGNORED).reshape(len(targets), -1)
+    means = torch.where(counted, losses.reshape(counted.shape), 0.0).mean(1)
+    return means * (counted.shape[1] / counted.sum(1, dtype=means.dtype).clamp(min=1))
 
 
 def _next_tokens(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -290,7 +316,11 @@ def _refuse_shapes(name: str, outputs: Tensor, targets: Tensor, axis: int) -> No
     if axis == 1 and len(sizes) > 2 and sizes[:-1] == tuple(targets.shape):
         hint = "; the classes are on the last axis: use loss='token_cross_entropy' or 'causal_lm'"
     elif targets.dim() == len(sizes) > 2 and targets.shape[1] == 1:
-        hint = "; leave the axis of 1 out: y.squeeze(1)"
+        hint = "; leave the axis of 1 out: y.squeeze(1)" + ".astype('int64')" * targets.is_floating_point()
+    elif targets.is_floating_point() and (sizes[0], *sizes[2:]) == tuple(targets.shape):
+        hint = "; if they are classes, give integers: y.astype('int64')"
+    elif sizes == tuple(targets.shape):
+        hint = "; for several labels a sample use loss='bce'"
     given = f"{list(targets.shape[1:])} ({str(targets.dtype).removeprefix('torch.')})"
     raise BadInput(
         f"{name} needs outputs with a class axis and {wanted}, but a sample has outputs of shape "

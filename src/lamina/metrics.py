@@ -51,9 +51,10 @@ class Batch(NamedTuple):
     outputs: Tensor
     targets: Tensor
     losses: Tensor  # [n]
-    hits: Tensor | None  # [n] whether each prediction is right, where the targets are labels
+    hits: Tensor | None  # whether each prediction is right, in the targets' shape, where they are labels
     classes: int | None  # None if the targets are not labels
     class_axis: int | None = None  # of the outputs; None if the loss does not say it
+    counted: Tensor | None = None  # which targets count, in their shape; None: all
 
 
 def _outputs_and_targets(batch: Batch) -> Values:
@@ -99,18 +100,22 @@ class Metric:
 
 
 def _losses(batch: Batch) -> Values:
-    return (batch.losses,)
+    """Return the loss of every sample, and where targets may be missing, whether the sample has any."""
+    if batch.counted is None:
+        return (batch.losses,)
+    has_target = batch.counted.reshape(len(batch.losses), -1).any(1)
+    return batch.losses.where(has_target, 0.0), has_target.to(batch.losses.dtype)
 
 
 def _hits(batch: Batch) -> Values:
-    """Return the share of right predictions of every sample; 0 or 1 unless a sample has several labels."""
+    """Return how many predictions of every sample are right, and if it may have several labels, of how many."""
     if batch.hits is not None:
-        return (batch.hits,)
+        return (batch.hits.float(),) if batch.counted is None else _right_of(batch.hits, batch.counted)
     if _has_one_target_per_output(batch):
         right = (batch.outputs.reshape(batch.targets.shape) > 0) == (batch.targets > 0)
-        return (right.reshape(len(right), -1).float().mean(1),)
+        return _right_of(right, batch.targets >= 0)
     predicted, actual, classes = _predictions(batch)
-    return (_share(predicted == actual, (actual >= 0) & (actual < classes)),)
+    return _right_of(predicted == actual, (actual >= 0) & (actual < classes))
 
 
 def _top5_hits(batch: Batch) -> Values:
@@ -118,13 +123,13 @@ def _top5_hits(batch: Batch) -> Values:
     if axis is None or batch.outputs.shape[axis] < 6:
         raise BadInput(f"needs class labels and more than five outputs a label, not {_shapes(batch)}")
     hits = (batch.outputs.topk(5, dim=axis).indices == batch.targets.unsqueeze(axis)).any(axis)
-    return (_share(hits, batch.targets >= 0),)
+    return _right_of(hits, batch.targets >= 0)
 
 
-def _share(right: Tensor, counted: Tensor) -> Tensor:
-    """Return the share of right predictions among the labels of every sample that count."""
-    right, counted = (side.reshape(len(side), -1) for side in (right & counted, counted))
-    return right.sum(1) / counted.sum(1).clamp(min=1)
+def _right_of(right: Tensor, counted: Tensor) -> Values:
+    """Return how many of every sample's labels that count are predicted, and how many count [n]."""
+    sums = [side.reshape(len(side), -1).sum(1) for side in (right & counted, counted)]
+    return tuple(side.float() if right.dim() == 1 else side.double() for side in sums)
 
 
 def _predictions(batch: Batch) -> tuple[Tensor, Tensor, int]:
@@ -159,10 +164,12 @@ def _has_one_target_per_output(batch: Batch) -> bool:
 
 def _counts(batch: Batch) -> Values:
     """Return for every sample how often each class is predicted rightly, predicted, and true [n, 3, classes]."""
+    import torch
+
     if batch.targets.dim() > 1 and _has_one_target_per_output(batch):
         predicted, actual = (batch.outputs > 0) & (batch.targets >= 0), batch.targets > 0
         sides = (predicted & actual, predicted, actual)
-        return (_stacked([side.reshape(*side.shape[:2], -1).sum(2) for side in sides]),)
+        return (torch.stack([side.reshape(*side.shape[:2], -1).sum(2) for side in sides], 1).float(),)
     predicted, actual, classes = _predictions(batch)
     predicted, actual = (side.reshape(len(side), -1) for side in (predicted, actual))
     counted = (actual >= 0) & (actual < classes)  # others, such as -100, are ignored
@@ -172,13 +179,7 @@ def _counts(batch: Batch) -> Values:
         return zeros.scatter_add_(1, side.where(where, 0).long(), where.to(zeros.dtype))
 
     right = counted & (predicted == actual)
-    return (_stacked([count(actual, right), count(predicted, counted), count(actual, counted)]),)
-
-
-def _stacked(counts: list[Tensor]) -> Tensor:
-    import torch
-
-    return torch.stack(counts, dim=1).float()
+    return (torch.stack([count(actual, right), count(predicted, counted), count(actual, counted)], 1).float(),)
 
 
 def _scores(batch: Batch) -> Values:
@@ -187,7 +188,7 @@ def _scores(batch: Batch) -> Values:
     if _has_one_target_per_output(batch) and targets.dim() < 3:
         return outputs.reshape(len(targets), -1), targets.reshape(len(targets), -1)
     if targets.is_floating_point() or targets.dim() != 1 or outputs.dim() != 2:
-        raise BadInput(f"needs class scores: {NEEDS_LABELS.removeprefix('needs ')}, not {_shapes(batch)}")
+        raise BadInput(f"{NEEDS_LABELS}, not {_shapes(batch)}; it does not support maps")
     if outputs.shape[1] == 2:
         return outputs[:, 1:] - outputs[:, :1], targets[:, None]
     classes = targets.new_tensor(range(outputs.shape[1]))
@@ -207,9 +208,10 @@ def _errors(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _mean_errors(batch: Batch, power: int) -> Values:
-    """Return the mean of every sample's errors that count, to a power."""
+    """Return the mean of every sample's errors that count, to a power, and whether it has any."""
     errors, counted = _errors(batch)
-    return ((errors.abs() ** power).where(counted, 0.0).sum(1) / counted.sum(1).clamp(min=1),)
+    means = (errors.abs() ** power).where(counted, 0.0).sum(1) / counted.sum(1).clamp(min=1)
+    return (means,) if batch.targets.is_floating_point() else (means, counted.any(1).double())
 
 
 def _errors_and_targets(batch: Batch) -> Values:
@@ -227,17 +229,17 @@ def _shapes(batch: Batch) -> str:
 # --- the number of all samples ----------------------------------------------------------------------------------------
 
 
-def mean(values: Tensor) -> Tensor:
-    """Return the mean in float64."""
-    return values.double().mean()
+def mean(values: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Return the mean in float64; with `counts` [n], of what the values [n] are the sums of. NaN if that is nothing."""
+    return values.double().mean() if counts is None else values.double().sum() / counts.double().sum()
 
 
-def _perplexity(losses: Tensor) -> Tensor:
-    return mean(losses).exp()
+def _perplexity(*losses: Tensor) -> Tensor:
+    return mean(*losses).exp()
 
 
-def _root_mean(values: Tensor) -> Tensor:
-    return mean(values).sqrt()
+def _root_mean(*values: Tensor) -> Tensor:
+    return mean(*values).sqrt()
 
 
 def _r2(errors: Tensor, targets: Tensor) -> Tensor:
@@ -305,7 +307,7 @@ METRICS: dict[str, Metric] = {
         Metric("r2", _r2, keep=_errors_and_targets),
     )
 }
-FUNCTIONS_OF_MEANS = (mean, _perplexity, _root_mean)  # of one number per sample
+FUNCTIONS_OF_MEANS = (mean, _perplexity, _root_mean)  # of one number per sample, and of how many it is the sum
 LABEL_METRICS = ("accuracy", "top5_accuracy", "f1", "f1_macro", "f1_micro", "mean_iou", "auroc")
 _own: dict[str, Metric] = {}  # the users' metrics by name, so that their columns have a direction
 

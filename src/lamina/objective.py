@@ -218,10 +218,10 @@ class Objective:
         return gradient
 
     def correct(self, outputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
-        """Return whether each prediction is right (0 or 1), or None where accuracy has no meaning.
+        """Return whether each prediction is right, or None where accuracy has no meaning.
 
         The prediction is the largest of at least `classes` outputs a sample; of a single output and labels 0 and 1 it
-        is the output's sign (one logit). In integer maps it is the share of right positions. The squared error is
+        is the output's sign (one logit). Integer maps have a prediction for every position. The squared error is
         regression, even on integers: no accuracy. `classes` is None if the targets are not integers.
         """
         return None if classes is None else hits(self.loss, outputs, labels, classes)

@@ -39,7 +39,14 @@ from lamina.evaluation import (
     reserved_samples,
     round_row,
 )
-from lamina.fit import check_clients, check_fit, evaluation_rows, training_rows, with_mask
+from lamina.fit import (
+    check_clients,
+    check_fit,
+    evaluation_rows,
+    training_rows,
+    warn_of_unseen_classes,
+    with_mask,
+)
 from lamina.history import History, Row
 from lamina.inputs import as_model
 from lamina.limits import check_count
@@ -227,6 +234,7 @@ class Training:
         has_accuracy = check_fit(self.objective, self.train_data, "train", training_rows(self.plan))
         if self.test_data is not None:
             check_fit(self.objective, self.test_data, "test", evaluation_rows(self.test_data))
+            warn_of_unseen_classes(self.objective.loss, self.train_data, self.test_data)
         check_clients(self.algorithm, self.objective, self.train_data, self.plan)
         return has_accuracy
 

@@ -107,11 +107,14 @@ class Dataset:
             raise BadInput(f"{self.name}: class_names has {counts}; give one each")
         is_wrong = (labels < 0) | (labels >= classes)
         if labels.dim() > 1:
-            is_wrong = (is_wrong & (labels != IGNORED)).flatten(1).any(1)
-        bad = torch.nonzero(is_wrong).flatten()
+            is_wrong &= labels != IGNORED
+        bad = torch.nonzero(is_wrong)
         if len(bad):
             valid = f"0..{classes - 1}" if self.classes is not None else "0, 1, 2, ..."
-            raise BadInput(f"{self.name}: the label of sample {int(bad[0])} is not one of {valid}")
+            rule = f"{self.name}: the label of sample {int(bad[0, 0])} is not one of {valid}"
+            value = int(labels[is_wrong][0])
+            missing = f"give it as -100, or ignore_index={value}" if labels.dim() > 1 else "drop the sample"
+            raise BadInput(f"{rule}, but {value}; if it marks a missing label, {missing}", without_data=rule)
         object.__setattr__(self, "y", labels)
         object.__setattr__(self, "classes", classes)
 
@@ -291,4 +294,6 @@ def _check_numbers(name: str, what: str, tensor: Tensor) -> None:
         finite = torch.isfinite(tensor).reshape(len(tensor), -1).all(dim=1)
         if not bool(finite.all()):
             first = int(torch.nonzero(~finite)[0])
-            raise BadInput(f"{name}: sample {first} of {what} holds a NaN or an infinity; clean or drop it")
+            value = float(tensor[first][~torch.isfinite(tensor[first])].flatten()[0])
+            missing = ", or give a missing label as -100 with loss='bce'" if what == "y" and tensor.dim() > 1 else ""
+            raise BadInput(f"{name}: sample {first} of {what} holds {value}; clean or drop it{missing}")

@@ -15,9 +15,9 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
-from lamina.evaluation import mean_name
+from lamina.evaluation import mean_name, weight_name
 from lamina.flower.wire import Unreadable, decode, entries_of, shorten, wire_bytes
-from lamina.metrics import ACCURACY, METRICS, Metric
+from lamina.metrics import ACCURACY, LOSS, METRICS, Metric
 from lamina.objective import Buffers
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
@@ -101,7 +101,7 @@ class FullGradient(NamedTuple):
 class Evaluation(NamedTuple):
     """A client's checked evaluation of the model on its data."""
 
-    figures: Mapping[str, float]  # the mean loss, and the means that the metrics need
+    figures: Mapping[str, float]  # the mean loss, the means that the metrics need, and the weights of a sample in them
     examples: int
 
 
@@ -198,7 +198,12 @@ def read_evaluation(
         smallest, largest = 0.0 if metric.name in METRICS else -LARGEST_LOSS, 1.0 if metric.percent else LARGEST_LOSS
         if not (isinstance(value, float) and smallest <= value <= largest):
             raise Refused(f"its {name} is {_quote(value)}")
-    return Evaluation({name: figures[name] for name in ("loss", *wanted)}, examples)
+    means = {name: figures[name] for name in ("loss", *wanted)}
+    for key in map(weight_name, (LOSS, *wanted.values())):
+        means[key] = figures.get(key, 1.0)
+        if not (isinstance(means[key], float) and 0 < means[key] <= LARGEST_LOSS):
+            raise Refused(f"its {key} is {_quote(means[key])}")
+    return Evaluation(means, examples)
 
 
 def read_problem(content: RecordDict) -> Problem | None:

@@ -276,8 +276,9 @@ class Server:
         metrics: dict[str, float] = {"evaluating_nodes": len(results), "evaluation_bytes": self.mail.traffic.down}
         chosen = self.setup.node_metrics
         for metric in evaluation.with_loss((ACCURACY,) if chosen is None else chosen):
-            name = evaluation.mean_name(metric)
-            means = [(one.figures[name], one.examples) for one in results.values() if name in one.figures]
+            name, weight = evaluation.mean_name(metric), evaluation.weight_name(metric)
+            nodes = [one for one in results.values() if name in one.figures]
+            means = [(one.figures[name], one.examples * one.figures[weight]) for one in nodes]
             if means:
                 mean = sum(value * count for value, count in means) / sum(count for _, count in means)
                 metrics[f"node_{metric.name}"] = evaluation.metric_of_mean(metric, mean)
