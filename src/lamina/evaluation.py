@@ -38,6 +38,7 @@ from lamina.plan import Round
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
 EVALUATION_NUMBERS_GPU = 8 << 20
+WEIGHT = "/weight"  # the end of a key, which a metric's name cannot have
 MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
 
@@ -71,8 +72,8 @@ def mean_name(metric: Metric) -> str:
 
 
 def weight_name(metric: Metric) -> str:
-    """Return the key of the mean weight of a sample in a metric's mean: the labels it has, or whether it has any."""
-    return f"{mean_name(metric)}_weight"
+    """Return the key of a sample's mean weight in a metric's mean: the labels it has, or whether it has any."""
+    return f"{mean_name(metric)}{WEIGHT}"
 
 
 def metric_of_mean(metric: Metric, value: float) -> float:

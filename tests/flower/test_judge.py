@@ -83,6 +83,13 @@ def test_an_absurd_evaluation_is_not_recorded(name, tmp_path):
     assert f"its evaluation {name} 9e+29 is out of all proportion" in setup.journal[0]["notes"][0]
 
 
+def test_an_evaluation_that_claims_too_many_labels_is_not_used(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"evaluate_on": "nodes"})
+    setup.run(setup.grid(on_reply=spoiled(altered(**{"accuracy/weight": 50.0}), kind="evaluate")))
+    assert "its number of labels is" in setup.journal[0]["notes"][0]
+    assert setup.rows[0]["evaluating_nodes"] == 3
+
+
 def test_which_losses_are_out_of_all_proportion():
     assert absurd_losses({}, None) == (0.0, [])
     assert absurd_losses({3: 9e29}, None) == (0.0, [])  # nothing to compare it with
@@ -100,6 +107,8 @@ def test_which_losses_are_out_of_all_proportion():
         ({"rmse": float("nan")}, "its rmse is nan"),
         ({"rmse": 1e31}, "its rmse is 1e[+]31"),
         ({"rmse": 2.0, "top5_accuracy": 1.5}, "its top5_accuracy is 1.5"),
+        ({"rmse": 2.0, "top5_accuracy": 0.5, "top5_accuracy/weight": 0.0}, "its top5_accuracy/weight is 0.0"),
+        ({"rmse": 2.0, "top5_accuracy": 0.5, "loss/weight": 2.0}, "its loss/weight is 2.0"),
     ],
 )
 def test_a_node_must_report_sound_metrics(figures, why):

@@ -199,10 +199,11 @@ def read_evaluation(
         if not (isinstance(value, float) and smallest <= value <= largest):
             raise Refused(f"its {name} is {_quote(value)}")
     means = {name: figures[name] for name in ("loss", *wanted)}
-    for key in map(weight_name, (LOSS, *wanted.values())):
-        means[key] = figures.get(key, 1.0)
-        if not (isinstance(means[key], float) and 0 < means[key] <= LARGEST_LOSS):
-            raise Refused(f"its {key} is {_quote(means[key])}")
+    for metric in (LOSS, *wanted.values()):
+        key = weight_name(metric)
+        weight = means[key] = figures.get(key, 1.0)
+        if not (isinstance(weight, float) and 0 < weight <= (LARGEST_LOSS if metric.percent else 1.0)):
+            raise Refused(f"its {key} is {_quote(weight)}")
     return Evaluation(means, examples)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
+from lamina.evaluation import WEIGHT
 from lamina.flower import outliers, wire
 from lamina.flower.checks import Evaluation, Expected, Update
 from lamina.flower.records import Attendance, Memory
@@ -102,11 +103,15 @@ class Judge:
         _remove(updates, odd, record)
 
     def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], record: Attendance) -> None:
-        """Remove evaluations that claim far too many examples, or an absurd loss or other mean."""
+        """Remove evaluations that claim far too many examples or labels, or an absurd loss or other mean."""
         counts = {client: one.examples for client, one in evaluations.items()}
         _remove(evaluations, outliers.judge_counts(counts, self.limits), record)
         for name in sorted({name for one in evaluations.values() for name in one.figures}):
             means = {client: one.figures[name] for client, one in evaluations.items() if name in one.figures}
+            if name.endswith(WEIGHT):
+                labels = {client: round(evaluations[client].examples * weight) for client, weight in means.items()}
+                _remove(evaluations, outliers.judge_counts(labels, self.limits, "labels"), record)
+                continue
             reason = f"its evaluation {name} {{:.3g}} is out of all proportion"
             absurd = outliers.absurd_losses(means, None)[1]
             _remove(evaluations, {client: reason.format(means[client]) for client in absurd}, record)

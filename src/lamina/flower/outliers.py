@@ -149,13 +149,13 @@ def judge_growth_of_data(examples: Mapping[int, int], before: Mapping[int, int],
     }
 
 
-def judge_counts(examples: Mapping[int, int], limits: Limits) -> dict[int, str]:
-    """Return the clients that claim far more examples than the others, each with the reason."""
+def judge_counts(examples: Mapping[int, int], limits: Limits, what: str = "examples") -> dict[int, str]:
+    """Return the clients that claim far more examples, or labels, than the others, each with the reason."""
     if limits.times_median is None or len(examples) < FEWEST_FOR_A_MEDIAN:
         return {}
     times, median = limits.times_examples * _wider(len(examples)), statistics.median(examples.values())
     return {
-        client: f"its number of examples is {count}, more than {times:.3g} times the round's median, {median:.4g} "
+        client: f"its number of {what} is {count}, more than {times:.3g} times the round's median, {median:.4g} "
         "(limits: times_examples)"
         for client, count in examples.items()
         if count > times * median
