@@ -41,7 +41,7 @@ def read(
         features: The name of the array with the inputs, without ``_train`` and ``_test``.
         label: The name of the array with the labels or targets.
         test: A file with the test data, or the fraction of the samples to hold out: 0.2 if there is no ``x_test``.
-        task: ``classification`` or ``regression``; regression for labels with fractions if None.
+        task: ``classification`` or ``regression``; regression for floats if None, even whole ones.
         ignore_index: The integer that marks pixels or tokens without a label.
         client: The name of the array that names the client of every training sample.
     """

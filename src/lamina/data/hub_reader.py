@@ -47,7 +47,7 @@ def read(
         train: The split with the training data.
         test: The split with the test data, or the fraction of the training data to hold out; if None, the split
             ``test``, else 0.2.
-        task: ``classification`` or ``regression``; regression for labels with fractions if None.
+        task: ``classification`` or ``regression``; regression for floats if None, even whole ones.
         ignore_index: The integer that marks pixels or tokens without a label.
         client: The column that names the client of every sample.
         online: Whether the hub may be asked.
