@@ -117,7 +117,6 @@ class Training:
         dealt = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(dealt, heldout_clients, local_test, protocol.seed)
         self.plan = Plan(self.reserved.training, protocol)  # makes a `Round`, called the plan of the round, for each
-        self._planned: Round | None = None  # the next round's plan, if it was computed ahead
 
         # the evaluation and the engine; a similar run lends the engine it has chosen, compiled and measured
         if deterministic:  # cuBLAS reads it when it starts
@@ -132,7 +131,7 @@ class Training:
                 tested = self.train_data if self.test_data is None else self.test_data
                 check_metrics(self.objective, metrics, tested, "train" if self.test_data is None else "test")
             if lender is None or not lender.plan.same_rounds(self.plan):
-                self._planned = self.plan.round(1)  # so that an impossible plan is refused here
+                self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 self.engine_name,
                 self.precision,
@@ -148,6 +147,7 @@ class Training:
         self.diagnostics = Diagnostics(diagnostics, algorithm, self.objective, self.train_data, self.plan)
         self.state, _ = self.start()
         self.history = History(metric=self.metric)
+        self._planned: Round | None = None  # the next round's plan, if it was computed ahead
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics."""
