@@ -19,6 +19,7 @@ from typing import Any
 
 from lamina import models
 from lamina.algorithms import find as find_algorithm
+from lamina.atomic import write_file
 from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_partition, build_schedule
 from lamina.experiment.config import Claim, Experiment, load
@@ -27,7 +28,7 @@ from lamina.experiment.settings import Range
 from lamina.experiment.trials import Trial
 from lamina.history import Row
 from lamina.metrics import DIAGNOSTICS
-from lamina.storage.files import as_json, write_file, write_json
+from lamina.storage.files import as_json, write_json
 
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
 RESULTS = Path(__file__).parent / "results"
@@ -226,10 +227,10 @@ def changed(preset: Path, variants: Mapping[str, Variant]) -> dict[str, Any]:
         if variant.config:
             given = flatten(as_json(defaults_filled(load(preset, claims.variants(load(preset))[name]))))
             used = flatten({key: value for key, value in variant.config.items() if isinstance(value, Mapping)})
-            for key in [key for key in {**given, **used} if not key.startswith(("algorithm.", "algorithms."))]:
+            for key in [key for key in used if not key.startswith(("algorithm.", "algorithms."))]:
                 unsaid = key in PLACES or (key == "data.clients" and given[key] is None) or key == "compare.algorithms"
-                if not unsaid and given.get(key) != used.get(key):
-                    differences[key] = used.get(key)
+                if not unsaid and given.get(key) != used[key]:
+                    differences[key] = used[key]
     return differences
 
 
@@ -242,8 +243,6 @@ def defaults_filled(experiment: Experiment) -> dict[str, Any]:
         config["data"]["partition"] |= {"base": "iid", **experiment.data.partition.options()}
     config["model"] = {**models.registry()[experiment.model.name].options, **config["model"]}
     config["train"]["schedule"] |= vars(build_schedule(experiment))
-    if config["train"]["aggregation"]["name"] == "mean":
-        del config["train"]["aggregation"]  # as in a run folder
     return config
 
 

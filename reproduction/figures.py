@@ -16,7 +16,7 @@ from record import Result, labelled
 
 from lamina.experiment import reproduction
 from lamina.history import History
-from lamina.report.figures import COLOURS, DASHES, METRICS, STYLE, draw_line
+from lamina.report.figures import COLOURS, DASHES, STYLE, described, draw_line
 
 # A method as given has the same colour in every figure; no two methods of one comparison share one.
 COLOUR = {
@@ -86,8 +86,7 @@ def save(picture: Figure, path: Path, drawn_from: str) -> None:
 
 def figure(result: Result) -> Figure:
     """Draw each metric over rounds: one line per method, the mean over seeds, with a band from minimum to maximum."""
-    by_column = {metric.column: metric for metric in METRICS}
-    columns = [name for name in metrics_of(result) if name in by_column]
+    columns = metrics_of(result)
     rows, window = rows_of(list(result.histories)), window_of(result)
     with matplotlib.rc_context(STYLE):
         height = sum(3.5 + 0.19 * math.ceil(len(lines) / 3) for lines in rows)
@@ -100,10 +99,10 @@ def figure(result: Result) -> Figure:
                     histories = result.histories[variant, name]
                     if any(histories):
                         means = [averaged(history, column, window) for history in histories]
-                        metric, label = by_column[column], labelled(name, variant)
+                        metric, label = described(column), labelled(name, variant)
                         draw_line(axes, means, metric, "round", label, looks[variant, name], unit=1)
                 axes.set_xlabel("round")
-                axes.set_ylabel(by_column[column].title)
+                axes.set_ylabel(described(column).title)
                 axes.grid(alpha=0.25)
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
                 if column == "consistency":

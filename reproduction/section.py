@@ -20,7 +20,7 @@ from lamina.experiment import reproduction
 from lamina.experiment.settings import shown
 from lamina.experiment.toml import complete_text
 from lamina.history import History, values
-from lamina.report.figures import METRICS
+from lamina.metrics import is_percent
 from lamina.report.tables import NONE, mean_and_spread, significant
 
 FIGURES = Path("figures")  # below the folder of the pages
@@ -94,9 +94,8 @@ def cost(facts: Mapping[str, Any]) -> str:
 def results_table(result: Result) -> str:
     """Return a table of each method's best and last accuracy, and of the other metrics in the claims."""
     others = [name for name in metrics_of(result) if name != "accuracy"]
-    per_cent = {metric.column for metric in METRICS if metric.percent}
     head = ["method", "settings", "seeds", "best accuracy, %", f"last {LAST_ROUNDS} rounds, %", "last accuracy, %"]
-    head += [f"last {escaped(name)}{', %' if name in per_cent else ''}" for name in others]
+    head += [f"last {escaped(name)}{', %' if is_percent(name) else ''}" for name in others]
     rows = []
     for (variant, name), histories in result.histories.items():
         method = result.facts["variants"][variant]["methods"][name]
@@ -110,7 +109,7 @@ def results_table(result: Result) -> str:
         row.append(mean_and_spread(values(histories, last_rounds)))
         row.append(mean_and_spread(values(histories, lambda history: 100 * history.last(optional=True))))
         for other in others:
-            scale = 100 if other in per_cent else 1
+            scale = 100 if is_percent(other) else 1
             last = values(
                 histories,
                 lambda history, of=other, by=scale: by * history.last(of, optional=True),  # type: ignore[misc]

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
 from lamina.flower import wire
-from lamina.flower.keys import make_signing_key
+from lamina.flower.keys import make_server_keys
 from lamina.flower.signing import load_key, sign
 
 KEYS = tempfile.TemporaryDirectory(prefix="lamina-keys-")  # removed when the process ends
@@ -23,7 +23,8 @@ KEYS = tempfile.TemporaryDirectory(prefix="lamina-keys-")  # removed when the pr
 @functools.cache
 def signing_keys():
     """The keys of every federation in this process: the server's private one, the nodes' public one."""
-    return tuple(map(str, make_signing_key(Path(KEYS.name))))
+    made = make_server_keys(Path(KEYS.name))
+    return str(made.signing_key), str(made.verifying_key)
 
 
 def signed(message):

@@ -18,7 +18,7 @@ HELD_UP = 60  # seconds; nothing here takes so long
 
 # Children are forked from a server that has imported torch, and what the commands import, once.
 processes = multiprocessing.get_context("forkserver")
-PRELOADED = ["lamina.experiment.compare", "lamina.experiment.tune", "lamina.report.save", "sklearn.datasets", "helpers"]
+PRELOADED = ["lamina.experiment.compare", "lamina.experiment.tune", "lamina.report.save", "helpers"]
 processes.set_forkserver_preload(PRELOADED)
 
 

@@ -9,7 +9,6 @@ from torch import nn
 
 import lamina
 from lamina import models
-from lamina.engines.loop import Loop
 from lamina.engines.stacked.graphs import Graphs
 
 PARTS = [range(13), range(13, 20), range(20, 31), range(31, 36), range(36, 48)]  # ragged: K = 4, 2, 3, 2, 3
@@ -149,7 +148,7 @@ def assert_as_in_the_loop(
 
 def form(run):
     """Return how the clients of a run are trained: "stacked", "vmap" or "loop"."""
-    return "loop" if isinstance(run.engine, Loop) else run.engine.forward.name
+    return run.engine.name
 
 
 def set_chunk(run, clients):

@@ -167,11 +167,11 @@ def test_an_experiment_file_names_the_aggregation():
     assert run.protocol.aggregation == TrimmedMean(0.25)
     assert building.resolved(experiment, run)["train"]["aggregation"] == {"name": "trimmed_mean", "share": 0.25}
     short = parse({**small, "train": {"aggregation": "median"}})
-    assert building.build_aggregation(short) == Median()
+    assert building.settings_of(short)["aggregation"] == Median()
     plain = parse({**small, "train": {}})
-    assert "aggregation" not in building.resolved(plain, building.build(plain))["train"]  # as in older run folders
-    with pytest.raises(BadInput, match=r"\[train.aggregation\] has no key 'shar'; did you mean 'share'"):
-        building.build_aggregation(parse({**small, "train": {"aggregation": {"name": "trimmed_mean", "shar": 1}}}))
+    assert building.resolved(plain, building.build(plain))["train"]["aggregation"] == {"name": "mean"}
+    with pytest.raises(BadInput, match="aggregation 'trimmed_mean' has no option 'shar'; did you mean 'share'"):
+        building.settings_of(parse({**small, "train": {"aggregation": {"name": "trimmed_mean", "shar": 1}}}))
 
 
 def test_weights_are_those_of_the_clients_that_answered():

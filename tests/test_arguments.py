@@ -1,5 +1,8 @@
 """Arguments that exclude each other are refused, and batch_size=None is the whole client."""
 
+import dataclasses
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +18,7 @@ from lamina.experiment.toml import as_toml
 from lamina.experiment.tune import with_settings
 from lamina.plan import Plan
 from lamina.protocol import Protocol
+from lamina.training import RunOptions
 
 X, Y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
 
@@ -47,6 +51,31 @@ def test_each_of_epochs_and_local_steps_alone_is_fine():
     one, other = simulate(local_steps=4), simulate(local_steps=4, seed=1)
     assert one.plan.same_rounds(one.plan)
     assert not one.plan.same_rounds(other.plan)
+
+
+def test_a_file_and_a_simulation_have_the_same_run_options():
+    arguments = inspect.signature(lamina.Simulation).parameters
+    for option in dataclasses.fields(RunOptions):
+        assert config.Run.model_fields[option.name].default == option.default
+        assert (arguments[option.name].default or None) == (option.default or None)
+
+
+def test_numbers_of_numpy_become_numbers_of_python(tmp_path):
+    simulation = simulate(lr=np.float32(0.5), batch_size=np.int32(5), seed=np.int64(1), out=tmp_path / "run")
+    simulation.run(1)
+    same = simulate(lr=0.5, batch_size=5, seed=1, out=tmp_path / "run")
+    assert [row["round"] for row in same.run(1)] == [1]
+
+
+def test_a_mistyped_argument_is_named():
+    with pytest.raises(lamina.BadInput, match="no setting 'client'; did you mean 'clients'"):
+        simulate(client=3)
+
+
+def test_text_targets_are_refused_by_losses_of_numbers():
+    prices = [f"{price:.2f}" for price in X[:, 0].tolist()]
+    with pytest.raises(lamina.BadInput, match="names of classes, and the loss compares numbers: give numbers"):
+        lamina.Simulation(nn.Linear(4, 1), (X, prices), "fedavg", loss="mse", device="cpu")
 
 
 def test_an_experiment_file_with_epochs_and_local_steps_is_refused():

@@ -81,11 +81,11 @@ def test_a_csv_that_cannot_be_written_is_one_line(tmp_path):
     ("loss", [100.0] + 5 * [1.0] + 5 * [2.0], ""),  # twice the best, but still far below the first
     ("accuracy", 10 * [float("nan")], ""),
 ])  # fmt: skip
-def test_a_run_that_ends_far_worse_than_its_best_round_is_told(name, values, warning):
+def test_a_run_that_ends_far_worse_than_its_best_round_is_reported(name, values, warning):
     rows = [{"round": 2 * i, name: value} for i, value in enumerate(values)] + [{"round": 99}]
-    told = History(rows, metric=name).collapse()
-    assert told.startswith(warning)
-    assert bool(told) == bool(warning)
+    message = History(rows, metric=name).collapse()
+    assert message.startswith(warning)
+    assert bool(message) == bool(warning)
 
 
 def test_a_simulation_warns_once_of_a_collapse(caplog):

@@ -107,12 +107,18 @@ def one_number(outputs, targets):
      r"an input 'ids', which the model's forward does not take.*it takes input_ids, attention_mask"),
     (lambda: simulate(TwoInputs(), ({"numbers": X}, Y)), "the train data lack the input 'kind'.*they have numbers"),
     (lambda: simulate(TwoInputs(), (X, Y)), "cannot take the train data"),
-    (lambda: simulate(AnyNames(), ({"a": X}, Y)), "cannot take the train data.* it looks for 'x', which they do not"),
+    (lambda: simulate(AnyNames(), ({"a": X}, Y)), r"data.* it looks for 'x', .* not have \(test_losses\.py:\d+\)"),
     (lambda: simulate(NoTensor(4, 3), (X, Y)), "returns a dict without outputs.*tuple.*'logits'"),
     (lambda: simulate(conv(3), (draw(12, 2, 4, 4), Y)), "one integer target per position.*targets of shape"),
     (lambda: simulate(nn.Conv2d(1, 2, 1), (torch.zeros(9, 1, 4, 4), integers(2, 9, 1, 4, 4))), r"y\.squeeze\(1\)"),
     (lambda: simulate(Tokens(5), (integers(9, 12, 6), integers(5, 12, 6))), "use loss='token_cross_entropy'"),
-    (lambda: simulate(Tokens(5), (integers(9, 12, 3), integers(5, 12, 3))), "or loss='token_cross_entropy'"),
+    (lambda: simulate(Tokens(5), (integers(9, 12, 3), integers(5, 12, 3))), "on the last axis: use loss='token_c"),
+    (lambda: simulate(Tokens(5), (integers(9, 12, 3), Y * 2)), "5 on the first .* mean over them in the model"),
+    (lambda: simulate(linear(1), (X, Y)), "labels go up to 2: it needs 3; for regression, use loss='mse'"),
+    (lambda: simulate(linear(1), (X, Y % 2)), "labels go up to 1: it needs 2; use loss='bce' for two classes"),
+    (lambda: simulate(linear(1), (X, draw(12, 2)), loss="bce"), r"2 outputs, or .* one-hot .* y\.argmax\(1\)"),
+    (lambda: simulate(linear(1), (X, Y - 2), loss="mse"), "for regression, give floats"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: (o[:, 0] - t).log()), "NaN before the first step"),
     (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),
     (lambda: simulate(linear(3), (X, integers(2, 12, 3).double())), "data sum to [023]: use loss='bce' for"),
     (lambda: simulate(linear(3), (X, torch.tensor([[1.5, -0.5, 0.0]]).double().repeat(12, 1))), "at least 0"),
@@ -148,6 +154,10 @@ def one_number(outputs, targets):
     (lambda: simulate(linear(3), (X, Y), loss=centred), "the loss mixes samples"),
     (lambda: simulate(linear(3), (X, Y), loss="kinds:no_such"), "cannot load the loss 'kinds:no_such'"),
     (lambda: simulate(linear(3), (X, Y), loss="hubert"), "did you mean 'huber'"),
+    (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: o[:, 0] > t), "not torch.bool values"),
+    (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: None), r"number per sample, shape \[2\], not a NoneType:"),
+    (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: 1 / 0), r"ZeroDivisionError: .* \(test_losses.py:\d+\)"),
+    (lambda: losses.BinaryCrossEntropy(pos_weight=3.0), "no option 'pos_weight'; did you mean 'positive_weight'"),
     (lambda: losses.CrossEntropy([1.0, -1.0]), "finite numbers of at least 0"),
     (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4)), augmentation=lamina.data.Augment()),
      "augmentation moves the pixels of x"),
@@ -156,6 +166,30 @@ def test_what_does_not_fit_is_refused_in_one_line(make, message):
     with pytest.raises(lamina.BadInput, match=message) as refused:
         make()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+@pytest.mark.parametrize("own", [
+    lambda o, t: (o[:, 0].sort()[0] - t) ** 2, lambda o, t: (o[:, 0] - t) ** 2 / len(t),
+    lambda o, t: (o[:, 0] - t) ** 2 * torch.arange(len(t)), lambda o, t: (o[:, 0].cumsum(0) - t) ** 2,
+    lambda o, t: (o[:, 0] - t.roll(1)) ** 2, lambda o, t: (o[:, 0] - t) ** 2 * (t > t.median()),
+])  # fmt: skip
+def test_a_loss_that_depends_on_the_rest_of_the_batch_is_refused(own, is_zero):
+    model = linear(1)
+    for parameter in model.parameters() if is_zero else ():
+        nn.init.zeros_(parameter)  # all outputs are equal, and nothing about them says what the loss does
+    with pytest.raises(lamina.BadInput, match="the loss mixes samples") as refused:
+        simulate(model, (X, draw(12).sort()[0]), loss=own)
+    assert "squeeze" not in str(refused.value)
+    simulate(model, (X, draw(12)), loss=lambda o, t: (o[:, 0] - t) ** 2)
+
+
+def test_a_loss_may_check_that_its_outputs_are_probabilities():
+    def entropy(outputs, targets):
+        assert (outputs.sum(1) - 1).abs().max() < 1e-6
+        return -outputs[torch.arange(len(targets)), targets].log()
+
+    simulate(nn.Sequential(linear(3), nn.Softmax(1)), (X, Y), loss=entropy, engine="loop")
 
 
 def test_a_loss_of_ones_own_may_draw_random_numbers_and_a_sample_be_alone():
@@ -172,6 +206,14 @@ def test_a_class_that_occurs_only_in_the_test_maps_is_warned_of(caplog):
     for train, test, unseen in ((maps, maps.clamp(min=0) * 2, 2), (ones, maps, 0)):
         simulate(conv(3), (x, train), test=(x, test))
         assert f"class {unseen} appears only in the test data: no client can learn it" in caplog.text
+
+
+def test_training_data_without_any_label_are_warned_of(caplog):
+    maps = torch.full((12, 4, 4), -100)
+    simulate(conv(3), (draw(12, 2, 4, 4), maps))
+    assert caplog.messages == [
+        "all targets of the train data are -100, which does not count: there is nothing to learn"
+    ]
 
 
 def test_soft_labels_may_be_rounded():

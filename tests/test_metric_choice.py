@@ -1,10 +1,13 @@
 """The first metric decides: the best model, targets, tuning, tables, the report, and a federation's rows."""
 
 import json
+import logging
 
 import pytest
+import torch
 from safetensors import safe_open
 
+import lamina
 from flower_grid import LoopGrid
 from helpers import call
 from lamina.experiment.build import build
@@ -58,16 +61,6 @@ def test_the_first_metric_chooses_the_best_model_and_is_known_without_the_users_
     assert '"smaller_is_better":true' in (file / "page.html").read_text()
 
 
-def test_a_run_without_metrics_keeps_its_configuration(file):
-    assert call("run", "--set", "train.rounds=1", "own.toml", "--set", 'train.metrics=["accuracy"]', "--out", "a") == 0
-    (file / "plain.toml").write_text("[train]\nrounds = 1\n")
-    assert call("run", "plain.toml", "--out", "plain") == 0
-    config = json.loads((file / "plain" / "config.json").read_text())
-    assert "metrics" not in config
-    assert "metrics" not in config["train"]
-    assert not {"heldout_clients", "local_test"} & set(config["data"])
-
-
 def test_tuning_takes_the_direction_of_the_first_metric(file):
     assert call("tune", "own.toml", "--out", "tuned") == 0
     assert "lr = 0.0001" in (file / "tuned" / "best.toml").read_text()  # small outputs, though a worse accuracy
@@ -92,3 +85,63 @@ def test_a_federation_evaluates_as_the_simulation_does(file):
     for name in rows[-1]:
         if "seconds" not in name:
             assert record.history[-1][name] == pytest.approx(rows[-1][name], rel=1e-5), name
+
+
+def regression(**more):
+    x = torch.randn(60, 3, generator=torch.manual_seed(0))
+    data, more = (x, x.sum(1)), {"loss": "mse", "clients": 3, "device": "cpu", **more}
+    return (torch.nn.Linear(3, 1), data, "fedavg"), {"test": data, **more}
+
+
+def unknown_from_round(first, name):
+    """Return a metric that is NaN from a call on; it is called once before round 1."""
+    calls = iter(range(1000))
+    return lamina.Metric(name, lambda o, t: float("nan") if next(calls) >= first else 1.0, larger_is_better=False)
+
+
+def test_a_metric_that_becomes_nan_is_warned_of_once(caplog):
+    arguments, settings = regression(metrics=[unknown_from_round(2, "lost"), "r2"])
+    history = lamina.Simulation(*arguments, **settings).run(4)
+    assert history.best() == history.last() == 1.0
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("round 2: the metric 'lost' is NaN")
+
+
+def test_no_settings_are_chosen_by_a_metric_without_numbers():
+    arguments, settings = regression(metrics=[unknown_from_round(-1, "never")], rounds=1)
+    with pytest.raises(lamina.BadInput, match=r"fedavg: the metric 'never', by which .* is NaN in every round"):
+        lamina.compare(*arguments[:2], ["fedavg"], **settings, lr=[0.1, 0.2], seeds=1)
+    with pytest.raises(lamina.BadInput, match=r"the metric 'never', by which .* is NaN in every round"):
+        lamina.tune(*arguments, **settings, grid={"lr": [0.1, 0.2]})
+
+
+def test_tuning_needs_no_test_data_for_metrics_and_a_run_does(caplog):
+    arguments, settings = regression(metrics="r2", test=None)
+    lamina.tune(*arguments, **settings, rounds=1, grid={"lr": [0.1, 0.2]})
+    assert "test data" not in caplog.text
+    lamina.Simulation(*arguments, **settings).run(2)
+    assert caplog.text.count("metrics are computed on test data, and there are none") == 1
+
+
+def test_a_comparison_prints_a_warning_of_several_runs_once(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger("lamina"), "propagate", False)  # pytest's handlers are the root's
+    arguments, settings = regression(metrics=[unknown_from_round(-1, "unknown")], rounds=1)
+    lamina.compare(*arguments[:2], ["fedavg"], **settings, seeds=2)
+    assert capsys.readouterr().err.count("round 1: the metric 'unknown' is NaN") == 1
+
+
+@pytest.mark.parametrize("target", [-0.5, 0.0])
+def test_a_target_may_be_any_number_for_metrics_that_are_no_fractions(target, tmp_path, capsys):
+    arguments, settings = regression(metrics="r2", rounds=3, lr=0.1, seeds=1)
+    out = tmp_path / "runs"
+    result = lamina.compare(*arguments[:2], ["fedavg"], **settings, target=target, out=out)
+    (history,) = result.histories["fedavg"]
+    assert history[0]["r2"] > 0
+    assert f"r2 {target:g}" in str(result)
+    assert dict(zip(result.table().head, result.table().rows[0], strict=True))["rounds\nto target"] == "1.0"
+    assert call("report", str(out), "--out", str(tmp_path / "page.html"), "--target", str(target)) == 0
+    assert call("report", str(out), "--out", str(tmp_path / "page.html"), "--target", "nan") == 2
+    assert "--target nan: must be a finite number" in capsys.readouterr().err
+    binary = settings["test"][0], torch.arange(60) % 2
+    with pytest.raises(lamina.BadInput, match="above 0 and up to 1"):
+        lamina.compare(arguments[0], binary, test=binary, loss="bce", target=target)

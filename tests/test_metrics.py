@@ -10,7 +10,7 @@ from lamina.data.dataset import as_dataset
 from lamina.evaluation import measure, named
 from lamina.experiment.config import parse
 from lamina.history import History
-from lamina.metrics import Batch, find, find_all, read_primary, smaller_is_better
+from lamina.metrics import LABEL_METRICS, Batch, find, find_all, read_primary, smaller_is_better
 from lamina.objective import Objective
 
 rng = np.random.default_rng(0)
@@ -72,6 +72,28 @@ def test_auroc_equals_the_share_of_ordered_pairs():
     assert measured(tied[:, 0], binary.astype(float), "auroc", loss=logit)["auroc"] == pytest.approx(
         area(tied[:, 0], binary == 1)
     )
+
+
+@pytest.mark.parametrize("kind", [int, float])
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_metrics_of_one_logit_are_those_of_two_classes(shape, kind):
+    binary, logits = LABELS % 2, SCORES[:, :1] + LABELS[:, None] % 2
+    right, of_predicted, of_actual = counts(logits[:, 0] > 0, binary, 2)
+    row = measured(logits, binary.reshape(shape).astype(kind), *LABEL_METRICS[2:], "accuracy", loss="bce")
+    assert row["f1"] == row["f1_macro"] == pytest.approx(np.mean(2 * right / (of_predicted + of_actual)))
+    assert row["f1_micro"] == row["accuracy"] == pytest.approx(np.mean((logits[:, 0] > 0) == binary))
+    assert row["mean_iou"] == pytest.approx(np.mean(right / (of_predicted + of_actual - right)))
+    assert row["auroc"] == pytest.approx(area(logits[:, 0], binary == 1))
+
+
+def test_labels_with_a_logit_each_are_several_labels_whatever_last_axis_the_outputs_have():
+    answers, logits = LABELS.reshape(500, 3) % 2, SCORES[:, 0].reshape(500, 3)
+    right, of_predicted, of_actual = ((logits > 0) & (answers > 0)).sum(0), (logits > 0).sum(0), answers.sum(0)
+    for outputs in (logits, logits[..., None]):
+        row = measured(outputs, answers, "f1", "mean_iou", "accuracy", loss="bce")
+        assert row["f1"] == pytest.approx(np.mean(2 * right / (of_predicted + of_actual)))
+        assert row["mean_iou"] == pytest.approx(np.mean(right / (of_predicted + of_actual - right)))
+        assert row["accuracy"] == pytest.approx(np.mean((logits > 0) == answers))
 
 
 def test_perplexity_is_the_exponential_of_the_cross_entropy():
@@ -202,6 +224,20 @@ def test_own_metrics_see_all_samples():
     assert smaller_is_better("heldout_cost_worst10")
 
 
+@pytest.mark.parametrize(("metric", "is_warned_of"), [
+    (lambda outputs, targets: (outputs - targets).abs().mean(), True),
+    (lambda outputs, targets: (outputs.flatten() - targets.flatten()).abs().mean(), False),
+    (lambda outputs, targets: outputs[:, 0].mean(), False),
+    (lambda outputs, targets: ((outputs - targets[:, None]) ** 2).mean(), False),
+])  # fmt: skip
+def test_an_own_metric_that_broadcasts_is_warned_of(metric, is_warned_of, caplog):
+    x, y = torch.from_numpy(LINES[:24]), torch.from_numpy(LINES[:24, 0])
+    lamina.Simulation(
+        nn.Linear(3, 1), (x, y), "fedavg", test=(x, y), clients=2, loss="mse", metrics=[lamina.Metric("own", metric)]
+    )
+    assert ("broadcast to [n, n]" in caplog.text) is is_warned_of
+
+
 def test_targets_and_best_follow_the_direction():
     find_all([COST])
     history = History([{"round": 1, "cost": 3.0}, {"round": 2, "cost": 1.0}, {"round": 3, "cost": 2.0}])
@@ -236,8 +272,10 @@ BINARY = {"y": (torch.arange(120) % 2).double()[:, None], "outputs": 1, "loss": 
         (["f1"], BINARY, "'f1' takes an output above 0 for a yes"),
         (["rmse"], {}, "'rmse' needs one output for every target number"),
         (["perplexity"], REGRESSION, "'perplexity' is the exponential"),
-        ([lambda outputs, targets: outputs], {}, "metric 'metric' gives no number"),
         (["f1", "f1"], {}, "two of the name 'f1'"),
+        ([lambda outputs, targets: outputs[:, 0]], {}, r"'metric' .* one number, not a tensor of shape \[120\]"),
+        ([lambda outputs, targets: None], {}, "'metric' must return one number, not a NoneType"),
+        ([lambda outputs, targets: 1 / 0], {}, r"'metric' fails .* ZeroDivisionError: .* \(test_metrics.py:\d+\)"),
         ([], {}, "give a list of at least one"),
         (["nowhere:metric"], {}, "cannot load the metric 'nowhere:metric'"),
         ([lamina.Metric("accuracy", worst_error)], {}, "give yours another name"),
@@ -321,9 +359,6 @@ def test_heldout_clients_are_named_as_in_their_column():
         heldout(["11"])
     section = {"name": "m:f", "client": "site", "heldout_clients": ["9", "10"]}
     assert parse({"data": section}).data.heldout_clients == ["9", "10"]
-    for wrong in (["9", 10], [], 1, [-1]):
-        with pytest.raises(lamina.BadInput, match=r"data.heldout_clients = .*: must be a fraction .* in quotes$"):
-            parse({"data": section | {"heldout_clients": wrong}})
 
 
 @pytest.mark.parametrize(
@@ -332,7 +367,11 @@ def test_heldout_clients_are_named_as_in_their_column():
         ({"heldout_clients": ["north"]}, "no column names the clients; give numbers"),
         ({"heldout_clients": 1.5}, "heldout_clients = 1.5"),
         ({"heldout_clients": [9]}, "numbered 0 to 3"),
-        ({"heldout_clients": "some"}, "neither a fraction nor a list"),
+        ({"heldout_clients": [-1]}, "numbered 0 to 3"),
+        ({"heldout_clients": ["9", 10]}, "must be a fraction"),
+        ({"heldout_clients": []}, "must be a fraction"),
+        ({"heldout_clients": 1}, "must be a fraction"),
+        ({"heldout_clients": "some"}, "must be a fraction"),
         ({"heldout_clients": [0, 1, 2, 3]}, "leave at least one"),
         ({"local_test": 0}, "local_test = 0"),
         ({"local_test": 0.5, "client_metrics": True}, "give one"),
@@ -379,6 +418,23 @@ def test_a_smaller_is_better_metric_has_its_worst_clients_at_the_top():
 def test_find_returns_a_metric_as_it_is():
     assert find(COST) is COST
     assert find("lamina.metrics:AUROC") is find("auroc")
+
+
+@pytest.mark.parametrize("name", ["my_rmse", "valid_MSE", "mse", "log_mae", "word_perplexity", "worst_error", "nll"])
+def test_the_name_of_a_function_may_say_that_smaller_is_better(name):
+    def function(outputs, targets):
+        return 0.0
+
+    function.__name__ = name
+    assert not find(function).larger_is_better
+    for larger in (f"{name}_gain", f"neg_{name}"):
+        function.__name__ = larger
+        assert find(function).larger_is_better
+
+
+def test_the_direction_of_a_metric_is_a_bool():
+    with pytest.raises(lamina.BadInput, match="metric 'my': larger_is_better = 'no': must be True or False"):
+        lamina.Metric("my", len, larger_is_better="no")
 
 
 def test_a_name_has_one_direction_in_a_process():

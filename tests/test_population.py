@@ -103,6 +103,7 @@ def test_servers_see_the_participation_of_their_own_member():
         ({}, {"precision": "tf32"}, r"they differ in precision \(fp32 and tf32\)"),
         ({}, {"deterministic": True}, r"they differ in deterministic \(False and True\)"),
         ({}, {"trust_ratios": True}, r"they differ in trust_ratios \(False and True\)"),
+        ({}, {"aggregation": "median"}, "they differ in aggregation"),
         ({}, {"batch_size": 5}, r"they differ in batch_size \(4 and 5\)"),
         ({}, {"loss": lambda outputs, targets: outputs[:, 0] ** 2}, "they have different losses"),
         ({}, {"model": net().float()}, "different types"),

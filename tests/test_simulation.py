@@ -48,7 +48,7 @@ def weights(simulation):
 def test_every_algorithm_learns(name):
     rates = {"fedlada": 0.03, "localadam": 0.01}  # their default 1e-3 is for long runs of deep networks
     simulation = simulate(name, lr=rates.get(name))
-    simulation.run(40)
+    simulation.run(25)
     assert simulation.history.best("accuracy") > 0.8
     assert simulation.history[-1]["train_loss"] < simulation.history[0]["train_loss"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -50,13 +50,6 @@ class Clients:
         """Return clients whose samples are on other machines, so that only their number is known."""
         self = cls.__new__(cls)
         self.parts, self.count, self.moving = NO_PARTS, check_count("clients", count, MOST_CLIENTS), None
-        return self
-
-    @classmethod
-    def reallocated(cls, partition: Partition, labels: Indices | None, count: int, seed: int, samples: int) -> Clients:
-        """Return clients without fixed samples: each round splits the whole data set among the active ones."""
-        self = cls.elsewhere(count)
-        self.moving = Reallocation(partition, labels, seed, samples)
         return self
 
     def samples(self, round: int, cohort: Indices) -> Sequence[Indices]:
@@ -146,7 +139,9 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
         return dealt
     count = check_count("clients", DEFAULT_CLIENTS if clients is None else clients, MOST_CLIENTS)
     if isinstance(partition, Reallocate):
-        return Clients.reallocated(partition, data.labels, count, seed, samples=len(data))
+        dealt = Clients.elsewhere(count)  # no client keeps samples
+        dealt.moving = Reallocation(partition, data.labels, seed, len(data))
+        return dealt
     return Clients(split_dataset(partition, data, count, seed), samples=len(data))
 
 
@@ -182,7 +177,7 @@ def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None,
     if clients.parts.may_repeat:
         raise BadInput("held-out clients and local test splits need clients that share no sample: set refill = false")
     out = _heldout_clients(clients, heldout, seed)
-    parts = [clients.parts[client] for client in range(clients.count)]
+    parts = list(clients.parts)
     training, tests = [part for client, part in enumerate(parts) if client not in out], []
     if local_test is not None:
         check_number("local_test", local_test, above=0, below=1)
@@ -207,12 +202,14 @@ def _heldout_clients(clients: Clients, heldout: Heldout | None, seed: int) -> se
         chosen = rng.sample(rng.key(seed, "heldout_clients"), count, max(1, round(cast(float, heldout) * count)))
         out = set(chosen.tolist())
     else:
-        numbers: list[Any] = [] if isinstance(heldout, str) or not isinstance(heldout, Iterable) else list(heldout)
+        is_list = isinstance(heldout, Iterable) and not isinstance(heldout, str | Mapping)
+        numbers: list[Any] = list(heldout) if is_list else []  # type: ignore[arg-type]
         if numbers and all(isinstance(name, str) for name in numbers):
             numbers = _numbers_of(clients, numbers)
         if not numbers or not all(is_whole(number) for number in numbers):
             raise BadInput(
-                f"heldout_clients = {short_repr(heldout)} is neither a fraction nor a list of client numbers or names"
+                f"heldout_clients = {short_repr(heldout)}: must be a fraction above 0 and below 1, or a list of "
+                "clients' numbers ([3, 7]) or of values of the client column"
             )
         out = {int(number) for number in numbers}
         if not 0 <= min(out) <= max(out) < count:

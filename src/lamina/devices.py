@@ -1,16 +1,18 @@
-"""Where a run computes: the device, and whether the model fits into its memory."""
+"""Where a run computes, and how exactly: the device, the precision, and whether the model fits into memory."""
 
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lamina.engines.stacked.forward import Precision
 from lamina.errors import BadInput
 from lamina.limits import MODEL_COPIES, check_memory
+
+Precision = Literal["fp32", "tf32", "bf16"]  # of matrix products and convolutions
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +23,13 @@ def choose_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise BadInput(f"device '{device}' cannot be used here: {reason}") from error
+        torch.zeros(1, device=chosen).item()  # raises an error on a device without numbers ("meta"), too
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0][:100]
+        raise BadInput(
+            f"device = '{device}': torch cannot use it here ({reason}); use auto, cpu, or a GPU that `lamina doctor` "
+            "lists, such as cuda or cuda:1"
+        ) from error
     return chosen
 
 

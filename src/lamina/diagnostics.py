@@ -8,7 +8,6 @@ rounds and nothing is changed, so a run with diagnostics has the same trajectory
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lamina import rng
-from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo
+from lamina.algorithms.contract import Algorithm, ClientInfo
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import FIXED_CHUNK, FULL_GRADIENT_CHUNK, Loop
 from lamina.engines.stacked.ranks import Ranks
@@ -50,20 +49,16 @@ class Diagnostics:
     data: Dataset  # the training data
     plan: Plan
 
-    def add_to(
-        self, row: dict[str, float | int], before: State, after: State, plan: Round, report: RoundReport
-    ) -> None:
-        """Add the columns of a finished round to its row, and their time to that of the evaluation."""
-        started = time.perf_counter()
-        row |= self.measure(before, after, plan, report)
-        row["evaluation_seconds"] += time.perf_counter() - started
-
     def measure(self, before: State, after: State, plan: Round, report: RoundReport) -> dict[str, float]:
         """Return the columns of a finished round. A quantity that the method does not have is left out."""
         theory = self.algorithm.analysis(after.server, before.server)
         row: dict[str, Tensor] = {}
         if "gradient" in self.names:
-            row |= self._gradient(theory, after.buffers)
+            gradient = self.full_gradient(theory.point, after.buffers)
+            row["gradient_squared_norm"] = square(gradient)
+            if theory.second_moment is not None:  # the norm of the gradient / v^(1/4)
+                v = theory.second_moment.double()
+                row["scaled_gradient_squared_norm"] = torch.where(v > 0, gradient**2 / v.sqrt(), 0.0).sum()
         if "pseudo_gradient" in self.names:
             pseudo = report.displacement.double() / -(plan.lr * report.mean_steps)
             gradient = self.full_gradient(before.server.x, before.buffers)
@@ -109,15 +104,6 @@ class Diagnostics:
                 )
             total += gradient
         return total
-
-    def _gradient(self, theory: Analysis, buffers: Buffers) -> dict[str, Tensor]:
-        """Return ||grad F(z)||^2, and ||grad F(z) / v^(1/4)||^2 if there is a second moment."""
-        gradient = self.full_gradient(theory.point, buffers)
-        row = {"gradient_squared_norm": square(gradient)}
-        if theory.second_moment is not None:
-            v = theory.second_moment.double()
-            row["scaled_gradient_squared_norm"] = torch.where(v > 0, gradient**2 / v.sqrt(), 0.0).sum()
-        return row
 
     def _drift(self, before: State, plan: Round, down: Any) -> Tensor:
         """Return the mean over clients and local steps of ||y_{i,k} - x||^2, by training the round's clients again."""

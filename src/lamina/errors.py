@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 from lamina.text import printable
 
 LONGEST_VALUE = 80  # characters of a value in a message
+# how the paths of files begin that are not the user's
+LIBRARY_PREFIXES = ("<", f"{Path(__file__).parent}/", f"{sysconfig.get_path('stdlib')}/")
+EXTRAS = {"transformers": "transformers", "peft": "transformers", "datasets": "hub", "PIL": "images", "pandas": "table"}
 
 
 class LaminaError(Exception):
@@ -90,12 +96,41 @@ def is_number(value: Any) -> bool:
     return True
 
 
+USER_DEFINED = ("algorithm", "data set", "loss", "metric", "model")  # can be the user's, by "module:name"
+
+
 def unknown(what: str, name: str, known: Iterable[str]) -> BadInput:
     """Build the error for a name that is not in a registry."""
-    known = sorted(known)
-    return BadInput(f"unknown {what} '{name}'{nearest(name, known)} (known: {', '.join(known)})")
+    known, name = sorted(known), str(name)
+    hint = nearest(name, known)
+    module, _, attribute = name.rpartition(".")
+    if not hint and what in USER_DEFINED and all(part.isidentifier() for part in (*module.split("."), attribute)):
+        hint = f"; your own is named '{module}:{attribute}', with a colon"
+    return BadInput(f"unknown {what} '{name}'{hint} (known: {', '.join(known)})")
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> MissingExtra:
     """Build the error for an optional package that is not installed."""
     return MissingExtra(f"{purpose} needs {package}: pip install -e '.[{extra}]'")
+
+
+def where_it_failed(error: BaseException) -> str:
+    """Return the innermost line of the user's own code that an exception passed, as ``"mine.py:29"``; "" if none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        is_package = {"site-packages", "dist-packages"} & set(Path(frame.filename).parts)
+        if not is_package and not frame.filename.startswith(LIBRARY_PREFIXES):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return ""
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an exception of the user's code in one line: its type, message, place and a missing extra."""
+    where = where_it_failed(error)
+    text = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {text}{f' ({where})' if where else ''}{extra_hint(error)}"
+
+
+def extra_hint(error: BaseException) -> str:
+    """Return how to install a package that could not be imported, if an extra of lamina has it; else nothing."""
+    extra = EXTRAS.get(str(error.name).partition(".")[0]) if isinstance(error, ModuleNotFoundError) else None
+    return f": pip install -e '.[{extra}]'" if extra else ""

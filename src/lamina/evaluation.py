@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,11 +13,13 @@ from torch import Tensor
 
 from lamina import rng
 from lamina.algorithms.contract import Algorithm
+from lamina.batch import tensors
 from lamina.clients import Reserved
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
+from lamina.dispatch import WatchingMode
 from lamina.engines.state import RoundReport
-from lamina.errors import BadInput, Diverged, LaminaError
+from lamina.errors import BadInput, Diverged, LaminaError, describe_error
 from lamina.history import Row
 from lamina.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
 from lamina.metrics import (
@@ -34,6 +37,8 @@ from lamina.metrics import (
 )
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round
+
+log = logging.getLogger(__name__)
 
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
@@ -96,14 +101,19 @@ def value_of(metric: Metric, values: Values) -> Tensor:
     """Return a metric's number, as a float64 tensor of no axes, from what it keeps of the samples."""
     try:
         number = metric.function(*values)
-        tensor = number.detach() if isinstance(number, Tensor) else torch.tensor(float(number))
-        return tensor.double().reshape(())
     except LaminaError:
         raise
     except Exception as error:  # whatever a user's function raises
-        reason = " ".join(str(error).split()) or type(error).__name__
-        shapes = " and ".join(str(tuple(value.shape)) for value in values)
-        raise BadInput(f"metric '{metric.name}' gives no number for tensors of shape {shapes}: {reason}") from error
+        shapes = " and ".join(str(list(value.shape)) for value in values)
+        raise BadInput(
+            f"metric '{metric.name}' fails for tensors of shape {shapes}: {describe_error(error)}"
+        ) from error
+    try:
+        tensor = number.detach() if isinstance(number, Tensor) else torch.tensor(float(number))
+        return tensor.double().reshape(())
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"tensor of shape {list(number.shape)}" if isinstance(number, Tensor) else type(number).__name__
+        raise BadInput(f"metric '{metric.name}' must return one number, not a {kind}") from error
 
 
 def predict(
@@ -113,7 +123,8 @@ def predict(
     kept: dict[Metric, list[Values]] = {}
     batch_size = EVALUATION_BATCH
     if objective.device.type != "cpu":
-        batch_size = min(max(batch_size, EVALUATION_NUMBERS_GPU // data.sample_numbers), MOST_EVALUATED)
+        sample_numbers = sum(values[0].numel() for values in tensors(data.x))
+        batch_size = min(max(batch_size, EVALUATION_NUMBERS_GPU // sample_numbers), MOST_EVALUATED)
     with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers in evaluation, too
         for start in range(0, len(data), batch_size):
             batch = run_batch(objective, x, buffers, data, slice(start, start + batch_size))
@@ -185,8 +196,7 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
             scores = numbers / (counts[0] if counts else parts.sizes.astype(numbers.dtype))
     else:
         values = tuple(value.cpu() for value in values)
-        clients = [torch.from_numpy(parts[client]) for client in range(len(parts))]
-        scores = np.array([float(value_of(metric, tuple(value[rows] for value in values))) for rows in clients])
+        scores = np.array([float(value_of(metric, tuple(value[part] for value in values))) for part in parts])
     scores = np.sort(scores[~np.isnan(scores)])
     name = f"{group.prefix}{metric.name}"
     if not len(scores):
@@ -214,23 +224,27 @@ class Evaluation:
     ) -> None:
         self.metrics, self.test, self.clients = metrics, test, clients
 
-    def start(self, objective: Objective, x: Tensor, buffers: Buffers) -> Tensor | None:
-        """Start evaluating a model on the test data, without waiting for a GPU."""
-        return None if self.test is None else measure(objective, x, buffers, self.test, self.metrics)
+    def start(self, objective: Objective, x: Tensor, buffers: Buffers) -> Callable[[], dict[str, float]]:
+        """Start evaluating a model on the test data, without waiting for a GPU; return a function that finishes it.
 
-    def finish(self, measured: Tensor | None, objective: Objective, x: Tensor, buffers: Buffers) -> dict[str, float]:
-        """Return the started evaluation by name, with the columns of clients."""
-        row = {} if measured is None else named(measured, self.metrics)
-        for group in self.clients:
-            kept = predict(objective, x, buffers, group.data, self.metrics)
-            chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
-            for metric in chosen:
-                row |= client_columns(metric, kept[metric], group)
-        return row
+        It returns the values by name, with the columns of clients.
+        """
+        measured = None if self.test is None else measure(objective, x, buffers, self.test, self.metrics)
+
+        def finish() -> dict[str, float]:
+            row = {} if measured is None else named(measured, self.metrics)
+            for group in self.clients:
+                kept = predict(objective, x, buffers, group.data, self.metrics)
+                chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]
+                for metric in chosen:
+                    row |= client_columns(metric, kept[metric], group)
+            return row
+
+        return finish
 
     def run(self, objective: Objective, x: Tensor, buffers: Buffers) -> dict[str, float]:
         """Evaluate a model."""
-        return self.finish(self.start(objective, x, buffers), objective, x, buffers)
+        return self.start(objective, x, buffers)()
 
 
 # --- checks before training -------------------------------------------------------------------------------------------
@@ -259,7 +273,47 @@ def check_metrics(objective: Objective, metrics: Sequence[Metric], data: Dataset
             raise BadInput(f"metric 'r2' needs targets that differ, and those of the {name} data are all the same")
     user_metrics = [metric for metric in metrics if metric.name not in METRICS]
     if user_metrics:  # a user's function is tried on all samples: two of them may be too few for it
-        measure(objective, x, buffers, data, user_metrics)
+        kept = predict(objective, x, buffers, data, user_metrics)
+        for metric in user_metrics:
+            _warn_of_broadcasting(metric, kept[metric])
+
+
+def _warn_of_broadcasting(metric: Metric, values: Values) -> None:
+    """Warn if a user's metric of outputs [n, 1] and targets [n] (or the reverse) takes all pairs of samples.
+
+    A metric may want pairs, but then it gives the same number for [n] and [n].
+    """
+    with Pairs(len(values[0])) as pairs:
+        number = value_of(metric, values)
+    if not pairs.found or sorted(tuple(value.shape[1:]) for value in values) != [(), (1,)]:
+        return
+    try:
+        flat = value_of(metric, tuple(value.flatten() for value in values))
+    except BadInput:
+        return  # it needs the axis
+    if not torch.allclose(number, flat, rtol=1e-4, equal_nan=True):
+        shapes = " and ".join(f"[n{', 1' * (value.dim() - 1)}]" for value in values)
+        log.warning(
+            "metric '%s' is %g for outputs and targets of shapes %s, which broadcast to [n, n], and %g for [n] and "
+            "[n]: flatten both in it",
+            metric.name,
+            number,
+            shapes,
+            flat,
+        )
+
+
+class Pairs(WatchingMode):  # type: ignore[no-untyped-call]
+    """A context that notices tensors with two axes of the samples."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.samples, self.found = samples, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= isinstance(result, Tensor) and list(result.shape).count(self.samples) > 1
+        return result
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------
@@ -285,6 +339,18 @@ def round_row(
     if models is not None:  # the bytes as the papers count them, beside those sent
         row["paper_bytes"] = models * x.numel() * x.element_size() * len(plan.cohort)
     return row | {f"trust_ratio/{layer}": value for layer, value in report.trust_ratios.items()}
+
+
+def warn_of_nan(row: Row, earlier: Sequence[Row], metrics: Sequence[Metric]) -> None:
+    """Warn of metrics that are NaN in a round and were not before; a loss that is not finite is `Diverged` instead."""
+    for name in (metric.name for metric in metrics if math.isfinite(row.get("loss", 0.0))):
+        if math.isnan(row.get(name, 0.0)) and not any(math.isnan(one.get(name, 0.0)) for one in earlier):
+            log.warning(
+                "round %d: the metric '%s' is NaN; rounds without a number count for nothing: not for the best value, "
+                "a target or the choice of settings",
+                row["round"],
+                name,
+            )
 
 
 def refuse_nonfinite(row: Row) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,19 +17,36 @@ from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.batch import map_batch, tensors
 from lamina.data.dataset import Dataset
-from lamina.errors import BadInput, nearest
-from lamina.evaluation import EVALUATION_BATCH
+from lamina.data.feed import prepare
+from lamina.errors import BadInput, LaminaError, describe_error, nearest, where_it_failed
+from lamina.evaluation import EVALUATION_BATCH, Pairs
 from lamina.limits import check_memory, in_bytes
-from lamina.losses import IGNORED, TORCH_LOSSES, Loss, causal_lm, class_axis, counted, is_binary, is_own, nll
+from lamina.losses import (
+    IGNORED,
+    TORCH_LOSSES,
+    Loss,
+    causal_lm,
+    class_axis,
+    counted,
+    huber,
+    is_binary,
+    is_own,
+    mean_absolute_error,
+    mean_squared_error,
+    nll,
+)
 from lamina.models.allocation import LargestActivation
+from lamina.named import parameters_of
 from lamina.objective import Objective
 from lamina.plan import Plan
 from lamina.text import listed
-from lamina.vocabulary import check_vocabulary
 
 log = logging.getLogger(__name__)
 
+VOCABULARY_CHUNK = 1000  # samples at a time
 PROBABILITY_SAMPLES = 64  # logits of so many samples do not all lie between 0 and 1 by chance
+LOSS_SAMPLES = 6  # a user's loss is tried on so many samples together, and on each one alone
+LOSS_NOISE = 0.1  # the largest relative change of an output, so that no two are equal
 SOFT_LABEL_TOLERANCE = 0.05  # how far rounding may move the sum of a sample's soft labels from 1
 NLL_TOLERANCE = 1e-3  # rounding may make a log-probability larger than 0 by so much
 INTEGER_REFUSED = re.compile(r"\bLong(Tensor)?\b|\blong (long|int)\b|int64")  # in torch's messages
@@ -47,7 +65,7 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
     """
     if isinstance(data.x, dict):
         _check_keys(objective.module, list(data.x), name)
-    check_vocabulary(objective, data, name)
+    _check_vocabulary(objective, data, name)
     inputs, samples = data.inputs(slice(2), objective.dtype), len(data.y[:2])
     written = objective.written_parameter(inputs)
     if written is not None:
@@ -66,7 +84,11 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
             reason = f"it looks for {reason}, which they do not have"
         elif tensors(data.x)[0].dtype == torch.int64 and INTEGER_REFUSED.search(reason):
             reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
-        raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}") from error
+        positions = getattr(getattr(objective.module, "config", None), "max_position_embeddings", None)
+        if positions is not None and any(v.dim() > 1 and v.shape[1] > positions for v in tensors(data.x)):
+            reason += f"; its config has max_position_embeddings = {positions}: enlarge it or shorten the sequences"
+        where = f" ({line})" if (line := where_it_failed(error)) else ""
+        raise BadInput(f"the model cannot take the {name} data, samples of shape {shape}: {reason}{where}") from error
     check_memory(
         f"an activation of {in_bytes(activation.bytes)} per sample, for {rows} samples of the {name} data,",
         activation.bytes * rows,
@@ -78,16 +100,29 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
             f"the model's outputs have shape {tuple(outputs.shape)} for {samples} samples of the {name} data; the "
             "first axis must be the samples'"
         )
+    if data.class_names is not None and objective.loss in (mean_squared_error, mean_absolute_error, huber):
+        raise BadInput(
+            f"the {name} targets are names of classes, and the loss compares numbers: give numbers (with pandas, "
+            "pandas.to_numeric), or take a loss for classes such as 'cross_entropy'"
+        )
     axis = class_axis(objective.loss)
     classes = data.classes if axis is not None else None
     if classes is not None and axis is not None and (outputs.dim() < 2 or outputs.shape[axis] < classes):
-        shape = tuple(outputs.shape[1:])
-        is_last = axis == 1 and outputs.shape[:-1] == data.y[:2].shape and outputs.shape[-1] >= classes
-        hint = ", or loss='token_cross_entropy' or 'causal_lm' for classes on the last axis" if is_last else ""
+        shape, has_last = tuple(outputs.shape[1:]), outputs.dim() > 2 and outputs.shape[-1] >= classes
+        if axis == 1 and has_last and outputs.shape[:-1] == data.y[:2].shape:
+            raise BadInput(
+                f"the model's outputs have shape {shape} a sample, with the classes on the last axis: use "
+                "loss='token_cross_entropy', or 'causal_lm' to predict the next token"
+            )
+        hint = ""
+        if has_last and data.y.dim() == 1:
+            hint = " on the first of these axes; if the others are positions, take the mean over them in the model"
+        elif outputs[0].numel() == 1 and data.y.dim() == 1:
+            hint = "; use loss='bce' for two classes" if classes == 2 else "; for regression, use loss='mse'"
         lowest = int(torch.where(data.y < 0, classes, data.y).min())
         if 0 < lowest < classes and outputs.dim() > 1 and classes - lowest <= outputs.shape[axis]:
             hint = f"; classes are numbered from 0, and the labels start at {lowest}: subtract {lowest}"
-        elif data.y.dim() > 1 and not is_last:
+        elif data.y.dim() > 1:
             hint = (
                 f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1}), or "
                 f"data.ignore_index = {classes - 1} in a file"
@@ -109,8 +144,10 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
     if axis is not None and data.y.is_floating_point():
         _check_soft_labels(data.y, axis, name)
     has_target = counted(objective.loss, data.y)
-    if name == "test" and has_target is not None and not bool(has_target.any()):
-        raise BadInput("all targets of the test data are -100, which does not count: give at least one label")
+    if has_target is not None and not bool(has_target.any()):
+        if name == "test":
+            raise BadInput("all targets of the test data are -100, which does not count: give at least one label")
+        log.warning("all targets of the train data are -100, which does not count: there is nothing to learn")
     if objective.loss is nll and name == "train" and bool((outputs > NLL_TOLERANCE).any()):
         log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
     has_accuracy = objective.correct(outputs, data.y[:2], data.classes) is not None
@@ -140,11 +177,21 @@ def with_mask(data: Dataset, module: nn.Module) -> Dataset:
     The names are `attention_mask` (1 and 0), `mask` (bool) and `lengths`. If several inputs are padded, these names
     are for a mask that all of them share, and `<input>_mask` and so on for the mask of one.
     """
-    if data.mask is None:
-        return data
-    parameters = list(_parameters(module))
+    known, _ = parameters_of(_forward(module))
+    parameters = list(known)
     inputs = data.x if isinstance(data.x, dict) else dict(zip(parameters, tensors(data.x), strict=False))
-    given = data.mask if isinstance(data.mask, dict) else {0: data.mask}
+    if data.mask is None:
+        forms = (known[name] for name in MASK_FORMS if name in known and name not in inputs)
+        if all(form.default is not inspect.Parameter.empty for form in forms):
+            return data
+        # No sequence was padded, for all have the same length; this module needs a mask all the same.
+        sequences = {name: values for name, values in inputs.items() if values.dim() in (2, 3)}
+        tokens = {name: values for name, values in sequences.items() if values.dtype == torch.int64} or sequences
+        given = {name: values.new_ones(values.shape[:2], dtype=torch.bool) for name, values in tokens.items()}
+        if not given:
+            return data
+    else:
+        given = data.mask if isinstance(data.mask, dict) else {0: data.mask}
     places: dict[Any, str] = dict(enumerate(parameters))
     masks = {places.get(key, str(key)): mask for key, mask in given.items()}
     first = next(iter(masks.values()))
@@ -164,18 +211,16 @@ def with_mask(data: Dataset, module: nn.Module) -> Dataset:
     return dataclasses.replace(data, x={**inputs, **missing}, mask=None) if missing else data
 
 
-def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a module's forward; of a peft model, which passes everything on, those of its base."""
+def _forward(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward; of a peft model, which passes everything on, that of its base."""
     inner = getattr(module, "get_base_model", None)
-    return inspect.signature((inner() if callable(inner) else module).forward).parameters
+    forward: Callable[..., Any] = (inner() if callable(inner) else module).forward
+    return forward
 
 
 def _check_keys(module: nn.Module, keys: list[str], name: str) -> None:
     """Refuse inputs by name that the module's forward does not take, or lacks."""
-    parameters = _parameters(module)
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = {key: one for key, one in parameters.items() if one.kind in kinds}
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    known, takes_any = parameters_of(_forward(module))
     for key in keys:
         # a misspelt name would be ignored by a forward that takes any
         if key not in known and (not takes_any or nearest(key, [other for other in known if other not in keys])):
@@ -188,48 +233,149 @@ def _check_keys(module: nn.Module, keys: list[str], name: str) -> None:
             raise BadInput(f"the {name} data lack the input '{key}' of the model's forward (they have {listed(keys)})")
 
 
+def _check_vocabulary(objective: Objective, data: Dataset, name: str) -> None:
+    """Refuse data with a token id that an embedding has no row for; `name` says which data they are.
+
+    The embedding notices too late: on a GPU such an id kills the process, and among stacked clients it is another
+    client's row.
+    """
+    if not any(isinstance(m, nn.Embedding | nn.EmbeddingBag) for m in objective.module.modules()):
+        return
+    # The largest and smallest values of every position, as two samples: cheap, but they need not occur together.
+    extremes = map_batch(lambda values: torch.stack([values.amax(0), values.amin(0)]), data.x)
+    if all(_has_rows(layer, low, high) for layer, low, high, _ in _token_ids(objective, data, [extremes]).values()):
+        return
+    starts = range(0, len(data), VOCABULARY_CHUNK)
+    chunks = (map_batch(lambda v, i=i: v[i : i + VOCABULARY_CHUNK], data.x) for i in starts)  # type: ignore[misc]
+    for layer_name, (layer, low, high, are_positions) in _token_ids(objective, data, chunks).items():
+        if not _has_rows(layer, low, high):
+            where = f"layer '{layer_name}' ({type(layer).__name__})"
+            if are_positions:
+                rows = (
+                    f"{where} has {layer.num_embeddings}: shorten the sequences or enlarge the layer (in transformers' "
+                    "configurations: n_positions or max_position_embeddings)"
+                )
+                raise BadInput(
+                    f"the sequences of the {name} data are too long: they need {high + 1} positions, but {rows}",
+                    without_data=f"the sequences of the {name} data need more positions than the model has: {rows}",
+                )
+            rows = (
+                f"{where} has a vocabulary of {layer.num_embeddings} ids, 0 to {layer.num_embeddings - 1}: enlarge "
+                "num_embeddings or map the ids"
+            )
+            raise BadInput(
+                f"the {name} data hold the token id {high if low >= 0 else low}, but {rows}",
+                without_data=f"the {name} data hold a token id that has no row in the model: {rows}",
+            )
+
+
+def _has_rows(layer: Any, low: int, high: int) -> bool:
+    return low >= 0 and high < int(layer.num_embeddings)
+
+
+def _token_ids(objective: Objective, data: Dataset, chunks: Any) -> dict[str, tuple[Any, int, int, bool]]:
+    """Return every embedding by its name: the layer, its smallest and largest id, and whether the ids are positions.
+
+    Ids are positions if they count up in every sequence.
+    """
+    seen: dict[str, tuple[Any, int, int, bool]] = {}
+
+    def watch(name: str) -> Callable[..., Any]:
+        def hook(layer: Any, args: Any, kwargs: Any) -> Any:
+            ids = args[0] if args else kwargs["input"]
+            if not ids.numel():
+                return None
+            _, low, high, are_positions = seen.get(name, (layer, 0, 0, True))
+            are_positions = are_positions and ids.dim() > 0 and ids.shape[-1] > 1 and bool((ids.diff() == 1).all())
+            seen[name] = layer, min(low, int(ids.min())), max(high, int(ids.max())), are_positions
+            ids = ids.clamp(0, layer.num_embeddings - 1)  # so that the other embeddings are reached too
+            return ((ids, *args[1:]), kwargs) if args else (args, kwargs | {"input": ids})
+
+        return hook
+
+    layers = [(n, m) for n, m in objective.seeded.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    with contextlib.ExitStack() as handles, torch.no_grad():
+        for name, layer in layers:
+            handles.enter_context(layer.register_forward_pre_hook(watch(name), with_kwargs=True))
+        for x in chunks:
+            inputs = prepare(x, data.mean, data.std, objective.dtype)
+            with contextlib.suppress(Exception):  # other problems are reported when the model runs
+                objective.outputs(objective.start, objective.buffers, inputs, train=False)
+    return seen
+
+
 def _check_loss(objective: Objective, outputs: Tensor, targets: Tensor, name: str) -> None:
-    known = TORCH_LOSSES.get(type(objective.loss))
+    known, sizes = TORCH_LOSSES.get(type(objective.loss)), f"shape [{len(targets)}]"
     try:
         losses: Any = objective.loss(outputs, targets)
     except Exception as error:  # whatever a user's loss raises
-        reason = " ".join(str(error).split())
+        reason = str(error) if isinstance(error, LaminaError) else describe_error(error)
         instead = f"; use loss='{known}' instead" if known else ""
         raise BadInput(
             f"the loss cannot compare the model's outputs with the {name} targets: {reason}{instead}"
         ) from error
-    if not isinstance(losses, Tensor) or losses.shape != (len(targets),):
-        shape = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
-        instead = f"loss='{known}', or " if known else ""
-        advice = f"use {instead}reduction='none', and take the mean over a sample's other axes"
-        if shape == f"shape {[len(targets)] * 2}":
+    if not isinstance(losses, Tensor) or not losses.is_floating_point():
+        kind = f"{losses.dtype} values" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
+        raise BadInput(
+            f"the loss must return a tensor with one number per sample, {sizes}, not {kind}: compute it from outputs "
+            "and targets with torch's functions, which know the gradient"
+        )
+    if losses.shape != (len(targets),):
+        advice = f"use loss='{known}', or " if known else ""
+        advice += "use reduction='none' and " if losses.dim() == 0 else ""
+        advice += "take the mean over a sample's other axes"
+        if losses.shape == (len(targets),) * 2:
             advice = _squeeze(outputs, targets) or advice
         raise BadInput(
-            f"the loss must return one value per sample, shape [{len(targets)}], not {shape}, from outputs of shape "
-            f"{list(outputs.shape)} and targets of shape {list(targets.shape)}: {advice}"
+            f"the loss must return one value per sample, {sizes}, not shape {list(losses.shape)}, from outputs of "
+            f"shape {list(outputs.shape)} and targets of shape {list(targets.shape)}: {advice}"
         )
 
 
 def _check_samples_alone(objective: Objective, data: Dataset, name: str) -> None:
-    """Refuse a user's loss in which the loss of a sample depends on the other samples of its batch."""
+    """Refuse a user's loss in which the loss of a sample depends on its batch: the others, their order or number."""
     first = data.y[:EVALUATION_BATCH]
     others = (first != first[:1]).reshape(len(first), -1).any(1).nonzero().flatten().tolist()
-    rows = torch.tensor([0, others[0] if others else 1], device=first.device)  # equal targets would hide a mistake
-    with torch.no_grad():
-        inputs, targets = data.inputs(rows, objective.dtype), first[rows]
+    spread = range(0, len(first), max(1, len(first) // LOSS_SAMPLES))
+    rows = list(dict.fromkeys([0, *others[:1], *spread]))[:LOSS_SAMPLES]  # equal targets would hide a mistake
+    with torch.no_grad(), rng.forked(objective.device, seed=0):
+        inputs, targets = data.inputs(torch.tensor(rows, device=first.device), objective.dtype), first[rows]
         outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
+        # So would equal outputs (a last layer of zeros): each is shrunk a little, which keeps log-probabilities below 0
+        # and probabilities between 0 and 1.
+        noise = LOSS_NOISE * torch.rand(outputs.shape).to(outputs)
+        varied = torch.where(outputs == 0, noise, outputs * (1 - noise))
 
-    def losses_of(places: list[int]) -> Tensor:
-        with torch.no_grad(), rng.forked(objective.device, seed=0):  # a loss may draw random numbers
+    def losses_of(outputs: Tensor, places: list[int], seed: int = 0) -> Tensor:
+        with torch.no_grad(), rng.forked(objective.device, seed=seed):  # a loss may draw random numbers
             return objective.loss(outputs[places], targets[places])
 
-    # A sample is compared with two copies of it: batches of one would need other kernels, and may have special cases.
-    together, copies = losses_of([0, 1]), torch.stack([losses_of([place, place])[place] for place in (0, 1)])
-    if not torch.allclose(together, copies, rtol=1e-4, atol=1e-6, equal_nan=True):
+    def is_same(losses: Tensor, other: Tensor) -> bool:
+        return torch.allclose(losses, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+    every = list(range(len(rows)))
+    if name == "train" and bool(losses_of(outputs, every).isnan().any()):  # no learning rate helps
         raise BadInput(
-            f"the loss mixes samples: with the {name} data, the loss of a sample changes with the others of its batch; "
-            f"compute it from the sample's own row of outputs [n{_axes(outputs)}] and targets [n{_axes(targets)}]"
-            f"{_squeeze(outputs, targets, ': ')}"
+            "the loss of some train samples is NaN before the first step: look at the model's outputs, and for roots, "
+            "logarithms and divisions in the loss"
+        )
+    try:
+        together = losses_of(varied, every)
+    except Exception:  # the loss may check its outputs, such as the sum of probabilities
+        varied, together = outputs, losses_of(outputs, every)
+    copies = torch.stack([losses_of(varied, [place] * len(rows))[place] for place in every])
+    mixes = not is_same(together, copies)
+    if is_same(together, losses_of(varied, every, seed=1)):  # else a sample's random number depends on its place
+        longer = [*reversed(every), every[-1]]
+        mixes = mixes or not is_same(losses_of(varied, longer), together[longer])
+    if mixes:
+        with Pairs(len(rows)) as pairs:
+            losses_of(varied, every)
+        raise BadInput(
+            f"the loss mixes samples: with the {name} data, the loss of a sample changes with the others of its batch, "
+            "their order or their number; compute it from the sample's own row of outputs "
+            f"[n{_axes(outputs)}] and targets [n{_axes(targets)}]"
+            f"{_squeeze(outputs, targets, ': ') if pairs.found else ''}"
         )
 
 

@@ -26,6 +26,8 @@ def as_algorithm(algorithm: Any) -> Algorithm:
     if not isinstance(algorithm, str | Algorithm):
         given = f"the class {algorithm.__name__}" if isinstance(algorithm, type) else repr(algorithm)
         raise BadInput(f"algorithm is {given}: give a name or an instance such as lamina.FedLamb()")
+    if isinstance(algorithm, Algorithm) and not hasattr(algorithm, "card"):
+        raise BadInput(f"the class {type(algorithm).__name__} has no card: decorate it with @lamina.algorithm(...)")
     created = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
     rehearse(created)  # one round of a tiny model
     return created
@@ -94,7 +96,7 @@ def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.M
     return create_model(model, data, rng.torch_seed(seed, "weights"))
 
 
-def create_model(model: Factory | str, data: Dataset, seed: int, **options: Any) -> nn.Module:
+def create_model(model: Factory | str, data: Dataset, /, seed: int, **options: Any) -> nn.Module:
     """Return a new module for the samples and classes of a data set."""
     shape = map_batch(lambda values: tuple(values.shape[1:]), data.x)  # of a tuple or dict, one shape for each
     return models.create(model, input_shape=shape, classes=data.classes or 1, seed=seed, **options)

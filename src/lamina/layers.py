@@ -109,10 +109,7 @@ class Layers:
 
     def first_nonfinite(self, u: Tensor) -> str | None:
         """Return the name of the first tensor that holds a NaN or an infinity, or None."""
-        for name, piece in self.unflatten(u).items():
-            if not bool(torch.isfinite(piece).all()):
-                return name
-        return None
+        return next((name for name, piece in self.unflatten(u).items() if not bool(torch.isfinite(piece).all())), None)
 
 
 class ChannelsLast(Layers):
@@ -145,13 +142,11 @@ class ChannelsLast(Layers):
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
         """Return views under the parameters' usual shapes; kernels have their channels innermost in memory."""
-        lead, n = flat.shape[:-1], flat.dim() - 1
-        tensors = {}
+        lead, tensors = flat.shape[:-1], {}
         for (name, shape), piece in zip(self.shapes.items(), torch.split(flat, self.sizes, dim=-1), strict=True):
             if len(shape) == 4:
                 out, inp, kh, kw = shape
-                moved = piece.reshape(*lead, out, kh, kw, inp)
-                tensors[name] = moved.permute(*range(n), n, n + 3, n + 1, n + 2)
+                tensors[name] = piece.reshape(*lead, out, kh, kw, inp).movedim(-1, -3)
             else:
                 tensors[name] = piece.reshape((*lead, *shape))
         return tensors

@@ -82,11 +82,11 @@ def check_memory(what: str, needed: int, advice: str, device: torch.device | Non
 def in_bytes(count: int) -> str:
     """Return a number of bytes with a unit.
 
-    >>> in_bytes(640), in_bytes(2_500_000), in_bytes(549_755_813_888), in_bytes(10**30)
-    ('640 B', '2.5 MB', '550 GB', '1e+15 PB')
+    >>> in_bytes(640), in_bytes(2_500_000), in_bytes(999_900_000), in_bytes(549_755_813_888), in_bytes(10**30)
+    ('640 B', '2.5 MB', '1 GB', '550 GB', '1e+15 PB')
     """
     for unit, size in (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
+        if count >= 0.9995 * size:  # which three digits round to 1
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
 

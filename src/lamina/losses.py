@@ -8,13 +8,14 @@ not count, with `bce` the float neither; a sample with no other positions has a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.errors import BadInput, unknown
-from lamina.named import import_named
+from lamina.named import import_named, refuse_unknown_options
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 IGNORED = -100  # the target of a position that does not count, as in torch
@@ -129,8 +130,9 @@ class BinaryCrossEntropy(nn.Module):
 
     positive_weight: Tensor
 
-    def __init__(self, positive_weight: float | Sequence[float] | Tensor) -> None:
+    def __init__(self, positive_weight: float | Sequence[float] | Tensor = 1.0, **others: Any) -> None:
         super().__init__()
+        refuse_unknown_options("BinaryCrossEntropy", others, ["positive_weight"])  # torch's is called pos_weight
         self.register_buffer("positive_weight", _weights("BinaryCrossEntropy: positive_weight", positive_weight))
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -295,9 +297,12 @@ def _mean_over_positions(losses: Tensor, targets: Tensor) -> Tensor:
 def _like_targets(what: str, outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the outputs in the shape of the targets, from which only last axes of length one may differ."""
     if shape(outputs) != shape(targets):
+        hint = ""
+        if outputs[0].numel() == 1 and targets.dim() == 2:
+            hint = f": let the model have {targets.shape[1]} outputs, or give one-hot labels as numbers, y.argmax(1)"
         raise BadInput(
             f"{what} needs outputs of the targets' shape, but a sample has outputs of shape "
-            f"{list(outputs.shape[1:])} and targets of shape {list(targets.shape[1:])}"
+            f"{list(outputs.shape[1:])} and targets of shape {list(targets.shape[1:])}{hint}"
         )
     return outputs.reshape(targets.shape)
 
@@ -331,7 +336,10 @@ def _refuse_shapes(name: str, outputs: Tensor, targets: Tensor, axis: int) -> No
 def _weights(what: str, values: float | Sequence[float] | Tensor | None) -> Tensor | None:
     if values is None:
         return None
-    weights = torch.as_tensor(values, dtype=torch.get_default_dtype())
+    try:
+        weights = torch.as_tensor(values, dtype=torch.get_default_dtype())
+    except (TypeError, ValueError) as error:
+        raise BadInput(f"{what} must be one number per class, in the order of the classes ({error})") from error
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise BadInput(f"{what} must hold finite numbers of at least 0")
     return weights

@@ -91,6 +91,8 @@ class Metric:
             raise BadInput(f"'{self.name}' is another column of the history: give the metric another name")
         if not callable(self.function):
             raise BadInput(f"metric '{self.name}': {short_repr(self.function)} is not a function of (outputs, targets)")
+        if not isinstance(self.larger_is_better, bool):
+            raise BadInput(f"metric '{self.name}': larger_is_better = {self.larger_is_better!r}: must be True or False")
 
     def __repr__(self) -> str:
         return f"Metric({self.name!r}, {'larger' if self.larger_is_better else 'smaller'} is better)"
@@ -137,15 +139,15 @@ def _predictions(batch: Batch) -> tuple[Tensor, Tensor, int]:
     outputs, targets, axis = batch.outputs, batch.targets, _class_axis(batch)
     if axis is not None:
         return outputs.argmax(axis), targets, outputs.shape[axis]
-    if _has_one_target_per_output(batch) and targets.dim() == 1:
-        return (outputs.flatten() > 0).long(), targets.long(), 2
+    if _has_one_target_per_output(batch) and targets.numel() == len(targets):
+        return (outputs.flatten() > 0).long(), targets.flatten().long(), 2
     raise BadInput(f"{NEEDS_LABELS}, not {_shapes(batch)}")
 
 
 def _class_axis(batch: Batch) -> int | None:
-    """Return the axis of the outputs that holds the classes, if the targets are labels."""
+    """Return the axis of the outputs that holds the classes, if the targets are labels; one logit has no such axis."""
     outputs, targets = batch.outputs, batch.targets
-    if not targets.is_floating_point() and outputs.dim() == targets.dim() + 1:
+    if not targets.is_floating_point() and outputs.dim() == targets.dim() + 1 and outputs.numel() > targets.numel():
         last = outputs.dim() - 1  # where the classes of a token may be
         for axis in (1, last) if batch.class_axis is None else (batch.class_axis % outputs.dim(),):
             if outputs.shape[:axis] + outputs.shape[axis + 1 :] == targets.shape:
@@ -156,18 +158,18 @@ def _class_axis(batch: Batch) -> int | None:
 def _has_one_target_per_output(batch: Batch) -> bool:
     """Return whether targets are 0 or 1 and every one has a logit: two classes, or several labels a sample."""
     outputs, targets = batch.outputs, batch.targets
-    if targets.dim() == 1:
-        is_binary = targets.is_floating_point() or batch.hits is not None  # integers may be a regression's
-        return is_binary and outputs.numel() == len(targets)
-    return outputs.shape == targets.shape
+    if targets.dim() == 1 and not targets.is_floating_point() and batch.hits is None:  # a regression's, perhaps
+        return False
+    return outputs.numel() == targets.numel() and outputs.shape[: targets.dim()] == targets.shape[: outputs.dim()]
 
 
 def _counts(batch: Batch) -> Values:
     """Return for every sample how often each class is predicted rightly, predicted, and true [n, 3, classes]."""
     import torch
 
-    if batch.targets.dim() > 1 and _has_one_target_per_output(batch):
-        predicted, actual = (batch.outputs > 0) & (batch.targets >= 0), batch.targets > 0
+    if batch.targets.numel() > len(batch.targets) and _has_one_target_per_output(batch):
+        predicted = (batch.outputs.reshape(batch.targets.shape) > 0) & (batch.targets >= 0)
+        actual = batch.targets > 0
         sides = (predicted & actual, predicted, actual)
         return (torch.stack([side.reshape(*side.shape[:2], -1).sum(2) for side in sides], 1).float(),)
     predicted, actual, classes = _predictions(batch)
@@ -255,8 +257,7 @@ def _f1_macro(counts: Tensor) -> Tensor:
 
 def _f1_micro(counts: Tensor) -> Tensor:
     right, predicted, actual = counts.double().sum(0)
-    shared: Tensor = 2 * right.sum() / (predicted + actual).sum()
-    return shared
+    return mean(2 * right, predicted + actual)
 
 
 def _mean_iou(counts: Tensor) -> Tensor:
@@ -278,8 +279,7 @@ def _auroc(scores: Tensor, answers: Tensor) -> Tensor:
         score, answer = score[answer >= 0], answer[answer >= 0] > 0
         _, inverse, counts = score.unique(return_inverse=True, return_counts=True)
         ranks = (counts.cumsum(0) - (counts - 1) / 2)[inverse]  # from 1; the mean rank of equal scores
-        yes = answer.sum()
-        no = len(answer) - yes
+        yes, no = answer.sum(), (~answer).sum()
         areas.append((ranks.double()[answer].sum() - yes * (yes + 1) / 2) / (yes * no))
     return torch.stack(areas).nanmean()
 
@@ -324,7 +324,7 @@ def is_function_of_mean(metric: Metric) -> bool:
 def find(given: Any) -> Metric:
     """Return a metric: by name, as ``package.module:function``, from a function, or as it is.
 
-    A function is larger-is-better unless its name ends like a cost ("…loss", "…error"): give a `Metric` to say so.
+    A function is larger-is-better unless its name ends like a cost ("…loss", "…_mse"): give a `Metric` to say so.
 
     >>> find("rmse")
     Metric('rmse', smaller is better)
@@ -356,10 +356,9 @@ def find_all(metrics: Any) -> tuple[Metric, ...] | None:
         raise BadInput(f"metrics = {short_repr(metrics)}: give a list of at least one, such as ['accuracy', 'f1']")
     every = tuple(find(metric) for metric in metrics)
     names = [metric.name for metric in every]
-    for name in names:
-        if names.count(name) > 1:
-            raise BadInput(f"metrics: there are two of the name '{name}'")
     for metric in every:
+        if names.count(metric.name) > 1:
+            raise BadInput(f"metrics: there are two of the name '{metric.name}'")
         _register(metric)
     return every
 
@@ -436,7 +435,8 @@ def smaller_is_better(column: str) -> bool:
 
 def _is_cost(column: str) -> bool:
     """Return whether a column's name tells that it improves as it falls."""
-    return column.endswith(("loss", "error", "seconds", "_std")) or column in SMALLER_IS_BETTER or "bytes" in column
+    name, endings = column.lower(), ("loss", "error", "mae", "mse", "nll", "perplexity", "seconds", "_std")
+    return (name.endswith(endings) and not name.startswith("neg_")) or column in SMALLER_IS_BETTER or "bytes" in column
 
 
 def is_percent(column: str) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import operator
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import BadInput, nearest, unknown
+from lamina.errors import BadInput, extra_hint, nearest, unknown, where_it_failed
 
 
 def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options: Mapping[str, Any]) -> Any:
@@ -39,12 +40,25 @@ def field_values(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def refuse_unknown_options(what: str, options: Iterable[str], known: Sequence[str]) -> None:
-    """Refuse an option that is not among the known ones; the message names the nearest and lists all."""
+def refuse_unknown_options(
+    what: str, options: Iterable[str], known: Sequence[str], other_keys: Sequence[str] = ("name",)
+) -> None:
+    """Refuse an option that is not among the known ones; the message names the nearest, also of other keys."""
     for option in options:
         if option not in known:
             choices = f"its options: {', '.join(known)}" if known else "it has none"
-            raise BadInput(f"{what} has no option '{option}'{nearest(option, known)} ({choices})")
+            raise BadInput(f"{what} has no option '{option}'{nearest(option, [*known, *other_keys])} ({choices})")
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], bool]:
+    """Return the parameters that can be given by name, and whether the function takes any others as well."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some callables written in C have no signature
+        return {}, True
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {each.name: each for each in parameters if each.kind in by_name}
+    return named, any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 def import_named(what: str, name: str) -> Any:
@@ -60,7 +74,8 @@ def import_named(what: str, name: str) -> Any:
         return operator.attrgetter(attribute)(importlib.import_module(module))
     except ModuleNotFoundError as error:
         is_theirs = f"{module}.".startswith(f"{error.name}.")  # else a module that theirs imports is missing
-        raise BadInput(f"cannot load the {what} '{name}': {error}{_searched(module) if is_theirs else ''}") from error
+        hint = _searched(module, attribute) if is_theirs else extra_hint(error)
+        raise BadInput(f"cannot load the {what} '{name}': {error}{hint}") from error
     except AttributeError as error:
         hint = nearest(error.name or "", dir(error.obj))
         raise BadInput(f"cannot load the {what} '{name}': {error}{hint}") from error
@@ -68,11 +83,14 @@ def import_named(what: str, name: str) -> Any:
         raise BadInput(f"cannot load the {what} '{name}': {error}") from error
     except (Exception, SystemExit) as error:  # importing the user's module may raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise BadInput(f"cannot load the {what} '{name}': {reason}") from error
+        where = where_it_failed(error)
+        raise BadInput(f"cannot load the {what} '{name}': {reason}{f' ({where})' if where else ''}") from error
 
 
-def _searched(module: str) -> str:
+def _searched(module: str, attribute: str) -> str:
     """Say where a module was searched, and what to do."""
+    if module.endswith(".py"):
+        return f": leave out .py, '{module.removesuffix('.py')}:{attribute}'"
     here = str(Path.cwd())
     folder = here if {here, ""} & set(sys.path) else sys.path[0]
     file = f"{module.replace('.', '/')}.py"

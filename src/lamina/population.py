@@ -8,23 +8,24 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from lamina.algorithms.contract import Algorithm, options
+from lamina.algorithms.contract import options
 from lamina.contents import alike, same_inputs, same_tensor
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import arithmetic
+from lamina.engines.stacked.independence import work_together, works_by_layer
 from lamina.engines.stacked.rows import Member
-from lamina.engines.stacked.steps import works_by_layer
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged
 from lamina.evaluation import refuse_nonfinite
 from lamina.history import History, Row
 from lamina.limits import check_count
 from lamina.plan import Round
+from lamina.protocol import PER_MEMBER, Protocol
 from lamina.training import Training, evaluate_together
 
-SHARED_SETTINGS = ("batch_size", "aggregation", "augmentation")  # of the protocol; the loss is the objective's
+_steps_by_layer = functools.lru_cache(maxsize=256)(works_by_layer)  # slow, and needed several times per member
 
 
 class Population:
@@ -105,11 +106,13 @@ class Population:
             else:
                 self.simulations[i].state, report = outcome
                 finished.append((i, member, report))
-        evaluated = evaluate_together([self.simulations[i] for i, *_ in finished], always=evaluate)
-        for (i, member, report), metrics in zip(finished, evaluated, strict=True):
-            rows[i] = self.simulations[i].record(member.state, member.plan, report, seconds, metrics)
+        with arithmetic(first.precision, first.deterministic):
+            evaluated = evaluate_together([self.simulations[i] for i, *_ in finished], always=evaluate)
+            for (i, member, report), metrics in zip(finished, evaluated, strict=True):
+                rows[i] = self.simulations[i].record(member.state, member.plan, report, seconds, metrics)
+        for i, row in rows.items():
             try:
-                refuse_nonfinite(rows[i])
+                refuse_nonfinite(row)
             except Diverged as error:
                 self.diverged[i] = error
         return rows
@@ -135,13 +138,15 @@ def mismatch(first: Training, other: Training) -> str:
             return "their algorithms' options give them different needs"
         if _steps_by_layer(first.algorithm) != _steps_by_layer(other.algorithm):
             return "their algorithms' options let only one of them step layer by layer"
+        if not work_together(first.algorithm, other.algorithm):
+            return "their algorithm does not compute with an option that is a tensor (a branch on the option?)"
     difference = first.objective.difference(other.objective) or _data_difference(first.train_data, other.train_data)
     if difference:
         return difference
     if first.state.round != other.state.round:
         return f"they are at different rounds ({first.state.round} and {other.state.round})"
     for name, a, b in (
-        *((name, getattr(first.protocol, name), getattr(other.protocol, name)) for name in SHARED_SETTINGS),
+        *((name, getattr(first.protocol, name), getattr(other.protocol, name)) for name in Protocol.names(PER_MEMBER)),
         ("precision", first.precision, other.precision),
         ("deterministic", first.deterministic, other.deterministic),
         ("trust_ratios", first.engine.record_trust_ratios, other.engine.record_trust_ratios),
@@ -149,12 +154,6 @@ def mismatch(first: Training, other: Training) -> str:
         if not alike(a, b):
             return f"they differ in {name} ({a} and {b})"
     return ""
-
-
-@functools.lru_cache(maxsize=256)
-def _steps_by_layer(algorithm: Algorithm) -> bool:
-    """Return `works_by_layer`, cached because it is slow and needed several times per member."""
-    return works_by_layer(algorithm)
 
 
 def _data_difference(one: Dataset, other: Dataset) -> str:

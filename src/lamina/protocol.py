@@ -1,14 +1,14 @@
 """The protocol record: every setting of training besides the model, the data and the algorithm.
 
 Simulations, federations, experiment files, checkpoints and the tasks of Flower nodes all use this one record. To add a
-setting: add a field here, use it where it acts, and describe it in the arguments of `lamina.Simulation`.
+setting: add a field here and its type to `Settings`, use it, and describe it in the arguments of `lamina.Simulation`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict, get_args
 
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lamina.aggregation import MEAN, Aggregation, as_aggregation, name_of
 from lamina.algorithms.contract import Algorithm
+from lamina.contents import code_digest
 from lamina.data.feed import Augment
 from lamina.errors import BadInput, nearest, short_repr, unknown
 from lamina.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
@@ -27,8 +28,11 @@ from lamina.schedules import CONSTANT, Schedule, make_schedule
 Sampling = Literal["exact", "bernoulli"]
 Weighting = Literal["clients", "examples"]
 
-# settings that a client does not need: the server acts on them, or the loss is the node's own function
-SERVER_SETTINGS = ("schedule", "participation", "sampling", "weighting", "aggregation", "loss")
+# What a field declares about its setting. Without any of these a setting is sent to clients, makes another plan, and
+# must be the same in all members of a population.
+SERVER_ONLY = {"server_only": True}  # a client does not need it: the server acts on it, or each node has its own
+UNPLANNED = {"unplanned": True}  # cohorts and batches do not depend on it
+PER_MEMBER = {"per_member": True}  # members of a population may differ in it (the loss is compared with the model)
 PROBED_ROUNDS = 100  # whose rates tell two user-defined schedules apart
 
 
@@ -54,22 +58,22 @@ class Settings(TypedDict, total=False):
 class Protocol:
     """The settings of training. See `lamina.Simulation` for what each of them means.
 
-    The metadata are bounds in pydantic's words, for the settings that the `[train]` section takes over as they are.
+    The bounds are in pydantic's words, for the settings that the `[train]` section takes over as they are.
     """
 
-    lr: float
-    schedule: Schedule = CONSTANT
-    participation: float = 1.0
-    sampling: Sampling = "exact"
+    lr: float = field(metadata=UNPLANNED | PER_MEMBER)
+    schedule: Schedule = field(default=CONSTANT, metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
+    participation: float = field(default=1.0, metadata=SERVER_ONLY | PER_MEMBER)
+    sampling: Sampling = field(default="exact", metadata=SERVER_ONLY | PER_MEMBER)
     batch_size: int | None = 32  # None: all of a client's samples
-    epochs: int | None = None  # None: 1, unless local_steps is given
-    local_steps: int | None = field(default=None, metadata={"ge": 1, "le": MOST})
-    clip: float | None = field(default=None, metadata={"gt": 0})
-    weighting: Weighting = "clients"
-    aggregation: Aggregation = MEAN
-    loss: str | Loss = "cross_entropy"
-    augmentation: Augment | None = None
-    seed: int = 0
+    epochs: int | None = field(default=None, metadata=PER_MEMBER)  # None: 1, unless local_steps is given
+    local_steps: int | None = field(default=None, metadata=PER_MEMBER | {"bounds": {"ge": 1, "le": MOST}})
+    clip: float | None = field(default=None, metadata=UNPLANNED | PER_MEMBER | {"bounds": {"gt": 0}})
+    weighting: Weighting = field(default="clients", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
+    aggregation: Aggregation = field(default=MEAN, metadata=SERVER_ONLY | UNPLANNED)
+    loss: str | Loss = field(default="cross_entropy", metadata=SERVER_ONLY | UNPLANNED | PER_MEMBER)
+    augmentation: Augment | None = field(default=None, metadata=UNPLANNED)
+    seed: int = field(default=0, metadata=PER_MEMBER)
 
     def __post_init__(self) -> None:
         check_seed(self.seed)
@@ -96,13 +100,17 @@ class Protocol:
             )
 
     @classmethod
-    def of(cls, algorithm: Algorithm, settings: Mapping[str, Any]) -> Protocol:
-        """Return the protocol with these settings; the default learning rate is the algorithm's."""
-        names = [each.name for each in fields(cls)]
+    def of(cls, algorithm: Algorithm, settings: Mapping[str, Any], others: Iterable[str] = ()) -> Protocol:
+        """Return the protocol with these settings; the default learning rate is the algorithm's.
+
+        `others` are arguments beside the settings, which a mistyped name may mean.
+        """
+        names = cls.names()
         for name in settings:
             if name not in names:
-                raise BadInput(f"there is no setting '{name}'{nearest(name, names)}")
-        given = dict(settings)
+                raise BadInput(f"there is no setting '{name}'{nearest(name, [*names, *others])}")
+        # numbers of numpy become numbers of Python, which config.json can hold
+        given = {name: each.item() if isinstance(each, np.generic) else each for name, each in settings.items()}
         if given.get("lr") is None:
             given["lr"] = algorithm.card.lr
         if isinstance(given.get("schedule"), str):
@@ -110,6 +118,11 @@ class Protocol:
         if "aggregation" in given:
             given["aggregation"] = as_aggregation(given["aggregation"])
         return cls(**given)
+
+    @classmethod
+    def names(cls, without: Mapping[str, bool] | None = None) -> list[str]:
+        """Return the names of the settings, of those that do not declare `without`, such as `SERVER_ONLY`."""
+        return [each.name for each in fields(cls) if without is None or not without.items() <= each.metadata.items()]
 
     @property
     def by_examples(self) -> bool:
@@ -138,19 +151,18 @@ class Protocol:
 
     def same_rounds(self, other: Protocol) -> bool:
         """Return whether both draw the same cohorts and batches in every round."""
-        deciding = ("participation", "sampling", "batch_size", "epochs", "local_steps", "seed")
-        return all(getattr(self, name) == getattr(other, name) for name in deciding)
+        return all(getattr(self, name) == getattr(other, name) for name in self.names(UNPLANNED))
 
     def local_record(self, number: int) -> dict[str, Any]:
         """Return the settings that a client needs in one round, as JSON can hold them; see `from_local_record`."""
         record = self.record() | {"lr": self.rate(number), "batch_size": self.batch_size}
-        return {name: value for name, value in record.items() if name not in SERVER_SETTINGS}
+        return {name: value for name, value in record.items() if name in self.names(SERVER_ONLY)}
 
     @classmethod
     def from_local_record(cls, record: Mapping[str, Any]) -> Protocol:
         """Return the protocol of one client in one round; `BadInput` if the record is not one."""
-        expected = {each.name for each in fields(cls)} - set(SERVER_SETTINGS)
-        if not isinstance(record, dict) or record.keys() != expected:
+        expected = cls.names(SERVER_ONLY)
+        if not isinstance(record, dict) or record.keys() != set(expected):
             raise BadInput(f"the settings of a client are {', '.join(sorted(expected))}")
         augmentation = record["augmentation"]
         if augmentation is not None:
@@ -162,10 +174,10 @@ class Protocol:
     def record(self) -> dict[str, Any]:
         """Return the settings as an experiment file writes them: names, numbers and tables."""
         return field_values(self) | {
-            "schedule": describe(self.schedule, schedule_name(self.schedule)),
+            "schedule": as_table(self.schedule, schedule_name(self.schedule)),
             "batch_size": "full" if self.batch_size is None else self.batch_size,
             "epochs": (self.epochs or 1) if self.local_steps is None else None,
-            "aggregation": describe(self.aggregation, name_of(self.aggregation)),
+            "aggregation": as_table(self.aggregation, name_of(self.aggregation)),
             "loss": self.loss if isinstance(self.loss, str) else function_name(self.loss),
             "augmentation": None if self.augmentation is None else dataclasses.asdict(self.augmentation),
         }
@@ -176,10 +188,10 @@ def schedule_name(schedule: Schedule) -> str:
     name = type(schedule).__name__.lower()
     if dataclasses.is_dataclass(schedule):
         return name
-    return f"{name} {[float(schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)]}"
+    return f"{name} {code_digest([float(schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)])}"
 
 
-def describe(value: Any, name: str) -> dict[str, Any]:
+def as_table(value: Any, name: str) -> dict[str, Any]:
     """Return the table of an experiment file that names an object and gives its options."""
     return {"name": name} | field_values(value)
 

@@ -6,32 +6,32 @@ and its `run_round` trains one round. This file adds progress bars, run folders 
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack, get_args
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
 from lamina.clients import Heldout
-from lamina.devices import choose_device
-from lamina.diagnostics import check_names
+from lamina.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import Precision
-from lamina.errors import BadInput, unknown
+from lamina.errors import BadInput
 from lamina.history import History, Row
 from lamina.inputs import as_algorithm, as_splits
 from lamina.limits import check_count
 from lamina.metrics import find_all
 from lamina.models.registry import Factory
+from lamina.named import field_values
 from lamina.paths import checked_path
 from lamina.progress import python_bars
 from lamina.protocol import Protocol, Settings
 from lamina.storage.identity import Identity, of_run
 from lamina.text import html_table, plural
-from lamina.training import Training
+from lamina.training import RunOptions, Training
 
 if TYPE_CHECKING:
     from lamina.experiment.python import Recorder
@@ -136,12 +136,19 @@ class Simulation(Training):
         # the checks that need no data come first: a mistake costs no time
         if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):
             raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
-        if precision not in get_args(Precision):
-            raise unknown("precision", precision, get_args(Precision))
-        check_count("evaluate_every", evaluate_every)
-        chosen_metrics, chosen_diagnostics = find_all(metrics), check_names(diagnostics)
+        options = RunOptions(
+            engine=engine.options.engine if isinstance(engine, Training) else engine,
+            precision=precision,
+            deterministic=deterministic,
+            evaluate_every=evaluate_every,
+            client_metrics=client_metrics,
+            trust_ratios=trust_ratios,
+            diagnostics=diagnostics,
+        )
+        chosen_metrics = find_all(metrics)
         algorithm = as_algorithm(algorithm)  # tried on a tiny model
-        protocol = Protocol.of(algorithm, settings)  # validated, with the defaults filled in
+        arguments = inspect.signature(Simulation).parameters
+        protocol = Protocol.of(algorithm, settings, arguments)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
         train_data, test_data = as_splits(train, test)
         super().__init__(
@@ -150,19 +157,14 @@ class Simulation(Training):
             test_data,
             algorithm,
             protocol,
+            options,
             device=chosen_device,
             clients=clients,
             partition=partition,
             heldout_clients=heldout_clients,
             local_test=local_test,
             metrics=chosen_metrics,
-            client_metrics=client_metrics,
-            evaluate_every=evaluate_every,
-            engine=engine,
-            precision=precision,
-            deterministic=deterministic,
-            trust_ratios=trust_ratios,
-            diagnostics=chosen_diagnostics,
+            lender=engine if isinstance(engine, Training) else None,
         )
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
 
@@ -184,14 +186,9 @@ class Simulation(Training):
                 partition=partition,
                 settings={
                     **settings,
+                    **field_values(options),
+                    "diagnostics": list(diagnostics or ()) or None,
                     "device": self.device,
-                    "engine": self.engine_name,
-                    "precision": precision,
-                    "deterministic": deterministic,
-                    "evaluate_every": evaluate_every,
-                    "client_metrics": client_metrics,
-                    "trust_ratios": trust_ratios,
-                    "diagnostics": list(chosen_diagnostics) or None,
                     "metrics": metrics,
                     "heldout_clients": heldout_clients,
                     "local_test": local_test,
@@ -214,7 +211,7 @@ class Simulation(Training):
         """
         self._requested += check_count("run: rounds", rounds, least=0)
         last = self._requested if self._recorder is not None else self.state.round + rounds
-        name, was_told = self.algorithm.card.title, bool(self.history.collapse())
+        name, had_collapsed = self.algorithm.card.title, bool(self.history.collapse())
         with python_bars([name], progress, state="", total=last, completed=self.state.round) as bars:
 
             def show(row: Row) -> None:
@@ -230,7 +227,7 @@ class Simulation(Training):
             except BaseException:  # interrupted, say: count the rounds of the next call from those that are trained
                 self._requested = self.state.round
                 raise
-        collapse = "" if was_told else self.history.collapse()
+        collapse = "" if had_collapsed else self.history.collapse()
         if collapse:
             log.warning("%s: %s", name, collapse)
         return self.history
@@ -277,7 +274,6 @@ class Simulation(Training):
 
     def _facts(self) -> dict[str, str]:
         """Return what a reader wants to know about the simulation, in words."""
-        engine = self.engine.forward.name if isinstance(self.engine, Stacked) else "loop"
         parameters = plural(self.objective.layers.size, "parameter")
         parameters += " trained, the others frozen" if self.objective.frozen else ""
         facts = {
@@ -286,7 +282,7 @@ class Simulation(Training):
             "data": f"{self.train_data.name}, {plural(len(self.train_data), 'sample')}",
             "clients": str(self.plan.clients.count),
             "lr": f"{self.protocol.lr:g}",
-            "engine": f"{engine} on {self.device}",
+            "engine": f"{self.engine.name} on {self.device}",
             "rounds": str(self.state.round),
         }
         if len(self.history) and self.history.metric in self.history.columns:

@@ -13,24 +13,25 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.clients import Heldout, deal, reserve
 from lamina.data.dataset import Dataset
-from lamina.devices import check_model_fits, usable_precision
-from lamina.diagnostics import Diagnostics
+from lamina.devices import Precision, check_model_fits, usable_precision
+from lamina.diagnostics import Diagnostics, check_names
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.stacked.convolution import prepare_kernels
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import Precision, arithmetic
+from lamina.engines.stacked.forward import arithmetic
 from lamina.engines.state import RoundReport, State
-from lamina.errors import BadInput
+from lamina.errors import BadInput, unknown
 from lamina.evaluation import (
     ClientSamples,
     Evaluation,
@@ -38,6 +39,7 @@ from lamina.evaluation import (
     refuse_nonfinite,
     reserved_samples,
     round_row,
+    warn_of_nan,
 )
 from lamina.fit import (
     check_clients,
@@ -59,6 +61,26 @@ from lamina.protocol import Protocol
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run computes and what it records, but not what it trains; `lamina.Simulation` explains each."""
+
+    engine: str = "auto"
+    precision: Precision = "fp32"
+    deterministic: bool = False
+    evaluate_every: int = 1
+    client_metrics: bool = False
+    trust_ratios: bool = False
+    diagnostics: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise unknown("precision", self.precision, get_args(Precision))
+        check_count("evaluate_every", self.evaluate_every)
+        if self.diagnostics is not None:
+            check_names(self.diagnostics)
+
+
 class Training:
     """One run in memory: its parts, its state after the last round, and its history.
 
@@ -66,7 +88,7 @@ class Training:
 
     Args:
         metrics: the primary one first; None: the accuracy, where there is one, else the loss.
-        engine: the name of an engine, or a similar run that lends its own.
+        lender: a similar run that lends its engine.
     """
 
     out: Path | None = None  # the folder that the run writes by itself; only a `Simulation` may have one
@@ -78,6 +100,7 @@ class Training:
         test: Dataset | None,
         algorithm: Algorithm,
         protocol: Protocol,
+        options: RunOptions,
         *,
         device: torch.device,
         clients: int | Sequence[Any] | None,
@@ -85,17 +108,11 @@ class Training:
         heldout_clients: Heldout | None,
         local_test: float | None,
         metrics: Sequence[Metric] | None,
-        client_metrics: bool,
-        evaluate_every: int,
-        engine: str | Training,
-        precision: Precision,
-        deterministic: bool,
-        trust_ratios: bool,
-        diagnostics: tuple[str, ...],
+        lender: Training | None = None,
     ) -> None:
         # what trains, by which settings, where
-        self.algorithm, self.protocol, self.device = algorithm, protocol, device
-        self.precision, self.deterministic = usable_precision(precision, device), deterministic
+        self.algorithm, self.protocol, self.options, self.device = algorithm, protocol, options, device
+        self.precision, self.deterministic = usable_precision(options.precision, device), options.deterministic
         prepare_kernels(device, self.precision)  # in a thread, while this one builds the run
         module = as_model(model, train, protocol.seed)
         check_model_fits(module, device)
@@ -119,32 +136,30 @@ class Training:
         self.plan = Plan(self.reserved.training, protocol)  # makes a `Round`, called the plan of the round, for each
 
         # the evaluation and the engine; a similar run lends the engine it has chosen, compiled and measured
-        if deterministic:  # cuBLAS reads it when it starts
+        if options.deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        lender = engine if isinstance(engine, Training) else None
-        self.engine_name: str = engine.engine_name if isinstance(engine, Training) else engine
         with rng.forked(device, seed=0):  # the module runs, and may draw random numbers itself
             has_accuracy = self._check_fit()
             self.metrics = (ACCURACY if has_accuracy else LOSS,) if metrics is None else tuple(metrics)
-            self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(client_metrics, metrics))
+            self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(options.client_metrics, metrics))
             if metrics is not None:
                 tested = self.train_data if self.test_data is None else self.test_data
                 check_metrics(self.objective, metrics, tested, "train" if self.test_data is None else "test")
             if lender is None or not lender.plan.same_rounds(self.plan):
                 self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
-                self.engine_name,
+                options.engine,
                 self.precision,
                 lender.engine if lender is not None and lender.precision == self.precision else None,
                 algorithm=algorithm,
                 objective=self.objective,
                 data=self.train_data,
                 protocol=protocol,
-                record_trust_ratios=trust_ratios,
+                record_trust_ratios=options.trust_ratios,
             )
 
-        self.evaluate_every = evaluate_every
-        self.diagnostics = Diagnostics(diagnostics, algorithm, self.objective, self.train_data, self.plan)
+        names = tuple(options.diagnostics or ())
+        self.diagnostics = Diagnostics(names, algorithm, self.objective, self.train_data, self.plan)
         self.state, _ = self.start()
         self.history = History(metric=self.metric)
         self._planned: Round | None = None  # the next round's plan, if it was computed ahead
@@ -169,13 +184,15 @@ class Training:
                 self.state, report = self.engine.run_round(self.state, plan, self.plan_ahead)
             else:
                 self.state, report = self.engine.run_round(self.state, plan)
-        seconds = time.perf_counter() - started
-        (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
-        return self.record(before, plan, report, seconds, metrics)
+            seconds = time.perf_counter() - started
+            (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
+            return self.record(before, plan, report, seconds, metrics)
 
     def next_plan(self) -> Round:
         """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
         number = self.state.round + 1
+        if number == 1 and self.evaluation.metrics and self.test_data is None and not self.evaluation.clients:
+            log.warning("metrics are computed on test data, and there are none: give test=(x, y)")
         planned, self._planned = self._planned, None
         if planned is None or planned.number != number:
             planned = self.plan.round(number)
@@ -192,11 +209,13 @@ class Training:
     def record(
         self, before: State, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]
     ) -> Row:
-        """Append the row of a finished round, with evaluation and diagnostics if they were due, and return it."""
+        """Append the row of a finished round, with its evaluation and diagnostics if they were due, and return it."""
         row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)
         if metrics and self.diagnostics.names:
-            with arithmetic(self.precision, self.deterministic):
-                self.diagnostics.add_to(row, before, self.state, plan, report)
+            started = time.perf_counter()
+            row |= self.diagnostics.measure(before, self.state, plan, report)
+            row["evaluation_seconds"] += time.perf_counter() - started
+        warn_of_nan(row, self.history, self.metrics)
         self.history.append(row)
         return row
 
@@ -217,17 +236,8 @@ class Training:
 
     def evaluate(self) -> dict[str, float]:
         """Return the loss and the metrics of the current model on the test data, and on clients' data if enabled."""
-        return self.finish_evaluation(self.start_evaluation())
-
-    def start_evaluation(self) -> Tensor | None:
-        """Start evaluating the current model on the test data, without waiting for a GPU."""
         with arithmetic(self.precision, self.deterministic):
-            return self.evaluation.start(self.objective, self.state.server.x, self.state.buffers)
-
-    def finish_evaluation(self, measured: Tensor | None) -> dict[str, float]:
-        """Return the measured values by name, with those of clients if enabled."""
-        with arithmetic(self.precision, self.deterministic):
-            return self.evaluation.finish(measured, self.objective, self.state.server.x, self.state.buffers)
+            return self.evaluation.run(self.objective, self.state.server.x, self.state.buffers)
 
     def _check_fit(self) -> bool:
         """Refuse a model that does not fit the data now, not in round 1; return whether there is an accuracy."""
@@ -254,10 +264,13 @@ class Training:
 
 
 def evaluate_together(simulations: Sequence[Training], *, always: bool = False) -> list[dict[str, float]]:
-    """Evaluate the simulations that are due, or all of them; start every one before waiting for a GPU."""
+    """Evaluate the simulations that are due, or all of them; start every one before waiting for a GPU.
+
+    The caller sets the arithmetic.
+    """
     started = time.perf_counter()
-    due = [one for one in simulations if always or one.state.round % one.evaluate_every == 0]
-    measured = {one: one.start_evaluation() for one in due}
-    metrics = {one: one.finish_evaluation(values) for one, values in measured.items()}
+    due = [one for one in simulations if always or one.state.round % one.options.evaluate_every == 0]
+    finish = {one: one.evaluation.start(one.objective, one.state.server.x, one.state.buffers) for one in due}
+    metrics = {one: finish[one]() for one in due}
     seconds = {"evaluation_seconds": (time.perf_counter() - started) / max(1, len(due))}
     return [metrics[one] | seconds if one in metrics else {} for one in simulations]

@@ -141,9 +141,9 @@ def test_the_same_in_a_federation(tmp_path, algorithm):
     setup.run()
     alone = setup.simulation()
     alone.run(setup.rounds)
-    for row, own in zip(setup.rows, alone.history, strict=True):
+    for row, row_alone in zip(setup.rows, alone.history, strict=True):
         for name in ("loss", "update_norm", "consistency", "bytes_down", "bytes_up"):
-            assert row[name] == pytest.approx(own[name], rel=1e-4), name
+            assert row[name] == pytest.approx(row_alone[name], rel=1e-4), name
 
 
 @pytest.mark.parametrize("name", ["fedams", "fedlamb", "fedadam", "fedadam_star"])

@@ -276,12 +276,12 @@ def test_a_name_cannot_be_taken_twice_and_own_checks_are_kept():
 
     with pytest.raises(BadInput, match="an algorithm named 'fedavg' exists already"):
         make("fedavg")
-    own = make("own")
-    assert own(label="y").label == "y"
+    cls = make("own")
+    assert cls(label="y").label == "y"
     with pytest.raises(BadInput, match="own check"):
-        own(label="bad")
+        cls(label="bad")
     with pytest.raises(BadInput, match="label = 3 is not a text"):
-        own(label=3)
+        cls(label=3)
 
 
 @pytest.mark.usefixtures("clean_registry")
@@ -303,7 +303,7 @@ def test_a_module_of_the_user_that_is_broken_is_refused_in_one_line(source, text
         algorithms.create("broken_algorithm:Own")
 
 
-def test_an_algorithm_of_ones_own_is_found_by_import_path():
+def test_a_users_algorithm_is_found_by_import_path():
     assert algorithms.find("lamina.algorithms.fedlada:FedLada").card.name == "fedlada"
 
 

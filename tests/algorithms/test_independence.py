@@ -72,8 +72,8 @@ def test_names_of_the_clients_change_nothing(name: str, given: Any) -> None:
     first = trajectory(name, given, **settings)
     second = trajectory(name, given, clients=[CLIENTS[i] for i in order], **settings)
     close(second, first, rtol=1e-8)
-    other_split = trajectory(name, given, clients=np.array_split(np.arange(sum(SIZES)), 5), **settings)
-    assert differ(other_split, first)
+    other_split = trajectory(name, given, rounds=1, clients=np.array_split(np.arange(sum(SIZES)), 5), **settings)
+    assert differ(other_split, first[:1])
 
 
 @every_algorithm

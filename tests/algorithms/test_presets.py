@@ -79,13 +79,13 @@ def test_fedadamw_vision_is_torchs_adam_with_a_counter_of_a_million() -> None:
     for r in range(1, 4):
         grads = vectors(2, steps, seed=10 + r)
         ends, moments = [], []
-        for own in grads:
+        for client_grads in grads:
             y = torch.nn.Parameter(x.clone())
             adam = torch.optim.Adam([y], lr=0.1 * lr, weight_decay=1e-3)
             if v is not None:
                 start = {"exp_avg": torch.zeros_like(x), "exp_avg_sq": v.clone()}
                 adam.state[y] = {"step": torch.tensor(1e6), **start}
-            for g in own:
+            for g in client_grads:
                 y.grad = g.clone()
                 adam.step()
                 y.data += 0.9 * lr / steps * last

@@ -103,8 +103,8 @@ def test_synchronising_every_round_leaves_nothing_to_accumulate(name: str) -> No
 def test_a_single_client_shares_its_second_moment_with_nobody(given: Any) -> None:
     """N = 1: the mean of the clients' v_K is the client's own, so v_hat_i = v_hat (A17)."""
     settings = {"clients": CLIENTS[1:2], "participation": 1.0}
-    shared, own = (trajectory("fedlamb", given | {"sync": sync}, 4, **settings) for sync in (True, False))
-    close(own, shared)
+    shared, separate = (trajectory("fedlamb", given | {"sync": sync}, 4, **settings) for sync in (True, False))
+    close(separate, shared)
     assert differ(trajectory("fedlamb", given | {"sync": False}, 4), trajectory("fedlamb", given, 4))
 
 

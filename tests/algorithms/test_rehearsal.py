@@ -130,6 +130,11 @@ BROKEN = {  # a function of FedAvg, replaced
         lambda self, down, client, info: np.zeros(3) - down.x,
         r"begin fails on a small model: TypeError: unsupported operand .*\(test_rehearsal.py:\d+\)",
     ),
+    "step takes too little": (
+        "step",
+        lambda self, local, down, grad, lr: local,
+        r"step fails .* \(it is called as step\(self, local, down, grad, lr, layers\)\)",
+    ),
     "an unknown field is declared": ("non_negative", ("v",), r"non_negative names 'v', which is not a field of Disp"),
 }
 
@@ -163,3 +168,32 @@ def test_an_own_error_of_an_algorithm_is_passed_on_as_it_is():
 
     with pytest.raises(BadInput, match=r"^this algorithm needs labels$"):
         rehearse(Refusing())
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.randn_like, lambda x: x + np.random.default_rng().random()], ids=["torch", "numpy"]
+)
+def test_random_numbers_are_warned_of_once(draw, caplog):
+    class Noisy(FedAvg):
+        def finish(self, local, down, client, info):
+            return Displacement(local.y - down.x + draw(down.x)), client
+
+    for _ in range(2):
+        rehearse(Noisy())
+    (line,) = caplog.messages
+    assert "do not follow from the seed" in line
+
+
+def test_a_class_without_a_card_is_refused():
+    class Bare(lamina.Algorithm):
+        def init(self, x, layers):
+            return Model(x)
+
+        def step(self, local, down, grad, lr, layers):
+            return LocalModel(local.y - lr * grad)
+
+        def update(self, server, up, info):
+            return Model(server.x + up.delta)
+
+    with pytest.raises(BadInput, match="the class Bare has no card: decorate it"):
+        lamina.Simulation(torch.nn.Linear(4, 2), (torch.randn(20, 4), torch.arange(20) % 2), Bare())

@@ -10,7 +10,7 @@ import lamina
 import transcriptions as T  # noqa: N812
 from engines.test_dropout import simulation as dropout_simulation
 from flower_setup import Setup, small_model
-from lamina.engines.stacked.steps import works_by_layer, works_by_row
+from lamina.engines.stacked.independence import works_by_layer, works_by_row
 from lamina.ledger import WireCost, wire_cost
 from paper_problem import INPUTS, LABELS, START, close, simulate
 from second_gradients import ControlledSam, ControlVariate, FedSam, SamInEvenRounds, VarianceReduced
@@ -123,15 +123,18 @@ def test_members_of_a_population_have_their_own_numbers(gpu_path):
     radii = (0.1, 0.5, 1.0)
 
     def make():
-        return [simulation("mlp", FedSam(rho=rho), "stacked", **own) for rho, own in zip(radii, settings, strict=True)]
+        return [
+            simulation("mlp", FedSam(rho=rho), "stacked", **options)
+            for rho, options in zip(radii, settings, strict=True)
+        ]
 
     members = make()
     population = lamina.Population(members)
     if gpu_path:
         take_gpu_path(members[0])
     population.run(2)
-    for member, rho, own in zip(members, radii, settings, strict=True):
-        alone = simulation("mlp", FedSam(rho=rho), "loop", **own)
+    for member, rho, options in zip(members, radii, settings, strict=True):
+        alone = simulation("mlp", FedSam(rho=rho), "loop", **options)
         alone.run(2)
         assert_same(member.state, alone.state, 1e-9)
 
@@ -164,8 +167,19 @@ def test_a_second_point_that_couples_rows_is_found():
         def second_point(self, local, down, grad, lr, layers):
             return local.y + grad if float(grad.norm()) > 1 else local.y
 
+    class RarelyBranches(lamina.FedAvg):  # never in a test of few values, but perhaps in training
+        def step(self, local, down, grad, lr, layers):
+            return super().step(local, down, grad if grad.sum() > -1e30 else -grad, lr, layers)
+
+    class ReadsAtTheEnd(lamina.FedAvg):
+        def finish(self, local, down, client, info):
+            float(local.y.sum())
+            return super().finish(local, down, client, info)
+
     assert works_by_row(FedSam())
     assert not works_by_row(Branches())
+    assert not works_by_row(RarelyBranches())
+    assert not works_by_row(ReadsAtTheEnd())
     assert form(simulation("mlp", Branches(), "auto")) == "loop"
 
 

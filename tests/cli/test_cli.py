@@ -15,9 +15,11 @@ from safetensors.torch import load_file
 
 from helpers import call, sets
 from lamina import BadInput, __version__, algorithms
+from lamina.cli import base
 from lamina.experiment import build as building
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
+from lamina.history import History
 from lamina.training import Training
 
 
@@ -55,7 +57,7 @@ def test_a_diverging_run_exits_3_and_keeps_its_rounds(here, capsys):
     assert rounds_in(here / "d")
 
 
-def test_a_run_that_collapses_without_a_nan_is_told(here, capsys):
+def test_a_run_that_collapses_without_a_nan_is_reported(here, capsys):
     overrides = sets("train.rounds=15", "train.lr=0.3", "train.participation=1", "data.partition='iid'")
     assert call("run", "small.toml", "--out", "r", *overrides) == 0
     warning = "is far worse than the best, "
@@ -69,11 +71,17 @@ def test_a_run_that_collapses_without_a_nan_is_told(here, capsys):
     assert warning in (here / "c" / "report.html").read_text()
 
 
+def test_the_summary_of_a_small_run_has_a_fitting_unit(capsys):
+    base.print_summary(History([{"round": 1, "loss": 0.5, "bytes_down": 1200, "bytes_up": 1100, "seconds": 0.1}]))
+    assert capsys.readouterr().out == "1 round, best loss 0.5000, last 0.5000, 2.3 kB sent, 0.1 s\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (["run", "none.toml"], "cannot read the experiment file 'none.toml'"),
         (["run", "small.toml", "--set", "train.round=5"], "[train] has no key 'round'; did you mean 'rounds'?"),
+        (["run", "small.toml", "--set", "rounds=5"], "the file has no key 'rounds'; did you mean 'train.rounds'?"),
         (["run", "small.toml", "--set", "trian.rounds=5"], "the file has no key 'trian'; did you mean 'train'?"),
         (["run", "small.toml", "--set", "train.rounds=0"], "train.rounds = 0: input should be greater than"),
         (["run", "small.toml", "--set", "train.rounds=lots"], "train.rounds = 'lots': input should be a valid integer"),
@@ -86,8 +94,9 @@ def test_a_run_that_collapses_without_a_nan_is_told(here, capsys):
         (["run", "small.toml", "--set", "data.partition=dirichlt"], "did you mean 'dirichlet'?"),
         (["run", "small.toml", "--set", "data.clients=100000"], "1438"),
         (["run", "small.toml", "--set", "data.name=mnist", "--set", "data.dir=."], "train-images-idx3-ubyte"),
-        (["run", "small.toml", "--set", "run.device=gpu"], "run.device = 'gpu': must be auto, cpu or cuda"),
+        (["run", "small.toml", "--set", "run.device=gpu"], "; use auto, cpu, or a GPU"),
         (["compare", "small.toml", "--algorithms", "fedavg,nope"], "unknown algorithm 'nope'"),
+        (["run", "small.toml", "--set", "algorithm.name=my.Own"], "your own is named 'my:Own'"),
         (["compare", "small.toml", "--algorithms", " "], "compare.algorithms is empty: name at least one"),
         (["run", "small.toml", "--sett", "train.lr=1"], "no such option"),
         (["run", "small.toml", "--sett", "train.lr=1"], "'--set'"),
@@ -100,9 +109,9 @@ def test_a_run_that_collapses_without_a_nan_is_told(here, capsys):
 )
 def test_bad_input_is_one_line_and_exit_2(here, capsys, arguments, text):
     assert call(*arguments) == 2
-    said = capsys.readouterr().err
-    assert text in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert text in printed
+    assert len(printed.splitlines()) == 1
     assert not (here / "runs").exists()  # nothing half-made is left behind
 
 
@@ -118,17 +127,18 @@ def test_bad_input_as_a_user_sees_it(tmp_path):
 def test_a_gpu_that_is_not_there_is_one_line_that_helps(here, capsys, command):
     grid = ("--set", "tune.grid={'train.lr' = [0.1]}")
     assert call(command, "small.toml", "--set", "run.device=cuda", *grid) == 2
-    said = capsys.readouterr().err
-    assert "run.device = 'cuda': torch finds no GPU here; cpu or auto runs without one" in said
-    assert said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert "device = 'cuda': torch cannot use it here (" in printed
+    assert "; use auto, cpu, or a GPU that `lamina doctor` lists, such as cuda or cuda:1" in printed
+    assert printed.count("\n") == 1
 
 
 def test_without_a_command_there_is_help(here, capsys):
     for arguments in ((), ("flower",)):
         assert call(*arguments) == 2
-        said = capsys.readouterr()
-        assert "Usage: lamina" in said.out + said.err
-        assert "error:" not in said.err
+        printed = capsys.readouterr()
+        assert "Usage: lamina" in printed.out + printed.err
+        assert "error:" not in printed.err
     assert call("run", "--help") == 0
 
 
@@ -188,12 +198,12 @@ def test_an_unwritable_folder_is_refused_before_the_work(here, capsys):
         assert "cannot write to the folder" in capsys.readouterr().err
 
 
-def test_a_run_without_a_finished_round_stands_in_nobodys_way(here, capsys):
+def test_a_run_without_a_finished_round_may_be_replaced(here, capsys):
     wild = ("--set", "train.lr=1e38", "--set", "algorithm.name=fedavg")
     assert call("run", "small.toml", "--out", "r", *wild) == 3
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     assert call("run", "small.toml", "--out", "r", *wild) == 3
-    assert capsys.readouterr().err == said  # it is remembered, not run again
+    assert capsys.readouterr().err == printed  # it is remembered, not run again
     assert call("run", "small.toml", "--out", "r", "--quiet") == 0
     before = (here / "r" / "metrics.jsonl").read_text()
     assert call("run", "small.toml", "--out", "r", "--overwrite", *wild) == 3
@@ -226,8 +236,8 @@ def test_metrics_are_valid_json(here):
 
 
 @pytest.fixture
-def heeds_ctrl_c():
-    """Tests started in the background may have been told to ignore it."""
+def default_ctrl_c():
+    """Restore the handler of Ctrl-C: a test run in the background may ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -247,13 +257,13 @@ def signal_after(monkeypatch, rounds, times=1):
     monkeypatch.setattr(Training, "record", counted)
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.usefixtures("default_ctrl_c")
 def test_ctrl_c_stops_after_the_round_and_says_how_to_resume(here, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         signal_after(patch, 2)
         assert call("run", "small.toml", "--out", "r") == 130
-    said = capsys.readouterr().err
-    assert "stopped after round 2 of 3; run the same command again to resume\n" in said
+    printed = capsys.readouterr().err
+    assert "stopped after round 2 of 3; run the same command again to resume\n" in printed
     assert len(rounds_in(here / "r")) == 2
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert call("run", "small.toml", "--out", "r") == 0
@@ -261,7 +271,7 @@ def test_ctrl_c_stops_after_the_round_and_says_how_to_resume(here, capsys, monke
     assert [row["round"] for row in rounds_in(here / "r")] == [1, 2, 3]
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.usefixtures("default_ctrl_c")
 def test_a_second_ctrl_c_stops_at_once(here, capsys, monkeypatch):
     signal_after(monkeypatch, 2, times=2)
     assert call("run", "small.toml", "--out", "r") == 130
@@ -282,7 +292,7 @@ class Incomplete(lamina.Algorithm):
 
 
 @mock.patch.dict(algorithms.registry())  # without the test's algorithm afterwards
-def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, capsys):
+def test_a_users_algorithm_is_found_in_the_current_folder(here, capsys):
     (here / "own_for_cli_test.py").write_text(OWN)
     (here / "broken_for_cli_test.py").write_text("def f(:")
     (here / "raising_for_cli_test.py").write_text("raise RuntimeError('no\\nlicence')")
@@ -297,9 +307,9 @@ def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, capsys):
         ("lamina:Algorithm", "not an algorithm class"),
     ):
         assert call("run", "small.toml", "--set", f"algorithm.name={wrong}") == 2
-        said = capsys.readouterr().err
-        assert text in said
-        assert len(said.splitlines()) == 1
+        printed = capsys.readouterr().err
+        assert text in printed
+        assert len(printed.splitlines()) == 1
     assert call("run", "small.toml", "--set", "model.name=broken_for_cli_test:X") == 2
     assert "cannot load the model" in capsys.readouterr().err
 
@@ -310,7 +320,7 @@ def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, capsys):
         ("model.seed=4", "model.seed follows from train.seed"),
         ("model.classes=3", "model.classes follows from the data"),
         ("model.input_shape=[3]", "model.input_shape follows from the data"),
-        ("model.naem=mlp", "[model] has no key 'naem'; did you mean 'name'?"),
+        ("model.naem=mlp", "mlp has no option 'naem'; did you mean 'name'?"),
         ("algorithm.presett=authors", "did you mean 'preset'?"),
         ("data.partition.nmae=iid", "did you mean 'name'?"),
         ("train.schedule.nam=cosine", "did you mean 'name'?"),
@@ -324,9 +334,9 @@ def test_an_algorithm_of_ones_own_is_found_in_the_current_folder(here, capsys):
 def test_bad_values_are_one_line(here, capsys, override, text):
     command = "compare" if "options" in override else "run"
     assert call(command, "small.toml", "--set", override) == 2
-    said = capsys.readouterr().err
-    assert text in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert text in printed
+    assert len(printed.splitlines()) == 1
     assert not (here / "runs").exists()
 
 

@@ -54,7 +54,7 @@ def test_compare_uses_real_seeds_the_cards_rates_and_the_algorithm_section(here,
     rows = list(csv.DictReader((here / "c" / "rounds.csv").open()))
     assert {row["seed"] for row in rows} == {"7", "8"}
     config = json.loads((here / "c" / "config.json").read_text())
-    used = {name: own["lr"] for name, own in config["algorithms"].items()}
+    used = {name: section["lr"] for name, section in config["algorithms"].items()}
     assert used == {name: algorithms.find(name).card.lr for name in ("fedlamb", "fedavg")}
     assert config["algorithms"]["fedlamb"]["decay"] == 0.01
     assert call("compare", "small.toml", "--algorithms", "fedavg", "--seeds", "1", "--out", "d") == 0
@@ -94,12 +94,12 @@ def test_the_table_fits_eighty_columns():
     save_picture(comparison_figure(names, "all of them"), io.BytesIO())
 
 
-def test_what_several_runs_have_to_warn_of_is_said_once(here, capsys):
+def test_a_warning_of_several_runs_is_printed_once(here, capsys):
     shared = ("--set", "data.partition={name='reallocate', base='iid'}", "--set", "train.rounds=1")
     assert call("compare", "small.toml", "--algorithms", "fedlamb,fedams", "--seeds", "2", "--out", "c", *shared) == 0
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
-    assert said
-    assert len(said) == len(set(said))
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning:")]
+    assert warnings
+    assert len(warnings) == len(set(warnings))
 
 
 def test_a_terminal_without_unicode(here, monkeypatch):

@@ -41,10 +41,10 @@ def test_it_says_what_is_there(capsys):
 
 
 def test_json_has_the_same_sections(capsys):
-    found = examined(capsys)
-    assert list(found) == ["installed", "extras", "devices", "engines", "threads", "data", "advice"]
-    assert found["installed"]["lamina"] == __version__
-    assert found["devices"]["usable cores"] <= found["devices"]["cores"]
+    facts = examined(capsys)
+    assert list(facts) == ["installed", "extras", "devices", "engines", "threads", "data", "advice"]
+    assert facts["installed"]["lamina"] == __version__
+    assert facts["devices"]["usable cores"] <= facts["devices"]["cores"]
 
 
 def test_every_extra_is_one_of_the_project():
@@ -56,9 +56,9 @@ def test_every_extra_is_one_of_the_project():
 
 def test_a_missing_extra_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "version", lambda package: None if package == "pandas" else "1.0")
-    found = examined(capsys)
-    assert found["extras"]["pandas"] is None
-    assert "history.to_pandas() and data in tables: pip install -e '.[table]'" in found["advice"]
+    facts = examined(capsys)
+    assert facts["extras"]["pandas"] is None
+    assert "history.to_pandas() and data in tables: pip install -e '.[table]'" in facts["advice"]
 
 
 def test_spinning_threads_are_warned_about(monkeypatch):
@@ -94,24 +94,24 @@ def test_gpus(monkeypatch, capsys):
 
 
 def test_data_that_are_not_there(capsys):
-    found = examined(capsys)
-    assert found["data"]["mnist"] is None
-    assert any(line.startswith("cifar10 is not in") and "cifar-10-binary.tar.gz" in line for line in found["advice"])
+    facts = examined(capsys)
+    assert facts["data"]["mnist"] is None
+    assert any(line.startswith("cifar10 is not in") and "cifar-10-binary.tar.gz" in line for line in facts["advice"])
 
 
 def test_a_data_directory_that_does_not_exist(monkeypatch, capsys):
     monkeypatch.setenv("LAMINA_DATA", "nowhere")
-    found = examined(capsys)
-    assert found["data"] == {"directory": None}
-    assert any("'nowhere' does not exist" in line for line in found["advice"])
+    facts = examined(capsys)
+    assert facts["data"] == {"directory": None}
+    assert any("'nowhere' does not exist" in line for line in facts["advice"])
 
 
 def test_an_incomplete_set_is_named(capsys):
     names = [file.name for file in idx.MNIST.releases[0].files]
     touch(f"data/MNIST/raw/{names[0]}.gz", f"data/MNIST/raw/{names[1]}")
-    found = examined(capsys)
-    assert found["data"]["mnist"] == {"at": "data/MNIST/raw", "missing": names[2:]}
-    assert f"mnist: data/MNIST/raw lacks {names[2]}, {names[3]}: put all of its files there" in found["advice"]
+    facts = examined(capsys)
+    assert facts["data"]["mnist"] == {"at": "data/MNIST/raw", "missing": names[2:]}
+    assert f"mnist: data/MNIST/raw lacks {names[2]}, {names[3]}: put all of its files there" in facts["advice"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """`lamina flower` without its processes: what it prints, the template, and what is refused."""
 
 import functools
-import importlib.util
+import importlib
 import io
 import re
 import subprocess
@@ -17,8 +17,10 @@ import lamina
 from helpers import mode
 from lamina.cli import base, flower, flower_template
 from lamina.flower import TESTED
+from lamina.flower.keys import ServerKeys
 from lamina.flower.local import federation as local
 from lamina.flower.local import jobs
+from lamina.flower.local.processes import FederationFailed
 
 ROOT = Path(__file__).parents[2]
 
@@ -158,13 +160,13 @@ def test_no_text_tells_to_open_the_control_interface():
 def test_new_refuses(tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    for arguments, said in (
+    for arguments, message in (
         (["full"], "'full' is not an empty folder"),
         (["a", "--model", "mpl"], "unknown model 'mpl'; did you mean 'mlp'?"),
         (["a", "--data", "digit"], "unknown data set 'digit'; did you mean 'digits'?"),
     ):
         assert call("new", *arguments) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "full").iterdir()] == ["mine.txt"]
     assert not (tmp_path / "a").exists()
 
@@ -179,10 +181,11 @@ def test_up_refuses_before_anything_is_started(tmp_path, capsys, monkeypatch):
     app = '[project]\nname = "a"\n[tool.flwr.app.config]\nout = ""\n'
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "pyproject.toml").write_text(app)
-    for arguments, said in (
+    for arguments, message in (
         (["none.toml"], "cannot read the experiment file"),
         (["small.toml"], "20 clients, and every client is a node: give --nodes 20, or --set data.clients=3"),
         (["small.toml", "--nodes", "20", "--set", "algorithm.name=fedlam"], "did you mean 'fedlamb'?"),
+        (["small.toml", "--nodes", "20", "--set", "data.heldout_clients=0.25"], "15 clients, and every"),
         (["empty"], "'empty' is not the folder of a Flower app"),
         (["half"], '[tool.flwr.app.config] lacks nodes = "", signing-key = ""'),
         (
@@ -192,17 +195,18 @@ def test_up_refuses_before_anything_is_started(tmp_path, capsys, monkeypatch):
         (["half", "--set", "train.lr=1"], "--set, --deadline and --quorum are for experiment files"),
     ):
         assert call("up", *arguments) == 2
-        assert said in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "runs").exists()
 
 
 def test_flower_that_is_not_installed_is_one_line(tmp_path, capsys, monkeypatch):
-    real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "flwr" else real(name, *a))
+    for name in [name for name in sys.modules if name.startswith("lamina.flower")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flwr", None)
     (tmp_path / "small.toml").write_text(TOML)
     for arguments in (["up", "small.toml"], ["keys", "keys"], ["node-key", "mine"]):
         assert call(*arguments) == 2
-        assert capsys.readouterr().err == "error: lamina flower needs flwr: pip install -e '.[flower]'\n"
+        assert capsys.readouterr().err == "error: lamina.flower needs Flower: pip install -e '.[flower]'\n"
     assert call("new", "app") == 0  # the template needs none
 
 
@@ -212,7 +216,7 @@ def test_the_command_line_does_not_import_flower():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_what_is_shown_as_it_goes(tmp_path, monkeypatch):
+def test_progress_lines_of_a_federation(tmp_path, monkeypatch):
     shown = io.StringIO()
     monkeypatch.setattr(base, "err", Console(file=shown, width=200))
     job = jobs.Job(tmp_path / "run", 3)
@@ -260,7 +264,7 @@ def test_a_quorum_is_what_it_is_for_the_federation(text, quorum):
 
 
 @pytest.mark.parametrize("text", ["0", "1.5", "-1", "nan", "half", "2.0"])
-def test_a_quorum_that_is_none(text, capsys, tmp_path):
+def test_an_invalid_quorum_is_refused(text, capsys, tmp_path):
     (tmp_path / "small.toml").write_text(TOML)
     assert call("up", "small.toml", f"--quorum={text}") == 2
     assert f"--quorum {text}: give a part" in capsys.readouterr().err
@@ -279,7 +283,7 @@ def test_an_app_that_has_nothing_left_to_do_is_complete(tmp_path, monkeypatch, c
 class Finished:
     """Stands for a federation on which every run is complete at once."""
 
-    node_ids, signing_key = {7: 0}, Path("tasks.key")
+    node_ids, keys = {7: 0}, ServerKeys(Path("keys"))
 
     def __init__(self, folder, *arguments, **options):
         self.folder = folder
@@ -295,7 +299,18 @@ class Finished:
         return 1
 
     def wait(self, run, tick):
-        return local.RunStatus("finished:completed", "")
+        return {"status": "finished:completed"}
+
+
+def test_a_federation_that_fails_on_the_way_says_how_to_resume(monkeypatch, capsys):
+    def fail(*_, **__):
+        raise FederationFailed("the SuperLink is gone")
+
+    monkeypatch.setattr(local, "LocalFederation", Finished)
+    monkeypatch.setattr(Finished, "wait", fail)
+    assert call("new", "app", "--nodes", "1") == 0
+    assert call("up", "app", "--nodes", "1", "--out", "run") == 2
+    assert "the SuperLink is gone; run the same command again to resume" in capsys.readouterr().err
 
 
 def test_overwriting_removes_a_run_and_nothing_else(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from helpers import call
 from lamina import __version__
 from lamina.cli import catalogue
 from lamina.cli.listing import CATALOGUE, read_catalogue
-from lamina.experiment.tune import GRIDS
+from lamina.experiment.tune import paper_grids
 
 HEAVY = ("torch", "numpy", "pydantic", "matplotlib", "sklearn", "lamina.experiment")
 
@@ -28,8 +28,8 @@ HEAVY = ("torch", "numpy", "pydantic", "matplotlib", "sklearn", "lamina.experime
 )
 def test_list(capsys, what, expected):
     assert call("list", what) == 0
-    said = capsys.readouterr().out
-    assert all(word in said for word in expected)
+    printed = capsys.readouterr().out
+    assert all(word in printed for word in expected)
 
 
 def test_list_algorithms_shows_the_wire_cost(capsys):
@@ -40,19 +40,19 @@ def test_list_algorithms_shows_the_wire_cost(capsys):
 
 def test_show_lists_options_and_presets(capsys):
     assert call("show", "fedlamb") == 0
-    said = capsys.readouterr().out
-    assert "phi_min" in said
-    assert "preset authors" in said
+    printed = capsys.readouterr().out
+    assert "phi_min" in printed
+    assert "preset authors" in printed
 
 
 def test_show_says_what_an_experiment_trains_and_sends(tmp_path, capsys):
     file = tmp_path / "small.toml"
     file.write_text('model = { name = "mlp", hidden = 4 }\nalgorithm = "fedlada"\n')
     assert call("show", str(file)) == 0
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     size = 65 * 4 + 5 * 10
-    assert f"mlp trains and sends all of its {size} parameters" in said
-    line = next(x for x in said.splitlines() if x.startswith("fedlada "))
+    assert f"mlp trains and sends all of its {size} parameters" in printed
+    line = next(x for x in printed.splitlines() if x.startswith("fedlada "))
     assert line.split()[1:6:2] == [f"{size * 4 * models / 1e3:.1f}" for models in (3, 2, 0)]
 
 
@@ -72,7 +72,7 @@ def test_show_describes_a_class_of_the_users_own(capsys):
 def test_the_help_names_every_grid(capsys):
     assert call("tune", "--help") == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in GRIDS)
+    assert all(name in text for name in paper_grids())
 
 
 def test_quick_commands_import_nothing_heavy():

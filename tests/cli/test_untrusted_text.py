@@ -37,7 +37,7 @@ def here(empty_folder):
 
 
 def one_line(capsys):
-    """What was said, which must be one error."""
+    """Return the printed error, which must be one line."""
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1, lines
     assert lines[0].startswith("error: ")
@@ -81,9 +81,9 @@ def test_control_characters_in_warnings_and_the_log_are_written_out(here, capsys
         "    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))\n"
     )
     assert call("run", "small.toml", "--out", "run", "--set", "model.name=mine:make") == 0
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     log = (here / "run" / "log.txt").read_text()
-    for text in (said, log):
+    for text in (printed, log):
         assert "\\x1b[2J" in text
         assert "\\nforged" in text
         assert not CONTROL.search(text)
@@ -180,7 +180,9 @@ def test_a_nul_in_a_path_is_one_line(here, capsys):
         sources.load("mnist", "a\0b")
 
 
-def test_a_fifo_among_the_images_is_refused_not_waited_for(tmp_path):
+def test_a_fifo_among_the_images_is_refused_not_waited_for(tmp_path, monkeypatch):
+    for name in ("CLASSES", "TRAIN_IMAGES", "TEST_IMAGES"):
+        monkeypatch.setattr(tinyimagenet, name, 1)
     root = tmp_path / tinyimagenet.FOLDER
     (root / "train" / "n1" / "images").mkdir(parents=True)
     (root / "val" / "images").mkdir(parents=True)
@@ -190,7 +192,7 @@ def test_a_fifo_among_the_images_is_refused_not_waited_for(tmp_path):
 
     def read():
         try:
-            tinyimagenet.read_set(tmp_path, tinyimagenet.Size(1, 1, 1))
+            tinyimagenet.read_set(tmp_path)
         except BadInput as error:
             errors.append(str(error))
 

@@ -60,58 +60,18 @@ def test_a_missing_idx_file_is_named(tmp_path):
         files.read(tmp_path)
 
 
-GOOD_IDX = idx_bytes(np.arange(12, dtype=np.uint8).reshape(3, 2, 2))
-
-
-def read_with(folder, content, compress):
-    """Read a set of four files whose training images have this content; return the error, which names that file."""
-    files = tiny_idx_set(train=3, image=(2, 2))
-    write_idx_set(files, folder / "mnist", compress)
-    path = folder / "mnist" / ("train-images-idx3-ubyte" + ".gz" * compress)
-    path.write_bytes(content)
-    with pytest.raises(BadInput) as refused:
-        files.read(folder)
-    assert str(path) in one_line(refused)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "ends after 0 bytes"),
-        (GOOD_IDX[:9], "inside its header"),
-        (GOOD_IDX[:-1], "cut short"),
-        (GOOD_IDX + b"x", "longer"),
-        (b"\x00\x00\x0d" + GOOD_IDX[3:], "not an IDX file"),
-        (b"<html>" + GOOD_IDX, "not an IDX file"),
-        (GOOD_IDX[:4] + struct.pack(">I", 2**32 - 1) + GOOD_IDX[8:], "claims to hold"),
-    ],
-)
-@pytest.mark.parametrize("compress", [True, False])
-def test_damaged_idx_files_are_refused(tmp_path, content, message, compress):
-    assert message in read_with(tmp_path, gzip.compress(content) if compress else content, compress)
-
-
-@pytest.mark.parametrize("damage", [lambda c: c[: len(c) // 2], lambda c: b"plain", lambda c: c[:-8] + b"\0" * 8])
-def test_damaged_gzip_is_refused(tmp_path, damage):
-    assert "not a complete gzip file" in read_with(tmp_path, damage(gzip.compress(GOOD_IDX)), compress=True)
-
-
-def test_a_gzip_bomb_is_not_inflated(tmp_path):
-    bomb = gzip.compress(bytes(64 << 20))
+@pytest.mark.parametrize("damage", [lambda c: c[:-1], lambda c: b"", lambda c: gzip.compress(bytes(64 << 20))])
+def test_a_damaged_file_is_refused_by_its_checksum_before_it_is_decompressed(tmp_path, damage):
+    path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
+    write_idx_set(tiny_idx_set(), tmp_path / "mnist", compress=True)
+    path.write_bytes(damage(path.read_bytes()))
     tracemalloc.start()
     try:
-        assert "not an IDX file" in read_with(tmp_path, bomb, compress=True)
+        with pytest.raises(BadInput) as refused:
+            load("mnist", tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 16 << 20
     finally:
         tracemalloc.stop()
-
-
-def test_a_wrong_checksum_names_file_and_both_sums(tmp_path):
-    path = tmp_path / "mnist" / "train-images-idx3-ubyte.gz"
-    write_idx_set(tiny_idx_set(), tmp_path / "mnist", compress=True)
-    with pytest.raises(BadInput) as refused:
-        load("mnist", tmp_path)
     text = one_line(refused)
     assert str(path) in text
     assert "f68b3c2dcbeaaa9fbdd348bbdeb94873" in text

@@ -78,7 +78,7 @@ def test_tokens_that_a_model_refuses_for_another_reason_need_not_be_floats():
             raise ValueError("the sequences are longer than 4 tokens")
 
     data = np.zeros((40, 5), dtype=np.int64), np.arange(40) % 2
-    with pytest.raises(lamina.BadInput, match=r"longer than 4 tokens$"):
+    with pytest.raises(lamina.BadInput, match=r"longer than 4 tokens \(test_own_data"):
         lamina.Simulation(Short(9, 2), data, "fedavg", clients=4, device="cpu")
 
 
@@ -131,6 +131,7 @@ A, B = torch.arange(6.0).reshape(3, 2), torch.tensor([4, 5, 6])
     (((A[0], A[1], A[2]), (0, 1, 0)), "tensor"),
     (Pairs([((A[i], B[i]), i % 2) for i in range(3)]), "tuple"),
     (Pairs([(A[i].numpy(), int(B[i]), i % 2) for i in range(3)]), "tuple"),
+    (Pairs([[A[i], B[i], i % 2] for i in range(3)]), "tuple"),
     (torch.utils.data.TensorDataset(A, B, torch.tensor([0, 1, 0])), "tuple"),
     (((A.tolist(), B.numpy()), [0, 1, 0]), "tuple"),
     (Pairs([{"a": A[i], "b": B[i], "label": i % 2} for i in range(3)]), "dict"),
@@ -246,6 +247,21 @@ def test_two_padded_inputs_have_a_mask_each(x):
         lamina.Simulation(SharedMask(), data, "fedavg", clients=1)
 
 
+def test_sequences_of_one_length_have_a_mask_where_the_module_needs_it():
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 2)
+
+        def forward(self, ids, age, lengths):
+            return self.head(self.table(ids).sum(1) / lengths.unsqueeze(1)) + age
+
+    x = {"ids": QUESTIONS, "age": np.zeros((3, 1))}
+    equal = {"ids": [[1, 2], [3, 4]], "age": np.zeros((2, 1))}
+    run = lamina.Simulation(Mean(), (x, [0, 1, 0]), "fedavg", test=(equal, [0, 1]), clients=1, device="cpu")
+    assert run.test_data.x["lengths"].tolist() == [2, 2]
+
+
 def test_padded_inputs_of_the_same_lengths_share_a_mask():
     x = {"question": QUESTIONS, "answer": QUESTIONS}
     shared = lamina.Simulation(SharedMask(), (x, [0, 1, 0]), "fedavg", clients=1, device="cpu")
@@ -254,11 +270,39 @@ def test_padded_inputs_of_the_same_lengths_share_a_mask():
     assert each.train_data.x["answer_lengths"].tolist() == [2, 1, 3]
 
 
+@pytest.mark.parametrize("make", [lamina.Dataset, lambda x, y: as_dataset((x, y))])
+def test_pandas_rows_in_another_order_are_refused(make):
+    pandas = pytest.importorskip("pandas")
+    x, y = pandas.DataFrame({"a": [1.0, 2.0]}, index=[7, 8]), pandas.Series([0, 1], index=[8, 7])
+    with pytest.raises(lamina.BadInput, match=r"same index in another order; give y\.loc\[x\.index\]"):
+        make(x, y)
+    assert make(x, y.loc[x.index]).y.tolist() == [1, 0]
+    assert make(x, y.reset_index(drop=True)).y.tolist() == [0, 1]  # other labels: by place
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ({"attention_mask": [[1, 1, 1], [1]]}, "'attention_mask' of sample 1 has 1 value for 2 of 'input_ids'"),
+        ({"attention_mask": [[1, 1], [1, 1]]}, "'attention_mask' of sample 0 has 2 values for 3 of 'input_ids'"),
+        ({"input_ids_mask": [[1, 1, 1, 1], [1, 1]]}, "'input_ids_mask' of sample 0 has 4 values for 3 of 'input_ids'"),
+    ],
+)
+def test_a_mask_has_one_value_for_every_token(mask, message):
+    with pytest.raises(lamina.BadInput, match=message):
+        lamina.Dataset({"input_ids": [[5, 6, 7], [8, 9]], **mask}, [0, 1])
+    whole = {"attention_mask": [[1, 1, 1], [1, 1, 0]], "input_ids_mask": [[1, 1, 1], [1, 1]], "other": [[1], [2, 3]]}
+    assert lamina.Dataset({"input_ids": [[5, 6, 7], [8, 9]], **whole}, [0, 1]).x["attention_mask"].shape == (2, 3)
+
+
 def test_another_ignored_value_is_stored_as_minus_one_hundred():
     data = lamina.Dataset(torch.zeros(2, 1, 2, 2), torch.tensor([[[0, 255], [1, 1]]] * 2), ignore_index=255)
     assert data.classes == 2
     assert data.y[0].tolist() == [[0, -100], [1, 1]]
     assert data.labels is None
+    for y in (torch.tensor([0, 255]), torch.tensor([[0.0, -1.0], [1.0, 0.0]])):  # where it would have no effect
+        with pytest.raises(lamina.BadInput, match="ignore_index is for integer maps"):
+            lamina.Dataset(torch.zeros(2, 3), y, ignore_index=255)
 
 
 def test_a_function_may_return_token_labels_of_different_length():
@@ -270,3 +314,30 @@ def test_a_function_may_return_datasets_that_number_their_classes_differently():
     x = torch.zeros(3, 2)
     train, test = as_splits("m:load", (lamina.Dataset(x, ["a", "b", "c"]), lamina.Dataset(x[:2], ["a", "c"])))
     assert (test.y.tolist(), test.class_names) == ([0, 2], train.class_names)
+
+
+@pytest.mark.parametrize(
+    ("change", "y", "message"),
+    [
+        (lambda table: table, "a", None),
+        (lambda table: table.set_axis([4], axis=1), "4", None),
+        (lambda table: table.set_axis([4], axis=1), 4, None),
+        (lambda table: table, ["a", "c"], "several targets are given as arrays"),
+    ],
+)
+def test_columns_of_pandas(change, y, message):
+    pandas = pytest.importorskip("pandas")
+    table = change(pandas.DataFrame({"a": [1.0, 2.0]}))
+    table["c"] = [0.5, 0.25]
+    if message is None:
+        assert as_dataset(table, y=y).y.tolist() == [1.0, 2.0]
+    else:
+        with pytest.raises(lamina.BadInput, match=message):
+            as_dataset(table, y=y)
+
+
+def test_two_columns_of_one_name_are_refused():
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame([[1.0, 2.0, 3.0]], columns=["a", "a", "b"])
+    with pytest.raises(lamina.BadInput, match="two columns 'a': rename or drop one"):
+        as_dataset(table, y="b")

@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import save_file
 
 from data_setup import FakeHubSplit, one_line, pictures
-from lamina.data import load
+from lamina.data import Dataset, load
 from lamina.data.own import as_splits
 from lamina.errors import BadInput, MissingExtra
 
@@ -89,6 +89,10 @@ def test_a_parquet_table_and_a_file_of_test_data(folder):
         (ROWS, {"split": "parts"}, "no column 'parts' (data.split); did you mean 'part'?"),
         (ROWS, {"split": "grade"}, "must say 'train' or 'test', found 'mild'"),
         (ROWS, {"categorical": []}, "column 'colour' holds text or dates: list it in data.categorical"),
+        (ROWS.replace("40,", "n/a.,"), {}, "column 'age' holds text in row 2 (counted from 1 below the header), "
+         "'n/a.': correct it or drop the row, or list the column in data.categorical"),
+        (ROWS.replace("green,west", "green,"), {}, "column 'clinic' has a missing value in row 4 (counted from 1 below "
+         "the header): fill it, or drop the row"),
         (ROWS, {"features": ["age", "grade"]}, "'grade' is a feature and has another role"),
         (ROWS, {"test": 0.2}, "data.test and data.split both say"),
         (ROWS, {"split": None, "test": 0.01}, "leaves the training or the test data empty"),
@@ -137,6 +141,17 @@ def test_test_data_need_the_columns_of_the_training_data(folder):
     (folder / "a.csv").write_text("x,y\n1,0\n2,1\n")
     (folder / "b.csv").write_text("x,z\n1,0\n")
     assert "b.csv has no column 'y', which a.csv has" in refusal("table", path="a.csv", test="b.csv", label="y")
+    (folder / "b.csv").write_text("x,y\n1,0\n?,1\n")
+    with pytest.raises(BadInput, match=r"^b\.csv: column 'x' holds text in row 2 .*, '\?':") as refused:
+        load("table", path="a.csv", test="b.csv", label="y")
+    assert "?" not in refused.value.without_data  # which a federation's server may read
+
+
+def test_a_category_with_a_value_for_almost_every_row_is_logged(folder, caplog):
+    days = "\n".join(f"2024-01-{day},{day % 2},{day}" for day in range(1, 31))
+    (folder / "days.csv").write_text(f"day,x,y\n{days}\n")
+    load("table", path="days.csv", label="x", categorical=["day"])
+    assert "column 'day' has 24 different values for 30 rows" in caplog.text
 
 
 # --- images ----------------------------------------------------------------------------------------------------------
@@ -149,10 +164,13 @@ def save_pictures(folder, **modes):
             picture.save(folder / place / f"{number}.png")
 
 
-def test_a_folder_of_pictures_per_class(folder):
+def test_a_folder_of_pictures_per_class(folder, caplog):
     save_pictures(folder / "pets" / "train", dog=["L", "L"], cat=["L"])
     save_pictures(folder / "pets" / "test", dog=["RGB"])
+    (folder / "pets" / "train" / "dog" / "notes.txt").write_text("good dogs")
     train, test = load("images", path="pets")
+    assert "pets/train/dog/notes.txt" in caplog.text
+    assert "pets: no test pictures of cat" in caplog.text
     assert (tuple(train.x.shape), train.x.dtype) == ((3, 3, 3, 4), torch.uint8)  # colour, because one picture has it
     assert (train.y.tolist(), test.y.tolist(), train.class_names) == ([0, 1, 1], [1], ("cat", "dog"))
     parts = load("images", path="pets/train", test=0.34, size=[6, 5])
@@ -172,7 +190,7 @@ def test_damaged_pictures(folder):
     picture.write_bytes(b"")
     assert "1.png is not a readable picture" in refusal("images", path="pets")
     pictures("L", size=(9, 9))[0].save(picture)
-    assert "resize all pictures with data.size" in refusal("images", path="pets")
+    assert "data.size = [height, width] resizes them" in refusal("images", path="pets")
     (folder / "pets" / "bird").mkdir()
     assert "bird' holds no pictures" in refusal("images", path="pets")
     assert "must be a height and a width" in refusal("images", path="pets", size=[3])
@@ -190,15 +208,16 @@ def leaf_file(**users):
     return {"users": list(users), "num_samples": [len(labels) for labels in users.values()], "user_data": data}
 
 
-def test_leaf_users_are_clients(folder):
+def test_leaf_users_are_clients(folder, caplog):
     for part in ("train", "test"):
         (folder / "leaf" / part).mkdir(parents=True)
     (folder / "leaf" / "train" / "a.json").write_text(json.dumps(leaf_file(ann=[0, 1], bob=[2])))
-    (folder / "leaf" / "train" / "b.json").write_text(json.dumps(leaf_file(cid=[0])))
+    (folder / "leaf" / "train" / "b.json").write_text(json.dumps(leaf_file(cid=[0], dan=[])))
     (folder / "leaf" / "test" / "a.json").write_text(json.dumps(leaf_file(ann=[1])))
     train, test = load("leaf", path="leaf", shape=[1, 1, 2])
     assert train.columns["user"].tolist() == ["ann", "ann", "bob", "cid"]
     assert (tuple(train.x.shape), train.y.tolist(), test.y.tolist()) == ((4, 1, 1, 2), [0, 1, 2, 0], [1])
+    assert "train: users without samples, which are ignored: dan" in caplog.text
     assert "does not fit samples of shape [2]" in refusal("leaf", path="leaf", shape=[3])
     assert "take data.test out" in refusal("leaf", path="leaf", test=0.5)
     (folder / "leaf" / "all.json").write_text(json.dumps(leaf_file(ann=[0, 1] * 5)))
@@ -212,7 +231,9 @@ def test_leaf_users_are_clients(folder):
         (json.dumps(leaf_file(ann=[0, 1]))[:-9], "not valid JSON"),
         ("[]", "lacks the table 'user_data'"),
         (json.dumps({"users": ["ann"], "user_data": {}}), "user 'ann' has no entry"),
-        (json.dumps({"user_data": {"ann": {"x": [[1]]}}}), "lacks the lists 'x' and 'y'"),
+        (json.dumps({"user_data": {"ann": {"x": [[1]]}}}), "user 'ann' lacks the list 'y'"),
+        (json.dumps({"user_data": {"ann": []}}), "lacks the lists 'x' and 'y'"),
+        (json.dumps(leaf_file(ann=[0, 1]) | {"num_samples": [3]}), "'ann' has 2 labels, but num_samples says 3"),
         (json.dumps({"user_data": {"ann": {"x": [[1]], "y": []}}}), "1 sample and 0 labels"),
         (json.dumps({"user_data": {"ann": {"x": [[1], [1, 2]], "y": [0, 1]}}}), "not numbers of one shape"),
         (json.dumps({"user_data": {"bob": {"x": ["to be", "or not"], "y": [1, 1]}}}), "x holds text"),
@@ -284,6 +305,10 @@ def test_damaged_arrays(folder):
     (folder / "h.pt").write_bytes(b"")
     assert "neither a .npz nor a .safetensors" in refusal("arrays", path="h.pt")
     assert "leaves the training or the test data empty" in refusal("arrays", path="a.npz", test=1.5)
+    np.savez("i.npz", x=np.array([0.0, 1.0, np.nan, 3.0])[:, None], y=[0, 1, 0, 1])
+    nan = "i.npz: sample 2 of 'x' holds a NaN"  # counted in the file, not in the part that trains
+    assert nan in refusal("arrays", path="i.npz")
+    assert nan in refusal("arrays", path="a.npz", test="i.npz")
 
 
 def test_arrays_with_several_targets_a_sample(folder):
@@ -313,7 +338,10 @@ def test_a_missing_label_is_no_class_of_its_own(folder):
     users = {"a": {"x": [[1.0]] * 5, "y": ["u", "v", None, "u", "v"]}}
     (folder / "users.json").write_text(json.dumps({"users": ["a"], "user_data": users}))
     assert "users.json: sample 2 has no label" in refusal("leaf", path="users.json")
-    with pytest.raises(BadInput, match="'m:f': sample 1 has no label"):
+    for y in (["u", float("nan"), "v"], ["u", None, "v"]):
+        with pytest.raises(BadInput, match="sample 1 has no label"):
+            Dataset(np.zeros((3, 2)), y)
+    with pytest.raises(BadInput, match=r"training data of 'm:f': .*sample 1 has no label"):
         as_splits("m:f", ((np.zeros((2, 1)), np.array(["u", np.nan], object)), (np.zeros((1, 1)), ["u"])))
 
 
@@ -348,7 +376,9 @@ def test_a_hugging_face_data_set_with_mapped_columns(folder, fake_datasets):
     assert "no split 'evl'; did you mean 'eval'?" in refusal("hub", **options, test="evl")
     assert "no column 'sight' (data.client); did you mean 'site'?" in refusal("hub", **options | {"client": "sight"})
     assert "no column 'kin'" in refusal("hub", **options | {"label": "kin"})
-    assert "did not deliver us/cows (no data set us/cows)" in refusal("hub", path="us/cows")
+    assert "did not deliver us/cows (no data set us/cows), and there is no such folder here" in refusal(
+        "hub", path="us/cows"
+    )
     assert "is no folder that save_to_disk wrote" in refusal("hub", path="./us/cows")
     assert "hub, which is not asked here" in refusal("hub", path="us/pets", hub=False)
 

@@ -135,8 +135,10 @@ def test_an_algorithm_that_branches_on_values_runs_in_the_loop(kind, caplog):
     with caplog.at_level("INFO"):
         run = simulation("mlp", kind(), "auto")
     assert form(run) == "loop"
-    assert "running client by client: several clients' step is not each one's own step" in caplog.text
-    with pytest.raises(lamina.BadInput, match="engine='stacked' is not possible here: several clients' step"):
+    assert "running client by client: the algorithm gives other results for several clients" in caplog.text
+    with pytest.raises(
+        lamina.BadInput, match="engine='stacked' is not possible here: the algorithm gives other results"
+    ):
         simulation("mlp", kind(), "stacked")
 
 

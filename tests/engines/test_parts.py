@@ -14,9 +14,9 @@ from engines.test_per_layer import PerLayer, PerModule
 from lamina.dropout import set_streams, stream_layers, with_streams
 from lamina.engines.stacked import convolution
 from lamina.engines.stacked.fusion import fuse
+from lamina.engines.stacked.independence import works_by_layer
 from lamina.engines.stacked.modules import PlainMaxPool2d, stack, use_kernels
 from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_samples
-from lamina.engines.stacked.steps import works_by_layer
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def test_another_comparison_is_refused_until_told_to_overwrite(here, whole, caps
     del config["format"]
     (here / "c" / "config.json").write_text(json.dumps(config))
     assert call(*command("c")) == 2
-    assert "was written by an older lamina" in capsys.readouterr().err
+    assert "was written by another lamina" in capsys.readouterr().err
 
 
 def test_a_damaged_config_is_named(here, capsys):
@@ -239,7 +239,7 @@ def test_ctrl_c_shows_the_finished_runs_and_says_how_to_resume(here, whole, caps
         assert call(*[word for word in command("c") if word != "--quiet"]) == 130
     said = capsys.readouterr()
     assert "fedavg" in said.out
-    assert "scaffold" not in said.out
+    assert not any(line.lstrip().startswith("scaffold") for line in said.out.splitlines())  # in the table
     assert "table, picture and CSV are of the finished runs; run the same command again to resume" in said.err
     assert len(table("c")) == 2 * ROUNDS
     assert Checkpoints(here / "c" / "scaffold" / "seed1" / "checkpoints").rounds()[-1] == 3

@@ -1,10 +1,12 @@
 """How a comparison chooses the settings of each method."""
 
+import contextlib
 import csv
 import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -60,7 +62,7 @@ def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ("compare.grid.fedlamb.decai=[0.1]", "no key 'decai'; did you mean 'decay'"),
+        ("compare.grid.fedlamb.decai=[0.1]", "no option 'decai'; did you mean 'decay'"),
         ("compare.grid.fedlamb.decay=[-1.0, 0.0]", "decay = -1.0"),
         ("compare.grid.fedlamb.decay=0.1", "compare.grid.fedlamb.decay = 0.1: must be a list"),
         ("compare.grid.fedlamb.lr=[]", "compare.grid.fedlamb.lr = []: must not be empty"),
@@ -189,8 +191,22 @@ def test_the_best_third_and_the_neighbours_of_the_best_continue(here, capsys):
     assert tuned.chosen == float(chosen["learning_rate"])
 
 
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    """The folder of a comparison in stages that nothing interrupted, and the names of its runs with a model."""
+    place = tmp_path_factory.mktemp("staged")
+    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
+        Path("small.toml").write_text(TOML)
+        skip_pictures(patch)
+        assert call(*command("whole", *STAGES)) == 0
+    ended = (path.parent.name for path in (place / "whole" / "tuning" / "fedavg").glob("*/model.safetensors"))
+    names = sorted(f"tuning/fedavg/{name}" for name in ended)
+    assert len(names) == 9  # the tenth has diverged
+    return place / "whole", [*names, "fedavg/seed0", "fedavg/seed1"]
+
+
 @pytest.mark.parametrize("stop_at", [2, 5], ids=["second-stage", "neighbour"])
-def test_stages_resume_after_a_stop_and_can_start_again(here, monkeypatch, stop_at):
+def test_stages_resume_after_a_stop(here, staged, monkeypatch, stop_at):
     record, seen = Training.record, []
 
     def counted(self, *arguments, **options):
@@ -205,17 +221,19 @@ def test_stages_resume_after_a_stop_and_can_start_again(here, monkeypatch, stop_
     lengths = [len(rows(path)) for path in Path("c/tuning/fedavg").iterdir()]
     assert (lengths.count(4), lengths.count(5)) == ((4, 0) if stop_at == 2 else (1, 4))
     assert call(*command("c", *STAGES)) == 0
-    assert call(*command("whole", *STAGES)) == 0
-    ended = (path.parent.name for path in Path("whole/tuning/fedavg").glob("*/model.safetensors"))
-    names = sorted(f"tuning/fedavg/{name}" for name in ended)
-    assert len(names) == 9  # the tenth has diverged
-    assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
-    seen.clear()
+    whole, names = staged
+    assert_same_comparison(whole, "c", names)
+
+
+def test_stages_can_start_again(here, staged, monkeypatch):
+    record, seen = Training.record, []
+    whole, names = staged
+    shutil.copytree(whole, "c")
     with monkeypatch.context() as patch:
         patch.setattr(Training, "record", lambda self, *rest: seen.append(1) or record(self, *rest))
         assert call(*command("c", *STAGES), "--overwrite") == 0
     assert len(seen) == 9 * 2 + 5 * 3 + 2 * ROUNDS  # no round twice: nine of two rounds, five continue, two seeds
-    assert_same_comparison("whole", "c", [*names, "fedavg/seed0", "fedavg/seed1"])
+    assert_same_comparison(whole, "c", names)
     with monkeypatch.context() as patch:
         patch.setattr(Training, "record", None)
         assert call(*command("c", *STAGES)) == 0  # complete: nothing is trained

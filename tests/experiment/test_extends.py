@@ -56,6 +56,20 @@ def test_a_new_name_drops_the_inherited_options(folder):
     assert same.model.options() == {"hidden": 7, "dropout": 0.5}
 
 
+def test_a_new_data_set_keeps_what_does_not_depend_on_it(folder):
+    kept = "clients = 5\nlocal_test = 0.25\nheldout_clients = 0.5\naugment = true\naugment_pad = 2\n"
+    write(folder, f'[data]\nname = "table"\npath = "a.csv"\nlabel = "y"\nclient = "site"\n{kept}')
+    changed = load(write(folder, 'extends = "own.toml"\n[data]\nname = "mnist"\n', "other.toml"))
+    assert changed == load(write(folder, f'[data]\nname = "mnist"\n{kept}'))
+
+
+@pytest.mark.parametrize("clients", ["[0, 2]", '["north"]'])
+def test_a_new_data_set_drops_a_list_of_clients(folder, clients):
+    path = write(folder, f"[data]\nlocal_test = 0.25\nheldout_clients = {clients}\n")
+    data = load(path, ["data.name=mnist"]).data
+    assert (data.heldout_clients, data.local_test) == (None, 0.25)
+
+
 def test_local_steps_replace_inherited_epochs(folder):
     train = load(write(folder, 'extends = "base.toml"\n[train]\nlocal_steps = 5\n')).train
     assert (train.local_steps, train.epochs) == (5, 1)

@@ -140,7 +140,7 @@ def test_a_function_of_the_users_own(folder, capsys):
         ("own_rows:", {}, "your own data is named 'package.module:name'"),
         ("own_rows:np", {}, "are of type module"),
         ("own_rows:pairs", {"shfit": 3}, "[data] has no key 'shfit'; did you mean 'shift'?"),
-        ("own_rows:broken", {}, "ZeroDivisionError: division by zero"),
+        ("own_rows:broken", {}, "ZeroDivisionError: division by zero (own_rows.py:12)"),
         ("own_rows:four", {}, "returned 4 values: return (train, test)"),
         ("own_rows:unseen", {}, "the class '1' appears only in the test data"),
         ("own_rows:needs", {}, "needs the key 'size' for own_rows:needs"),
@@ -197,3 +197,16 @@ def test_regression_on_a_table(folder):
     simulation = build.build(load("table.toml", settings))
     assert simulation.train_data.classes is None
     assert simulation.run(1).last("loss") > 0
+
+
+@pytest.mark.parametrize("command", ["run", "compare", "tune"])
+def test_other_clients_of_the_same_samples_are_other_data(folder, capsys, command):
+    x, y = np.arange(12.0, dtype="float32").reshape(12, 1), np.arange(12) % 2
+    site = np.arange(12) % 3
+    options = sets("data.name=arrays", "data.path=q.npz", "data.client=site", "train.rounds=1")
+    np.savez(folder / "q.npz", x=x, y=y, site=site)
+    assert call(command, "table.toml", "--out", "q", "--quiet", *options) == 0
+    assert call(command, "table.toml", "--out", "q", "--quiet", *options) == 0  # complete
+    np.savez(folder / "q.npz", x=x, y=y, site=np.roll(site, 1))
+    assert call(command, "table.toml", "--out", "q", "--quiet", *options) == 2
+    assert "the contents of the data (data_digest)" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import helpers
+from lamina.algorithms import find
 from lamina.data import idx, sources
 from lamina.data.files import PublishedFile
 from lamina.experiment import claims, reproduction
@@ -19,7 +20,6 @@ from lamina.experiment.build import build_algorithm
 from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
 from lamina.experiment.toml import complete_text
-from lamina.experiment.tune import GRIDS
 from lamina.training import Training
 
 PAPERS = reproduction.papers()
@@ -52,7 +52,7 @@ def test_every_paper_can_be_run(name):
 
 
 def paper_grid(algorithm):
-    return {key.partition(".")[2]: values for key, values in GRIDS["lamb-paper"][algorithm].items()}
+    return find(algorithm).card.grids["lamb-paper"]
 
 
 OUR_GRIDS = ["lamb-epsilon", "lamb-mnist-mlp-noniid-e3-rate", "lamb-small-rate-code"]

@@ -18,10 +18,9 @@ from PIL import Image
 import helpers
 from helpers import cells
 from lamina import BadInput
-from lamina.aggregation import Mean
 from lamina.data import sources
 from lamina.experiment import claims, reproduction
-from lamina.experiment.build import build_algorithm, build_schedule, resolved
+from lamina.experiment.build import build_algorithm, resolved, settings_of
 from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
 from lamina.storage.files import as_json
@@ -335,10 +334,10 @@ def test_a_preset_as_given_is_not_called_changed(name):
         own = with_algorithm(own, own.compare.algorithms[0])
         simulation = SimpleNamespace(
             reserved=SimpleNamespace(dealt=own.data.clients),
-            protocol=SimpleNamespace(lr=own.train.lr, schedule=build_schedule(own), aggregation=Mean()),
+            protocol=SimpleNamespace(**{**settings_of(own), "lr": own.train.lr}),
             algorithm=build_algorithm(own),
             device="cuda",
-            engine=None,
+            engine=SimpleNamespace(name="stacked"),
             objective=SimpleNamespace(start=torch.zeros(1)),
             metrics=(),
         )

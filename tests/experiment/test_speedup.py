@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
 
 from lamina import BadInput
 from lamina.experiment.build import build, load_data
@@ -26,6 +25,8 @@ SMALL = [
 
 
 def test_slope_of_one_factor_is_that_of_linear_regression() -> None:
+    from scipy import stats  # which takes a second to import
+
     rng = np.random.default_rng(0)
     work = np.array([10, 20, 40, 80, 160, 320])
     rounds = 3000 / work**0.8 * np.exp(0.1 * rng.standard_normal(6))

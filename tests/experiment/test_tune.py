@@ -11,9 +11,11 @@ import time
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
+import lamina
 from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, skip_pictures, start, words
 from lamina import BadInput
 from lamina.cli import tune as tune_command
@@ -106,6 +108,16 @@ def test_the_lamb_papers_grid(name, expected):
             tuning.with_settings(experiment, {key: value})  # the algorithm takes them
 
 
+@mock.patch.dict(lamina.registry())
+def test_an_algorithm_of_ones_own_declares_a_grid():
+    @lamina.algorithm("mine", title="Mine", reference="", lr=0.1, grids={"mine": {"lr": (0.1, 1), "server_lr": [0.5]}})
+    class Mine(lamina.FedAvg):
+        """FedAvg by another name."""
+
+    experiment = parse({"algorithm": "mine", "tune": {"grid": "mine"}})
+    assert tuning.find_grid(experiment) == {"train.lr": [0.1, 1], "algorithm.server_lr": [0.5]}
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -114,15 +126,20 @@ def test_the_lamb_papers_grid(name, expected):
         ({}, "nothing to try"),
         ({"grid": {"train": {"lr": 0.1}}}, "'train.lr' must be a list"),
         ({"grid": {"train.lrr": [0.1]}}, "no key 'lrr'; did you mean 'lr'"),
-        ({"grid": {"algorithm.decai": [0.1]}}, "no key 'decai'; did you mean 'decay'"),
-        ({"grid": {"model.hiden": [4]}}, "no key 'hiden'; did you mean 'hidden'"),
+        ({"grid": {"algorithm.decai": [0.1]}}, "no option 'decai'; did you mean 'decay'"),
+        ({"grid": {"model.hiden": [4]}}, "no option 'hiden'; did you mean 'hidden'"),
         ({"grid": {"train.lr": [-1.0]}}, "greater than 0"),
         ({"grid": {"train.seed": [1, 2]}}, "'train.seed' cannot be tuned"),
+        ({"grid": {"data.local_test": [0.1, 0.2]}}, "'data.local_test' cannot be tuned: trials evaluated on different"),
+        ({"grid": {"data.test": [0.1, 0.2]}}, "'data.test' cannot be tuned: all trials share the data"),
         ({"grid": {"lr": [0.1]}}, "write section.key"),
         ({"sampler": "tpe"}, "[tune.space]"),
-        ({"sampler": "tpe", "space": {"train.lr": {"low": 0.0, "high": 1.0, "log": True}}}, "no logarithm"),
-        ({"sampler": "tpe", "space": {"train.lr": {"low": 1.0, "high": 0.1}}}, "low the smaller one"),
-        ({"sampler": "tpe", "space": {"train.lr": {"choices": [0.1], "low": 1.0}}}, "choices alone"),
+        ({"sampler": "tpe", "space": {"train.lr": {"low": 0.0, "high": 1.0, "log": True}}}, "if log is true, above 0"),
+        ({"sampler": "tpe", "space": {"train.lr": {"low": 1.0, "high": 0.1}}}, "with low below high"),
+        (
+            {"sampler": "tpe", "space": {"train.lr": {"choices": [0.1], "low": 1.0}}},
+            "must be a list of values, or a table",
+        ),
         ({"sampler": "tpe", "space": {"train.lr": 0.1}}, "must be a list of values, or a table"),
     ],
 )
@@ -169,7 +186,7 @@ def test_results_and_the_edge(drawn, capsys):
         float(row["best_validation_accuracy"]) for row in table("t")
     )
     assert chosen[0]["train.lr"] == "0.2"
-    assert "the best train.lr = 0.2 lies on the edge of the grid: try larger values" in said.err
+    assert "the best train.lr = 0.2 lies on the edge of those tried: try larger values" in said.err
     assert "decay = 0 lies" not in said.err  # nothing lies below 0
     best = tomllib.loads(Path("t/best.toml").read_text())
     assert best["train"] == {"rounds": 6, "batch_size": 64, "lr": 0.2}
@@ -200,7 +217,7 @@ def test_chosen_on_the_test_data(here, capsys):
     assert "data.validation" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("file", ["grid.toml", "tpe.toml"])
+@pytest.mark.parametrize("file", ["grid.toml", pytest.param("tpe.toml", marks=pytest.mark.long)])
 def test_resuming_after_a_kill(here, monkeypatch, file):
     assert call(*tune(file, out="a")) == 0
     old, left = RunFolder.checkpoint, [4]

@@ -17,6 +17,7 @@ from lamina.experiment.config import parse
 from lamina.flower.keys import private_folder
 from lamina.flower.local import guard
 from lamina.flower.local.jobs import write_app
+from lamina.flower.local.processes import HOST, free_port
 from lamina.plan import Plan
 
 NODES = 3
@@ -69,8 +70,8 @@ class Job:
 
     def __init__(self, federation, spec, folder, *, more="", nodes=None, **options):
         self.federation, self.spec, self.out = federation, spec, folder / "run"
-        options = {"poll": 0.2, "signing_key": str(federation.signing_key), **options}
-        write_app(folder / "app", spec, self.out, nodes or federation.node_ids, options)
+        given = {"out": str(self.out), "nodes": nodes or federation.node_ids, "poll": 0.2}
+        write_app(folder / "app", spec, {**given, "signing_key": str(federation.keys.signing_key), **options})
         with (folder / "app" / "lamina_up" / "__init__.py").open("a") as file:
             file.write(more)
         self._app = folder / "app"
@@ -82,7 +83,7 @@ class Job:
     def wait(self, tick=lambda: None):
         status = self.federation.wait(self.run, tick=tick)
         log = self.federation.folder / "logs" / f"run-{self.run}.log"
-        assert status.status == "finished:completed", f"{status}\n{log.read_text()[-4000:]}"
+        assert status["status"] == "finished:completed", f"{status}\n{log.read_text()[-4000:]}"
         return status
 
     def rows(self):
@@ -116,10 +117,13 @@ class Job:
                 assert row[name] == pytest.approx(other[name], rel=1e-5), (row["round"], name)
 
 
-def start_stranger(federation, name, *, key=None, **options):
+def start_stranger(federation, name, *, key=None, certificate=None, port=None):
     """Start a SuperNode that belongs to no client: to see whether its key and certificate are let in."""
     private_folder(federation.folder / name)
-    return federation.start_supernode(name, {}, key=key or federation.node_key(0), **options)
+    command = ["flower-supernode", "--root-certificates", str(certificate or federation.keys.certificate)]
+    command += ["--auth-supernode-private-key", str(key or federation.node_key(0))]
+    command += ["--superlink", f"{HOST}:{port or federation.port}", "--host", HOST, "--port", str(free_port())]
+    return federation.processes.launch(name, command, name)
 
 
 def left(federation):
@@ -135,6 +139,17 @@ def programs(federation, name):
             if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[pid] = os.getpgid(pid)
     return found
+
+
+def running(groups):
+    """The processes that run in the groups: without those that have ended and wait for init to collect them."""
+    pids = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # ended in the meantime
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            if state not in "ZX" and int(group) in groups:
+                pids.append(int(stat.parent.name))
+    return pids
 
 
 @contextlib.contextmanager

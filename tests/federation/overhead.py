@@ -25,7 +25,7 @@ from federation.harness import NODES, Say
 from lamina import Simulation
 from lamina.experiment.environment import processor
 from lamina.experiment.records import read_record
-from lamina.flower.local.federation import LINK, LocalFederation
+from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import HOST, free_port
 
 APP = """
@@ -102,9 +102,13 @@ class Metered(LocalFederation):
 
     meter = None
 
-    def start_supernode(self, *arguments, **options):
+    def start_node(self, client):
         self.meter = self.meter or Meter(self.port)
-        return super().start_supernode(*arguments, **{**options, "port": self.meter.port})
+        direct, self.port = self.port, self.meter.port
+        try:
+            return super().start_node(client)
+        finally:
+            self.port = direct
 
 
 def measure(federation, folder, case):
@@ -115,14 +119,14 @@ def measure(federation, folder, case):
     template = Path(lamina.__file__).parent / "flower" / "template" / "up"
     shutil.copy(template / "pyproject.toml.in", package.parent / "pyproject.toml")
     text = APP.format(
-        settings=case, nodes=NODES, out=str(out), ids=federation.node_ids, key=str(federation.signing_key)
+        settings=case, nodes=NODES, out=str(out), ids=federation.node_ids, key=str(federation.keys.signing_key)
     )
     (package / "__init__.py").write_text(text)
     before = federation.meter.up, federation.meter.down
     run = federation.submit(package.parent)
     status = federation.wait(run)
-    assert status.status == "finished:completed", status
-    traffic = federation.flwr("ls", LINK, "--run-id", str(run), "--format", "json")["runs"][0]["network-traffic"]
+    assert status["status"] == "finished:completed", status
+    traffic = status["network-traffic"]
     tcp_up, tcp_down = federation.meter.up - before[0], federation.meter.down - before[1]
     history = read_record(out).history
 

@@ -26,7 +26,7 @@ class HostileNode:
         self._connection = http_request_response(
             f"{HOST}:{federation.port}",
             insecure=False,
-            root_certificates=str(federation.authority.certificate),
+            root_certificates=str(federation.keys.certificate),
             authentication_keys=(private, private.public_key()),
         )
 
@@ -110,5 +110,5 @@ def test_forged_tasks_and_incomplete_messages_cost_only_their_sender(federation,
         (PLACE, str(number), ended)
     ]
     assert job.absent() == {1: {PLACE}, 2: {PLACE}}
-    assert "refused a message whose signature is not the server's" in victim.output()
+    assert "refused a message that the server has not signed" in victim.output()
     job.assert_same(simulated(spec, job.absent()))

@@ -11,8 +11,8 @@ import time
 import numpy as np
 import pytest
 
-from federation.harness import NODES, Job, experiment, left, programs, serving, simulated, start_stranger
-from lamina.flower.keys import make_authority, make_node_key
+from federation.harness import NODES, Job, experiment, left, programs, running, serving, simulated, start_stranger
+from lamina.flower.keys import make_node_key, make_server_keys
 from lamina.flower.local.federation import LINK
 from lamina.flower.local.processes import HOST, FederationFailed, free_port
 from lamina.storage.checkpoint import Checkpoints
@@ -91,7 +91,7 @@ def test_hostile_updates_of_an_authenticated_node_are_refused_and_named(runs, fe
 @pytest.mark.seconds(120)
 def test_strangers_are_not_let_in(federation, tmp_path):
     stranger, _ = make_node_key(tmp_path / "stranger")
-    elsewhere = make_authority(tmp_path / "elsewhere")
+    elsewhere = make_server_keys(tmp_path / "elsewhere")
     unregistered = start_stranger(federation, "unregistered", key=stranger)
     deceived = start_stranger(federation, "deceived", certificate=elsewhere.certificate)
     until = time.monotonic() + 60
@@ -142,7 +142,7 @@ class OnlyFleet(http.server.BaseHTTPRequestHandler):
 @pytest.mark.seconds(120)
 def test_a_proxy_closes_the_control_interface_and_lets_nodes_through(federation, tmp_path):
     """Whoever holds only ca.crt commands a SuperLink that is reached directly; through the proxy nobody does."""
-    keys = federation.authority
+    keys = federation.keys
     proxy = http.server.ThreadingHTTPServer((HOST, free_port()), OnlyFleet)
     proxy.port, proxy.seen = federation.port, []
     proxy.trust = ssl.create_default_context(cafile=str(keys.certificate))
@@ -245,11 +245,8 @@ def test_nothing_is_left_behind(federation):
     """Also what Flower starts in sessions of its own."""
     processes = {pid: os.getpgid(pid) for pid in left(federation)}
     assert len(processes) >= 2 * (1 + NODES)  # SuperLink and SuperNodes, each with its helper
+    groups = set(processes.values())
+    assert set(running(groups)) >= processes.keys()
     federation.close()
-    assert left(federation) == []
-    for pid, group in processes.items():
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
-        with pytest.raises(ProcessLookupError):
-            os.killpg(group, 0)
+    assert left(federation) == running(groups) == []
     assert not np.any([(federation.folder / "keys" / name).stat().st_mode & 0o077 for name in ("ca.key", "node-0")])

@@ -39,12 +39,12 @@ def handshake(authority, trusted, host):
 
 
 def test_the_certificate_is_good_for_its_hosts_and_no_other(tmp_path):
-    made = keys.make_authority(tmp_path / "keys", ["server.example.org", "10.0.0.7"])
+    made = keys.make_server_keys(tmp_path / "keys", ["server.example.org", "10.0.0.7"])
     for host in ("127.0.0.1", "localhost", "server.example.org", "10.0.0.7"):
         handshake(made, made.certificate, host)
     with pytest.raises(ssl.SSLCertVerificationError, match=r"10\.0\.0\.8"):
         handshake(made, made.certificate, "10.0.0.8")
-    other = keys.make_authority(tmp_path / "other")
+    other = keys.make_server_keys(tmp_path / "other")
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(made, other.certificate, "127.0.0.1")
 
@@ -52,7 +52,7 @@ def test_the_certificate_is_good_for_its_hosts_and_no_other(tmp_path):
 def test_secrets_are_the_owners_alone(tmp_path):
     before = os.umask(0)
     try:
-        made = keys.make_authority(tmp_path / "keys")
+        made = keys.make_server_keys(tmp_path / "keys")
         private, public = keys.make_node_key(tmp_path / "keys" / "node-0")
     finally:
         os.umask(before)
@@ -71,40 +71,28 @@ def test_a_node_key_is_what_flower_takes(tmp_path):
 
 
 def test_no_key_is_ever_replaced(tmp_path):
-    made = keys.make_authority(tmp_path)
-    before = {path: path.read_bytes() for path in made.files}
+    made = keys.make_server_keys(tmp_path)
+    before = {path: path.read_bytes() for path in vars(made).values()}
     with pytest.raises(BadInput, match=r"ca\.crt' exists: a key is never replaced"):
-        keys.make_authority(tmp_path)
+        keys.make_server_keys(tmp_path)
     keys.make_node_key(tmp_path / "node-0")
     (tmp_path / "node-0").unlink()
     with pytest.raises(BadInput, match=r"node-0\.pub' exists"):
         keys.make_node_key(tmp_path / "node-0")
-    assert {path: path.read_bytes() for path in made.files} == before
+    assert {path: path.read_bytes() for path in vars(made).values()} == before
 
 
 @pytest.mark.parametrize("host", ["https://server", "server:8000", "a b", "", ".", "x" * 64])
 def test_a_host_that_is_none(tmp_path, host):
     with pytest.raises(BadInput, match="neither a host's name nor an IP address"):
-        keys.make_authority(tmp_path / "keys", [host])
+        keys.make_server_keys(tmp_path / "keys", [host])
     assert not (tmp_path / "keys").exists()
-
-
-def test_keys_are_used_again_only_if_they_still_serve(tmp_path, monkeypatch):
-    made = keys.make_authority(tmp_path / "a")
-    assert keys.usable(made)
-    assert not keys.usable(keys.make_authority(tmp_path / "b", days=1))  # ends within the day
-    assert not keys.usable(keys.Authority(tmp_path / "nothing"))
-    other = keys.make_authority(tmp_path / "c")
-    made.server_key.write_bytes(other.server_key.read_bytes())
-    assert not keys.usable(made)
-    other.certificate.write_bytes(made.certificate.read_bytes())
-    assert not keys.usable(other)
 
 
 def test_how_long_certificates_last(tmp_path):
     from cryptography import x509
 
-    made = keys.make_authority(tmp_path)
+    made = keys.make_server_keys(tmp_path)
     server = x509.load_pem_x509_certificate(made.server_certificate.read_bytes())
     left = server.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
     assert datetime.timedelta(days=364) < left <= datetime.timedelta(days=365)

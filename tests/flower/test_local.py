@@ -1,16 +1,14 @@
 """A federation of processes on this machine: how they are started, watched and ended."""
 
 import contextlib
-import io
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +16,7 @@ from helpers import mode
 from lamina import BadInput
 from lamina.experiment.config import parse
 from lamina.flower import keys
+from lamina.flower.federation import read_nodes
 from lamina.flower.local import federation as local
 from lamina.flower.local import guard, jobs, processes
 
@@ -27,21 +26,22 @@ pytestmark = pytest.mark.usefixtures("empty_folder")
 def test_the_shim_builds_the_federation(tmp_path):
     spec = parse({"data": {"clients": 3}, "model": {"name": "mlp", "hidden": 8}, "train": {"rounds": 7, "lr": 0.5}})
     number = 2**64 - 1  # as long as Flower's get
-    jobs.write_app(tmp_path / "app", spec, Path("out"), {number: 2, 5: 0, 6: 1}, {"deadline": 9.0, "quorum": 2})
+    nodes = {number: 2, 5: 0, 6: 1}
+    jobs.write_app(tmp_path / "app", spec, {"deadline": 9.0, "quorum": 2, "out": None, "nodes": nodes})
     scope = {"__file__": str(tmp_path / "app" / "lamina_up" / "__init__.py"), "__name__": "lamina_up"}
     exec((tmp_path / "app" / "lamina_up" / "__init__.py").read_text(), scope)
     made = scope["federation"]
     config = made.config()
     assert (config["train"]["rounds"], config["train"]["lr"], config["data"]["clients"]) == (7, 0.5, 3)
     assert made.deadline == 9.0
-    assert scope["nodes"] == {number: 2, 5: 0, 6: 1}
-    assert scope["settings"]["out"] == str(tmp_path / "out")
+    assert read_nodes(made.nodes, 3) == nodes
+    assert made.out is None
 
 
 @pytest.mark.parametrize("rounds", [0, 2])
 def test_a_run_that_failed_is_one_line(tmp_path, rounds):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"round": {n + 1}}}\n' for n in range(rounds)))
-    status = local.RunStatus("finished:failed", "ServerApp failed with exception: too few")
+    status = {"status": "finished:failed", "status-details": "ServerApp failed with exception: too few"}
     failed = jobs.Job(tmp_path, 3).failed(status, Path("logs"), "run it again")
     assert isinstance(failed, processes.FederationFailed)
     kept = "2 rounds are kept; run it again; " if rounds else ""
@@ -73,7 +73,7 @@ def wait_until(true, seconds=20):
         time.sleep(0.05)
 
 
-def test_a_process_is_stopped_with_its_group(tmp_path):
+def test_a_process_is_killed_with_its_group(tmp_path, monkeypatch):
     (tmp_path / "stubborn.py").write_text(STUBBORN)
     environment = {**os.environ, guard.VARIABLE: "stopped-with-its-group"}
     command = [sys.executable, str(tmp_path / "stubborn.py"), "child"]
@@ -82,8 +82,15 @@ def test_a_process_is_stopped_with_its_group(tmp_path):
     pids = guard.marked("stopped-with-its-group")
     assert len(pids) == 2
     assert {os.getpgid(pid) for pid in pids} == {process.pid}
-    process.stop(grace=0.1)
+    if shutil.which("ps"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "exists", lambda path: False)  # no /proc, as on macOS
+            assert sorted(guard.marked("stopped-with-its-group")) == sorted(pids)
+    process.kill()
     assert process.ended == -signal.SIGKILL
+    assert (
+        str(process.failed(f"it {process.how_it_ended}")) == f"it was ended by signal 9 (Killed) (log: {process.log})"
+    )
     wait_until(lambda: all(map(gone, pids)))
 
 
@@ -132,6 +139,7 @@ REAL = processes.Process
 
 
 def test_what_processes_write_is_their_owners_alone(tmp_path):
+    (tmp_path / "before").touch()
     folder = tmp_path / "fed"
     folder.mkdir(mode=0o755)
     (folder / "superlink").mkdir(mode=0o755)
@@ -141,31 +149,25 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
         [sys.executable, "-c", "import os; open('db', 'w'); os.mkdir('dir'); print('SuperNode ID: 7', flush=True)"],
         "superlink",
     )
-    federation.start_supernode = lambda name, settings: federation.start_superlink()
+    federation.start_node = lambda client: federation.nodes.update({client: federation.start_superlink()})
     with contextlib.chdir(folder), federation:
         wait_until((folder / "dir").exists)
         assert {mode(path) for path in (folder / "db", folder / "logs" / "superlink.log")} == {0o600}
         assert {mode(path) for path in (folder, folder / "superlink", folder / "dir", folder / "logs")} == {0o700}
-        assert mode(federation.signing_key) == 0o600
-
-
-def test_up_writes_for_its_owner_alone():
-    before = os.umask(0o022)
-    try:
-        with processes.private_files():
-            assert os.umask(0o077) == 0o077
-        assert os.umask(0o022) == 0o022
-    finally:
-        os.umask(before)
+        assert mode(federation.keys.signing_key) == 0o600
+        (folder / "app" / "written here").touch()
+        assert mode(folder / "app" / "written here") == 0o600
+    (tmp_path / "after").touch()
+    assert mode(tmp_path / "after") == mode(tmp_path / "before")
 
 
 def test_nodes_get_the_key_that_tasks_are_verified_with(tmp_path, monkeypatch):
     federation = local.LocalFederation(tmp_path / "fed", 1)
-    started = {}
-    monkeypatch.setattr(federation, "start_supernode", lambda name, settings: started.update(settings))
+    command = []
+    monkeypatch.setattr(federation.processes, "launch", lambda name, given, home: command.extend(given))
     federation.start_node(0)
-    assert started["server-key"] == str(tmp_path / "fed" / "keys" / "tasks.pub")
-    assert federation.signing_key == tmp_path / "fed" / "keys" / "tasks.key"
+    assert f'server-key="{tmp_path / "fed" / "keys" / "tasks.pub"}"' in command[-1]
+    assert federation.keys.signing_key == tmp_path / "fed" / "keys" / "tasks.key"
 
 
 def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
@@ -185,31 +187,24 @@ def test_a_port_in_use(tmp_path):
 
 
 def test_processes_that_have_ended_are_forgotten(tmp_path, monkeypatch):
-    """Their numbers may be used again: neither the guard nor the federation's end may signal them."""
+    """Their numbers may be used again: the federation's end must not signal them."""
     group = processes.Processes(tmp_path / "fed", 1)
     (group.folder / "logs").mkdir(parents=True)
-    lines = io.StringIO()
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(stdin=lines, wait=lambda: None))
-        group.start_guard()
     process = group.launch("node", [sys.executable, "-c", ""], "node")
     wait_until(lambda: process.ended == 0)
     group.retire(process)
-    assert lines.getvalue() == f"+{process.pid}\n-{process.pid}\n"
+    assert group.running == []
     monkeypatch.setattr(processes.os, "killpg", lambda *_: pytest.fail("signalled"))
-    process.kill()
-    process.stop()
     group.close()
 
 
 def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
     federation = local.LocalFederation(tmp_path / "fed", 1)
     (federation.folder / "logs").mkdir(parents=True)
-    status = local.RunStatus("finished:completed", "")
+    status = {"status": "finished:completed"}
     ends, launch = [sys.executable, "-c", ""], federation.processes.launch
-    monkeypatch.setattr(federation, "follow", lambda run: launch("run", ends, "command"))
+    monkeypatch.setattr(federation.processes, "launch", lambda name, command, home: launch(name, ends, home))
     monkeypatch.setattr(federation, "status", lambda run: status)
-    monkeypatch.setattr(federation, "start_supernode", lambda name, settings: launch(name, ends, "node"))
     assert federation.wait(7, every=0.01) == status
     assert federation.processes.running == []
     first = federation.start_node(0)
@@ -218,15 +213,6 @@ def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):
     assert first not in federation.processes.running
     assert federation.nodes[0] in federation.processes.running
     federation.close()
-
-
-def test_the_guard_forgets_groups_that_have_ended(monkeypatch):
-    ended = []
-    monkeypatch.setattr(guard, "end_all", lambda groups, mark: ended.extend(groups))
-    monkeypatch.setattr(guard.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(guard.sys, "stdin", io.StringIO("+5\n+6\n-5\n"))
-    guard.main("mark")
-    assert ended == [6]
 
 
 def test_the_environment_keeps_flower_off_the_network(tmp_path):

@@ -247,7 +247,7 @@ def test_a_message_of_an_unknown_type_gets_one_line(kind, is_signed, tmp_path, c
     if is_signed:
         signed(message)
     text = problem(setup.client_app()(message, grid.contexts[message.metadata.dst_node_id]))
-    assert text.startswith("refused a message of an unknown type" if is_signed else "refused a message whose signature")
+    assert text.startswith("refused a message of an unknown type" if is_signed else "refused a message that the server")
     assert not any(record.exc_info for record in caplog.records)
 
 

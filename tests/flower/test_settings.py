@@ -11,6 +11,7 @@ from torch import nn
 import lamina
 from flower_setup import NODE, PARTS, Setup, assert_like_the_simulation, change, part_of, small_model, the_data
 from lamina.errors import BadInput
+from lamina.experiment.python import describe
 from lamina.experiment.records import read_record
 from lamina.flower import Federation, Limits
 from lamina.report import build as report
@@ -119,3 +120,12 @@ def test_another_version_of_flower_is_named(monkeypatch, caplog):
     monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9")
     runpy.run_path(lamina.flower.__file__)
     assert "was tested with Flower 1.41.0, and this is 9.9" in caplog.text
+
+
+@pytest.mark.parametrize("augmentation", [None, lamina.data.Augment(2, fill="mean")])
+def test_the_run_folder_tells_the_augmentation_as_a_simulations_does(augmentation):
+    federation = Federation("fedavg", small_model, part_of, clients=4, rounds=1, augmentation=augmentation)
+    file = describe("mlp", "digits", "fedavg", settings={"augmentation": augmentation}).model_dump(exclude_unset=True)
+    keys = {key: value for key, value in federation.config()["data"].items() if key.startswith("augment")}
+    assert keys == {key: value for key, value in file["data"].items() if key.startswith("augment")}
+    assert bool(keys) == (augmentation is not None)

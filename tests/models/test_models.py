@@ -237,7 +237,7 @@ def test_registry_records() -> None:
     assert models.registry()["cnn"].options == {"dropout": 0.5}
 
 
-def test_lists_will_do_as_shapes() -> None:
+def test_a_shape_may_be_a_list() -> None:
     shape: Any = [1, 28, 28]
     assert models.create("cnn", shape, 10)(batch((1, 28, 28))).shape == (4, 10)
 
@@ -357,7 +357,7 @@ def test_a_partial_keeps_its_classes_and_the_log_names_those_of_the_data(
             "the model 'users_models:text' returned an object of type str, not a torch.nn.Module",
         ),
         ("users_models:Own", {"unit": 4}, "has no option 'unit'; did you mean 'units'? (its options: units)"),
-        ("users_models:plain", {}, "cannot call the model 'users_models:plain': missing a required argument: 'units'"),
+        ("users_models:plain", {}, "missing 1 required positional argument: 'units'"),
     ],
 )
 def test_errors_with_a_model_of_your_own(
@@ -368,9 +368,7 @@ def test_errors_with_a_model_of_your_own(
     assert message in str(error.value)
 
 
-def test_a_missing_module_is_told_with_the_folder_that_was_searched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_module_is_named_with_the_searched_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(BadInput, match=re.escape(f"No module named 'sag' in '{tmp_path}' or among installed")):
@@ -378,3 +376,24 @@ def test_a_missing_module_is_told_with_the_folder_that_was_searched(
     (tmp_path / "imports_another.py").write_text("import no_such_package")
     with pytest.raises(BadInput, match=r"No module named 'no_such_package'$"):  # theirs was found
         models.find("imports_another:make")
+
+
+def test_an_error_in_a_model_of_your_own_has_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "peft", None)
+    (tmp_path / "fails.py").write_text(
+        "import torch\n\ndef deep():\n    return torch.ones(2).reshape(3)\n\ndef make():\n    return deep()\n\n"
+        "def lora():\n    import peft\n"
+    )
+    (tmp_path / "fails_at_once.py").write_text("import peft\n")
+    (tmp_path / "fails_later.py").write_text("\n1 / 0\n")
+    install = r"pip install -e '\.\[transformers\]'$"
+    for name, message in (
+        ("fails:make", r"cannot make the model 'fails:make': RuntimeError: .* \(fails\.py:4\)$"),
+        ("fails.py:make", r"leave out \.py, 'fails:make'$"),
+        ("fails:lora", rf"\(fails\.py:10\): {install}"),
+        ("fails_at_once:make", rf"cannot load the model .*: {install}"),
+        ("fails_later:make", r"ZeroDivisionError: division by zero \(fails_later\.py:2\)$"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            models.create(name, (2,), 2)

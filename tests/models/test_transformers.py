@@ -186,3 +186,9 @@ def test_attention_masks_stay_in_the_stacked_engine(build, loss, padded):
         ends.append(run.state.server.x)
         assert form(run) == ("stacked" if engine == "auto" else "loop")
     torch.testing.assert_close(*ends, rtol=1e-9, atol=1e-9)
+
+
+def test_sequences_longer_than_the_positions_of_a_config_are_refused():
+    data = torch.zeros(4, 17, dtype=torch.long), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(lamina.BadInput, match="max_position_embeddings = 16: enlarge it or shorten"):
+        lamina.Simulation(bert(), data, "fedavg", clients=2)

@@ -59,8 +59,8 @@ def test_long_runs_are_thinned_for_drawing_only(tmp_path):
     for name in ("fedavg", "fedlamb"):
         rising = np.linspace(0, 1, 4000)
         write_run(tmp_path / name, [a if i % 10 == 9 else None for i, a in enumerate(rising.tolist())], algorithm=name)
-    made = build.build([tmp_path])
-    (curve, _) = page.page_data(made)["curves"]
+    report = build.build([tmp_path])
+    (curve, _) = page.page_data(report)["curves"]
     assert curve["rounds"][-1] == 4000
     assert len(curve["rounds"]) <= 500
     assert all(value is not None for value in curve["columns"]["accuracy"][0])  # only rounds that were evaluated
@@ -221,7 +221,7 @@ def test_hover_shows_a_label(opened):
 @needs_browser
 def test_the_axes_can_be_switched(opened):
     choose(opened, "axis", "bytes")
-    assert texts(opened, "#curves-plot .xtitle") == ["MB sent, both directions"]
+    assert texts(opened, "#curves-plot .xtitle") == ["kB sent, both directions"]
     choose(opened, "axis", "seconds")
     assert texts(opened, "#curves-plot .xtitle") == ["seconds of training"]
     choose(opened, "metric", "2")
@@ -261,21 +261,21 @@ def test_the_pages_tables_are_pythons(opened, report):
         expected = tables.cost_table(report.curves, targets, baseline)
         assert opened.execute_script("return rowsOf(document.querySelector('#targets table'))") == expected.rows
         for function, write in (("csvOf", tables.to_csv), ("latexOf", tables.to_latex)):
-            made = opened.execute_script(f"return {function}(document.querySelector('#targets table'))")
-            assert made == write(expected)
+            text = opened.execute_script(f"return {function}(document.querySelector('#targets table'))")
+            assert text == write(expected)
     for table in report.tables()[1:]:
-        found = f"document.querySelector('[data-name=\"{table.name}\"] table')"
-        assert opened.execute_script(f"return csvOf({found})") == tables.to_csv(table)
-        assert opened.execute_script(f"return latexOf({found})") == tables.to_latex(table)
+        element = f"document.querySelector('[data-name=\"{table.name}\"] table')"
+        assert opened.execute_script(f"return csvOf({element})") == tables.to_csv(table)
+        assert opened.execute_script(f"return latexOf({element})") == tables.to_latex(table)
 
 
 @needs_browser
 def test_figures_are_exported_as_on_paper(opened):
-    made = "const done = arguments[arguments.length - 1]; imageOf(arguments[0], arguments[1]).then(done)"
+    draw = "const done = arguments[arguments.length - 1]; imageOf(arguments[0], arguments[1]).then(done)"
     prefer(opened, "dark")
     for name in ("curves", "learning-rates", "partition"):
-        assert opened.execute_async_script(made, name, "png").startswith("data:image/png;base64,")
-        assert opened.execute_async_script(made, name, "svg").startswith("data:image/svg+xml,")
+        assert opened.execute_async_script(draw, name, "png").startswith("data:image/png;base64,")
+        assert opened.execute_async_script(draw, name, "svg").startswith("data:image/svg+xml,")
     drawn = opened.execute_script("return curveFigure(true).layout.font.color")
     assert drawn == "rgb(34, 38, 43)"  # dark ink, though the screen is dark
 
@@ -290,9 +290,9 @@ def test_odd_runs_are_shown_as_far_as_they_go(browser, tmp_path, monkeypatch):
     for i in range(20):
         write_run(tmp_path / f"many{i}", [0.3, 0.4], lr=1 + i / 10, data={"clients": 1, "partition": {"name": "iid"}})
     monkeypatch.setattr(figures, "FORMATS", ("svg",))
-    made = build.build([tmp_path])
-    save.save_page(made, tmp_path / "odd.html")
-    save.save_files(made, tmp_path / "files")
+    report = build.build([tmp_path])
+    save.save_page(report, tmp_path / "odd.html")
+    save.save_files(report, tmp_path / "files")
     resize(browser, 1200)
     browser.get((tmp_path / "odd.html").as_uri())
     wait_for(browser, "document.querySelector('#partition-plot .main-svg')")
@@ -303,7 +303,7 @@ def test_odd_runs_are_shown_as_far_as_they_go(browser, tmp_path, monkeypatch):
     assert texts(browser, "#curves-plot .ytitle") == ["trust ratio/<b>"]
     assert (
         browser.execute_script("return rowsOf(document.querySelector('#targets table'))")
-        == tables.cost_table(made.curves, made.targets, made.baseline).rows
+        == tables.cost_table(report.curves, report.targets, report.baseline).rows
     )
     assert [line for line in browser.get_log("browser") if line["level"] == "SEVERE"] == []
 
@@ -341,15 +341,15 @@ def test_the_page_computes_the_same_costs(two, losses, targets):
     if losses:
         for file in two.rglob("metrics.jsonl"):
             file.write_text(re.sub(r', "accuracy": [^,}]*', "", file.read_text()))
-    made = build.build([two], targets=targets, baseline="fedlamb")
-    assert made.metric == ("loss" if losses else "accuracy")
+    report = build.build([two], targets=targets, baseline="fedlamb")
+    assert report.metric == ("loss" if losses else "accuracy")
     script = (resources.files("lamina.report") / "page.js").read_text(encoding="utf-8")
     source = script[script.index("const fixed =") : script.index("function drawTargets")]
     typed = [target if losses else round(100 * target, 9) for target in targets]
     program = (
-        f"const data = {page.embed(page.page_data(made))};\n"
+        f"const data = {page.embed(page.page_data(report))};\n"
         "const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;\n"
         f"{source}\nprocess.stdout.write(JSON.stringify(costRows({typed}, data.baseline)));"
     )
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == tables.cost_table(made.curves, made.targets, made.baseline).rows
+    assert json.loads(done.stdout) == tables.cost_table(report.curves, report.targets, report.baseline).rows

@@ -45,7 +45,7 @@ def here(empty_folder):
 # --- titles
 
 
-def test_the_title_of_an_algorithm_of_ones_own_is_kept_in_tables_and_legends(here, capsys):
+def test_the_title_of_a_users_algorithm_is_kept_in_tables_and_legends(here, capsys):
     name = "mine_for_titles:Mine"
     assert call("run", "small.toml", "--out", "run", "--set", f"algorithm.name={name}") == 0
     assert call("run", "small.toml", "--out", "other", "--set", "algorithm.name=fedavg") == 0
@@ -87,8 +87,8 @@ def entries(*names):
 
 
 def test_the_table_of_a_comparison_has_the_title():
-    made = comparison_table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
-    assert list(made.columns[0].cells) == ["fedlamb", "My-LAMB"]
+    table = comparison_table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
+    assert list(table.columns[0].cells) == ["fedlamb", "My-LAMB"]
 
 
 # --- narrow terminals
@@ -180,7 +180,7 @@ def test_watch_shows_a_run_whose_metrics_are_still_empty(here, capsys):
 
 
 def test_one_is_singular_everywhere(here, capsys, monkeypatch):
-    monkeypatch.setattr(figures, "save_figures", lambda *_: [])  # their tables are read
+    monkeypatch.setattr(figures, "report_figures", lambda report: [])  # their tables are read
     (here / "small.toml").write_text(SMALL + "[compare]\nalgorithms = ['fedavg']\nseeds = 1\n"
                                      "[compare.grid]\nfedavg = { lr = [0.1, 0.2] }\n"
                                      "[tune.grid]\n'train.lr' = [0.1]\n")  # fmt: skip

@@ -39,12 +39,12 @@ def curves_in(folder):
 def test_cost_to_target_is_the_mean_over_seeds():
     cost = tables.cost_to_target([history(0.5, 0.8, 0.9), history(0.6, 0.95, 0.1)], 0.9)
     # rounds 3 and 2; 5 bytes and half a second in each
-    assert cost == (2.5, 12.5, 1.25, 2, 2)
+    assert cost == (2.5, 12.5, 1.25, 2)
 
 
 def test_a_seed_that_never_gets_there_makes_the_cost_infinite():
     cost = tables.cost_to_target([history(0.5, 0.9), history(0.5, 0.8), History()], 0.9)
-    assert cost == (math.inf, math.inf, math.inf, 1, 3)
+    assert cost == (math.inf, math.inf, math.inf, 1)
     nothing = tables.cost_to_target([History()], 0.9)
     assert all(math.isnan(value) for value in nothing[:3])
 
@@ -52,11 +52,11 @@ def test_a_seed_that_never_gets_there_makes_the_cost_infinite():
 def test_the_cost_table(two):
     table = tables.cost_table(curves_in(two), [0.8, 0.9], baseline=0)
     assert table.head[:5] == ["target", "curve", "reached", "rounds", "× baseline"]
-    # 80 %: rounds 2 and 3 against 1 and 1; bytes 12.5 and 5 of 1e6; seconds 1.25 and 0.5
+    # 80 %: rounds 2 and 3 against 1 and 1; bytes 12.5 and 5 of 1e3; seconds 1.25 and 0.5
     assert table.rows == [
-        ["80%", "FedAvg (Fed-SGD), lr 0.1", "2/2", "2.5", "1.00", "0.0000125", "1.00", "1.25", "1.00"],
-        ["80%", "Fed-LAMB, lr 0.03", "2/2", "1.0", "0.400", "0.00000500", "0.400", "0.500", "0.400"],
-        ["90%", "FedAvg (Fed-SGD), lr 0.1", "2/2", "2.5", "1.00", "0.0000125", "1.00", "1.25", "1.00"],
+        ["80%", "FedAvg (Fed-SGD), lr 0.1", "2/2", "2.5", "1.00", "0.0125", "1.00", "1.25", "1.00"],
+        ["80%", "Fed-LAMB, lr 0.03", "2/2", "1.0", "0.400", "0.00500", "0.400", "0.500", "0.400"],
+        ["90%", "FedAvg (Fed-SGD), lr 0.1", "2/2", "2.5", "1.00", "0.0125", "1.00", "1.25", "1.00"],
         ["90%", "Fed-LAMB, lr 0.03", "1/2", "∞", "∞", "∞", "∞", "∞", "∞"],
     ]
     against_lamb = tables.cost_table(curves_in(two), [0.9], baseline=1)
@@ -69,17 +69,25 @@ def test_the_results_table(two):
     assert first[:5] == ["FedAvg (Fed-SGD), lr 0.1", "2", "90.0 ± 0.0", "80.0 ± 14.1", "3"]
     # best 90, 80: mean 85, std 7.07; last 20, 40: mean 30, std 14.1
     assert second[2:4] == ["85.0 ± 7.1", "30.0 ± 14.1"]
-    assert first[5:] == ["0.00000500", "0.0000150", "0.500"]
+    assert tables.results_table(curves_in(two)).head[5] == "kB per round"
+    assert first[5:] == ["0.00500", "0.0150", "0.500"]
 
 
 def test_regression_has_losses_and_no_targets(tmp_path):
     folder = write_run(tmp_path / "a", [None, None])
     rows = [json.dumps({"round": i, "loss": loss}) for i, loss in enumerate((0.5, 0.25, 0.3), 1)]
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    made = build.build([tmp_path])
-    assert tables.results_table(made.curves).rows[0][2:4] == ["0.250", "0.300"]
-    assert made.targets == []
-    assert "cost-to-target" not in [table.name for table in made.tables()]
+    report = build.build([tmp_path])
+    assert tables.results_table(report.curves).rows[0][2:4] == ["0.250", "0.300"]
+    assert report.targets == []
+    assert "cost-to-target" not in [table.name for table in report.tables()]
+
+
+def test_runs_with_another_first_metric_are_noted(two, tmp_path):
+    folder = write_run(tmp_path / "other", [None])
+    (folder / "metrics.jsonl").write_text(json.dumps({"round": 1, "loss": 0.5}) + "\n")
+    notes = build.build([two, tmp_path / "other"]).notes
+    assert "some runs have another first metric (loss), but all are judged by 'accuracy' here" in notes
 
 
 def test_halves_go_up_as_in_the_browser():
@@ -97,8 +105,7 @@ def test_default_targets_are_what_all_and_what_the_best_reach(two):
 
 def test_runs_are_grouped_by_all_but_the_seed_and_where_they_ran(tmp_path):
     write_run(tmp_path / "a", [0.5], seed=0)
-    later = {"weighting": "clients", "loss": "cross_entropy"}  # settings that the first run lacks, at their defaults
-    write_run(tmp_path / "b", [0.5], seed=1, train=later, run={"device": "cuda:0", "engine": "loop", "threads": 2})
+    write_run(tmp_path / "b", [0.5], seed=1, run={"device": "cuda:0", "engine": "loop", "threads": 2})
     write_run(tmp_path / "c", [0.5], run={"precision": "bf16"})
     write_run(tmp_path / "d", [0.5], data={"partition": {"name": "dirichlet", "alpha": 0.3}})
     write_run(tmp_path / "e", [0.5], data={"partition": {"name": "dirichlet", "alpha": 0.5}})
@@ -165,13 +172,13 @@ def test_the_response_to_the_learning_rate(tmp_path):
         tmp_path / "tuning" / "fedavg" / "lr10", [0.99], lr=10.0, rounds=2, diverged="x", data={"validation": 0.2}
     )
     write_run(tmp_path / "fedavg" / "seed0", [0.1, 0.8])
-    made = build.build([tmp_path])
-    assert [curve.name for curve in made.curves] == ["FedAvg (Fed-SGD)"]  # tuning runs are no curves
-    averaged, other = sorted(made.responses, key=lambda response: not response.label.startswith("FedAvg"))[:2]
+    report = build.build([tmp_path])
+    assert [curve.name for curve in report.curves] == ["FedAvg (Fed-SGD)"]  # tuning runs are no curves
+    averaged, other = sorted(report.responses, key=lambda response: not response.label.startswith("FedAvg"))[:2]
     assert (averaged.chosen, averaged.on, averaged.warning) == (0.1, "validation", "")  # what diverged is never best
     assert [trial.remark for _, trial in averaged.tried] == ["", "", "", "diverged"]
     assert other.chosen == 1.0
-    assert "the best learning rate 1 lies on the edge of those tried; try larger ones" in " ".join(made.notes)
+    assert "the best learning rate 1 lies on the edge of those tried; try larger ones" in " ".join(report.notes)
 
 
 def test_a_rate_stands_for_the_best_of_the_other_settings(tmp_path):
@@ -185,11 +192,11 @@ def test_a_rate_stands_for_the_best_of_the_other_settings(tmp_path):
         )  # fmt: skip
         if not decay:
             write_run(tmp_path / "tuning" / "fedavg" / f"lr{lr}", [0.3, 0.4], lr=lr, compare=grid)
-    found = {response.label: response for response in build.build([tmp_path]).responses}
-    assert set(found) == {"Fed-LAMB", "FedAvg (Fed-SGD)"}
-    tried = [(lr, trial.best, trial.remark, trial.name) for lr, trial in found["Fed-LAMB"].tried]
+    by_label = {response.label: response for response in build.build([tmp_path]).responses}
+    assert set(by_label) == {"Fed-LAMB", "FedAvg (Fed-SGD)"}
+    tried = [(lr, trial.best, trial.remark, trial.name) for lr, trial in by_label["Fed-LAMB"].tried]
     assert tried == [(0.1, [0.8], "", "decay 0.01"), (1.0, [0.6], "", "decay 0")]
-    table = rates_table(list(found.values()))
+    table = rates_table(list(by_label.values()))
     assert table.head == ["curve", "lr", "with", "best accuracy, %", "on", ""]
     assert [row[2] for row in table.rows if row[0] == "FedAvg (Fed-SGD)"] == ["–", "–"]
 
@@ -203,10 +210,10 @@ def two_comparisons(folder):
     write_run(folder / "b" / "fedams" / "seed0", [0.1, 0.8], lr=0.3, algorithm="fedams")
 
 
-def test_validation_and_test_accuracies_are_told_apart(tmp_path):
+def test_validation_and_test_accuracies_are_labelled(tmp_path):
     two_comparisons(tmp_path)
-    made = build.build([tmp_path])
-    assert [(response.label, response.on) for response in made.responses] == [
+    report = build.build([tmp_path])
+    assert [(response.label, response.on) for response in report.responses] == [
         ("Fed-AMS, validation", "validation"), ("Fed-AMS, test", "test")
     ]  # fmt: skip
     only = build.build([tmp_path / "a"])
@@ -274,11 +281,11 @@ def test_the_partition_is_dealt_again(two):
     assert counts.sum() == len(sources.load("digits").train)
 
 
-def test_a_partition_that_cannot_be_dealt_is_left_out_with_a_word(tmp_path):
+def test_a_partition_that_cannot_be_recomputed_is_noted(tmp_path):
     write_run(tmp_path / "a", [0.5], data={"name": "cifar10", "dir": str(tmp_path / "nowhere")})
-    made = build.build([tmp_path])
-    assert made.dealt == []
-    assert any("partition of cifar10" in note and "not shown" in note for note in made.notes)
+    report = build.build([tmp_path])
+    assert report.dealt == []
+    assert any("partition of cifar10" in note and "not shown" in note for note in report.notes)
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -312,18 +319,16 @@ def test_a_figure_in_every_format(tmp_path):
     write_run(tmp_path / "runs" / "b", [None])  # never evaluated: nothing to draw
     write_run(tmp_path / "runs" / "c", [0.6], lr=0.2)  # a line of one point
     curves = curves_in(tmp_path / "runs")
-    drawn = figures.curve_figure(curves, figures.METRICS[0], "bytes")
+    drawn = figures.curve_figure(curves, figures.described("accuracy"), "bytes")
     assert [line.get_ydata().tolist() for line in drawn.axes[0].lines] == [[50, 70], [60]]
-    assert drawn.axes[0].lines[0].get_xdata().tolist() == pytest.approx([10e-6, 20e-6])
-    files = list(figures._save(drawn, tmp_path / "figure"))
-    starts = [path.read_bytes()[:5] for path in files]
-    assert starts == [b"%PDF-", b"<?xml", b"\x89PNG\r"]
-    again = [path.read_bytes() for path in figures._save(drawn, tmp_path / "again")]
-    assert again == [path.read_bytes() for path in files]  # the same figure is the same file
+    assert drawn.axes[0].lines[0].get_xdata().tolist() == pytest.approx([10e-3, 20e-3])
+    images = [figures.image_of(drawn, ending) for ending in figures.FORMATS]
+    assert [image[:5] for image in images] == [b"%PDF-", b"<?xml", b"\x89PNG\r"]
+    assert [figures.image_of(drawn, ending) for ending in figures.FORMATS] == images  # the same figure, the same file
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["nowhere"], "no folder 'nowhere'"),
         (["empty"], "no run in 'empty'"),
@@ -333,7 +338,7 @@ def test_a_figure_in_every_format(tmp_path):
         (["good", "--out", "good"], "cannot write 'good'"),
     ],
 )
-def test_user_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, said):
+def test_user_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("empty").mkdir()
@@ -342,7 +347,7 @@ def test_user_errors_are_one_line(tmp_path, monkeypatch, capsys, arguments, said
     Path("bad/config.json").write_text(json.dumps({"format": FORMAT, "algorithm": {"name": "fedavg"}}))
     assert call("report", *arguments) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 

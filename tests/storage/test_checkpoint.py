@@ -193,6 +193,6 @@ def test_restore_refuses_what_is_not_there_or_does_not_fit(tmp_path, caplog):
     other = simulation("scaffold")
     other.run(1)
     other.save(tmp_path / "scaffold")
-    with pytest.raises(BadInput, match=r"is of another run: algorithm = scaffold \(here fedlamb\), lr"):
+    with pytest.raises(BadInput, match=r'is of another run: algorithm.name = "scaffold" \(now "fedlamb"\), lr'):
         simulation("fedlamb").restore(tmp_path / "scaffold")
     assert "damaged" not in caplog.text

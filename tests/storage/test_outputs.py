@@ -1,6 +1,7 @@
 """Files that commands write for the user: nothing foreign is replaced, and a kill leaves no half file."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -15,11 +16,9 @@ from matplotlib.figure import Figure
 
 from helpers import Killed, call, said_in_one_line
 from lamina import BadInput
+from lamina.atomic import write_file
 from lamina.data.picture import partition_picture
-from lamina.experiment.records import find_records
 from lamina.report import build, figures, save
-from lamina.report.curves import group
-from lamina.storage.files import write_file
 
 TOML = """
 [data]
@@ -174,26 +173,27 @@ def test_a_report_is_replaced_at_once(here, killed_while_writing, monkeypatch):
 def test_figures_are_replaced_at_once(here, monkeypatch, killed_while_writing, ending):
     monkeypatch.setattr(figures, "FORMATS", (ending,))
     monkeypatch.setattr(figures, "curve_figure", lambda *_: Figure((0.5, 0.5)))  # quickly drawn
-    curves = group(find_records(["r"]))
+    report = dataclasses.replace(build.build(["r"]), dealt=[])
+    monkeypatch.setattr(build.Report, "tables", lambda report: [])
     with pytest.raises(Killed):
-        figures.save_figures(Path(), curves, [], [])
+        save.save_files(report, Path())
     assert not list(here.glob(f"*.{ending}"))
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda handle: None)
-        (first, *_) = figures.save_figures(Path(), curves, [], [])
-        figures.save_figures(Path(), curves, [], [])  # ours: replaced
+        (first, *_) = save.save_files(report, Path())
+        save.save_files(report, Path())  # ours: replaced
         whole = first.read_bytes()
     with pytest.raises(Killed):
-        figures.save_figures(Path(), curves, [], [])
+        save.save_files(report, Path())
     assert first.read_bytes() == whole
     first.write_bytes(b"a figure of somebody else's")
     with pytest.raises(BadInput, match="is there and is no figure of a report: choose another place with --figures"):
-        figures.save_figures(Path(), curves, [], [])
+        save.save_files(report, Path())
 
 
 @pytest.mark.parametrize("ending", ["csv", "tex"])
 def test_tables_are_replaced_at_once(here, monkeypatch, ending):
-    monkeypatch.setattr(figures, "save_figures", lambda *_: [])
+    monkeypatch.setattr(figures, "report_figures", lambda report: [])
     report = build.build(["r"])
     save.save_files(report, Path("out"))
     before, replace = contents("out"), Path.replace

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lamina.algorithms.contract import Algorithm, Card, check_option_names, options, registry
+from lamina.algorithms.contract import Algorithm, Card, options, registry
 from lamina.algorithms.fedadam import FedAdam
 from lamina.algorithms.fedadam_star import FedAdamStar
 from lamina.algorithms.fedams import FedAms
@@ -20,7 +20,7 @@ from lamina.algorithms.mime import Mime
 from lamina.algorithms.mimelamb import MimeLamb
 from lamina.algorithms.scaffold import Scaffold
 from lamina.errors import BadInput, unknown
-from lamina.named import import_named
+from lamina.named import import_named, refuse_unknown_options
 
 __all__ = [
     "BUILT_IN",
@@ -83,5 +83,5 @@ def create(name: str, preset: str | None = None, **given: Any) -> Algorithm:
             raise unknown(f"preset of {name}", preset, presets) if presets else BadInput(f"{name} has no presets")
         values.update(presets[preset])
     values.update(given)
-    check_option_names(cls, values)
+    refuse_unknown_options(name, values, list(options(cls)), ["name", "preset"])
     return cls(**values)

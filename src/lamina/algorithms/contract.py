@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import (
     Any,
     ClassVar,
@@ -45,7 +45,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from lamina.errors import BadInput, is_number, nearest, short_repr
+from lamina.errors import BadInput, is_number, short_repr
 from lamina.layers import Grouping, Layers
 
 Number = float | Tensor
@@ -119,6 +119,7 @@ class Card(NamedTuple):
     lr: float  # a local learning rate to start from
     paper_cost: int | None  # the paper's own count of the communication, in models per client and round
     presets: Mapping[str, Mapping[str, Any]]
+    grids: Mapping[str, Mapping[str, Sequence[Any]]]  # of papers, by name: values of "lr" and of options to tune over
 
 
 class Algorithm(ABC):
@@ -271,10 +272,11 @@ def algorithm(
     name: str,
     *,
     title: str,
-    reference: str,
+    reference: str = "",
     lr: float,
     paper_cost: int | None = None,
     presets: Mapping[str, Mapping[str, Any]] | None = None,
+    grids: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
 ) -> Callable[[type[A]], type[A]]:
     """Make a class a frozen, validated dataclass and add it to the registry. Use it as a decorator."""
 
@@ -293,7 +295,7 @@ def algorithm(
         own_check = cls.__dict__.get("__post_init__")
         cls.__post_init__ = check  # type: ignore[attr-defined]
         record = dataclasses.dataclass(frozen=True, eq=False)(cls)
-        record.card = Card(name, title, reference, lr, paper_cost, presets or {})
+        record.card = Card(name, title, reference, lr, paper_cost, presets or {}, grids or {})
         _REGISTRY[name] = record
         for preset in record.card.presets.values():
             record(**preset)  # an invalid preset is a bug, so it fails at import
@@ -348,16 +350,6 @@ def _check_options(self: Algorithm) -> None:
         value = getattr(self, name)
         if not _fits(value, hints[name], field.metadata):
             raise BadInput(f"{cls.__name__}: {name} = {short_repr(value)} is not {allowed(cls, name)}")
-
-
-def check_option_names(cls: type[Algorithm], given: Mapping[str, Any]) -> None:
-    """Refuse an option that the algorithm does not have, and suggest the nearest one."""
-    known = options(cls)
-    for name in given:
-        if name not in known:
-            raise BadInput(
-                f"{cls.card.name} has no option '{name}'{nearest(name, known)} (its options: {', '.join(known)})"
-            )
 
 
 def zeros(x: Tensor) -> Tensor:

@@ -59,6 +59,12 @@ class Server(NamedTuple):
         },
         "authors": {"v_init": 0.0, "tau": 0.0, "root_eps": 1e-8, "beta1": 0.9, "beta2": 0.999},
     },
+    grids={
+        "lamb-paper": {
+            "lr": [0.0001, 0.0003, 0.0005, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5],
+            "server_lr": [0.0001, 0.0003, 0.0005, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1],
+        },
+    },
 )  # fmt: skip
 class FedAdam(Algorithm):
     """Clients run SGD; the server runs Adam on their mean displacement."""

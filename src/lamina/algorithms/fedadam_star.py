@@ -6,21 +6,14 @@ Sun et al. 2023, Table 3 and Fig. 5. The amendment is the clients' mean local st
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
-from lamina.algorithms.contract import ClientInfo, Displacement, LocalModel, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms import fedcm
+from lamina.algorithms.contract import Displacement, Number, ServerInfo, algorithm, hyper, zeros
 from lamina.algorithms.fedadam import FedAdam, Server
-from lamina.algorithms.primitives import add_decoupled, add_l2, clip_by_norm, descend, is_finite
 from lamina.layers import Layers
-
-
-class Down(NamedTuple):
-    """The model and the mean local step of the previous round."""
-
-    x: Tensor
-    momentum: Tensor
 
 
 @algorithm(
@@ -42,28 +35,18 @@ class FedAdamStar(FedAdam):
     )
     decay_form: Literal["l2", "decoupled"] = hyper("l2", "inside g, or outside the mix")
 
-    @property
-    def clips_direction(self) -> bool:
-        return is_finite(self.clip_direction)
+    # FedCM's local step, with the options above.
+    clips_direction = fedcm.FedCM.clips_direction
+    step = fedcm.FedCM.step
+    inherited_step = fedcm.FedCM.inherited_step
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return super().init(x, layers)._replace(momentum=zeros(x))
 
-    def broadcast(self, server: Server, info: ServerInfo) -> Down:
+    def broadcast(self, server: Server, info: ServerInfo) -> fedcm.Server:
         assert server.momentum is not None
-        return Down(server.x, server.momentum)
-
-    def step(self, local: LocalModel, down: Down, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
-        g = add_l2(grad, local.y, self)
-        mix = self.alpha * g + (1 - self.alpha) * down.momentum
-        mix = clip_by_norm(mix, self.clip_direction) if self.clips_direction else mix
-        return LocalModel(descend(local.y, add_decoupled(mix, local.y, self), lr))
+        return fedcm.Server(server.x, server.momentum)
 
     def update(self, server: Server, up: Displacement, info: ServerInfo) -> Server:
         after = super().update(server, up, info)
         return after._replace(momentum=-up.delta / (info.lr * info.mean_steps))  # B14
-
-    def inherited_step(self, down: Down, info: ClientInfo) -> Tensor | None:
-        if self.clips_direction:
-            return None  # the gradients decide how much of the momentum is left after the clip
-        return -info.lr * info.steps * (1 - self.alpha) * down.momentum

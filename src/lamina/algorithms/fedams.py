@@ -34,6 +34,7 @@ from lamina.algorithms.primitives import (
     descend,
     ema,
     first_of,
+    is_exactly,
     larger,
     next_share,
     precondition,
@@ -110,7 +111,7 @@ class LocalMomentum(Algorithm):
 
     def refuse_zero_divisor(self, when: str = "in round 1") -> None:
         """Refuse v_init = 0 if some round divides by it: nothing would move."""
-        if not isinstance(self.v_init, Tensor) and not isinstance(self.eps, Tensor) and self.v_init == self.eps == 0:
+        if is_exactly(self.v_init, 0) and is_exactly(self.eps, 0):
             raise BadInput(f"v_init = 0 leaves nothing to divide by {when}: give v_init or eps a positive value")
 
     @property
@@ -168,8 +169,8 @@ class LocalMomentum(Algorithm):
     reference="Chen, Li & Li 2020",
     lr=1e-3,
     paper_cost=2,
-    # What the Fed-LAMB authors' public research code does where it differs from the text.
     presets={"authors": {"m_init": 1e-8, "v_init": 1e-8, "eps": 1e-8, "first_round": "running", "v_seed": "client"}},
+    grids={"lamb-paper": {"lr": [0.0001, 0.0003, 0.0005, 0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1]}},
 )
 class FedAms(LocalMomentum):
     """Local AMSGrad with a shared second moment."""
@@ -239,8 +240,7 @@ class FedAms(LocalMomentum):
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         g = add_l2(grad, local.y, self)  # + lambda * y, if decay_form is "l2"
-        v = ema(local.v, g * g, self.beta2)  # l.11, A1
-        v_share = next_share(local.v_share, self.beta2)
+        v, v_share = ema(local.v, g * g, self.beta2), next_share(local.v_share, self.beta2)  # l.11, A1
         local = local._replace(
             m=ema(local.m, g, self.beta1),  # l.10
             m_share=next_share(local.m_share, self.beta1),

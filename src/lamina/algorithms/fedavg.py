@@ -19,6 +19,7 @@ from lamina.layers import Layers
     lr=0.1,
     paper_cost=1,
     presets={"fedlada_paper": {"decay": 1e-3}},
+    grids={"lamb-paper": {"lr": [0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5]}},
 )
 class FedAvg(Algorithm):
     """Clients run SGD; the server averages."""

@@ -22,7 +22,7 @@ from lamina.algorithms.contract import (
     hyper,
     zeros,
 )
-from lamina.algorithms.primitives import add_decoupled, add_l2, clip_by_norm, descend, is_finite
+from lamina.algorithms.primitives import add_decoupled, add_l2, clip_by_norm, descend, is_exactly
 from lamina.layers import Layers
 
 
@@ -60,7 +60,7 @@ class FedCM(Algorithm):
 
     @property
     def clips_direction(self) -> bool:
-        return is_finite(self.clip_direction)
+        return not is_exactly(self.clip_direction, math.inf)
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, momentum=zeros(x))

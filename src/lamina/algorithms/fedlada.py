@@ -61,6 +61,7 @@ class Up(NamedTuple):
             "moment_correction": "first_round", "decay": 1e-3,
         },
     },
+    grids={"lada-alpha": {"alpha": [0.01, 0.05, 0.1, 0.2, 0.5, 1.0]}},  # the paper's Table 5
 )  # fmt: skip
 class FedLada(LocalAms):
     """Local AMSGrad mixed with the global direction."""

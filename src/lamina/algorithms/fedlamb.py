@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, algorithm, hyper, per_layer
 from lamina.algorithms.fedams import FedAms
-from lamina.algorithms.primitives import is_on
+from lamina.algorithms.primitives import is_exactly
 from lamina.errors import BadInput
 from lamina.layers import Grouping, Layers
 
@@ -68,7 +68,7 @@ class Layerwise(Algorithm):
     def rescale(self, psi: Tensor, y: Tensor, layers: Layers) -> tuple[Tensor, Tensor | None]:
         """Return the direction u with every layer rescaled to length phi(||y||), and the trust ratio of every layer."""
         u = psi  # the decay forms "l2" and "decoupled" act elsewhere in the step, as in Fed-AMS
-        if self.decay_form == "ratio" and is_on(self.decay):
+        if self.decay_form == "ratio" and not is_exactly(self.decay, 0):
             decays = 1.0 if self.decay_on == "all" else layers.matrix_mask(y)  # A12: 1 on weights, 0 on biases
             u = psi + self.decay * decays * y  # l.12
         if not self.trust_ratio:
@@ -105,6 +105,8 @@ class Layerwise(Algorithm):
     lr=0.01,
     paper_cost=2,
     presets={"authors": {**FedAms.card.presets["authors"], "zero_norm": "literal"}},
+    # In the paper, only the LAMB methods have a lambda.
+    grids={"lamb-paper": {"lr": [0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5], "decay": [0.0, 0.01, 0.1]}},
 )
 class FedLamb(Layerwise, FedAms):
     """Local AMSGrad with a shared second moment, every layer's step scaled to the norm of the layer."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import (
@@ -28,9 +29,9 @@ from lamina.algorithms.contract import (
 from lamina.algorithms.primitives import (
     add_decoupled,
     add_l2,
-    amsgrad,
     corrected,
     descend,
+    ema,
     next_share,
     precondition,
     refuse_dead_moments,
@@ -102,8 +103,8 @@ class LocalAms(Algorithm):
     def next_moments(self, local: Local, grad: Tensor) -> tuple[Local, Tensor]:
         """Return the local state with the moments after a gradient, and the adaptive direction m / sqrt(v_hat)."""
         g = add_l2(grad, local.y, self)
-        m, v, v_hat = amsgrad(local.m, local.v, local.v_hat, g, self.beta1, self.beta2)  # Alg. 2, l.7-9; 3, l.8-10
-        v_hat = v_hat if self.amsgrad else v  # B19
+        m, v = ema(local.m, g, self.beta1), ema(local.v, g * g, self.beta2)  # Alg. 2, l.7-8; Alg. 3, l.8-9
+        v_hat = torch.maximum(local.v_hat, v) if self.amsgrad else v  # Alg. 2, l.9; Alg. 3, l.10; B19
         m_share, v_share = next_share(local.m_share, self.beta1), next_share(local.v_share, self.beta2)  # B21
         psi = precondition(corrected(m, m_share), corrected(v_hat, v_share), self.eps)  # Alg. 3, l.11
         return local._replace(m=m, v=v, v_hat=v_hat, m_share=m_share, v_share=v_share), psi

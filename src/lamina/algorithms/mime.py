@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper, zeros
-from lamina.algorithms.fedams import Client, LocalMomentum
+from lamina.algorithms.fedams import Client, FedAms, LocalMomentum
 from lamina.algorithms.primitives import add_decoupled, add_l2, corrected, descend, ema, next_share, precondition
 from lamina.errors import BadInput
 from lamina.layers import Layers
@@ -70,6 +70,7 @@ class Up(NamedTuple):
         # What the Fed-LAMB authors' public research code does where it differs from the text.
         "authors": {"m_init": 1e-8, "v_init": 1e-8, "eps": 1e-8},
     },
+    grids=FedAms.card.grids,
 )
 class Mime(LocalMomentum):
     """Local momentum steps divided by a second moment of the mean full gradient."""

@@ -7,7 +7,7 @@ Readings of the text (docs/reference/algorithms.md): A5, A6, A10 to A14, A16.
 from __future__ import annotations
 
 from lamina.algorithms.contract import algorithm
-from lamina.algorithms.fedlamb import Layerwise
+from lamina.algorithms.fedlamb import FedLamb, Layerwise
 from lamina.algorithms.mime import Mime
 
 
@@ -18,6 +18,7 @@ from lamina.algorithms.mime import Mime
     lr=0.01,
     paper_cost=2,
     presets={**Mime.card.presets, "authors": {**Mime.card.presets["authors"], "zero_norm": "literal"}},
+    grids=FedLamb.card.grids,
 )
 class MimeLamb(Layerwise, Mime):
     """Mime, with every layer's step scaled to the norm of the layer."""

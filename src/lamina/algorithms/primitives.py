@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -23,15 +22,6 @@ def precondition(m: Tensor, v: Tensor, eps: Number = 0.0) -> Tensor:
     return torch.where(root == 0, 0.0, m / root)  # a NaN stays a NaN
 
 
-def amsgrad(
-    m: Tensor, v: Tensor, v_hat: Tensor, g: Tensor, beta1: Number, beta2: Number
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the moments (m, v, v_hat) after one step of AMSGrad, without bias correction."""
-    m = ema(m, g, beta1)
-    v = ema(v, g * g, beta2)
-    return m, v, torch.maximum(v_hat, v)
-
-
 def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
     """Return the share of gradients in a moment after one more gradient: the moment's own recursion with g = 1 (A6).
 
@@ -47,14 +37,14 @@ def corrected(moment: Tensor, share: Tensor | None) -> Tensor:
     return moment if share is None else moment / torch.where(share > 0, share, 1.0)
 
 
-def is_on(decay: Number) -> bool:
-    """Return whether the weight decay can act; code skips a plain 0, so that it costs nothing."""
-    return isinstance(decay, Tensor) or decay != 0
+def is_exactly(option: Number, value: float) -> bool:
+    """Return whether an option is this number, so that its term can be skipped; a tensor of several runs never is."""
+    return not isinstance(option, Tensor) and option == value
 
 
 def add_decay(u: Tensor, y: Tensor, decay: Number) -> Tensor:
     """Return u + decay * y."""
-    return u + decay * y if is_on(decay) else u
+    return u if is_exactly(decay, 0) else u + decay * y
 
 
 def add_l2(grad: Tensor, y: Tensor, options: Any) -> Tensor:
@@ -80,11 +70,6 @@ def clip_by_norm(u: Tensor, limit: Number) -> Tensor:
     return torch.where(norm > limit, u * (limit / norm), u)
 
 
-def is_finite(limit: Number) -> bool:
-    """Return whether a limit can act; code skips a plain infinity, so that it costs nothing."""
-    return isinstance(limit, Tensor) or limit != math.inf
-
-
 def first_of(one: Tensor | None, other: Tensor | None) -> Tensor:
     """Return `one`, or `other` if `one` is None."""
     tensor = other if one is None else one
@@ -99,12 +84,9 @@ def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 def refuse_dead_moments(options: Any, *added: Number) -> None:
     """Refuse decay rates with which nothing is learned. `added` are the terms beside v in the divisor."""
-    beta1, beta2, v_init = options.beta1, options.beta2, options.v_init
-    if not isinstance(beta1, Tensor) and beta1 == 1:
+    if is_exactly(options.beta1, 1):
         raise BadInput("beta1 = 1 never lets a gradient into the momentum, so nothing is learned: choose beta1 < 1")
-    if isinstance(beta2, Tensor) or beta2 != 1:
-        return
-    if not any(isinstance(value, Tensor) or value != 0 for value in (v_init, *added)):
+    if is_exactly(options.beta2, 1) and all(is_exactly(value, 0) for value in (options.v_init, *added)):
         raise BadInput(
             "beta2 = 1 keeps the second moment at v_init = 0, so nothing is learned: choose beta2 < 1 or v_init > 0"
         )
@@ -112,5 +94,5 @@ def refuse_dead_moments(options: Any, *added: Number) -> None:
 
 def refuse_uncorrectable(options: Any) -> None:
     """Refuse beta2 = 1 with bias correction, which would divide by 1 - beta2^t = 0."""
-    if options.bias_correction and not isinstance(options.beta2, Tensor) and options.beta2 == 1:
+    if options.bias_correction and is_exactly(options.beta2, 1):
         raise BadInput("bias_correction divides by 1 - beta2^t, which is 0 for beta2 = 1: choose beta2 < 1")

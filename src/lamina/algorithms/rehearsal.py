@@ -6,8 +6,9 @@ numbers in one engine only.
 
 from __future__ import annotations
 
+import inspect
+import logging
 import traceback
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,30 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Needs, ServerInfo, has_second_point, step_kinds
-from lamina.errors import BadInput, LaminaError
+from lamina.errors import BadInput, LaminaError, where_it_failed
 from lamina.layers import Layers
 
 TINY = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})  # its numbers of elements and layers differ
 
 
+log = logging.getLogger(__name__)
+_random: set[type[Algorithm]] = set()  # algorithms that were warned of
+
+
 def rehearse(algorithm: Algorithm) -> None:
-    """Run one round with one client, and refuse an algorithm that breaks the contract."""
+    """Run one round with one client, refuse an algorithm that breaks the contract, and warn of a random one."""
+    one, other = (_tensors(_run_round(algorithm)) for _ in range(2))
+    if not all(map(_same, one, other)) and type(algorithm) not in _random:
+        _random.add(type(algorithm))
+        log.warning(
+            "the algorithm '%s' draws random numbers, which do not follow from the seed: its runs can be neither "
+            "repeated nor resumed exactly",
+            algorithm.card.name,
+        )
+
+
+def _run_round(algorithm: Algorithm) -> Any:
+    """Run one round with one client; return all that it computes."""
     x = torch.linspace(-1.0, 1.0, TINY.size)
     gradient = torch.linspace(0.5, -0.5, TINY.size)
     sizes = (TINY.size, len(TINY.group_sizes(algorithm.grouping)), 1)
@@ -38,9 +55,11 @@ def rehearse(algorithm: Algorithm) -> None:
         except LaminaError:
             raise
         except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
             reason = " ".join(str(error).split())
-            where = f"{Path(last.filename).name}:{last.lineno}"
+            where = where_it_failed(error)
+            if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:  # it does not take the arguments
+                taken = [*inspect.signature(getattr(Algorithm, name)).parameters, *more]
+                where = f"it is called as {name}({', '.join(taken)})"
             raise broken(name, f"fails on a small model: {type(error).__name__}: {reason} ({where})") from error
         if not all(map(_same, before, tensors)):
             raise broken(name, "writes into its arguments: return new tensors, y - lr * grad and not y.sub_(lr * grad)")
@@ -100,6 +119,7 @@ def rehearse(algorithm: Algorithm) -> None:
         vector is not None and getattr(vector, "shape", None) != x.shape for vector in analysis
     ):
         raise broken("analysis", f"must return an Analysis of vectors like x, [..., p], found {_describe(analysis)}")
+    return down, local, pair, after
 
 
 def _tensors(values: Any) -> list[Tensor]:

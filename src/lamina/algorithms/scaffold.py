@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Number, ServerInfo, algorithm, hyper, zeros
-from lamina.algorithms.primitives import add_decay, clip_by_norm, descend, is_finite
+from lamina.algorithms.primitives import add_decay, clip_by_norm, descend, is_exactly
 from lamina.layers import Layers
 
 
@@ -74,7 +74,7 @@ class Scaffold(Algorithm):
 
     @property
     def clips_direction(self) -> bool:
-        return is_finite(self.clip_direction)
+        return not is_exactly(self.clip_direction, math.inf)
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return Server(x, c=zeros(x))
@@ -104,7 +104,7 @@ class Scaffold(Algorithm):
         return Server(x, c)
 
     def implied_fields(self, up: Up, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
-        if self.control == "mean_gradient" and (isinstance(self.scale, Tensor) or self.scale != 1):
+        if self.control == "mean_gradient" and not is_exactly(self.scale, 1):
             return {}  # here the change of c_i depends on c_i, which only the client knows
         return {"delta_c": -up.delta / (info.steps * info.lr) - down.c}  # l.12, where c_i cancels
 

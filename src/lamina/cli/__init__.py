@@ -28,7 +28,7 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     tune,
     watch,
 )
-from lamina.cli.base import Interrupted, WarningLines, app, discard, err, out, say, tell, this_rank
+from lamina.cli.base import Interrupted, WarningLines, app, discard, echo, err, out, print_problem, this_rank
 from lamina.errors import Diverged, LaminaError, short_repr
 from lamina.interrupt import guard
 
@@ -65,25 +65,25 @@ def run_command(arguments: list[str] | None) -> int:
             sys.stdout.flush()  # an error now is reported; at exit it would be lost
         return int(code or 0)
     except click.UsageError as error:
-        say_usage(error)
+        print_usage_error(error)
     except (click.Abort, KeyboardInterrupt):
-        tell("interrupted", err)
+        echo("interrupted", err)
         return EXIT_INTERRUPTED
     except Interrupted as error:
         if this_rank().rank == 0:
-            tell(str(error), err)
+            echo(str(error), err)
         return EXIT_INTERRUPTED
     except Diverged as error:
-        say("diverged", error)
+        print_problem("diverged", error)
         return EXIT_DIVERGED
     except LaminaError as error:
-        say("error", error)
+        print_problem("error", error)
     except OSError as error:
         if error.filename is not None:  # a path that no command checked: too long, no permission, ...
-            say("error", f"cannot use {short_repr(error.filename)}: {error.strerror}")
+            print_problem("error", f"cannot use {short_repr(error.filename)}: {error.strerror}")
         elif error.errno in FULL_DISK:  # functions that write files name them, so this is the standard output
             discard(sys.stdout)
-            say("error", f"cannot write to the standard output: {error.strerror}")
+            print_problem("error", f"cannot write to the standard output: {error.strerror}")
         else:
             raise
     except (MemoryError, RuntimeError) as error:
@@ -91,23 +91,24 @@ def run_command(arguments: list[str] | None) -> int:
 
         if not is_out_of_memory(error):
             raise
-        say("error", f"out of memory ({' '.join(str(error).split())[:200]}): take a smaller model, batch or cohort")
+        reason = " ".join(str(error).split())[:200]
+        print_problem("error", f"out of memory ({reason}): take a smaller model, batch or cohort")
     return EXIT_BAD_INPUT
 
 
-def say_usage(error: click.UsageError) -> None:
+def print_usage_error(error: click.UsageError) -> None:
     """Print in one line what is wrong with a command; nothing if its help was shown instead."""
     problem, *hints = " ".join(error.format_message().split()).split(" Did you mean ")
     if problem:
         command = error.ctx.command_path if error.ctx else "lamina"
         nearest = f"; did you mean {hints[0]}" if hints else ""  # click and typer both may give one
-        say("error", f"{problem[0].lower()}{problem[1:].rstrip('.')}{nearest}; see {command} --help")
+        print_problem("error", f"{problem[0].lower()}{problem[1:].rstrip('.')}{nearest}; see {command} --help")
 
 
 def print_version(wanted: bool) -> None:
     """Print the version and exit, if asked for."""
     if wanted:
-        tell(__version__)
+        echo(__version__)
         raise typer.Exit
 
 
@@ -123,4 +124,4 @@ def common(
 @app.command(name="version")
 def version_() -> None:
     """Print the version."""
-    tell(__version__)
+    echo(__version__)

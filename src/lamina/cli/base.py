@@ -21,6 +21,7 @@ from rich.text import Text
 
 from lamina.history import History
 from lamina.interrupt import end_guard
+from lamina.limits import in_bytes
 from lamina.progress import Bars
 from lamina.text import plural, printable
 
@@ -80,23 +81,23 @@ def discard(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def say(what: str, text: object) -> None:
+def print_problem(kind: str, text: object) -> None:
     """Print an error or a warning as one line."""
-    err.print(f"[red]{what}:[/]", escape(printable(str(text))), highlight=False, soft_wrap=True)
+    err.print(f"[red]{kind}:[/]", escape(printable(str(text))), highlight=False, soft_wrap=True)
 
 
-def tell(line: str, console: Console = out) -> None:
+def echo(line: str, console: Console = out) -> None:
     """Print a line as it is: no markup, no colours, no folding."""
     console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
-def tell_progress(line: str) -> None:
+def echo_progress(line: str) -> None:
     """Print a line about progress, which is no part of the result, to standard error, unless the command is quiet."""
     if not out.quiet:
-        tell(line, err)
+        echo(line, err)
 
 
-def tell_text(text: str) -> None:
+def echo_text(text: str) -> None:
     """Print text for programs unchanged."""
     if sys.stdout is not None:
         sys.stdout.write(text)
@@ -115,7 +116,7 @@ class WarningLines(logging.Handler):
         line = record.getMessage()
         if line not in self._printed:
             self._printed.add(line)
-            say("warning", line)
+            print_problem("warning", line)
 
 
 # --- options of several commands -------------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def table(
     return fitted
 
 
-def tell_summary(history: History, title: str = "") -> None:
+def print_summary(history: History, title: str = "") -> None:
     """Print a run in words: its rounds, the best and last value of its first metric, what it sent, its time.
 
     Warn if the last rounds are far worse than the best one.
@@ -182,17 +183,17 @@ def tell_summary(history: History, title: str = "") -> None:
     for name in ("node_loss", f"node_{history.metric}", "loss", history.metric):
         if name in history.columns:
             score = f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
-    sent = (history.total("bytes_down") + history.total("bytes_up")) / 1e6
-    tell(f"{title}{plural(len(history), 'round')}, {score}, {sent:.1f} MB sent, {history.total('seconds'):.1f} s")
+    sent = in_bytes(int(history.total("bytes_down") + history.total("bytes_up")))
+    echo(f"{title}{plural(len(history), 'round')}, {score}, {sent} sent, {history.total('seconds'):.1f} s")
     collapse = history.collapse()
     if collapse and not out.quiet:
-        say("warning", collapse)
+        print_problem("warning", collapse)
 
 
-def tell_complete(folder: Path, history: History, more: str = "train.rounds") -> None:
+def print_complete(folder: Path, history: History, more: str = "train.rounds") -> None:
     """Say that nothing is left to do in a run's folder."""
     done = plural(len(history), "round")
-    tell(f"{folder}/ is complete: {done}; raise {more} for more, or start again with --overwrite")
+    echo(f"{folder}/ is complete: {done}; raise {more} for more, or start again with --overwrite")
 
 
 def round_bars(names: Iterable[str], **options: Any) -> Bars:

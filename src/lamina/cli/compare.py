@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lamina.cli import base
-from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
+from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, echo
 from lamina.cli.run import wanted_trackers
 from lamina.history import Row
 from lamina.text import plural
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lamina.experiment.config import Experiment
     from lamina.experiment.records import Record
     from lamina.experiment.trials import Job, Trial
+    from lamina.report.results import ComparisonResult
 
 
 @base.app.command()
@@ -80,11 +81,11 @@ def run_comparison(
     def run_ended(job: Job, record: Record) -> None:
         metric = record.history.metric
         if not bars.live:
-            which = f"tuning {job}, {plural(job.rounds, 'round')}" if job.tuning else str(job)
-            tell_ending(which, record, f"best {settings.select if job.tuning else 'test'} {metric}")
+            which = f"tuning {job.label}, {plural(job.rounds, 'round')}" if job.tuning else job.label
+            print_ending(which, record, f"best {settings.select if job.tuning else 'test'} {metric}")
         if not job.tuning:
             scores = best[job.algorithm]
-            scores[job.seed] = record.history.best(metric, optional=True)
+            scores[record.seed] = record.history.best(metric, optional=True)
             if len(scores) == settings.seeds:
                 bars.update(job.algorithm, state="done", score=f"best {statistics.fmean(scores.values()):.3f}")
 
@@ -97,7 +98,7 @@ def run_comparison(
     return comparison, finished
 
 
-def tell_ending(run: str, record: Record, score_name: str) -> None:
+def print_ending(run: str, record: Record, score_name: str) -> None:
     """Print how a run ended, as progress without a terminal."""
     rounds, metric = len(record.history), record.history.metric
     how = f"{score_name} {record.history.best(metric, optional=True):.4f}"
@@ -105,38 +106,26 @@ def tell_ending(run: str, record: Record, score_name: str) -> None:
         how = f"diverged in round {rounds + 1}"
     elif not record.complete:
         how += f", pruned after round {rounds}"
-    base.tell_progress(f"{run}: {how}")
+    base.echo_progress(f"{run}: {how}")
 
 
 def show(comparison: Comparison) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
-    from lamina.data.picture import save_picture  # imported here: matplotlib takes a second
-    from lamina.report.build import describe_partition
-    from lamina.report.figures import comparison_figure
+    from lamina.report.results import ComparisonResult  # imported here: matplotlib takes a second
 
-    data, path = comparison.experiment.data, comparison.folder
-    dealt = describe_partition(data.partition.name, **data.partition.options())
-    title = f"{data.name}, {dealt}, {plural(comparison.clients, 'client')}"
-    save_picture(comparison_figure(comparison.entries, title), path / "comparison.png")
+    result = ComparisonResult(comparison)
+    result.plot(result.folder / "comparison.png")
     base.out.print(comparison_table(comparison.entries, comparison.target))
-    for line in comparison.notes():
-        tell(f"note: {line}")
-    page = write_page(comparison)
-    tell(f"runs, picture and tables in {path}/")
-    tell(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
+    for line in result.notes:
+        echo(f"note: {line}")
+    page = write_page(result)
+    echo(f"runs, picture and tables in {result.folder}/")
+    echo(f"report: {page}" if page else "for an interactive report: pip install -e '.[report]'")
 
 
-def write_page(comparison: Comparison) -> Path | None:
+def write_page(result: ComparisonResult) -> Path | None:
     """Write the HTML report into the comparison's folder, if plotly is installed."""
-    if importlib.util.find_spec("plotly") is None:
-        return None
-    from lamina.report.build import build
-    from lamina.report.save import save_page
-
-    page = comparison.folder / "report.html"
-    targets = [] if comparison.target is None else [comparison.target]
-    save_page(build(comparison.runs, targets=targets), page)
-    return page
+    return result.report(result.folder / "report.html") if importlib.util.find_spec("plotly") else None
 
 
 def comparison_table(entries: Sequence[Trial], target: float | None, console: Console = base.out) -> Table:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from lamina import __version__
-from lamina.cli.base import app, import_torch, out, tell, tell_text
+from lamina.cli.base import app, echo, echo_text, import_torch, out
 from lamina.errors import BadInput
 from lamina.text import plural
 
@@ -33,7 +33,7 @@ GIB = 2**30
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] = False) -> None:
-    """Say what is installed, which devices, engines and data there are, and what to do about what is missing."""
+    """List what is installed, devices, engines and data, with advice on what is missing."""
     import_torch()
     import torch
 
@@ -49,15 +49,15 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] 
         "data": data(advice),
     }
     if as_json:
-        tell_text(json.dumps({**sections, "advice": advice}, indent=2) + "\n")
+        echo_text(json.dumps({**sections, "advice": advice}, indent=2) + "\n")
         return
     for section, lines in sections.items():
         out.print(f"[bold]{section}[/]", highlight=False)
         for name, value in lines.items():
-            tell(f"  {name:<15} {_as_line(value)}")
+            echo(f"  {name:<15} {_as_line(value)}")
     out.print("[bold]advice[/]" if advice else "nothing to advise", highlight=False)
     for line in advice:
-        tell(f"  - {line}")
+        echo(f"  - {line}")
 
 
 def version(package: str) -> str | None:

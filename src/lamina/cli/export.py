@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lamina.cli.base import Runs, app, import_torch, tell_text
+from lamina.cli.base import Runs, app, echo_text, import_torch
 from lamina.text import csv_text
 
 if TYPE_CHECKING:
@@ -31,14 +31,14 @@ def export(
     folders: Runs,
     out_file: Annotated[Path | None, typer.Option("--out", help="the CSV file; else it is printed")] = None,
 ) -> None:
-    """All rounds of all runs as one CSV table, with the columns that tell the runs apart."""
+    """Write all rounds of all runs as one CSV table, with the settings in which the runs differ."""
     import_torch()
     from lamina.experiment.outputs import write_output
     from lamina.experiment.records import find_records
 
     text = table(find_records(folders))
     if out_file is None:
-        tell_text(text)
+        echo_text(text)
         return
     write_output(out_file, text.encode(), is_ours=lambda head: head.startswith(FIRST_COLUMNS), kind="exported table")
 
@@ -50,11 +50,10 @@ def table(records: Sequence[Record]) -> str:
 
     all_settings = [settings(record.config) for record in records]
     usual = {*IDENTITY.values(), *NO_PART_OF_IDENTITY}
-    given: dict[str, set[str]] = {}
-    for values in all_settings:
-        for name, value in values.items():
-            given.setdefault(name, set()).add(json.dumps(value))
-    identity = IDENTITY | {name: name for name, texts in given.items() if len(texts) > 1 and name not in usual}
+    texts: dict[str, set[str]] = {}
+    for name, value in (item for values in all_settings for item in values.items()):
+        texts.setdefault(name, set()).add(json.dumps(value))
+    identity = IDENTITY | {name: name for name in texts if len(texts[name]) > 1 and name not in usual}
     metrics = dict.fromkeys(name for record in records for name in record.history.columns)
     rows: list[list[Any]] = [["run", *identity, *metrics]]
     for record, values in zip(records, all_settings, strict=True):

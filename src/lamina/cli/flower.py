@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import shutil
 import signal
 from collections.abc import Iterator
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import base
-from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, how_to_resume, tell, tell_progress
-from lamina.errors import BadInput, missing_extra
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, echo_progress, how_to_resume
+from lamina.errors import BadInput
 from lamina.storage.files import check_writable
 
 if TYPE_CHECKING:
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
 flower = typer.Typer(no_args_is_help=True, help="Run a federation of separate processes or machines, on Flower.")
 base.app.add_typer(flower, name="flower")
 BAR = "federation"  # what the bar on a terminal is called
-
-
-def need_flower() -> None:
-    """Say in one line what to install if Flower is missing."""
-    if importlib.util.find_spec("flwr") is None:
-        raise missing_extra("flwr", "flower", "lamina flower")
 
 
 # --- keys ------------------------------------------------------------------------------------------------------------
@@ -43,18 +36,15 @@ def keys(
     nodes: Annotated[int, typer.Option("--nodes", min=0, help="also make keys of so many nodes, to try it out")] = 0,
 ) -> None:
     """Make the server's keys: an authority, a TLS certificate for the SuperLink, a key that signs tasks."""
-    need_flower()
-    from lamina.flower.keys import make_authority, make_node_key, make_signing_key, refuse_existing, signing_key_files
+    from lamina.flower.keys import make_node_key, make_server_keys
 
-    refuse_existing(*signing_key_files(folder))
-    authority = make_authority(folder, hosts or [])
-    signing, verifying = make_signing_key(folder)
-    tell(f"secret, stays here: {authority.key}, {authority.server_key}, {signing}")
-    tell(f"for every node:     {authority.certificate}, {verifying}")
-    tell(f"for the SuperLink:  {authority.server_certificate}")
+    files = make_server_keys(folder, hosts or [])
+    echo(f"secret, stays here: {files.key}, {files.server_key}, {files.signing_key}")
+    echo(f"for every node:     {files.certificate}, {files.verifying_key}")
+    echo(f"for the SuperLink:  {files.server_certificate}")
     for number in range(nodes):
         private, public = make_node_key(folder / f"node-{number}")
-        tell(f"node {number}: {private} is the node's secret, {public} is registered with the server")
+        echo(f"node {number}: {private} is the node's secret, {public} is registered with the server")
 
 
 @flower.command(name="node-key")
@@ -62,12 +52,11 @@ def node_key(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the private key; the public one goes to FILE.pub")],
 ) -> None:
     """Make a node's key pair, on the node itself: only FILE.pub is handed over."""
-    need_flower()
     from lamina.flower.keys import make_node_key
 
     private, public = make_node_key(file)
-    tell(f"secret, stays on this node: {private}")
-    tell(f"for the server:             {public}")
+    echo(f"secret, stays on this node: {private}")
+    echo(f"for the server:             {public}")
 
 
 # --- a new app -------------------------------------------------------------------------------------------------------
@@ -86,8 +75,8 @@ def new(
     from lamina.cli.flower_template import write_new_app
 
     package = write_new_app(folder, model, data, nodes)
-    tell(f"wrote a Flower app to {folder}/: put your model into {package}/model.py, your data into {package}/data.py")
-    tell(f"try it: lamina flower up {folder} --nodes {nodes}")
+    echo(f"wrote a Flower app to {folder}/: put your model into {package}/model.py, your data into {package}/data.py")
+    echo(f"try it: lamina flower up {folder} --nodes {nodes}")
 
 
 # --- a federation on this machine ------------------------------------------------------------------------------------
@@ -122,10 +111,9 @@ def up(
     Starts a SuperLink and SuperNodes (TLS and node authentication with generated keys, loopback only, no network),
     runs the experiment, and ends them all.
     """
-    need_flower()
     from lamina.flower.local.federation import LocalFederation
     from lamina.flower.local.jobs import AppJob, FileJob
-    from lamina.flower.local.processes import private_files
+    from lamina.flower.local.processes import FederationFailed
 
     options: dict[str, float] = {} if deadline is None else {"deadline": deadline}
     if quorum is not None:
@@ -134,31 +122,33 @@ def up(
         raise BadInput("--set, --deadline and --quorum are for experiment files: an app has its own settings")
     job = AppJob(what, out_folder) if what.is_dir() else FileJob(what, overrides or [], nodes, out_folder, options)
     if job.is_complete(overwrite=overwrite):
-        base.tell_complete(job.out, job.history())
+        base.print_complete(job.out, job.history())
         return
     before = 0 if overwrite else len(job.history())
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
     display = Display(job, overwrite=overwrite)
-    with terminate_as_interrupt(), private_files(), display.bars:
-        federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=tell_progress)
+    with terminate_as_interrupt(), display.bars:
+        federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=echo_progress)
         with federation:
             try:
                 status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
             except KeyboardInterrupt:
                 done = len(job.history())
                 raise Interrupted(f"stopped after round {done}; {how_to_resume(overwrite)}") from None
-    if status.status != "finished:completed":
+            except FederationFailed as error:
+                raise FederationFailed(f"{error}; {how_to_resume(overwrite)}") from error
+    if status["status"] != "finished:completed":
         raise job.failed(status, place / "logs", how_to_resume())
-    for name in ("app", "command", "superlink", *(() if keep_logs else ("logs",))):
-        shutil.rmtree(place / name, ignore_errors=True)  # keys and the nodes' state stay: more rounds may be wanted
+    for name in ("app", "command", "keys", "superlink", *(() if keep_logs else ("logs",))):
+        shutil.rmtree(place / name, ignore_errors=True)  # the nodes' state stays: more rounds may be wanted
     if len(job.history()) == before:
-        base.tell_complete(job.out, job.history(), "the app's rounds")
+        base.print_complete(job.out, job.history(), "the app's rounds")
     else:
-        base.tell_summary(job.history())
-        tell(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
+        base.print_summary(job.history())
+        echo(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
         if keep_logs:
-            tell(f"logs of all processes in {place / 'logs'}/")
+            echo(f"logs of all processes in {place / 'logs'}/")
 
 
 def read_quorum(text: str) -> float:
@@ -174,11 +164,7 @@ def read_quorum(text: str) -> float:
 @contextlib.contextmanager
 def terminate_as_interrupt() -> Iterator[None]:
     """Let SIGTERM, and a terminal that is closed, end the command as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -196,14 +182,14 @@ class Display:
         shown = {"state": "starting", "score": "", "total": job.rounds, "completed": self._rounds}
         self.bars = base.round_bars([BAR], **shown)
         if self._rounds:
-            tell_progress(f"resuming after round {self._rounds}")
+            echo_progress(f"resuming after round {self._rounds}")
 
     def say(self, what: str) -> None:
         """Say what is being done now."""
         if self.bars.live:
             self.bars.update(BAR, state=what)
         else:
-            tell_progress(what)
+            echo_progress(what)
 
     def update(self) -> None:
         """Show what is new in the run's folder."""
@@ -213,7 +199,7 @@ class Display:
         for line in lines[self._log_lines :]:
             _, _, level, text = [*line.split(" ", 3), "", "", ""][:4]  # after the date and the time
             if level == "WARNING":
-                tell_progress(text)
+                echo_progress(text)
         self._log_lines = len(lines)
         history, rounds = self._job.history(), self._job.rounds
         metric = history.metric if history.metric != "loss" else ""  # without a metric, a line names the round only
@@ -221,7 +207,7 @@ class Display:
             self.bars.update(BAR, row, total=rounds, completed=row["round"], state="training")
             if not self.bars.live:
                 score = f": {metric} {row[metric]:.4f}" if metric in row else ""
-                tell_progress(f"round {row['round']}/{rounds or '?'}{score}")
+                echo_progress(f"round {row['round']}/{rounds or '?'}{score}")
         self._rounds = max(self._rounds, len(history))
 
     def _read_log(self) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from lamina import models
 from lamina.data import sources
 from lamina.errors import BadInput, unknown
-from lamina.storage.files import cannot_write, check_writable
+from lamina.storage.files import check_writable, writing_to
 
 FLWR = "1.41.0"  # the tested version, which the template's README installs
 FILES = (
@@ -39,11 +39,9 @@ def write_new_app(folder: Path, model: str | None, data: str, nodes: int) -> str
             text = text.replace("{{" + key + "}}", value)
         target = {variant: "package/model.py", "gitignore": ".gitignore"}.get(name, name)
         path = folder / target.replace("package/", f"{values['package']}/")
-        try:
+        with writing_to(folder):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(folder, error) from error
     return values["package"]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.cli.base import app, out, table, tell
+from lamina.cli.base import app, echo, out, table
 from lamina.errors import unknown
 
 CATALOGUE = Path(__file__).with_name("catalogue.json")
@@ -58,10 +58,11 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm, or an experimen
     if name not in cards:
         raise unknown("algorithm", name, cards)
     card = cards[name]
-    tell(f"{card['title']} ({card['reference']}); lr {card['lr']} unless given")
+    reference = f" ({card['reference']})" if card["reference"] else ""
+    echo(f"{card['title']}{reference}; lr {card['lr']} unless given")
     out.print(table(("option", "default", "allowed", "meaning"), card["options"]))
     for preset, values in card["presets"].items():
-        tell(f"preset {preset}: {values}")
+        echo(f"preset {preset}: {values}")
 
 
 def _show_experiment(file: Path) -> None:
@@ -80,7 +81,7 @@ def _show_experiment(file: Path) -> None:
         algorithms = {experiment.algorithm.name: build_algorithm(experiment)}
     objective = Objective(build_model(experiment, load_data(experiment).train))
     note = objective.frozen_note() or f"trains and sends all of its {objective.layers.size:,} parameters"
-    tell(f"{experiment.model.name} {note}")
+    echo(f"{experiment.model.name} {note}")
     size, statistics = objective.layers.size * objective.dtype.itemsize, buffer_bytes(objective.buffers)
     rows = []
     for name, algorithm in algorithms.items():

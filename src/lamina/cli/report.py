@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lamina.cli.base import Quiet, Runs, app, interruptible, tell
+from lamina.cli.base import Quiet, Runs, app, echo, interruptible
 from lamina.text import plural
 
 
@@ -27,7 +27,7 @@ def report(
     ] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Curves, tables, learning rates and configurations of runs, as one page that opens anywhere."""
+    """Write curves, tables, learning rates and configurations of runs as one page that opens anywhere."""
     from lamina.report.build import build
     from lamina.report.save import save_files, save_page
 
@@ -35,7 +35,7 @@ def report(
     save_page(contents, out_file)
     files = save_files(contents, figures) if figures is not None else []
     for line in contents.notes:
-        tell(f"note: {line}")
-    tell(f"report in {out_file}")
+        echo(f"note: {line}")
+    echo(f"report in {out_file}")
     if figures is not None:
-        tell(f"{plural(len(files), 'file')} of figures and tables in {figures}/")
+        echo(f"{plural(len(files), 'file')} of figures and tables in {figures}/")

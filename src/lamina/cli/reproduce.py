@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from lamina.cli import base
-from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, tell
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
 from lamina.cli.compare import run_comparison
 from lamina.cli.listing import list_
 from lamina.errors import BadInput
@@ -66,13 +66,13 @@ def reproduce(
     wanted = load(file, overrides or []).claim
     if scale == "full":
         for note in filter(None, (reproduction.too_short(claim, experiments) for claim in wanted)):
-            tell(f"note: {note}")
+            echo(f"note: {note}")
     path = out_folder or Path("runs") / (file.stem + "-small" * (scale == "small"))
     entries: dict[str, Trial] = {}
     stop = base.Stop()  # shared by all variants: a stop in the last round of one keeps the next from starting
     for variant, experiment in experiments.items():
         if variant:
-            tell(f"{variant}:")
+            echo(f"{variant}:")
         place = path / (variant or reproduction.FOLDER_AS_GIVEN)
         comparison, finished = run_comparison(experiment, place, stop, overwrite)
         entries |= {f"{entry.name}@{variant}" if variant else entry.name: entry for entry in comparison.entries}
@@ -85,14 +85,14 @@ def reproduce(
     reproduction.save(findings, path, scale)
     show(findings, scale)
     if overrides:
-        tell(f"note: not as in the file: {', '.join(overrides)}")
+        echo(f"note: not as in the file: {', '.join(overrides)}")
     refuse_all_diverged(entries.values())
 
 
 def write_copy(file: Path, copy: Path) -> None:
     """Write a complete copy of an experiment file, without `extends`, for the user to edit; replace nothing."""
+    from lamina.atomic import write_file
     from lamina.experiment.toml import complete_text
-    from lamina.storage.files import write_file
 
     text = complete_text(file)
     try:
@@ -101,7 +101,7 @@ def write_copy(file: Path, copy: Path) -> None:
         write_file(copy, text.encode())
     except OSError as error:
         raise BadInput(f"cannot write '{copy}': {error.strerror or error}") from error
-    tell(f"wrote {copy}; run it with: lamina reproduce {copy}")
+    echo(f"wrote {copy}; run it with: lamina reproduce {copy}")
 
 
 def show(findings: list[Finding], scale: Scale) -> None:
@@ -116,8 +116,8 @@ def show(findings: list[Finding], scale: Scale) -> None:
             here = claims.in_per_cent(claim, finding.values.get(label, math.nan))
             rows.append([label, published, claims.written(here, rounds=claim.target is not None)])
         numbers = ("paper", "here")
-        tell("")
-        tell(f"claim: {claim.text}")
+        echo("")
+        echo(f"claim: {claim.text}")
         base.out.print(base.table((claims.unit(claim), *numbers), rows, right=numbers, no_wrap=numbers))
         if scale == "full":
             wrong = [pair for pair, holds in finding.pairs.items() if not holds]
@@ -125,10 +125,10 @@ def show(findings: list[Finding], scale: Scale) -> None:
             for what, pairs in (("not", wrong), ("not in every seed", finding.weak)):
                 if pairs:
                     details.append(f"{what} " + ", ".join(f"{better} / {worse}" for better, worse in pairs))
-            tell(f"verdict: {finding.verdict} ({'; '.join(details)})")
+            echo(f"verdict: {finding.verdict} ({'; '.join(details)})")
     if scale == "small":
-        tell("")
-        tell(
+        echo("")
+        echo(
             f"small version: at most {reproduction.SMALL_TRAIN} training samples and {reproduction.SMALL_ROUNDS} "
             "rounds, one seed, untuned rates, small_cnn in place of a ResNet; a smoke test, and no verdict about the "
             "paper"

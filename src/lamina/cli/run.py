@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lamina.cli import base
-from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, tell
+from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, echo
 from lamina.history import Row
 from lamina.progress import IntervalLines
 
@@ -53,13 +53,13 @@ def run(
         if isinstance(folder, RunFolder) and folder.ended:
             if folder.diverged is not None:
                 raise folder.diverged
-            base.tell_complete(path, folder.history)
+            base.print_complete(path, folder.history)
             return
         done = running.resume([simulation], [folder])
         if done:
-            tell(f"resuming after round {done}")
+            echo(f"resuming after round {done}")
         with base.Stop() as stop, base.round_bars([name], state="", total=rounds, completed=done) as bars:
-            lines_at_intervals = IntervalLines(name, rounds, done, base.tell_progress)
+            lines_at_intervals = IntervalLines(name, rounds, done, base.echo_progress)
 
             def show(_: int, row: Row) -> None:
                 bars.update(name, row, completed=row["round"])
@@ -71,7 +71,7 @@ def run(
         raise folder.diverged
     if stopped:
         raise Interrupted(f"stopped after round {simulation.state.round} of {rounds}; {base.how_to_resume(overwrite)}")
-    base.tell_summary(simulation.history, f"{simulation.algorithm.card.title}: ")
+    base.print_summary(simulation.history, f"{simulation.algorithm.card.title}: ")
     if simulation.objective.frozen:
-        tell(f"the model {simulation.objective.frozen_note()}")
-    tell(f"records and model in {path}/")
+        echo(f"the model {simulation.objective.frozen_note()}")
+    echo(f"records and model in {path}/")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import base
-from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, out, say, tell
-from lamina.cli.compare import tell_ending
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, out, print_problem
+from lamina.cli.compare import print_ending
 from lamina.text import plural
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def tune(
     commands at once share the work.
     """
     from lamina.experiment.config import load
+    from lamina.experiment.trials import refuse_all_diverged
     from lamina.experiment.tune import Tuning
+    from lamina.storage.locks import turn
 
     chosen = list(overrides or [])
     if grid is not None:
@@ -49,17 +51,17 @@ def tune(
     with stop, base.round_bars(["tuning"], total=rounds) as bars:
         tuning.on_round = lambda job, row: bars.update("tuning", row, advance=1, state=job.label)
         if not bars.live:
-            tuning.on_end = lambda job, record: tell_ending(str(job), record, tuning.score_name)
+            tuning.on_end = lambda job, record: print_ending(job.label, record, tuning.score_name)
         finished = tuning.run()
-    with tuning.turn():
+    with turn(tuning.folder):  # other processes may write tables there
         save_picture(tuning)
     show(tuning, finished)
     if not quiet:
         for line in tuning.edges():
-            say("warning", line)
+            print_problem("warning", line)
     if not finished:
         raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
-    tuning.refuse_all_diverged()
+    refuse_all_diverged(tuning.trials, any)
 
 
 def show(tuning: Tuning, finished: bool) -> None:
@@ -70,19 +72,19 @@ def show(tuning: Tuning, finished: bool) -> None:
     _, headings, rows, _ = trials_table(tuning)
     out.print(base.table(headings, rows, right=headings[:-1]))
     best = tuning.best
-    tell(f"chosen on {tuning.chosen_on()}")
+    echo(f"chosen on {tuning.chosen_on()}")
     unfinished = sum(trial.remark == "not finished" for trial in tuning.trials)
     if finished and unfinished:
-        tell(f"other workers still run {plural(unfinished, 'trial')}: the last of them writes the final tables")
+        echo(f"other workers still run {plural(unfinished, 'trial')}: the last of them writes the final tables")
     if best is None:
-        tell("no trial ran to its end: nothing is chosen")
+        echo("no trial ran to its end: nothing is chosen")
     else:
-        tell(f"best: {written(best.settings)}; {tuning.score_name} {best.score:.4f}")
+        echo(f"best: {written(best.settings)}; {tuning.score_name} {best.score:.4f}")
         ties = sum(trial.score == best.score for trial in tuning.trials) - 1
         if ties:
-            tell(f"note: {ties} more with the same score; the first is taken")
-        tell(f"run it with: lamina run {tuning.folder / 'best.toml'}")
-    tell(f"runs, picture and tables in {tuning.folder}/")
+            echo(f"note: {ties} more with the same score; the first is taken")
+        echo(f"run it with: lamina run {tuning.folder / 'best.toml'}")
+    echo(f"runs, picture and tables in {tuning.folder}/")
 
 
 def save_picture(tuning: Tuning) -> None:

@@ -94,8 +94,9 @@ class View:
         from lamina.experiment.settings import shown_name
 
         history, rounds = record.history, int(record.config["train"]["rounds"])
+        finished, speed, left, checkpoint = self._progress(how, record)
         lines = Table.grid(padding=(0, 2))
-        lines.add_row("round", Group(f"{len(history)}/{rounds}", ProgressBar(rounds, len(history), width=40)))
+        lines.add_row("round", Group(finished, ProgressBar(rounds, len(history), width=40)))
         data = "validation" if record.on_validation_data else "test"
         metrics = dict.fromkeys([history.metric, *filter(is_metric, history.columns)])
         titles = {name: f"{data} {name}" for name in metrics} | {"train_loss": "training loss"}
@@ -103,13 +104,11 @@ class View:
             values = finite(history.column(name, optional=True))
             if values:
                 best = history.best(name, optional=True)
-                lines.add_row(title, f"{sparkline(values, 40, bars())}  {values[-1]:.4g}, best {best:.4g}")
-        speed = self._speed(record)
-        lines.add_row("speed", f"{speed:.3g} rounds/s" if speed else "–")
-        if how == "running":
-            lines.add_row("time left", time_left(record, speed))
-        checkpoint = newest_checkpoint(record)
-        lines.add_row("checkpoint", f"round {checkpoint}" if checkpoint else "none")
+                lines.add_row(title, f"{sparkline(values, 40)}  {values[-1]:.4g}, best {best:.4g}")
+        lines.add_row("speed", f"{speed} rounds/s")
+        if left:
+            lines.add_row("time left", left)
+        lines.add_row("checkpoint", f"round {checkpoint}")
         name = shown_name(record.algorithm, record.title)
         settings = f": {name} lr {record.lr:g} seed {record.seed}, "
         heading = Text.assemble(short(record.folder), settings, (how, COLOURS[how]))
@@ -124,27 +123,29 @@ class View:
         headings = ("run", "state", "round", metric, "best", "curve", "rounds/s", "left", "checkpoint")
         rows: list[list[str | Text]] = []
         for how, record in states:
-            history, speed, checkpoint = record.history, self._speed(record), newest_checkpoint(record)
-            scores = finite(history.column(metric, optional=True))
-            rows.append(
-                [
-                    str(record.folder.relative_to(self.folder.resolve())),
-                    Text(how, COLOURS[how]),
-                    f"{len(history)}/{record.config['train']['rounds']}",
-                    f"{scores[-1]:.4f}" if scores else "–",
-                    f"{history.best(metric, optional=True):.4f}" if scores else "–",
-                    sparkline(scores, 20, bars()),
-                    f"{speed:.3g}" if speed else "–",
-                    time_left(record, speed) if how == "running" else "",
-                    str(checkpoint or "–"),
-                ]
-            )
-        numbers = [heading for heading in headings[2:] if heading != "curve"]
+            scores = finite(record.history.column(metric, optional=True))
+            last, best = (scores[-1], record.history.best(metric)) if scores else (math.nan, math.nan)
+            finished, *progress = self._progress(how, record)
+            name = str(record.folder.relative_to(self.folder.resolve()))
+            numbers = ["–" if math.isnan(value) else f"{value:.4f}" for value in (last, best)]
+            rows.append([name, Text(how, COLOURS[how]), finished, *numbers, sparkline(scores, 20), *progress])
+        right = [heading for heading in headings[2:] if heading != "curve"]
         counts = [f"{count} {how}" for how in COLOURS if (count := [one for one, _ in states].count(how))]
         return Group(
-            table(headings, rows, optional=LEFT_OUT_FIRST, right=numbers, no_wrap=headings[1:]),
+            table(headings, rows, optional=LEFT_OUT_FIRST, right=right, no_wrap=headings[1:]),
             Text(f"{plural(len(states), 'run')}: {', '.join(counts)}"),
         )
+
+    def _progress(self, how: str, record: Record) -> tuple[str, str, str, str]:
+        """Return as text the finished rounds, rounds per second, the time left if it runs, and the last checkpoint."""
+        from lamina.storage.checkpoint import Checkpoints
+
+        finished, rounds, speed = len(record.history), int(record.config["train"]["rounds"]), self._speed(record)
+        left = str(datetime.timedelta(seconds=round((rounds - finished) / speed))) if speed else "–"
+        # A file of a round that has not been run is not a checkpoint.
+        checkpoints = [number for number in Checkpoints(record.folder / "checkpoints").rounds() if number <= finished]
+        newest = str(checkpoints[-1]) if checkpoints else "–"
+        return f"{finished}/{rounds}", f"{speed:.3g}" if speed else "–", left * (how == "running"), newest
 
     def _speed(self, record: Record) -> float:
         """Return rounds per second as observed, else as recorded (too low for runs side by side); 0 if unknown."""
@@ -178,40 +179,21 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def time_left(record: Record, speed: float) -> str:
-    """Return how long the remaining rounds take at this speed."""
-    left = int(record.config["train"]["rounds"]) - len(record.history)
-    return str(datetime.timedelta(seconds=round(left / speed))) if speed else "–"
-
-
 def finite(values: Sequence[float]) -> list[float]:
     """Return the values that can be drawn."""
     return [value for value in values if math.isfinite(value)]
 
 
-def bars() -> str:
-    """Return eight heights of bars that the terminal can show."""
-    return BARS if out.encoding.startswith("utf") else ASCII_BARS
-
-
-def sparkline(values: Sequence[float], width: int, heights: str = BARS) -> str:
+def sparkline(values: Sequence[float], width: int) -> str:
     """Return a curve of one line; with more values than characters, each shows the mean of a few.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20), sparkline([0, 0, 1, 1], 2), sparkline([5.0], 9), sparkline([], 9)
     ('▁▂▃▄▅▆▇█', '▁█', '▁', '')
     """
+    heights = BARS if out.encoding.startswith("utf") else ASCII_BARS
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(heights) - 1) / (high - low) if high > low else 0.0
     return "".join(heights[round((mean - low) * scale)] for mean in means)
-
-
-def newest_checkpoint(record: Record) -> int | None:
-    """Return the round of the newest checkpoint; a file of a round that has not been run is not one."""
-    from lamina.storage.checkpoint import Checkpoints
-
-    finished = record.history[-1]["round"] if len(record.history) else 0
-    rounds = [number for number in Checkpoints(record.folder / "checkpoints").rounds() if number <= finished]
-    return rounds[-1] if rounds else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from numpy.typing import NDArray
 
 from lamina.data.dataset import Splits
 from lamina.data.files import own_path
-from lamina.data.labels import Task, held_out_rows, make_splits
+from lamina.data.labels import Task, make_splits, mark_test_rows
 from lamina.errors import BadInput, nearest
+from lamina.losses import IGNORED
 from lamina.text import listed, plural
 
 Arrays = dict[str, NDArray[Any]]
@@ -27,7 +27,7 @@ def read(
     label: str = "y",
     test: str | float | None = None,
     task: Task | None = None,
-    ignore_index: int | None = None,
+    ignore_index: int = IGNORED,
     client: str | None = None,
 ) -> Splits:
     """Read arrays.
@@ -46,38 +46,37 @@ def read(
         client: The name of the array that names the client of every training sample.
     """
     file = own_path(root, path)
-    arrays = _read_file(file)
+    where, arrays, part = str(file), _read_file(file), ""
+    names = list(arrays)
     held_out: Arrays | None = None
-    names, parts = list(arrays), ("", "")
-    where = str(file)
     if f"{features}_train" in arrays and features not in arrays:
         if test is not None:
             raise BadInput(f"{file} holds '{features}_train': take data.test out, its test data are '{features}_test'")
-        parts = ("_train", "_test")
+        part, whole = "_train", arrays
         arrays, held_out = (
-            {name.removesuffix(part): values for name, values in arrays.items() if name.endswith(part)}
-            for part in parts
+            {name.removesuffix(end): values for name, values in whole.items() if name.endswith(end)}
+            for end in ("_train", "_test")
         )
-        held_out_file = where
     elif isinstance(test, str):
-        held_out, held_out_file = _read_file(own_path(root, test)), test
+        held_out = _read_file(own_path(root, test))
     roles = {"features": features, "label": label}
-    _check_arrays(where, arrays, roles | ({"client": client} if client else {}), names, parts[0])
+    _check_arrays(where, arrays, roles | ({"client": client} if client else {}), names, part)
+    if held_out is not None:
+        if part:
+            _check_arrays(where, held_out, roles, names, "_test")
+        else:
+            _check_arrays(str(test), held_out, roles, list(held_out), "")
     samples = len(arrays[features])
-    if held_out is None:
-        is_test = held_out_rows(where, samples, 0.2 if test is None else test)
-    else:
-        _check_arrays(held_out_file, held_out, roles, names if parts[1] else list(held_out), parts[1])
-        is_test = np.arange(samples + len(held_out[features])) >= samples
+    is_test = mark_test_rows(where, samples, None if held_out is None else len(held_out[features]), test)
     columns = {n: v for n, v in arrays.items() if n not in (features, label) and v.shape == (samples,)}
     others = list(columns)
     if held_out is not None:
         others = [n for n in columns if n in held_out and held_out[n].shape == (len(held_out[features]),)]
-    whole = {name: _joined(where, name, arrays, held_out) for name in (features, label, *others)}
-    y = whole[label].squeeze(1) if whole[label].ndim == 2 and whole[label].shape[1] == 1 else whole[label]
-    both = {name: whole[name] for name in others}
+    x, y, *both = (_joined(where, name, arrays, held_out) for name in (features, label, *others))
+    y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
+    both_columns = dict(zip(others, both, strict=True))
     splits = make_splits(
-        where, whole[features], y, is_test, task=task, ignore_index=ignore_index, columns=both, name=file.stem
+        where, x, y, is_test, task=task, ignore_index=ignore_index, columns=both_columns, name=file.stem
     )
     return splits._replace(train=dataclasses.replace(splits.train, columns={**columns, **splits.train.columns}))
 
@@ -98,20 +97,16 @@ def _read_file(file: Path) -> Arrays:
         raise BadInput(f"{file} is not a readable {file.suffix} file ({reason}): write it again") from error
 
 
-def _check_arrays(where: str, arrays: Arrays, roles: dict[str, str], names: Sequence[str], part: str) -> None:
+def _check_arrays(where: str, arrays: Arrays, roles: dict[str, str], names: list[str], part: str) -> None:
     """Refuse a file that lacks an array, or whose arrays have different numbers of samples.
 
-    Args:
-        where: the file, for messages.
-        arrays: the arrays of the training or test data.
-        roles: the name of the array for each key of `[data]`.
-        names: of all arrays in the file.
-        part: what the file adds to the names of these arrays, such as ``_train``.
+    `roles` names the array for each key of `[data]`, `names` are those of all arrays in the file, and `part` is what
+    the file adds to the names of these arrays, such as ``_train``.
     """
     for role, name in roles.items():
         if name not in arrays:
             key = f"data.{role} = '{name}', without {part}" if part else f"data.{role}"
-            hint = nearest(name + part, names) + f" (arrays: {listed(list(names), most=20) or 'none'})"
+            hint = nearest(name + part, names) + f" (arrays: {listed(names, most=20) or 'none'})"
             raise BadInput(f"{where} has no array '{name}{part}' ({key}){hint}")
         if not arrays[name].ndim or not len(arrays[name]):
             raise BadInput(f"{where}: the array '{name}' is empty; give at least one sample")
@@ -122,8 +117,10 @@ def _check_arrays(where: str, arrays: Arrays, roles: dict[str, str], names: Sequ
         if len(arrays[name]) != len(arrays[features]):
             counts = f"{plural(len(arrays[name]), 'row')}, and '{features}' has {len(arrays[features])}"
             raise BadInput(f"{where}: the array '{name}' has {counts}; give one row per sample")
-    if arrays[label].dtype.kind == "f" and not np.isfinite(arrays[label]).all():
-        raise BadInput(f"{where}: the array '{label}' holds a NaN or an infinity; clean or drop those samples")
+    for name in (features, label):
+        if arrays[name].dtype.kind == "f" and not (finite := np.isfinite(arrays[name])).all():
+            sample = int(np.argwhere(~finite)[0, 0])
+            raise BadInput(f"{where}: sample {sample} of '{name}{part}' holds a NaN or an infinity; clean or drop it")
 
 
 def _joined(where: str, name: str, arrays: Arrays, held_out: Arrays | None) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lamina.data.hub import LABEL_COLUMNS
 from lamina.data.images import stack_pictures
-from lamina.errors import BadInput, nearest
+from lamina.errors import BadInput, is_whole, nearest
 from lamina.losses import IGNORED
 from lamina.text import listed, plural
 
 log = logging.getLogger(__name__)
 
-TARGET_NAMES = ("label", "labels", "fine_label", "target", "targets", "y", "class")
 SAVED_INDEX = "Unnamed: 0"  # pandas' name for the first column of a CSV file, if it has none
 
 
@@ -45,6 +46,7 @@ def convert_inputs(name: str, x: Any, count: int) -> Padded:
         if not x or not all(isinstance(key, str) for key in x):
             raise BadInput(f"{name}: x is a dict: give every input under the name that the model's forward has for it")
         parts = {key: convert(name, f"x[{key!r}]", values) for key, values in x.items()}
+        refuse_other_lengths(name, parts)
         return Padded({key: part.values for key, part in parts.items()}, _masks(parts))
     if isinstance(x, tuple) and _are_inputs(x, count):
         several = [convert(name, f"x[{i}]", values) for i, values in enumerate(x)]
@@ -62,7 +64,7 @@ def convert_targets(name: str, y: Any, class_names: Sequence[str] | None) -> tup
     names = None if class_names is None else tuple(map(str, class_names))
     if isinstance(y, Tensor):
         return y.detach(), names
-    array = _object_array(y)
+    array = _text_labels(name, y)
     if array is None:
         return convert(name, "y", y, IGNORED).values, names
     if names is None:
@@ -89,13 +91,21 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
         values = list(values)
         if values and all(isinstance(item, Tensor) for item in values) and len({item.shape for item in values}) == 1:
             return Padded(torch.stack([item.detach() for item in values]), None)
-        if values and _is_sequence(values[0]) and len({_first_size(item) for item in values}) > 1:
+        if values and _is_sequence(values[0]) and len({len(item) if _is_sequence(item) else -1 for item in values}) > 1:
             return _pad(name, what, values, fill)
         if values and hasattr(values[0], "convert"):
             values = stack_pictures(values, len(values), f"{name}: {what}")
     try:
         array = np.asarray(values)
-        _refuse_objects(name, what, array)
+        if array.size and array.dtype.kind in "OUS" and isinstance(array.flat[0], str | bytes):
+            advice = "tokenise it into whole numbers" if what != "y" else "give one text label per sample, or numbers"
+            raise BadInput(f"{name}: {what} holds text; {advice}")  # not the text: a node's messages reach the server
+        if array.dtype.kind == "O":
+            array = np.asarray(array.tolist())  # perhaps a column of Python's numbers
+        if array.dtype.kind == "O":
+            raise BadInput(
+                f"{name}: {what} holds something else than numbers, such as None; fill or drop those samples"
+            )
         if array.dtype.kind == "u" and array.dtype != np.uint8:
             array = array.astype(np.int64)  # torch computes little with the larger unsigned types
         return Padded(torch.from_numpy(array if array.flags.writeable else array.copy()), None)
@@ -117,37 +127,42 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
         raise BadInput(f"{name}: a torch data set needs __len__ and __getitem__, which iterable ones lack") from error
     first = samples[0] if samples else None
     if isinstance(first, Mapping):
-        target = y if y is not None else next((key for key in TARGET_NAMES if key in first), None)
+        target = y if y is not None else next((key for key in LABEL_COLUMNS if key in first), None)
         if target is None or target not in first:
             raise BadInput(
                 f"{name}: a sample has no target '{y or 'label'}' (keys: {listed(list(first))}); name it with y=…"
             )
-        inputs = [{key: value for key, value in sample.items() if key != target} for sample in samples]
-        return inputs, [sample[target] for sample in samples]
+        named_inputs = [{key: value for key, value in sample.items() if key != target} for sample in samples]
+        return named_inputs, [sample[target] for sample in samples]
     if not isinstance(first, tuple | list) or len(first) < 2:
         raise BadInput(f"{name}: every sample of a torch data set must be a pair (inputs, target), or a dict")
     targets = [sample[-1] for sample in samples]
-    if len(first) > 2:
-        return tuple(list(part) for part in zip(*(sample[:-1] for sample in samples), strict=True)), targets
-    if isinstance(first[0], tuple):
-        return tuple(list(part) for part in zip(*(sample[0] for sample in samples), strict=True)), targets
-    return [sample[0] for sample in samples], targets
+    inputs = [tuple(sample[:-1]) if len(first) > 2 else sample[0] for sample in samples]
+    if isinstance(inputs[0], tuple):
+        return tuple(list(part) for part in zip(*inputs, strict=True)), targets
+    return inputs, targets
 
 
 def read_frame(
     name: str, frame: Any, x: Sequence[str] | str | None, y: str | None, columns: Sequence[str]
 ) -> tuple[Any, Any, dict[str, NDArray[Any]]]:
     """Return the features (float32), the targets and the other columns of a pandas table."""
+    frame = frame.rename(columns=str)  # numbers, unless somebody named them
     names = list(frame.columns)
-    if y is None:
-        raise BadInput(f"{name}: name the target column, as_dataset(table, y=…) (columns: {listed(names)})")
+    y = str(y) if is_whole(y) else y
+    if not isinstance(y, str):
+        advice = "as_dataset(table, y=…)" if y is None else "one of them: several targets are given as arrays, (x, y)"
+        raise BadInput(f"{name}: name the target column, {advice} (columns: {listed(names)})")
+    repeated = [column for column in names if names.count(column) > 1]
+    if repeated:
+        raise BadInput(f"{name}: the table has two columns '{repeated[0]}': rename or drop one")
     wanted = [x] if isinstance(x, str) else list(x or ())
     for column in (*wanted, y, *columns):
         if column not in names:
             raise BadInput(f"{name}: no column '{column}'{nearest(column, names)} (columns: {listed(names)})")
     features = wanted or remaining_columns(name, frame, {y, *columns})
     for column in (*features, y):
-        without_gaps(name, frame, column)
+        without_gaps(name, frame, column, is_optional=column != y)
     others = {column: frame[column].to_numpy() for column in names if column not in features and column != y}
     return _numbers_of(name, "x", frame[features]).astype(np.float32), frame[y].to_numpy(), others
 
@@ -167,8 +182,11 @@ def remaining_columns(where: str, frame: Any, reserved: Collection[str]) -> list
     return names
 
 
-def without_gaps(where: str, frame: Any, name: str) -> Any:
-    """Return a column of a table; refuse it if values are missing or infinite. `where` names the table in messages."""
+def without_gaps(where: str, frame: Any, name: str, *, is_optional: bool = True) -> Any:
+    """Return a column of a table; refuse it if values are missing or infinite.
+
+    `where` names the table in messages, and `is_optional` says whether the column may be left out, as features may.
+    """
     column = frame[name]
     bad, what = np.flatnonzero(column.isna().to_numpy()), "a missing"
     if not len(bad) and column.dtype.kind == "f":
@@ -177,7 +195,7 @@ def without_gaps(where: str, frame: Any, name: str) -> Any:
         more = f", and {plural(len(bad) - 1, 'other row')}" if len(bad) > 1 else ""
         raise BadInput(
             f"{where}: column '{name}' has {what} value in row {bad[0] + 1} (counted from 1 below the header){more}: "
-            "fill it, drop the row, or leave the column out"
+            + ("fill it, drop the row, or leave the column out" if is_optional else "fill it, or drop the row")
         )
     return column
 
@@ -185,6 +203,18 @@ def without_gaps(where: str, frame: Any, name: str) -> Any:
 def is_frame(values: Any) -> bool:
     """Return whether a value is a pandas table, without importing pandas."""
     return hasattr(values, "columns") and hasattr(values, "to_numpy") and hasattr(values, "dtypes")
+
+
+def refuse_other_order(name: str, x: Any, y: Any) -> None:
+    """Refuse pandas inputs and targets whose rows have the same labels in another order: rows are paired by place."""
+    one, other = getattr(x, "index", None), getattr(y, "index", None)  # a list has a method of this name
+    if one is None or other is None or not hasattr(one, "equals") or not hasattr(other, "equals"):
+        return
+    if not one.equals(other) and one.is_unique and other.is_unique and set(one) == set(other):
+        raise BadInput(
+            f"{name}: the rows of x and y have the same index in another order; give y.loc[x.index], or y.to_numpy() "
+            "if they are paired by their place"
+        )
 
 
 def _numbers_of(name: str, what: str, frame: Any) -> NDArray[Any]:
@@ -210,12 +240,33 @@ def _masks(parts: Mapping[Any, Padded]) -> dict[Any, Tensor] | None:
     return {key: part.mask for key, part in parts.items() if part.mask is not None} or None
 
 
+def refuse_other_lengths(name: str, parts: Mapping[str, Padded]) -> None:
+    """Refuse a mask whose sequences are longer or shorter than those of the input it belongs to.
+
+    A mask that is already as wide as the padded input is accepted.
+    """
+    for key, part in parts.items():
+        owner = "input_ids" if key == "attention_mask" else key.removesuffix("_mask").removesuffix("_attention")
+        tokens = parts.get(owner)
+        if owner == key or tokens is None or part.values.dim() < 2 or tokens.values.dim() < 2:
+            continue
+        if part.mask is None and (tokens.mask is None or part.values.shape[1] == tokens.values.shape[1]):
+            continue
+        found, expected = _lengths(part), _lengths(tokens)
+        wrong = torch.nonzero(found != expected).flatten().tolist()
+        if wrong:
+            counts = f"{plural(int(found[wrong[0]]), 'value')} for {int(expected[wrong[0]])} of '{owner}'"
+            raise BadInput(f"{name}: '{key}' of sample {wrong[0]} has {counts}; give one each, or leave '{key}' out")
+
+
+def _lengths(part: Padded) -> Tensor:
+    """Return the number of values of every sample before it was padded."""
+    count, length = part.values.shape[:2]
+    return torch.full((count,), length) if part.mask is None else part.mask.sum(1)
+
+
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, Tensor | np.ndarray) and value.ndim > 0)
-
-
-def _first_size(value: Any) -> int:
-    return len(value) if _is_sequence(value) else -1
 
 
 def _pad(name: str, what: str, items: list[Any], fill: int) -> Padded:
@@ -231,10 +282,8 @@ def _pad(name: str, what: str, items: list[Any], fill: int) -> Padded:
         raise BadInput(f"{name}: {what} holds images of different sizes or channels; resize or convert them")
     if fill and any(dtype.is_floating_point for dtype in dtypes):
         raise BadInput(f"{name}: {what} holds floating-point targets of different length; pad them to one length")
-    dtype = torch.int64
-    for one in dtypes:
-        dtype = torch.promote_types(dtype, one)
-    lengths = torch.tensor([0 if row is None else len(row) for row in rows])
+    dtype = functools.reduce(torch.promote_types, dtypes, torch.int64)
+    lengths = torch.tensor(list(map(len, items)))
     padded = torch.full((len(rows), int(lengths.max()), *next(iter(shapes))), fill, dtype=dtype)
     for i, row in enumerate(rows):
         if row is not None:
@@ -242,19 +291,22 @@ def _pad(name: str, what: str, items: list[Any], fill: int) -> Padded:
     return Padded(padded, torch.arange(padded.shape[1]) < lengths.unsqueeze(1))
 
 
-def _object_array(y: Any) -> NDArray[Any] | None:
+def _text_labels(name: str, y: Any) -> NDArray[Any] | None:
     """Return text labels as an array of strings [n]; None for other targets."""
-    if isinstance(y, list | tuple) and not (y and isinstance(y[0], str)):
+    if isinstance(y, list | tuple) and not any(isinstance(label, str | bytes) for label in y):
         return None
-    array = np.asarray(y)
-    if array.ndim != 1 or array.dtype.kind not in "OU" or not all(isinstance(label, str) for label in array):
+    array = np.asarray(y, dtype=object if isinstance(y, list | tuple) else None)  # a NaN must not become the text "nan"
+    if array.ndim != 1 or array.dtype.kind not in "OUS" or not any(isinstance(label, str | bytes) for label in array):
         return None
-    return array.astype(object) if array.dtype.kind == "O" else array
+    refuse_missing_labels(name, array)
+    if not all(isinstance(label, str | bytes) for label in array):
+        raise BadInput(f"{name}: y mixes text and numbers; give one text label per sample, or numbers only")
+    texts = [label.decode(errors="backslashreplace") if isinstance(label, bytes) else label for label in array]
+    return np.array(texts, dtype=object)
 
 
-def _refuse_objects(name: str, what: str, array: NDArray[Any]) -> None:
-    """Refuse text, with advice."""
-    first = array.flat[0] if array.size and array.dtype.kind in "OUS" else None
-    if isinstance(first, str | bytes):
-        advice = "tokenise it into whole numbers" if what != "y" else "give one text label per sample, or numbers"
-        raise BadInput(f"{name}: {what} holds text; {advice}")  # without the text: a node's messages reach the server
+def refuse_missing_labels(where: str, labels: NDArray[Any]) -> None:
+    """Refuse labels [n] if one of them is None or NaN."""
+    missing = next((i for i, label in enumerate(labels) if label is None or label != label), None)  # NaN is not itself
+    if missing is not None:
+        raise BadInput(f"{where}: sample {missing} has no label; give one, or drop the sample")

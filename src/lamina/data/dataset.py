@@ -16,7 +16,7 @@ from lamina import rng
 from lamina.batch import Inputs, map_batch, named_tensors, tensors
 from lamina.data import convert, hub
 from lamina.data.feed import prepare
-from lamina.errors import BadInput
+from lamina.errors import BadInput, is_number
 from lamina.losses import IGNORED
 from lamina.text import plural
 
@@ -64,6 +64,7 @@ class Dataset:
     mask: Any = None
 
     def __post_init__(self) -> None:
+        convert.refuse_other_order(self.name, self.x, self.y)
         y, names = convert.convert_targets(self.name, self.y, self.class_names)
         x, mask = convert.convert_inputs(self.name, self.x, len(y) if y.dim() else 0)
         # uint8 with few axes is a table or tokens: `prepare` would read intensities
@@ -88,6 +89,11 @@ class Dataset:
         self._check_images()
 
     def _check_labels(self) -> None:
+        if self.ignore_index != IGNORED and (self.y.is_floating_point() or self.y.dim() < 2):
+            raise BadInput(
+                f"{self.name}: ignore_index is for integer maps [n, ...], and y has shape {list(self.y.shape)} and "
+                f"dtype {self.y.dtype}; drop samples without a label, or give missing ones as -100 with loss='bce'"
+            )
         if self.y.is_floating_point():
             if self.classes is not None:
                 raise BadInput(
@@ -96,7 +102,7 @@ class Dataset:
                 )
             return
         labels = self.y.to(torch.int64)
-        if labels.dim() > 1 and self.ignore_index != IGNORED:
+        if self.ignore_index != IGNORED:
             labels = torch.where(labels == self.ignore_index, IGNORED, labels)
             object.__setattr__(self, "ignore_index", IGNORED)
         largest = max(0, int(labels.max())) if labels.numel() else 0
@@ -114,7 +120,8 @@ class Dataset:
             rule = f"{self.name}: the label of sample {int(bad[0, 0])} is not one of {valid}"
             value = int(labels[is_wrong][0])
             missing = f"give it as -100, or ignore_index={value}" if labels.dim() > 1 else "drop the sample"
-            raise BadInput(f"{rule}, but {value}; if it marks a missing label, {missing}", without_data=rule)
+            advice = f"if it marks a missing label, {missing}; for regression, give floats"
+            raise BadInput(f"{rule}, but {value}; {advice}", without_data=rule)
         object.__setattr__(self, "y", labels)
         object.__setattr__(self, "classes", classes)
 
@@ -124,7 +131,7 @@ class Dataset:
             if values.shape[1] > 4 and values.shape[-1] in (1, 3, 4):
                 raise BadInput(
                     f"{self.name}: images of shape {list(values.shape[1:])} look channels-last; "
-                    "give [n, channels, height, width], for example x.permute(0, 3, 1, 2)"
+                    "give [n, channels, height, width]: x.permute(0, 3, 1, 2), of a numpy array x.transpose(0, 3, 1, 2)"
                 )
         if self.mean is None and self.std is None:
             return
@@ -159,11 +166,6 @@ class Dataset:
         """The labels [n] as a numpy array, or None for other targets."""
         return None if self.classes is None or self.y.dim() > 1 else self.y.cpu().numpy()
 
-    @property
-    def sample_numbers(self) -> int:
-        """How many numbers the inputs of a sample hold."""
-        return sum(values[0].numel() for values in tensors(self.x))
-
     def inputs(self, rows: Tensor | slice, dtype: torch.dtype = torch.float32) -> Inputs:
         """Return the model's input for some samples."""
         inputs: Inputs = prepare(map_batch(lambda values: values[rows], self.x), self.mean, self.std, dtype)
@@ -177,7 +179,8 @@ class Dataset:
         missing = [name for name in self.class_names if name not in places]
         if missing:
             raise BadInput(
-                f"the class '{missing[0]}' appears only in the test data; give all names to both: class_names=[…]",
+                f"the class '{missing[0]}' appears only in the test data: add training samples, drop the test "
+                "samples, or give all names to both: class_names=[…]",
                 without_data="a class appears only in the test data",
             )
         numbers = torch.tensor([places[name] for name in self.class_names], device=self.y.device)
@@ -203,12 +206,7 @@ class Dataset:
 
     def holdout(self, fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
         """Split off a random fraction: return the rest and the held-out samples, both in the original order."""
-        held = round(fraction * len(self)) if 0 < fraction < 1 else 0
-        if not 0 < held < len(self):
-            raise BadInput(
-                f"{self.name}: a holdout of {fraction} of {plural(len(self), 'sample')} leaves one side empty; "
-                "choose a fraction between 0 and 1 that leaves both at least one sample"
-            )
+        held = held_out_count(f"{self.name}: a holdout of", len(self), fraction)
         order = rng.permutation(rng.key(seed, "holdout"), len(self))
         return self.subset(np.sort(order[held:])), self.subset(np.sort(order[:held]))
 
@@ -281,10 +279,22 @@ def as_dataset(
                 "pandas table, or one split of a Hugging Face dataset"
             )
         inputs, targets = data
+        convert.refuse_other_order(name, inputs, targets)
     inputs, mask = convert.convert_inputs(name, inputs, len(targets) if hasattr(targets, "__len__") else 0)
     if isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 and inputs.dim() == 3:
         inputs = inputs.unsqueeze(1)  # grey images are often stored without their only channel
     return Dataset(inputs, targets, classes, mean, std, name, others, class_names, mask=mask)
+
+
+def held_out_count(what: str, samples: int, fraction: Any) -> int:
+    """Return how many of the samples a fraction holds out; refuse one that leaves a side empty, called `what`."""
+    held_out = round(fraction * samples) if is_number(fraction) and 0 < fraction < 1 else 0
+    if not 0 < held_out < samples:
+        raise BadInput(
+            f"{what} {fraction!r} of {plural(samples, 'sample')} leaves the training or the test data empty; choose a "
+            "fraction between 0 and 1 that leaves both at least one sample"
+        )
+    return held_out
 
 
 def _check_numbers(name: str, what: str, tensor: Tensor) -> None:

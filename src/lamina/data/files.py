@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import math
 import os
 import tarfile
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,11 +38,6 @@ class PublishedFile:
     shape: tuple[int, ...]  # of the images or labels in it
     md5: str | None = None
     md5_gz: str | None = None  # of the same file compressed with gzip, under the name with .gz
-
-    @property
-    def most_bytes(self) -> int:
-        """More bytes than a good file has; reading stops here, so that no damaged or hostile file fills the memory."""
-        return 2 * math.prod(self.shape) + 1024
 
 
 class Content(NamedTuple):
@@ -91,7 +84,7 @@ class Release:
         return compressed if self.compressed and compressed.is_file() else folder / file.name
 
     def read(self, place: Place) -> dict[str, Content]:
-        """Return the contents of all files, by name."""
+        """Return the contents of all files, by name. Their checksum is verified before they are decompressed."""
         if place.path.is_file():
             return self._read_archive(place.path)
         if place.missing:
@@ -101,11 +94,8 @@ class Release:
             path = self.path(place.path, file)
             is_compressed = path.suffix == ".gz"
             verify_md5(path, file.md5_gz if is_compressed else file.md5)
-            try:
-                with gzip.open(path) if is_compressed else path.open("rb") as opened:
-                    contents[file.name] = Content(file, opened.read(file.most_bytes), path)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-                raise BadInput(f"{path} is not a complete gzip file ({error}); download it again") from error
+            data = path.read_bytes()
+            contents[file.name] = Content(file, gzip.decompress(data) if is_compressed else data, path)
         return contents
 
     def _read_archive(self, archive: Path) -> dict[str, Content]:
@@ -113,18 +103,12 @@ class Release:
         verify_md5(archive, self.archive_md5)
         wanted = {f"{self.folder}/{file.name}": file for file in self.files}
         contents = {}
-        try:
-            with tarfile.open(archive, "r:gz") as tar:
-                for member in tar:
-                    file = wanted.get(member.name.removeprefix("./"))
-                    opened = tar.extractfile(member) if file is not None and member.isfile() else None
-                    if file is not None and opened is not None:
-                        contents[file.name] = Content(file, opened.read(file.most_bytes), archive / file.name)
-        except (tarfile.TarError, EOFError, OSError, zlib.error) as error:
-            raise BadInput(f"{archive} is not a complete tar.gz file ({error}); download it again") from error
-        for path, file in wanted.items():
-            if file.name not in contents:
-                raise BadInput(f"{archive} lacks {path}; download it again")
+        with tarfile.open(archive, "r:gz") as tar:
+            for member in tar:
+                file = wanted.get(member.name.removeprefix("./"))
+                opened = None if file is None else tar.extractfile(member)
+                if file is not None and opened is not None:
+                    contents[file.name] = Content(file, opened.read(), archive / file.name)
         return contents
 
 
@@ -187,6 +171,19 @@ def verify_md5(path: Path, expected: str | None) -> None:
             f"{path} is damaged or another version: md5 expected {expected}, found {actual}; "
             f"download it again and put the good file at that path"
         )
+
+
+def read_own_parts(root: Path, path: str, test: str | float | None, read: Callable[[Path], Any]) -> tuple[Any, ...]:
+    """Return a user's file or folder, what `read` returns for its training data and, unless None, for its test data.
+
+    These are in ``train/`` and ``test/`` of the folder, or where `path` and `test` say.
+    """
+    place = own_path(root, path)
+    if not ((place / "train").is_dir() and (place / "test").is_dir()):
+        return place, read(place), read(own_path(root, test)) if isinstance(test, str) else None
+    if test is not None:
+        raise BadInput(f"'{place}' holds train/ and test/: take data.test out, or set data.path to one of them")
+    return place, read(place / "train"), read(place / "test")
 
 
 def own_path(root: Path, path: str) -> Path:

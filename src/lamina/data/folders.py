@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from lamina.data.dataset import Splits
-from lamina.data.files import own_path
-from lamina.data.images import stack_pictures
-from lamina.data.labels import held_out_rows, make_splits
-from lamina.errors import BadInput, missing_extra
-from lamina.paths import refuse_special
+from lamina.data.files import read_own_parts
+from lamina.data.images import Pictures, stack_pictures
+from lamina.data.labels import make_splits, mark_test_rows
+from lamina.errors import BadInput
+from lamina.text import listed
+
+log = logging.getLogger(__name__)
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
@@ -29,22 +28,13 @@ def read(root: Path, *, path: str, test: str | float | None = None, size: list[i
     """
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise BadInput(f"data.size = {size}: must be a height and a width in pixels, for example [32, 32]")
-    folder = own_path(root, path)
-    held_out = None
-    if (folder / "train").is_dir() and (folder / "test").is_dir():
-        if test is not None:
-            raise BadInput(f"'{folder}' holds train/ and test/: take data.test out, or set data.path to one of them")
-        train, held_out = _listed(folder / "train"), _listed(folder / "test")
-    else:
-        train = _listed(folder)
-        if isinstance(test, str):
-            held_out = _listed(own_path(root, test))
+    folder, train, held_out = read_own_parts(root, path, test, _listed)
+    is_test = mark_test_rows(str(folder), len(train), None if held_out is None else len(held_out), test)
     files = train + (held_out or [])
-    if held_out is None:
-        is_test = held_out_rows(str(folder), len(files), 0.2 if test is None else test)
-    else:
-        is_test = np.arange(len(files)) >= len(train)
-    pictures = _Pictures([file for file, _ in files], size)
+    untested = sorted({name for _, name in train} - {name for _, name in held_out or train})
+    if untested:
+        log.warning("%s: no test pictures of %s", folder, listed(untested))
+    pictures = Pictures([file for file, _ in files], "replace or remove it", size)
     x = stack_pictures(pictures, len(files), str(folder))
     return make_splits(str(folder), x, [name for _, name in files], is_test, name=folder.name)
 
@@ -56,40 +46,14 @@ def _listed(folder: Path) -> list[tuple[Path, str]]:
     classes = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
     if not classes:
         raise BadInput(f"'{folder}' holds no folders: put the pictures of every class into a folder of its own")
-    files = []
+    files, others = [], []
     for each in classes:
-        pictures = sorted(file for file in each.rglob("*") if file.suffix.lower() in SUFFIXES)
+        found = sorted(file for file in each.rglob("*") if file.is_file() and not file.name.startswith("."))
+        pictures = [file for file in found if file.suffix.lower() in SUFFIXES]
         if not pictures:
             raise BadInput(f"'{each}' holds no pictures ({', '.join(SUFFIXES)}): remove the folder, or fill it")
         files += [(file, each.name) for file in pictures]
+        others += [str(file) for file in found if file.suffix.lower() not in SUFFIXES]
+    if others:
+        log.warning("ignored, because they are not pictures (%s): %s", ", ".join(SUFFIXES), listed(others))
     return files
-
-
-class _Pictures:
-    """The decoded pictures of some files; iterating again decodes them again."""
-
-    def __init__(self, files: Sequence[Path], size: list[int] | None) -> None:
-        self.files, self.size = files, size
-
-    def __iter__(self) -> Iterator[Any]:
-        try:
-            from PIL import Image
-        except ImportError as error:
-            raise missing_extra("pillow", "images", "reading pictures") from error
-        first: tuple[int, int] | None = None
-        for file in self.files:
-            refuse_special(file)
-            try:
-                with Image.open(file) as opened:
-                    picture = opened.copy()
-                    if picture.mode in ("P", "PA"):  # a palette of grey values is rare, and colour keeps all of them
-                        picture = picture.convert("RGB")
-                    if self.size is not None:
-                        picture = picture.resize((self.size[1], self.size[0]))
-            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-                raise BadInput(f"{file} is not a readable picture ({error}): replace or remove it") from error
-            first = first or picture.size
-            if picture.size != first:
-                sizes = f"{picture.size[1]}x{picture.size[0]}, the first one {first[1]}x{first[0]}"
-                raise BadInput(f"{file} is {sizes}: resize all pictures with data.size = [height, width]")
-            yield picture

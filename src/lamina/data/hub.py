@@ -89,11 +89,9 @@ def arrays(
 
 
 def _column(what: str, option: str, given: str | None, usual: Sequence[str], names: Sequence[str]) -> str:
-    if given is not None:
-        if given not in names:
-            raise BadInput(f"no column '{given}'{nearest(given, names)} (columns: {', '.join(names)})")
-        return given
-    for name in usual:
-        if name in names:
-            return name
-    raise BadInput(f"cannot tell the {what} column among {', '.join(names)}; name it with {option}=...")
+    column = next((name for name in usual if name in names), None) if given is None else given
+    if column is None:
+        raise BadInput(f"cannot tell the {what} column among {', '.join(names)}; name it with {option}=...")
+    if column not in names:
+        raise BadInput(f"no column '{column}'{nearest(column, names)} (columns: {', '.join(names)})")
+    return column

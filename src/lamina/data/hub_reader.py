@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from lamina.data import hub
-from lamina.data.convert import convert
+from lamina.data.convert import convert, refuse_other_lengths
 from lamina.data.dataset import Splits
-from lamina.data.labels import Task, held_out_rows, make_splits
+from lamina.data.labels import Task, make_splits, mark_test_rows
 from lamina.errors import BadInput, missing_extra, nearest
 from lamina.losses import IGNORED
 from lamina.paths import checked_path
@@ -29,7 +29,7 @@ def read(
     train: str = "train",
     test: str | float | None = None,
     task: Task | None = None,
-    ignore_index: int | None = None,
+    ignore_index: int = IGNORED,
     client: str | None = None,
     online: bool = True,
 ) -> Splits:
@@ -53,8 +53,8 @@ def read(
         online: Whether the hub may be asked.
     """
     splits = _load(root, path, subset, online)
-    if test is None:
-        test = "test" if "test" in splits else 0.2
+    if test is None and "test" in splits:
+        test = "test"
     for name in (train, test):
         if isinstance(name, str) and name not in splits:
             raise BadInput(f"{path} has no split '{name}'{nearest(name, splits)} (splits: {', '.join(splits)})")
@@ -76,12 +76,13 @@ def read(
             x.setdefault(name, []).extend(values)
         y += labels
         columns.append(others)
-    is_test = np.arange(len(y)) >= len(parts[0]) if len(parts) == 2 else held_out_rows(path, len(y), test)
+    is_test = mark_test_rows(path, len(parts[0]), len(parts[1]) if len(parts) == 2 else None, test)
     kept = {name: np.concatenate([part[name] for part in columns]) for name in columns[0] if name in columns[-1]}
     label = label or next(name for name in hub.LABEL_COLUMNS if name in parts[0].column_names)
     feature = parts[0].features.get(label)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of every token, or of the sample
     padded = {name: convert(path, f"the column '{name}'" if name else "the features", x[name]) for name in x}
+    refuse_other_lengths(path, padded)
     for mask in [each.mask for each in padded.values() if len(parts) == 2 and each.mask is not None]:
         lengths = [set(mask[rows].sum(1).tolist()) for rows in (~is_test, is_test)]
         if len(lengths[0]) == len(lengths[1]) == 1:  # a table with other columns, not sequences
@@ -89,10 +90,8 @@ def read(
             raise BadInput(f"{path}: the samples of {train} and {test} have {numbers}; give both the same")
     values = {name: each.values.numpy() for name, each in padded.items()}
     masks = {name: each.mask for name, each in padded.items() if each.mask is not None}
-    per_token = isinstance(y[0], list)
-    targets = convert(path, "the column of the labels", y, IGNORED).values.numpy() if per_token else np.asarray(y)
     return make_splits(
-        path, values.get("", values), targets, is_test, mask=masks.get("", masks) if masks else None, task=task,
+        path, values.get("", values), y, is_test, mask=masks.get("", masks) if masks else None, task=task,
         ignore_index=ignore_index, columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
     )  # fmt: skip
 
@@ -115,6 +114,9 @@ def _load(root: Path, path: str, subset: str | None, online: bool) -> Mapping[st
         raise BadInput(f"'{folder}' is no folder that save_to_disk wrote (data.path)")
     if not online:
         raise BadInput(f"{path} is on the Hugging Face hub, which is not asked here")
-    splits = hub.fetch(path, *([subset] if subset else []))
+    try:
+        splits = hub.fetch(path, *([subset] if subset else []))
+    except BadInput as error:
+        raise BadInput(f"{error}, and there is no such folder here") from error
     assert splits is not None  # `datasets` is installed
     return splits

@@ -1,14 +1,16 @@
-"""Stack decoded pictures into one uint8 array."""
+"""Decode picture files, and stack pictures into one uint8 array."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.errors import BadInput
+from lamina.errors import BadInput, missing_extra
+from lamina.paths import refuse_special
 
 _GREY_MODES = ("1", "L", "LA", "I", "I;16")
 
@@ -37,3 +39,41 @@ def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool 
             )
         stacked[index] = pixels.reshape(*stacked.shape[2:], channels).transpose(2, 0, 1)
     return stacked
+
+
+class Pictures:
+    """The decoded pictures of some files; iterating again decodes them again.
+
+    Args:
+        files: their paths.
+        advice: what to do about a damaged file, for messages.
+        size: height and width to resize all pictures to.
+    """
+
+    def __init__(self, files: Sequence[Path], advice: str, size: Sequence[int] | None = None) -> None:
+        self.files, self.advice, self.size = files, advice, size
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            from PIL import Image
+        except ImportError as error:
+            raise missing_extra("pillow", "images", "reading pictures") from error
+        first: tuple[int, int] | None = None
+        for file in self.files:
+            refuse_special(file)
+            try:
+                with Image.open(file) as opened:
+                    picture = opened.copy()
+                    if picture.mode in ("P", "PA"):  # a palette of grey values is rare, and colour keeps all of them
+                        picture = picture.convert("RGB")
+                    if self.size is not None:
+                        picture = picture.resize((self.size[1], self.size[0]))
+            except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+                raise BadInput(f"{file} is not a readable picture ({error}): {self.advice}") from error
+            first = first or picture.size
+            if picture.size != first:
+                sizes = f"{picture.size[1]}x{picture.size[0]}, the first one {first[1]}x{first[0]}"
+                raise BadInput(
+                    f"{file} is {sizes}: give all pictures one size; data.size = [height, width] resizes them"
+                )
+            yield picture

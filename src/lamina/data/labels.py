@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,22 +12,28 @@ from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.batch import map_batch
-from lamina.data.dataset import Dataset, Splits
+from lamina.data.convert import convert, refuse_missing_labels
+from lamina.data.dataset import Dataset, Splits, held_out_count
 from lamina.errors import BadInput
 from lamina.losses import IGNORED
-from lamina.text import listed, plural
+from lamina.text import listed
 
 Task = Literal["classification", "regression"]
 
 
-def held_out_rows(where: str, samples: int, fraction: Any) -> NDArray[np.bool_]:
-    """Return which samples [samples] a random fraction of the data holds out as test data, always the same ones."""
-    held_out = round(fraction * samples) if 0 < fraction < 1 else 0
-    if not 0 < held_out < samples:
-        raise BadInput(
-            f"{where}: data.test = {fraction} of {plural(samples, 'sample')} leaves the training or the test data "
-            "empty; choose a fraction between 0 and 1 that leaves both at least one sample"
-        )
+def mark_test_rows(where: str, samples: int, held_out: int | None, fraction: Any = None) -> NDArray[np.bool_]:
+    """Return which samples [samples + held_out] are test data.
+
+    Args:
+        where: the file, for messages.
+        samples: the number of samples that are read as training data.
+        held_out: the number of samples that follow, from test data of their own; None if there are none.
+        fraction: the fraction of the samples that is held out otherwise, always the same ones; None: 0.2.
+    """
+    if held_out is not None:
+        return np.arange(samples + held_out) >= samples
+    fraction = 0.2 if fraction is None else fraction
+    held_out = held_out_count(f"{where}: data.test =", samples, fraction)
     rows = np.zeros(samples, np.bool_)
     # The split never depends on the run's seed: every run is evaluated on the same test data.
     rows[rng.permutation(rng.key(0, "own-test-data"), samples)[:held_out]] = True
@@ -46,7 +51,7 @@ def make_splits(
     class_names: tuple[str, ...] | None = None,
     name: str = "data",
     mask: Any = None,
-    ignore_index: int | None = None,
+    ignore_index: int = IGNORED,
 ) -> Splits:
     """Return training and test data from all samples.
 
@@ -65,7 +70,8 @@ def make_splits(
     if is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
         raise BadInput(f"{where}: there are no {part} data; give at least one sample")
-    y = np.asarray(y)
+    is_per_token = isinstance(y, list) and isinstance(y[0], list)  # perhaps of different length
+    y = convert(where, "the labels", y, IGNORED).values.numpy() if is_per_token else np.asarray(y)
     classes = None
     if class_names is not None:
         targets, classes = y.astype(np.int64), len(class_names)
@@ -78,18 +84,17 @@ def make_splits(
     else:
         targets, class_names = number_classes(where, y)
         classes = len(class_names)
-    if ignore_index is not None and targets.ndim > 1 and targets.dtype.kind == "i":
-        targets = np.where(targets == ignore_index, IGNORED, targets)
     inputs = {n: _as_tensor(where, v) for n, v in x.items()} if isinstance(x, Mapping) else _as_tensor(where, x)
     splits = []
     for rows in (~is_test, is_test):
-        chosen = torch.from_numpy(np.flatnonzero(rows))
+        choose = operator.itemgetter(torch.from_numpy(np.flatnonzero(rows)))
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
-        part_targets = torch.from_numpy(np.ascontiguousarray(targets[rows]))
-        choose = operator.itemgetter(chosen)
-        part_inputs = map_batch(choose, inputs)
-        data = Dataset(part_inputs, part_targets, classes, name=name, columns=kept, class_names=class_names)
-        splits.append(data if mask is None else dataclasses.replace(data, mask=map_batch(choose, mask)))
+        masks = None if mask is None else map_batch(choose, mask)
+        data = Dataset(
+            map_batch(choose, inputs), targets[rows], classes,
+            name=name, columns=kept, class_names=class_names, ignore_index=ignore_index, mask=masks,
+        )  # fmt: skip
+        splits.append(data)
     return refuse_unseen_classes(where, Splits(*splits))
 
 
@@ -119,11 +124,7 @@ def number_classes(where: str, labels: NDArray[Any]) -> tuple[NDArray[np.int64],
     if labels.ndim != 1:
         raise BadInput(f"{where}: labels must have shape [n], found {list(labels.shape)}")
     if labels.dtype.kind == "O":
-        missing = next(
-            (i for i, label in enumerate(labels) if label is None or label != label), None
-        )  # NaN is not itself
-        if missing is not None:
-            raise BadInput(f"{where}: sample {missing} has no label; give one, or drop the sample")
+        refuse_missing_labels(where, labels)
         labels = labels.astype(np.str_)
     values, numbers = np.unique(labels, return_inverse=True)
     return numbers.astype(np.int64), tuple(str(value) for value in values.tolist())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,13 @@ import numpy as np
 
 from lamina.data.convert import convert
 from lamina.data.dataset import Splits
-from lamina.data.files import own_path
-from lamina.data.labels import Task, held_out_rows, make_splits
+from lamina.data.files import read_own_parts
+from lamina.data.labels import Task, make_splits, mark_test_rows
 from lamina.errors import BadInput
-from lamina.losses import IGNORED
 from lamina.paths import refuse_special
-from lamina.text import plural
+from lamina.text import listed, plural
+
+log = logging.getLogger(__name__)
 
 USER_COLUMN = "user"
 Samples = tuple[list[Any], list[Any], list[str]]  # inputs, labels, and the user of each
@@ -42,21 +44,9 @@ def read(
         tokens: Whether x holds token ids: integers, whose sequences are padded at the end, as `Dataset` does it.
         task: ``classification`` or ``regression``; regression for floats if None.
     """
-    place = own_path(root, path)
-    held_out: Samples | None = None
-    if (place / "train").is_dir() and (place / "test").is_dir():
-        if test is not None:
-            raise BadInput(f"'{place}' holds train/ and test/: take data.test out, or set data.path to one of them")
-        train, held_out = _read_all(place / "train"), _read_all(place / "test")
-    else:
-        train = _read_all(place)
-        if isinstance(test, str):
-            held_out = _read_all(own_path(root, test))
+    place, train, held_out = read_own_parts(root, path, test, _read_all)
     x, y, users = [mine + others for mine, others in zip(train, held_out or ([], [], []), strict=True)]
-    if held_out is None:
-        is_test = held_out_rows(str(place), len(y), 0.2 if test is None else test)
-    else:
-        is_test = np.arange(len(y)) >= len(train[1])
+    is_test = mark_test_rows(str(place), len(train[1]), None if held_out is None else len(held_out[1]), test)
     if any(isinstance(sample, str) for sample in x):
         raise BadInput(f"{place}: x holds text: number it in a function of your own (data.name = 'my_module:load')")
     mask = None
@@ -77,9 +67,7 @@ def read(
             found = list(inputs.shape[1:])
             raise BadInput(f"{place}: data.shape = {shape} does not fit samples of shape {found}") from error
     columns = {USER_COLUMN: np.asarray(users, dtype=np.str_)}
-    per_token = isinstance(y[0], list)
-    targets = convert(str(place), "y", y, IGNORED).values.numpy() if per_token else np.asarray(y)
-    return make_splits(str(place), inputs, targets, is_test, task=task, columns=columns, name=place.stem, mask=mask)
+    return make_splits(str(place), inputs, y, is_test, task=task, columns=columns, name=place.stem, mask=mask)
 
 
 def _read_all(place: Path) -> Samples:
@@ -90,14 +78,18 @@ def _read_all(place: Path) -> Samples:
     x: list[Any] = []
     y: list[Any] = []
     users: list[str] = []
+    empty: list[str] = []
     for file in files:
         for user, samples in _read_file(file).items():
             inputs, labels = _samples(file, user, samples)
             x += inputs
             y += labels
             users += [user] * len(labels)
+            empty += [user] * (not labels)
     if not y:
         raise BadInput(f"'{place}' holds no samples; give at least one")
+    if empty:
+        log.warning("%s: users without samples, which are ignored: %s", place, listed(empty))
     return x, y, users
 
 
@@ -114,12 +106,19 @@ def _read_file(file: Path) -> Mapping[str, Any]:
     missing = [user for user in content.get("users", []) if user not in users]
     if missing:
         raise BadInput(f"{file}: user '{missing[0]}' has no entry in 'user_data': the file is incomplete")
+    counts = content.get("num_samples")
+    for user, count in zip(content.get("users", []), counts if isinstance(counts, list) else [], strict=False):
+        _, labels = _samples(file, user, users[user])
+        if len(labels) != count:
+            raise BadInput(f"{file}: user '{user}' has {plural(len(labels), 'label')}, but num_samples says {count}")
     return users
 
 
 def _samples(file: Path, user: str, samples: Any) -> tuple[list[Any], list[Any]]:
-    if not isinstance(samples, dict) or not all(isinstance(samples.get(key), list) for key in ("x", "y")):
-        raise BadInput(f"{file}: user '{user}' lacks the lists 'x' and 'y'")
+    given = samples if isinstance(samples, dict) else {}
+    missing = [f"'{key}'" for key in ("x", "y") if not isinstance(given.get(key), list)]
+    if missing:
+        raise BadInput(f"{file}: user '{user}' lacks the list{'s' * (len(missing) > 1)} {' and '.join(missing)}")
     if len(samples["x"]) != len(samples["y"]):
         counts = f"{plural(len(samples['x']), 'sample')} and {plural(len(samples['y']), 'label')}"
         raise BadInput(f"{file}: user '{user}' has {counts}; give one label each")

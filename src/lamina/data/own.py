@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
-from numpy.typing import NDArray
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lamina.data import arrays, folders, hub_reader, leaf, table
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.files import data_directory
-from lamina.data.labels import number_classes, refuse_unseen_classes
-from lamina.data.options import check_names, check_types, parameters_of
-from lamina.errors import BadInput, LaminaError
-from lamina.named import import_named
+from lamina.data.labels import refuse_unseen_classes
+from lamina.errors import BadInput, LaminaError, describe_error, is_number, nearest, short_repr
+from lamina.named import import_named, parameters_of
 
+_NOUNS = {str: "text", float: "a number", int: "a whole number", bool: "true or false"}
 GIVE_A_PAIR = "return (train, test), each a lamina.Dataset, a pair (x, y) or (x, y, {'column': values})"
 
 
@@ -42,22 +40,8 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def check_options(name: str, options: Mapping[str, Any], other_keys: Mapping[str, Any]) -> None:
-    """Refuse options that a format does not have, lacks or cannot use; a function's are checked when it is loaded.
-
-    Args:
-        name: the name of a format.
-        options: the options by name.
-        other_keys: the other keys of `[data]` with their values; a format takes those that it has a parameter for.
-    """
-    read = FORMATS[name].read
-    check_names(name, read, options, {**other_keys, "online": None})
-    check_types(read, options)
-
-
 def load_format(name: str, data_dir: Any, options: Mapping[str, Any], client: str | None, *, online: bool) -> Splits:
     """Read files of a format; relative paths start at `data_dir`, else at the current folder."""
-    check_options(name, options, {"client": client})
     root = Path() if data_dir is None else data_directory(data_dir)
     more = {"client": client, "online": online}
     known, _ = parameters_of(FORMATS[name].read)
@@ -80,8 +64,7 @@ def load_own(name: str, data_dir: Any, options: Mapping[str, Any], client: str |
     except LaminaError:
         raise
     except Exception as error:  # the user's function may raise anything
-        reason = (str(error).splitlines() or [""])[0]
-        raise BadInput(f"cannot load the data '{name}': {type(error).__name__}: {reason}") from error
+        raise BadInput(f"cannot load the data '{name}': {describe_error(error)}") from error
     return as_splits(name, result)
 
 
@@ -95,61 +78,74 @@ def as_splits(name: str, result: Any) -> Splits:
     if isinstance(result, Mapping) and {"train", "test"} <= set(result):
         result = (result["train"], result["test"])
     if not isinstance(result, tuple | list) or len(result) != 2:
-        found = (
-            f"{len(result)} values"
-            if isinstance(result, tuple | list)
-            else f"an object of type {type(result).__name__}"
-        )
+        is_several = isinstance(result, tuple | list)
+        found = f"{len(result)} values" if is_several else f"an object of type {type(result).__name__}"
         raise BadInput(f"the data '{name}' returned {found}: {GIVE_A_PAIR}")
-    parts = [_with_columns(part) for part in result]
-    class_names = None
-    named = [_text_labels(part[1]) for part, _ in parts if _is_pair(part)]
-    targets = [labels for labels in named if labels is not None]
-    if len(targets) == 2:
-        numbers, class_names = number_classes(f"the data '{name}'", np.concatenate(targets))
-        bounds = len(targets[0])
-        parts = [
-            ((part[0], chosen), columns)
-            for (part, columns), chosen in zip(parts, (numbers[:bounds], numbers[bounds:]), strict=True)
-        ]
     splits = []
-    for which, (part, columns) in zip(("training", "test"), parts, strict=True):
+    for which, part in zip(("training", "test"), result, strict=True):
         try:
-            splits.append(_dataset(name, part, columns, class_names))
+            splits.append(_dataset(name, part))
         except BadInput as error:
             raise BadInput(f"the {which} data of '{name}': {error}") from error
     train, test = splits
     return refuse_unseen_classes(f"the data '{name}'", Splits(train, test.with_labels_of(train)))
 
 
-def _is_pair(part: Any) -> bool:
-    return isinstance(part, tuple | list) and len(part) == 2
-
-
-def _text_labels(y: Any) -> NDArray[Any] | None:
-    """Return labels that must be numbered [n]; None for numbers, and for maps or token labels of any lengths."""
-    if isinstance(y, torch.Tensor):
-        return None
-    try:
-        labels = np.asarray(y)
-    except (TypeError, ValueError):  # sequences of different length
-        return None
-    if labels.dtype.kind not in "OUS" or labels.ndim != 1:
-        return None
-    return None if any(isinstance(each, list | tuple | np.ndarray | torch.Tensor) for each in labels) else labels
-
-
-def _with_columns(part: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return a part without the columns that a triple (x, y, columns) carries, and the columns."""
+def _dataset(name: str, part: Any) -> Dataset:
+    """Return training or test data; a triple (x, y, columns) carries columns."""
     if isinstance(part, tuple | list) and len(part) == 3 and isinstance(part[2], Mapping):
-        return (part[0], part[1]), part[2]
-    return part, {}
+        return dataclasses.replace(as_dataset(part[:2], name=name), columns=part[2])
+    return as_dataset(part, name=name)
 
 
-def _dataset(name: str, part: Any, columns: Mapping[str, Any], class_names: tuple[str, ...] | None) -> Dataset:
-    if isinstance(part, Dataset):
-        return part
-    data = as_dataset(part, name=name, classes=None if class_names is None else len(class_names))
-    if not columns and class_names is None:
-        return data
-    return dataclasses.replace(data, columns={**data.columns, **columns}, class_names=class_names or data.class_names)
+# --- options of `[data]` ---------------------------------------------------------------------------------------------
+
+
+def check_names(
+    name: str, function: Callable[..., Any], options: Mapping[str, Any], other_keys: Mapping[str, Any]
+) -> None:
+    """Refuse an option of `[data]` that the function does not take, and a missing one that it needs.
+
+    Args:
+        name: the name of the data, for messages.
+        function: the function that reads the data.
+        options: the options by name.
+        other_keys: further keys of `[data]`, to suggest, and which the function takes if it has such a parameter.
+    """
+    known, takes_others = parameters_of(function)
+    names = [each for each in known if each not in other_keys and each != "root"]
+    for option in options:
+        if option not in names and not takes_others:
+            listing = f"options of {name}: {', '.join(names)}" if names else f"{name} has no options"
+            raise BadInput(f"[data] has no key '{option}'{nearest(option, [*other_keys, *names])} ({listing})")
+    for option in names:
+        if option not in options and known[option].default is inspect.Parameter.empty:
+            raise BadInput(f"[data] needs the key '{option}' for {name} (options: {', '.join(names)})")
+
+
+def check_types(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Refuse an option whose value is not of the annotated type."""
+    hints = get_type_hints(function)
+    for option, value in options.items():
+        if not _fits(value, hints[option]):
+            raise BadInput(f"data.{option} = {short_repr(value)}: must be {_words(hints[option])}")
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if get_origin(hint) in (Union, types.UnionType):
+        return any(_fits(value, each) for each in get_args(hint))
+    if get_origin(hint) is list:
+        return isinstance(value, list) and all(_fits(each, get_args(hint)[0]) for each in value)
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    return is_number(value) if hint is float else type(value) is hint
+
+
+def _words(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_words(each) for each in get_args(hint) if each is not types.NoneType)
+    if get_origin(hint) is list:
+        return f"a list of {'texts' if get_args(hint)[0] is str else 'whole numbers'}"
+    if get_origin(hint) is Literal:
+        return " or ".join(f"'{each}'" for each in get_args(hint))
+    return _NOUNS[hint]

@@ -8,7 +8,7 @@ out, and `Dirichlet` with `refill` repeats others) and every client gets at leas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -19,8 +19,8 @@ from lamina.data.dataset import Dataset
 from lamina.data.parts import Indices, Labels, Parts, stable_order
 from lamina.errors import BadInput, nearest
 from lamina.limits import MOST_CLIENTS, check_count, check_number
-from lamina.named import create_named
-from lamina.text import plural
+from lamina.named import create_named, refuse_unknown_options
+from lamina.text import listed, plural
 
 Columns = Mapping[str, NDArray[Any]]
 
@@ -52,6 +52,13 @@ class Partition(Protocol):
 def split_dataset(partition: Partition, data: Dataset, clients: int | None, seed: int) -> Parts:
     """Split a `Dataset`, with its labels and columns."""
     return partition.split(data.labels, clients, seed, columns=data.columns, samples=len(data))
+
+
+def columns_read(partition: Partition, data: Dataset) -> list[str]:
+    """Return the columns that decide how a partition splits data: of a user's own partition, all of them."""
+    if isinstance(partition, ByColumn):
+        return [partition.column]
+    return [] if type(partition) in PARTITIONS.values() else sorted(data.columns)
 
 
 class _Dealt:
@@ -325,7 +332,14 @@ class ByColumn:
         try:
             values, owner = np.unique(columns[self.column], return_inverse=True)
         except TypeError as error:
-            raise BadInput(f"by-column: column '{self.column}' mixes kinds of values or misses some") from error
+            kinds: dict[str, int] = {}
+            for number, value in enumerate(columns[self.column]):
+                kinds.setdefault(type(value).__name__, number)
+            found = listed([f"{kind} (sample {number})" for kind, number in kinds.items()])
+            raise BadInput(
+                f"by-column: column '{self.column}' mixes kinds of values or misses some: {found}; make them all text "
+                "or all numbers, and fill or drop the samples that miss one"
+            ) from error
         if owner.ndim != 1 or owner.size == 0:
             raise BadInput(f"by-column: column '{self.column}' must hold one value per sample")
         if values.dtype.kind == "f" and np.isnan(values).any():
@@ -385,6 +399,9 @@ def make(name: str, **options: Any) -> Partition:
     """
     if name == "reallocate":
         base = options.pop("base", "iid")
+        if isinstance(base, str) and base in PARTITIONS:
+            known = [field.name for field in fields(PARTITIONS[base])]
+            refuse_unknown_options("partition 'reallocate'", options, ["base", *known])
         return Reallocate(make(base, **options) if isinstance(base, str) else base)  # type: ignore[arg-type]
     partition: Partition = create_named("partition", PARTITIONS, name, options)
     return partition

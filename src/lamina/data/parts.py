@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,9 +60,6 @@ class Parts(Sequence[Indices]):
             raise IndexError(f"client {client} of {len(self)}")
         client %= len(self)
         return self.samples[self.bounds[client] : self.bounds[client + 1]]
-
-    def __iter__(self) -> Iterator[Indices]:
-        return (self[client] for client in range(len(self)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Parts):

@@ -6,10 +6,9 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
-import numpy as np
-
+from lamina.atomic import write_file
 from lamina.data.partitions import label_counts
 from lamina.data.parts import Indices, Labels
 from lamina.errors import BadInput
@@ -17,11 +16,10 @@ from lamina.errors import BadInput
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.ticker import MultipleLocator
+    from matplotlib.ticker import MaxNLocator
 
 _INK = "#1f3b57"
 _BLUE = "#3b7dba"
-_BUBBLES_UP_TO = (60, 25)  # clients, classes: beyond, bubbles would be specks and cells are clearer
 
 
 def partition_picture(
@@ -41,22 +39,29 @@ def partition_picture(
 
     if not parts:
         raise BadInput("there is no client to draw")
-    clients = len(parts)
-    width = min(5.0 + 0.11 * clients, 13.0)
+    width = min(5.0 + 0.11 * len(parts), 13.0)
     if labels is None:
         figure = Figure(figsize=(width, 2.6), layout="constrained")
-        sizes_axes = figure.subplots()
-        sizes_axes.set_xlabel("client")
+        sizes_axes = bottom_axes = figure.subplots()
     else:
         counts = label_counts(parts, labels)
-        classes = counts.shape[1]
-        height = min(max(0.28 * classes, 1.6), 6.0)
+        height = min(max(0.28 * counts.shape[1], 1.6), 6.0)
         figure = Figure(figsize=(width, height + 1.9), layout="constrained")
-        sizes_axes, class_axes = figure.subplots(2, 1, sharex=True, height_ratios=(0.8, height))
-        _draw_classes(figure, class_axes, counts)
+        sizes_axes, bottom_axes = figure.subplots(2, 1, sharex=True, height_ratios=(0.8, height))
         sizes_axes.tick_params(labelbottom=False)
+        _draw_classes(figure, bottom_axes, counts)
     FigureCanvasAgg(figure)
-    _draw_sizes(sizes_axes, parts)
+    sizes_axes.bar(range(len(parts)), list(map(len, parts)), width=0.8 if len(parts) <= 100 else 1.0, color=_BLUE)
+    sizes_axes.set_ylabel("samples")
+    sizes_axes.set_xlim(-0.6, len(parts) - 0.4)
+    sizes_axes.locator_params(axis="y", nbins=3)
+    bottom_axes.set_xlabel("client")
+    bottom_axes.xaxis.set_major_locator(_ticks())
+    for axes in {sizes_axes, bottom_axes}:
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0, labelsize=8, colors=_INK)
+        axes.xaxis.label.set_color(_INK)
+        axes.yaxis.label.set_color(_INK)
     if title:
         figure.suptitle(title, color=_INK, fontsize=12)
     if path is not None:
@@ -66,8 +71,6 @@ def partition_picture(
 
 def save_picture(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> None:
     """Save a figure atomically; the ending of its name chooses the format, PNG without one."""
-    from lamina.storage.files import write_file
-
     if not isinstance(path, str | os.PathLike):
         figure.savefig(path, dpi=150)
         return
@@ -82,65 +85,21 @@ def save_picture(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> Non
         raise BadInput(f"cannot save the picture as '{path}': {reason}") from error
 
 
-def _draw_sizes(axes: Axes, parts: Sequence[Indices]) -> None:
-    sizes = [len(part) for part in parts]
-    axes.bar(range(len(parts)), sizes, width=0.8 if len(parts) <= 100 else 1.0, color=_BLUE)
-    axes.set_ylabel("samples")
-    axes.set_xlim(-0.6, len(parts) - 0.4)
-    axes.locator_params(axis="y", nbins=3)
-    axes.xaxis.set_major_locator(_ticks(len(parts)))
-    _plain(axes)
-
-
 def _draw_classes(figure: Figure, axes: Axes, counts: Labels) -> None:
+    """Draw a cell for every client and class [clients, classes]."""
     from matplotlib.colors import PowerNorm
 
-    clients, classes = counts.shape
-    if clients <= _BUBBLES_UP_TO[0] and classes <= _BUBBLES_UP_TO[1]:
-        _draw_bubbles(figure, axes, counts)
-    else:
-        # A square-root scale keeps a handful of samples visible beside thousands.
-        norm = PowerNorm(0.5, 0, max(int(counts.max()), 1))
-        cells = axes.imshow(counts.T, aspect="auto", origin="upper", cmap="Blues", norm=norm, interpolation="nearest")
-        bar = figure.colorbar(cells, ax=axes, pad=0.01, aspect=30, label="samples")
-        bar.outline.set_visible(False)
-    axes.set_ylim(classes - 0.4, -0.6)
-    axes.set_xlabel("client")
+    # A square-root scale keeps a handful of samples visible beside thousands.
+    norm = PowerNorm(0.5, 0, max(int(counts.max()), 1))
+    cells = axes.imshow(counts.T, aspect="auto", origin="upper", cmap="Blues", norm=norm, interpolation="nearest")
+    bar = figure.colorbar(cells, ax=axes, pad=0.01, aspect=30, label="samples")
+    bar.outline.set_visible(False)
     axes.set_ylabel("class")
-    axes.xaxis.set_major_locator(_ticks(clients))
-    axes.yaxis.set_major_locator(_ticks(classes))
-    _plain(axes)
+    axes.yaxis.set_major_locator(_ticks())
 
 
-def _draw_bubbles(figure: Figure, axes: Axes, counts: Labels) -> None:
-    clients, classes = counts.shape
-    client, kind = np.nonzero(counts)
-    held = counts[client, kind]
-    # The largest bubble just fits its cell; an area is proportional to its count.
-    inches_wide, inches_high = figure.get_size_inches()
-    cell = 72 * min(0.88 * inches_wide / clients, 0.75 * (inches_high - 1.2) / classes)
-    diameter = min(0.95 * cell, 22)
-    style: Any = {"color": _BLUE, "alpha": 0.85, "linewidths": 0}
-    axes.scatter(client, kind, s=diameter**2 * held / held.max(), **style)
-    axes.set_axisbelow(True)
-    axes.grid(True, color="#e8edf2", linewidth=0.8)
-    # A key for the areas.
-    for count in sorted({int(held.max()), max(int(held.max()) // 4, 1)}, reverse=True):
-        axes.scatter([], [], s=diameter**2 * count / held.max(), label=str(count), **style)
-    small: Any = {"fontsize": 8, "title_fontsize": 8, "frameon": False, "labelspacing": 1.4}
-    axes.legend(title="samples", loc="upper left", bbox_to_anchor=(1.0, 1.0), **small)
+def _ticks() -> MaxNLocator:
+    """Return about twenty ticks or fewer, at round numbers."""
+    from matplotlib.ticker import MaxNLocator
 
-
-def _ticks(count: int) -> MultipleLocator:
-    """Return about twenty ticks or fewer, at round numbers from 0."""
-    from matplotlib.ticker import MultipleLocator
-
-    magnitude = 10 ** len(str(count // 20))
-    return MultipleLocator(next((step for step in (1, 2, 5, 10, 20, 50) if count <= 20 * step), magnitude))
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=8, colors=_INK)
-    axes.xaxis.label.set_color(_INK)
-    axes.yaxis.label.set_color(_INK)
+    return MaxNLocator(20, steps=[1, 2, 5, 10], integer=True)

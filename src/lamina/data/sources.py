@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -14,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 from lamina import rng
-from lamina.data import cifar, hub, idx, own, tinyimagenet
+from lamina.data import cifar, hub, idx, tinyimagenet
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.files import ENVIRONMENT_VARIABLE, Place, PublishedSet, data_directory
-from lamina.data.own import FORMATS, load_format, load_own
+from lamina.data.own import FORMATS, check_names, check_types, load_format, load_own
 from lamina.errors import BadInput, nearest, unknown
 
 
@@ -77,11 +78,11 @@ def load(
     >>> train
     Dataset('digits', 1438 samples of [1, 8, 8] torch.float32, 10 classes)
     """
+    check_options(name, options, {"client": client})
     if ":" in name:
         return load_own(name, data_dir, options, client)
     if name in FORMATS:
         return load_format(name, data_dir, options, client, online=hub)
-    check_options(name, options)
     source = SOURCES[name]
     root = data_directory(data_dir, source.expected) if source.files else Path()
     splits = source.read(root)
@@ -100,20 +101,20 @@ def load(
     )
 
 
-def check_options(name: str, options: Mapping[str, Any], other_keys: Mapping[str, Any] | None = None) -> None:
-    """Refuse an unknown name, and options that the data set or format does not have.
+def check_options(name: str, options: Mapping[str, Any], other_keys: Mapping[str, Any]) -> None:
+    """Refuse an unknown name, and options that the data set or format does not have, lacks or cannot use.
 
-    The options of a user's own function are checked when it is loaded.
+    `other_keys` are further keys of `[data]`; a format takes those that it has a parameter for. The options of a user's
+    own function are checked when it is loaded.
     """
-    if ":" in name:
-        return
     if name in FORMATS:
-        own.check_options(name, options, other_keys or {})
-        return
-    if name not in SOURCES:
+        read = FORMATS[name].read
+        check_names(name, read, options, {**other_keys, "online": None})
+        check_types(read, options)
+    elif ":" not in name and name not in SOURCES:
         raise unknown("data set", name, [*SOURCES, *FORMATS])
-    for option in options:
-        keys = ["name", *(other_keys or {})]
+    elif ":" not in name and options:
+        option, keys = next(iter(options)), ["name", *other_keys]
         raise BadInput(f"[data] has no key '{option}'{nearest(option, keys)} (keys: {', '.join(keys)})")
 
 
@@ -140,6 +141,7 @@ def _digits(_root: Path) -> Splits:
     return Splits(*whole.holdout(0.2, seed=rng.key(0, "digits")))
 
 
+@functools.cache
 def _digits_table() -> NDArray[np.float64]:
     """Return [1797, 65], pixels and label, from scikit-learn's own file: importing scikit-learn takes seconds."""
     package = importlib.util.find_spec("sklearn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from numpy.typing import NDArray
 from lamina.data.convert import remaining_columns, without_gaps
 from lamina.data.dataset import Splits
 from lamina.data.files import own_path
-from lamina.data.labels import Task, held_out_rows, make_splits
+from lamina.data.labels import Task, make_splits, mark_test_rows
 from lamina.errors import BadInput, missing_extra, nearest, short_repr
-from lamina.text import listed
+from lamina.text import listed, plural
 
+log = logging.getLogger(__name__)
+
+MANY_VALUES = 20  # of a categorical column, also in a short table
 PARQUET_SUFFIXES = (".parquet", ".pq")
 OTHER_SEPARATORS = (";", "\t", "|", ",")
 
@@ -47,7 +51,8 @@ def read(
         task: ``classification`` or ``regression``; regression for a column of floats if None.
         client: The column that names the client of every row.
     """
-    frame, is_test, where = _read_rows(root, path, test, split)
+    parts, is_test = _read_rows(root, path, test, split)
+    where, frame = parts[0]
     categorical = categorical or []
     given = {"label": [label], "client": [client] if client else [], "split": [split] if split else []}
     given |= {"features": features or [], "categorical": categorical}
@@ -65,22 +70,37 @@ def read(
         raise BadInput(f"{where}: column '{twice[0]}' is a feature and has another role as well: name it once")
     if not features and not categorical:
         raise BadInput(f"{where}: no column is left for the features; name some with data.features")
-    blocks = [_numbers(where, frame, name) for name in features]
+    for where_part, part in parts:  # each by itself, to name its file and row
+        for name in features:
+            _check_numbers(where_part, part, name)
+        for name in (*categorical, *given["client"], label):
+            without_gaps(where_part, part, name, is_optional=name in categorical)
+    if len(parts) > 1:
+        import pandas
+
+        where = " and ".join(where_part for where_part, _ in parts)
+        frame = pandas.concat([part[frame.columns] for _, part in parts], ignore_index=True)
+    blocks = [np.asarray(frame[name].to_numpy(), np.float64) for name in features]
     if standardise:
         blocks = [_standardised(values, is_test) for values in blocks]
     for name in categorical:
-        values = without_gaps(where, frame, name).astype(str).to_numpy(dtype=np.str_)
-        blocks.append(values[:, None] == np.unique(values[~is_test]))
+        texts = frame[name].astype(str).to_numpy(dtype=np.str_)
+        values = np.unique(texts[~is_test])
+        if len(values) > max(MANY_VALUES, len(frame) / 10):
+            log.warning(
+                "%s: column '%s' has %d different values for %d rows, and each becomes a feature; is it no category?",
+                where, name, len(values), len(frame),
+            )  # fmt: skip
+        blocks.append(texts[:, None] == values)
     x = np.concatenate([block.reshape(len(frame), -1) for block in blocks], axis=1).astype(np.float32)
-    kept = {client: _plain(without_gaps(where, frame, client))} if client else {}
-    y = _plain(without_gaps(where, frame, label))
-    return make_splits(where, x, y, is_test, task=task, columns=kept, name=Path(path).stem)
+    kept = {client: _plain(frame[client])} if client else {}
+    return make_splits(where, x, _plain(frame[label]), is_test, task=task, columns=kept, name=Path(path).stem)
 
 
 def _read_rows(
     root: Path, path: str, test: str | float | None, split: str | None
-) -> tuple[Any, NDArray[np.bool_], str]:
-    """Return all rows as one data frame, which of them are test data, and the names of the files."""
+) -> tuple[list[tuple[str, Any]], NDArray[np.bool_]]:
+    """Return the name and the data frame of every file, and which of all rows are test data."""
     file = own_path(root, path)
     frame, where = _read_file(file), str(file)
     if test is not None and split is not None:
@@ -91,23 +111,16 @@ def _read_rows(
         missing = [name for name in frame.columns if name not in other]
         if missing:
             raise BadInput(f"{other_file} has no column '{missing[0]}', which {file} has: give both the same columns")
-        import pandas
-
-        is_test = np.arange(len(frame) + len(other)) >= len(frame)
-        return (
-            pandas.concat([frame, other[frame.columns]], ignore_index=True),
-            is_test,
-            f"{file} followed by {other_file}",
-        )
+        return [(where, frame), (str(other_file), other)], mark_test_rows(where, len(frame), len(other))
     if split is None:
-        return frame, held_out_rows(where, len(frame), 0.2 if test is None else test), where
+        return [(where, frame)], mark_test_rows(where, len(frame), None, test)
     if split not in frame:
         raise BadInput(f"{where} has no column '{split}' (data.split){nearest(split, map(str, frame.columns))}")
-    parts = without_gaps(where, frame, split).astype(str).str.strip().str.lower()
+    parts = without_gaps(where, frame, split, is_optional=False).astype(str).str.strip().str.lower()
     wrong = sorted(set(parts) - {"train", "test"})
     if wrong:
         raise BadInput(f"{where}: column '{split}' must say 'train' or 'test', found {short_repr(wrong[0])}")
-    return frame, (parts == "test").to_numpy(), where
+    return [(where, frame)], (parts == "test").to_numpy()
 
 
 def _read_file(file: Path) -> Any:
@@ -162,14 +175,23 @@ def _plain(column: Any) -> NDArray[Any]:
     return np.asarray(values.astype(np.int64) if kind in "ub" else values)
 
 
-def _numbers(where: str, frame: Any, name: str) -> NDArray[np.float64]:
+def _check_numbers(where: str, frame: Any, name: str) -> None:
+    """Refuse a column of features that holds something else than numbers."""
+    import pandas
+
     column = without_gaps(where, frame, name)
-    if column.dtype.kind not in "iufb":
+    if column.dtype.kind in "iufb":
+        return
+    wrong = np.flatnonzero(pandas.to_numeric(column.astype(object), errors="coerce").isna())
+    if not 0 < len(wrong) < len(column):
         raise BadInput(
             f"{where}: column '{name}' holds text or dates: list it in data.categorical, or name the numeric columns "
             "in data.features"
         )
-    return np.asarray(column.to_numpy(), dtype=np.float64)
+    what = f"{where}: column '{name}' holds text in row {wrong[0] + 1} (counted from 1 below the header)"
+    more = f", and {plural(len(wrong) - 1, 'other row')}" if len(wrong) > 1 else ""
+    advice = f"{more}: correct it or drop the row, or list the column in data.categorical"
+    raise BadInput(f"{what}, {short_repr(column.iloc[wrong[0]])}{advice}", without_data=what + advice)
 
 
 def _standardised(values: NDArray[np.float64], is_test: NDArray[np.bool_]) -> NDArray[np.float64]:

@@ -8,16 +8,21 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from lamina.algorithms.contract import Algorithm
 from lamina.batch import same_kind
 from lamina.contents import same_inputs, same_tensor
 from lamina.data.dataset import Dataset
+from lamina.devices import Precision
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import Precision, choose_forward, is_random
+from lamina.engines.stacked.forward import choose_forward, is_random
+from lamina.engines.stacked.independence import number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
-from lamina.engines.stacked.steps import works_by_row
 from lamina.errors import BadInput, unknown
+from lamina.named import field_values
 
 UNCONTROLLED = (
     "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, dropout in evaluation, in "
@@ -74,11 +79,23 @@ def _lent_engine(lender: Engine, **settings: Any) -> Engine | None:
     same_device = lender.objective.device == objective.device
     if not same_device or not same_data or lender.objective.difference(objective):
         return None
+    algorithm: Algorithm = settings["algorithm"]
+    is_same = type(algorithm) is type(lender.algorithm) and field_values(algorithm) == field_values(lender.algorithm)
     if isinstance(lender, Loop):
-        return Loop(**settings, why=lender.why)
-    if type(settings["algorithm"]) is not type(lender.algorithm):
-        return None  # it may not work row by row
+        return Loop(**settings, why=lender.why) if is_same else None
+    if not is_same and _why_not_stacked(algorithm, objective.device):
+        return None
     return Stacked(forward=lender.forward, **settings)
+
+
+def _why_not_stacked(algorithm: Algorithm, device: torch.device) -> str:
+    """Return why an algorithm must train client by client, or an empty string."""
+    if not works_by_row(algorithm):
+        cause = "a branch on a tensor's value, a norm without dim=-1, or random numbers?"
+        return f"the algorithm gives other results for several clients together than for each alone ({cause})"
+    # on a GPU, numbers are inputs of a captured step
+    number = number_without_column(algorithm) if device.type != "cpu" else ""
+    return f"the algorithm cannot take '{number}' as a tensor (a branch on it? declare it as float)" if number else ""
 
 
 def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Engine:
@@ -91,8 +108,8 @@ def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Engine:
         forward, why = None, UNCONTROLLED
     else:
         forward, why = choose_forward(objective, sample, precision, name)
-    if forward is not None and not works_by_row(settings["algorithm"]):
-        forward, why = None, "several clients' step is not each one's own step (a branch on a tensor's value?)"
+    if forward is not None and (reason := _why_not_stacked(settings["algorithm"], objective.device)):
+        forward, why = None, reason
     if forward is None:
         if name != "auto":
             raise BadInput(f"engine='{name}' is not possible here: {why}; engine='auto' falls back by itself")

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,8 +33,8 @@ from lamina.algorithms.primitives import clip_by_norm
 from lamina.batch import Inputs, map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import training_inputs
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, diverged, undo_weighting
-from lamina.ledger import payload_bytes
+from lamina.engines.divergence import StepCheck, all_finite, diverged_upload
+from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round
 from lamina.protocol import Protocol
@@ -63,6 +63,7 @@ class Loop:
     data: Dataset  # on the objective's device
     protocol: Protocol
     record_trust_ratios: bool = False
+    name: ClassVar[str] = "loop"
     why: str = "engine='loop' was asked for"  # the reason for this engine, which messages quote
 
     def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
@@ -92,22 +93,16 @@ class Loop:
             local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
 
-            if not _all_finite(losses, *up, *clients[client_id]):
+            if not all_finite(losses, *up, *clients[client_id]):
                 self.explain(down, client, state.buffers, info, plan, c, up)  # raises Diverged
-            sums.keep(c, up, buffers)  # for a robust aggregation, which weights by itself; the mean needs only sums
-            # fields in `algorithm.state_changes` add up over all clients (SCAFFOLD's c): each counts the same
-            if self.protocol.by_examples:
-                up = undo_weighting(algorithm, up, weights[c] * len(plan.cohort))
-            sums.add(up, buffers, weights[c])
-            # figures of the cohort, for `update` and the report of the round
-            sums.loss += weights[c] * float(losses.mean())
-            sums.bytes_up += sum(payload_bytes(up).values())
-            sums.steps += weights[c] * float(plan.steps[c])
-            sums.square += weights[c] * float(torch.sum(up.delta.double() ** 2))
+            # the mean of the uploads; the figures are for `update` and the report of the round
+            loss, steps, by_examples = float(losses.mean()), float(plan.steps[c]), self.protocol.by_examples
+            sums.add_client(c, algorithm, up, buffers, loss=loss, steps=steps, by_examples=by_examples)
             if self.record_trust_ratios:
                 sums.add_trust(algorithm.trust_ratios(local), weights[c])
 
-        # server = algorithm.update(server, mean of the Ups, ...), and the report of the round
+        # the last line of the papers' pseudo-code: `close_round` combines the uploads, calls
+        # `algorithm.update(state.server, mean of the uploads, ...)` and writes the report of the round
         return close_round(algorithm, layers, state, plan, down, sums, clients)
 
     def train_client(
@@ -186,55 +181,14 @@ class Loop:
             total = total + grad * (len(part) / len(index))
         return total
 
-    def _first_nonfinite_module(self, y: Tensor, buffers: Buffers, plan: Round, c: int, k: int) -> str | None:
-        """Return the first layer, in the order of the forward pass, whose output on a batch is not finite."""
-        nonfinite: list[str] = []
-
-        def check_output(name: str) -> Callable[..., None]:
-            def hook(_module: Any, _inputs: Any, output: Any) -> None:
-                if isinstance(output, Tensor) and not _all_finite(output):
-                    nonfinite.append(name)
-
-            return hook
-
-        leaves = [(n, m) for n, m in self.objective.seeded.named_modules() if not list(m.children())]
-        handles = [m.register_forward_hook(check_output(n or type(m).__name__)) for n, m in leaves]
-        try:
-            batch = self._batch(plan, c, k)
-            with torch.no_grad():
-                self.objective.outputs(y, _copy(buffers), batch.inputs, train=True, streams=batch.stream)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return nonfinite[0] if nonfinite else None
-
     def explain(
         self, down: Any, client: Any, buffers: Buffers, info: ClientInfo, plan: Round, c: int, up: Any
     ) -> NoReturn:
         """Raise `Diverged` for a client whose result is not finite, after running it again and checking every step."""
-        client_id, layers = int(plan.cohort[c]), self.objective.layers
-
-        def watch(k: int, loss: Tensor, grad: Tensor, before: Any, after: Any) -> None:
-            if _all_finite(loss, grad, *after):
-                return
-            step = f" (local step {k + 1} of {int(plan.steps[c])})"
-            # what went wrong first: a layer's output, then its gradient, then the step itself
-            module = self._first_nonfinite_module(before.y, buffers, plan, c, k)
-            if module is not None:
-                raise diverged(layers, before.y, plan.number, plan.lr, client_id, step, fallback=module)
-            where = after.y if _all_finite(grad) else grad
-            raise diverged(layers, where, plan.number, plan.lr, client_id, step)
-
-        self.train_client(down, client, _copy(buffers), info, plan, c, watch)
-        for name, value in zip(up._fields, up, strict=True):  # finite steps, but what is sent up is not
-            if not _all_finite(value):
-                raise diverged(layers, value, plan.number, plan.lr, client_id, f" (upload '{name}')")
-        raise diverged(layers, up.delta, plan.number, plan.lr, client_id, fallback="loss or client state")
+        check = StepCheck(self.objective, buffers, plan, c, lambda k: self._batch(plan, c, k))
+        self.train_client(down, client, _copy(buffers), info, plan, c, check)
+        raise diverged_upload(self.objective.layers, up, plan, c)  # the steps were finite, the upload is not
 
 
 def _copy(buffers: Buffers) -> Buffers:
     return {name: buffer.clone() for name, buffer in buffers.items()}
-
-
-def _all_finite(*values: Tensor | None) -> bool:
-    return all(bool(torch.isfinite(value).all()) for value in values if value is not None)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lamina.aggregation import MEAN, Aggregation, Mean, combine_uploads
 from lamina.algorithms.contract import Algorithm, ServerInfo
-from lamina.errors import Diverged
+from lamina.engines.divergence import diverged
 from lamina.layers import Layers
-from lamina.ledger import Ledger
+from lamina.ledger import Ledger, payload_bytes
 from lamina.objective import Buffers, Objective, buffer_bytes
 from lamina.plan import Round
 
@@ -83,6 +83,20 @@ class Sums:
             return self.up, self.buffers
         uploads = [self.uploads[c] for c in sorted(self.uploads)]
         return combine_uploads(self.aggregation, uploads, self.weights, algorithm.state_changes)
+
+    def add_client(
+        self, c: int, algorithm: Algorithm, up: Any, buffers: Buffers, *, loss: float, steps: float, by_examples: bool
+    ) -> None:
+        """Add the upload and the figures of the c-th active client, with its weight."""
+        weight = self.weights[c]
+        self.keep(c, up, buffers)  # a robust aggregation weights by itself; the mean needs only the sums
+        if by_examples:  # `algorithm.state_changes` add up over all clients (SCAFFOLD's c): each counts the same
+            up = undo_weighting(algorithm, up, weight * len(self.weights))
+        self.add(up, buffers, weight)
+        self.loss += weight * loss
+        self.bytes_up += sum(payload_bytes(up).values())
+        self.steps += weight * steps
+        self.square += weight * float(torch.sum(up.delta.double() ** 2))
 
     def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
         """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
@@ -162,20 +176,3 @@ def undo_weighting(algorithm: Algorithm, up: Any, relative: float | Tensor) -> A
     `relative` is the client's weight times the size of the cohort, or a column of such numbers for several rows.
     """
     return up._replace(**{n: v / relative for n in algorithm.state_changes if (v := getattr(up, n)) is not None})
-
-
-def diverged(
-    layers: Layers, vector: Tensor, round: int, lr: float, client: int | None, step: str = "", fallback: str = "loss"
-) -> Diverged:
-    """Return the error for a NaN or an infinity in a flat vector: where it is and what to try."""
-    layer = (layers.first_nonfinite(vector) if vector.shape[-1] == layers.size else None) or fallback
-    who = "the server's step" if client is None else f"client {client}{step}"
-    return went_nonfinite(f"{who} went non-finite,", layer, round, lr, client)
-
-
-def went_nonfinite(what: str, layer: str, round: int, lr: float, client: int | None) -> Diverged:
-    """Return the error for something that went non-finite in a layer, and what to try."""
-    advice = f"lower the learning rate (now {lr:g}) or clip the gradients"
-    kept = ". Earlier rounds are kept" if round > 1 else ""
-    text = f"round {round}: {what} first in '{layer}'; {advice}{kept}"
-    return Diverged(text, round=round, client=client, layer=layer)

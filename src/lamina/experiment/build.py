@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -14,23 +14,21 @@ from lamina.clients import DEFAULT_CLIENTS
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
+from lamina.data.partitions import Partition
 from lamina.devices import choose_device
-from lamina.diagnostics import check_names
-from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import BadInput, nearest
-from lamina.experiment.config import Experiment, Named
+from lamina.errors import BadInput
+from lamina.experiment.config import Experiment
 from lamina.experiment.objects import describe_code
 from lamina.inputs import as_algorithm, create_model
 from lamina.metrics import Metric, description, find_all
 from lamina.named import field_values
-from lamina.protocol import Protocol, Settings, describe
-from lamina.schedules import SCHEDULES, Schedule, make_schedule
+from lamina.protocol import Protocol, Settings
+from lamina.schedules import Schedule, make_schedule
 from lamina.storage.identity import splits_digest
-from lamina.training import Training
+from lamina.training import RunOptions, Training
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
-DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")  # what a file may name; the last two are torch's, and untested
 
 
 def load_data(experiment: Experiment) -> Splits:
@@ -45,65 +43,48 @@ def load_data(experiment: Experiment) -> Splits:
 def build(experiment: Experiment, splits: Splits | None = None, *, like: Training | None = None) -> Training:
     """Return the training run of an experiment; `like`, which differs only in numbers, lends it its engine."""
     data, run = experiment.data, experiment.run
-    check_device(run.device)
-    algorithm = as_algorithm(build_algorithm(experiment))  # before the data are read: a mistake in it costs no time
-    partition, settings, metrics = build_partition(experiment), settings_of(experiment), build_metrics(experiment)
+    device = choose_device(run.device)
+    options = RunOptions(**{each.name: getattr(run, each.name) for each in dataclasses.fields(RunOptions)})
+    algorithm, protocol, partition, metrics = build_parts(experiment)
+    as_algorithm(algorithm)  # rehearsed before the data are read: a mistake in it costs no time
     splits = splits or load_data(experiment)
     return Training(
         build_model(experiment, splits.train),
         splits.train,
         splits.test,
         algorithm,
-        Protocol.of(algorithm, settings),
-        device=choose_device(run.device),
+        protocol,
+        options,
+        device=device,
         clients=count_clients(experiment),
         partition=partition,
         heldout_clients=data.heldout_clients,
         local_test=data.local_test,
         metrics=metrics,
-        client_metrics=run.client_metrics,
-        evaluate_every=run.evaluate_every,
-        engine=like or run.engine,
-        precision=run.precision,
-        deterministic=run.deterministic,
-        trust_ratios=run.trust_ratios,
-        diagnostics=check_names(run.diagnostics or ()),
+        lender=like,
     )
 
 
 def settings_of(experiment: Experiment) -> Settings:
     """Return the settings of the experiment's protocol, as arguments of `Simulation` and `Federation`."""
-    data, train = experiment.data, experiment.train
+    data, train, objects = experiment.data, experiment.train, experiment.objects.settings
     same = {name: getattr(train, name) for name in type(train).model_fields if name in Protocol.__dataclass_fields__}
     augment_options = {each.name: getattr(data, f"augment_{each.name}") for each in dataclasses.fields(Augment)}
     own = {
         "batch_size": None if train.batch_size == "full" else train.batch_size,
         "epochs": train.epochs if train.local_steps is None else None,
-        "schedule": build_schedule(experiment),
-        "aggregation": build_aggregation(experiment),
+        "schedule": objects.get("schedule") or build_schedule(experiment),
+        "aggregation": objects.get("aggregation")
+        or aggregation.make(train.aggregation.name, **train.aggregation.options()),
         "augmentation": Augment(**augment_options) if data.augment else None,
     }
-    return cast(Settings, same | own | dict(experiment.objects.settings))
-
-
-def check_device(name: str) -> None:
-    """Refuse an unknown or unavailable device."""
-    kind = name.partition(":")[0]
-    if kind not in DEVICES:
-        raise BadInput(f"run.device = '{name}': must be auto, cpu or cuda (the second GPU is cuda:1)")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise BadInput(
-            f"run.device = '{name}': torch finds no GPU here; cpu or auto runs without one, and `lamina doctor` "
-            "says what is missing"
-        )
+    return cast(Settings, same | own | dict(objects))
 
 
 def build_algorithm(experiment: Experiment) -> algorithms.Algorithm:
     """Return the algorithm of an experiment."""
     section = experiment.algorithm
-    names = algorithms.options(algorithms.find(section.name))
-    options = _checked_options("algorithm", section, names, other_keys=("name", "preset"))
-    return algorithms.create(section.name, section.preset, **options)
+    return algorithms.create(section.name, section.preset, **section.options())
 
 
 def build_model(experiment: Experiment, data: Dataset) -> torch.nn.Module:
@@ -114,52 +95,32 @@ def build_model(experiment: Experiment, data: Dataset) -> torch.nn.Module:
             raise BadInput(f"model.{key} follows from {source}: take it out of [model]")
     if isinstance(given, torch.nn.Module):
         return given  # a simulation copies it
-    card = models.registry().get(section.name) if given is None else None
-    options = _checked_options("model", section, card and card.options)
-    return create_model(given or section.name, data, rng.torch_seed(experiment.train.seed, "weights"), **options)
+    seed = rng.torch_seed(experiment.train.seed, "weights")
+    return create_model(given or section.name, data, seed, **section.options())
 
 
-def build_partition(experiment: Experiment) -> partitions.Partition:
+def build_partition(experiment: Experiment) -> Partition:
     """Return how the samples are split among the clients."""
     if experiment.objects.partition is not None:
         return experiment.objects.partition
-    section, options = experiment.data.partition, experiment.data.partition.options()
-    is_moving = section.name == "reallocate"
-    names = _fields(partitions.PARTITIONS.get(str(options.get("base", "iid")) if is_moving else section.name))
-    if is_moving and names is not None:
-        names = ["base", *names]
-    return partitions.make(section.name, **_checked_options("data.partition", section, names))
+    section = experiment.data.partition
+    return partitions.make(section.name, **section.options())
 
 
 def build_schedule(experiment: Experiment) -> Schedule:
     """Return how the learning rate changes over rounds."""
-    if "schedule" in experiment.objects.settings:
-        return cast(Schedule, experiment.objects.settings["schedule"])
     section = experiment.train.schedule
-    options = _checked_options("train.schedule", section, _fields(SCHEDULES.get(section.name)))
-    if section.name == "cosine":
-        options.setdefault("rounds", experiment.train.rounds)
-    return make_schedule(section.name, **options)
+    length = {"rounds": experiment.train.rounds} if section.name == "cosine" else {}
+    return make_schedule(section.name, **length | section.options())
 
 
-def build_aggregation(experiment: Experiment) -> aggregation.Aggregation:
-    """Return how the server combines the uploads."""
-    if "aggregation" in experiment.objects.settings:
-        return cast(aggregation.Aggregation, experiment.objects.settings["aggregation"])
-    section = experiment.train.aggregation
-    names = _fields(aggregation.AGGREGATIONS.get(section.name))
-    return aggregation.make(section.name, **_checked_options("train.aggregation", section, names))
-
-
-def build_metrics(experiment: Experiment) -> Sequence[Metric] | None:
-    """Return the metrics; None for the default."""
-    return find_all(experiment.objects.metrics or experiment.train.metrics)
-
-
-def build_parts(experiment: Experiment) -> None:
-    """Refuse a wrong option of the algorithm, the partition and so on before anything runs."""
-    for build_part in (build_algorithm, build_partition, build_schedule, build_aggregation, build_metrics):
-        build_part(experiment)
+def build_parts(experiment: Experiment) -> tuple[algorithms.Algorithm, Protocol, Partition, Sequence[Metric] | None]:
+    """Return the parts of an experiment that need no data; refuse a wrong option of any of them."""
+    algorithm = build_algorithm(experiment)
+    protocol = Protocol.of(algorithm, settings_of(experiment))
+    # None: the default metrics
+    metrics = find_all(experiment.objects.metrics or experiment.train.metrics)
+    return algorithm, protocol, build_partition(experiment), metrics
 
 
 def count_clients(experiment: Experiment) -> int | None:
@@ -176,33 +137,11 @@ def choose_threads(experiment: Experiment, parameters: int) -> int:
     return 1 if parameters < THREADED_FROM else max(1, (os.cpu_count() or 1))
 
 
-def _fields(cls: type[Any] | None) -> list[str] | None:
-    return None if cls is None else [field.name for field in dataclasses.fields(cls)]
-
-
-def _checked_options(
-    place: str, section: Named, names: Iterable[str] | None, other_keys: Sequence[str] = ("name",)
-) -> dict[str, Any]:
-    """Return the options of a section; refuse one that is not among the names, if they are known."""
-    options = section.options()
-    names = list(options if names is None else names)
-    for key in options:
-        if key not in names:
-            has = f"options of {section.name}: {', '.join(names)}" if names else f"{section.name} has no options"
-            raise BadInput(f"[{place}] has no key '{key}'{nearest(key, [*other_keys, *names])} ({has})")
-    return options
-
-
 def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     """Return the whole configuration, with every default and every "auto" replaced by the value used."""
     config = experiment.model_dump()
     partition = build_partition(experiment)
     config["data"]["clients"] = simulation.reserved.dealt
-    # Settings of later versions are left out unless they are used, so that run folders from before can be resumed.
-    later = (("data", "client"), ("data", "heldout_clients"), ("data", "local_test"), ("train", "metrics"))
-    for section, key in later:
-        if config[section][key] is None:
-            del config[section][key]
     if experiment.train.metrics is not None:
         config["metrics"] = description(simulation.metrics)
     if isinstance(partition, partitions.Reallocate):
@@ -215,22 +154,18 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     config["algorithm"] |= field_values(simulation.algorithm)
     config["train"]["lr"] = simulation.protocol.lr
     config["train"]["schedule"] |= field_values(simulation.protocol.schedule)
-    combination = simulation.protocol.aggregation
-    if isinstance(combination, aggregation.Mean):
-        del config["train"]["aggregation"]  # for the same reason
-    else:
-        config["train"]["aggregation"] = describe(combination, aggregation.name_of(combination))
+    config["train"]["aggregation"] |= field_values(simulation.protocol.aggregation)
     config["run"]["device"] = str(simulation.device)
-    config["run"]["engine"] = engine.forward.name if isinstance(engine := simulation.engine, Stacked) else "loop"
+    config["run"]["engine"] = simulation.engine.name
     config["run"]["threads"] = choose_threads(experiment, simulation.objective.start.numel())
     config["run"]["ranks"] = Ranks.current().world
     if experiment.algorithm.name not in algorithms.registry():  # a report does not run the user's code to learn it
         config["title"] = simulation.algorithm.card.title
     describe_code(config, simulation)
-    experiment.objects.describe(config, simulation)
+    experiment.objects.describe(config, simulation, partition)
     if experiment.objects.data is None and experiment.data.name not in sources.SOURCES:
         # files of the user's own may change between two runs
-        config["data_digest"] = splits_digest(simulation.train_data, simulation.test_data)
+        config["data_digest"] = splits_digest(simulation.train_data, simulation.test_data, partition)
         if simulation.train_data.class_names is not None:
             config["class_names"] = list(simulation.train_data.class_names)
     return config

@@ -20,10 +20,11 @@ import lamina
 from lamina import algorithms
 from lamina.errors import BadInput, is_whole
 from lamina.experiment.build import build_algorithm, build_schedule, resolved
-from lamina.experiment.config import AlgorithmSection, Experiment, Named
+from lamina.experiment.config import AlgorithmSection, Experiment
 from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
+from lamina.experiment.sections import Named
 from lamina.experiment.settings import Range, Settings, folder_name, neighbours, points, written
-from lamina.experiment.trials import Job, Trial, Trials, read_begun
+from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.metrics import is_percent
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.text import listed, plural
@@ -62,9 +63,8 @@ class Comparison(Trials):
         self._choices = all_points(experiment)
         first = with_algorithm(experiment, spec.algorithms[0])
         simulation = self._load(first)
-        if is_percent(self.metric) and spec.target > 1:
+        if is_percent(self.metric) and not 0 < spec.target <= 1:
             raise BadInput(f"compare.target = {spec.target:g}: must be an {self.metric} above 0 and up to 1, as 0.9")
-        self.clients = simulation.plan.clients.count
         self._config = {"lamina": lamina.__version__, "format": FORMAT, **resolved(first, simulation)}
         del self._config["algorithm"]  # each method has its own, with its own rate
         self._config.pop("title", None)  # as it has its own title
@@ -93,6 +93,7 @@ class Comparison(Trials):
         candidates = self._tune(name) if len(choice) > 1 else []
         if candidates is None:
             return False
+        refuse_nan(f"{name}: ", self.metric, candidates)
         settings = max(candidates, key=lambda trial: trial.rank).settings if candidates else choice[0]
         jobs = [self._new_job(name, settings, seed) for seed in self.seeds]
         finished = self._run(jobs)
@@ -128,7 +129,7 @@ class Comparison(Trials):
         jobs = {
             i: self._new_job(name, self._choices[name][i], seed, stages)
             for i in selected
-            if i not in trials or (not trials[i].diverged and len(trials[i].histories[0]) < stages[0])
+            if i not in trials or (trials[i].remark != "diverged" and len(trials[i].histories[0]) < stages[0])
         }
         if not self._run(list(jobs.values())):
             return False
@@ -145,7 +146,7 @@ class Comparison(Trials):
             if "schedule" not in experiment.objects.settings:
                 options = vars(build_schedule(experiment))
                 changed["schedule"] = Named(name=experiment.train.schedule.name, **options)
-            experiment = experiment.model_copy(update={"train": experiment.train.model_copy(update=changed)})
+            experiment = experiment.changed(train=changed)
         job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=bool(stages))
         self._folders[job.folder] = None
         return job
@@ -189,16 +190,19 @@ class Comparison(Trials):
         untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")
+        elif untuned and len(self._choices) > 1:
+            lines.append(
+                f"default rates are used for {', '.join(untuned)}: a fair comparison tries several "
+                "(lr=[...] in Python, [compare.grid] in a file)"
+            )
         for entry in self.entries:
-            lines += [*entry.diverged, *entry.collapsed]
+            lines += entry.bad_endings
             if len(entry.settings) > 1 and entry.candidates:
                 lines.append(f"{entry.name}: {written(entry.settings)} was chosen")
             for key, value in entry.settings.items():
                 tried = Range(choices=tuple(trial.settings[key] for trial in entry.candidates) or (value,))
-                way = tried.way_beyond(value, spec.algorithm_of(entry.name), key)
-                if way:
-                    what = f"{entry.name}: the best {key} {value:g} lies on the edge of those tried"
-                    lines.append(f"{what}; try {way} values")
+                if warning := tried.edge_warning(value, spec.algorithm_of(entry.name), key):
+                    lines.append(f"{entry.name}: {warning}")
         return lines
 
     def rounds(self) -> list[dict[str, Any]]:
@@ -288,9 +292,5 @@ def with_algorithm(experiment: Experiment, label: str, settings: Settings | None
     preset = {**table, **tried}.get("preset", "")
     if not isinstance(preset, str):
         raise BadInput(f"compare.options.{label}.preset = {preset!r}: must be the name of a preset")
-    return experiment.model_copy(
-        update={
-            "algorithm": AlgorithmSection(name=name, **{**options, **table, **tried}),
-            "train": experiment.train.model_copy(update={"lr": lr}),
-        }
-    )
+    chosen = AlgorithmSection(name=name, **{**options, **table, **tried})
+    return experiment.changed(train={"lr": lr}).model_copy(update={"algorithm": chosen})

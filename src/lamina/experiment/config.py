@@ -22,13 +22,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from lamina.data import sources
-from lamina.data.feed import Fill
-from lamina.data.own import FORMATS
-from lamina.errors import BadInput, is_number, is_whole, nearest, short_repr
+from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.objects import Objects
-from lamina.experiment.toml import DEFAULT_NAMES, read_tree, set_keys
-from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_CLIENTS, MOST_SEED, MOST_SEEDS, MOST_THREADS
+from lamina.experiment.sections import Data, Fraction, Named, PathText, default_name
+from lamina.experiment.toml import read_tree, set_keys
+from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
 from lamina.losses import LOSSES
 from lamina.paths import checked_path
 from lamina.protocol import Protocol
@@ -44,17 +42,6 @@ def _batch_size(value: Any) -> Any:
     raise PydanticCustomError("batch_size", f'must be a whole number from 1 to {MOST_BATCH}, or "full"')
 
 
-def _heldout_clients(value: Any) -> Any:
-    is_fraction = is_number(value) and 0 < value < 1
-    is_list = isinstance(value, list) and len(value) > 0
-    if is_fraction or (is_list and all(is_whole(each) and each >= 0 for each in value)):
-        return value
-    if is_list and all(isinstance(each, str) for each in value):
-        return value
-    options = "a list of clients' numbers ([3, 7]) or of values of the client column in quotes"
-    raise PydanticCustomError("heldout_clients", f"must be a fraction above 0 and below 1, or {options}")
-
-
 def _loss(name: str) -> str:
     if ":" not in name and name not in LOSSES:  # a function of the user's own is imported when the run starts
         names = ", ".join(LOSSES)
@@ -62,95 +49,15 @@ def _loss(name: str) -> str:
     return name
 
 
-HeldoutClients = Annotated[float | list[int] | list[str], PlainValidator(_heldout_clients)]
 BatchSize = Annotated[int | Literal["full"], PlainValidator(_batch_size)]  # "full": all of a client's samples
 
 
-def _as_path(text: str) -> str:
-    checked_path(text, "the value")  # its error is a ValueError, which pydantic reports
-    return text
-
-
-PathText = Annotated[str, AfterValidator(_as_path)]
-Fraction = Annotated[float, Field(gt=0, lt=1)]
 Item = TypeVar("Item")
 NotEmpty = Annotated[list[Item], Field(min_length=1)]
 
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-
-
-class Named(BaseModel):
-    """A section that names something in a registry; its other keys are that thing's options."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
-
-    def options(self) -> dict[str, Any]:
-        """Return the options given beside the name."""
-        return dict(self.model_extra or {})
-
-
-def _default_name(*place: str) -> BeforeValidator:
-    """Return what completes the table of a `Named` section: with its default name, or from a name alone."""
-
-    def complete(table: Any) -> Any:
-        if isinstance(table, str):  # partition = "iid"
-            return {"name": table}
-        return {"name": DEFAULT_NAMES[place], **table} if isinstance(table, Mapping) else table
-
-    return BeforeValidator(complete)
-
-
-class Data(Named):
-    """The `[data]` section: the data set and how it is split among clients; its other keys are options of the data."""
-
-    model_config = ConfigDict(allow_inf_nan=False, strict=True)
-
-    name: str = "digits"
-    dir: PathText | None = None
-    # None: 10, or as many as the column names (by-column)
-    clients: Annotated[int, Field(ge=1, le=MOST_CLIENTS)] | None = None
-    client: str | None = None  # the column of natural clients, which are the partition unless another is given
-    partition: Annotated[Named, _default_name("data", "partition")] = Named(name="iid")
-    augment: bool = False
-    augment_pad: Annotated[int, Field(ge=0)] = 4
-    augment_flip: bool = True
-    augment_crop_probability: Annotated[float, Field(gt=0, le=1)] = 1.0
-    augment_fill: Fill = "black"
-    validation: Fraction | None = None  # of the training data, held out and evaluated on instead of the test data
-    heldout_clients: HeldoutClients | None = None  # never train: a share, numbers, or values of the client column
-    local_test: Fraction | None = None  # of every client's samples, to evaluate on
-
-    @model_validator(mode="before")
-    @classmethod
-    def _natural_partition(cls, tree: Any) -> Any:
-        """Make the natural clients the partition, unless another one is given."""
-        if not isinstance(tree, Mapping) or tree.get("partition") is not None:
-            return tree
-        data_format = FORMATS.get(str(tree.get("name")))
-        column = tree.get("client") or (data_format and data_format.natural_clients)
-        return {**tree, "partition": {"name": "by-column", "column": column}} if isinstance(column, str) else tree
-
-    @model_validator(mode="after")
-    def _options_are_known(self) -> Data:
-        if self.name in FORMATS or self.model_extra:
-            other_keys = {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
-            try:
-                sources.check_options(self.name, self.options(), other_keys)
-            except BadInput as error:
-                raise PydanticCustomError("options", "{line}", {"line": str(error)}) from error
-        return self
-
-    @model_validator(mode="after")
-    def _augment_is_set(self) -> Data:
-        unused = sorted({key for key in type(self).model_fields if key.startswith("augment_")} & self.model_fields_set)
-        if unused and "augment" not in self.model_fields_set:  # augment = false says that they do not act
-            raise PydanticCustomError(
-                "unused", "{keys} needs augment = true: add it, or take {keys} out", {"keys": " and ".join(unused)}
-            )
-        return self
 
 
 class AlgorithmSection(Named):
@@ -179,7 +86,10 @@ if TYPE_CHECKING:
 else:
     # The fields of `Protocol` with its types, bounds and defaults, except for those that a file writes otherwise.
     _fields = {
-        each.name: (Annotated[get_type_hints(Protocol)[each.name], Field(**each.metadata)], each.default)
+        each.name: (
+            Annotated[get_type_hints(Protocol)[each.name], Field(**each.metadata.get("bounds", {}))],
+            each.default,
+        )
         for each in dataclasses.fields(Protocol)
         if each.name != "augmentation"  # in the [data] section
     } | {
@@ -187,8 +97,8 @@ else:
         "participation": (Annotated[float, Field(gt=0, le=1)], 0.5),
         "batch_size": (BatchSize, 32),
         "epochs": (AtLeastOne, 1),
-        "schedule": (Annotated[Named, _default_name("train", "schedule")], Named(name="constant")),
-        "aggregation": (Annotated[Named, _default_name("train", "aggregation")], Named(name="mean")),
+        "schedule": (Annotated[Named, default_name("train", "schedule")], Named(name="constant")),
+        "aggregation": (Annotated[Named, default_name("train", "aggregation")], Named(name="mean")),
         "loss": (Annotated[str, AfterValidator(_loss)], "cross_entropy"),
         "seed": (Annotated[int, Field(ge=LEAST_SEED, le=MOST_SEED)], 0),
     }
@@ -228,7 +138,7 @@ class Compare(_Section):
 
     algorithms: list[str] = ["fedavg", "fedams", "fedlamb", "mimelamb", "fedlada"]
     seeds: Annotated[int, Field(ge=1, le=MOST_SEEDS)] = 3
-    target: Annotated[float, Field(gt=0)] = 0.9  # value of the primary metric on the test data to reach
+    target: float = 0.9  # value of the primary metric on the test data to reach
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
@@ -283,8 +193,8 @@ class Experiment(_Section):
     """One experiment file."""
 
     data: Data = Data()
-    model: Annotated[Named, _default_name("model")] = Named(name="mlp")
-    algorithm: Annotated[AlgorithmSection, _default_name("algorithm")] = AlgorithmSection(name="fedlamb")
+    model: Annotated[Named, default_name("model")] = Named(name="mlp")
+    algorithm: Annotated[AlgorithmSection, default_name("algorithm")] = AlgorithmSection(name="fedlamb")
     train: Train = Train()
     run: Run = Run()
     compare: Compare = Compare()
@@ -296,6 +206,11 @@ class Experiment(_Section):
     def objects(self) -> Objects:
         """Return the objects that replace names."""
         return self._objects
+
+    def changed(self, **sections: Mapping[str, Any]) -> Experiment:
+        """Return the experiment with other values of some keys, given by section; they are not validated."""
+        updated = {name: getattr(self, name).model_copy(update=keys) for name, keys in sections.items()}
+        return self.model_copy(update=updated)
 
     def with_objects(self, objects: Objects) -> Experiment:
         """Return the same experiment with objects in place of names."""
@@ -350,7 +265,10 @@ def _one_line(error: ValidationError) -> str:
             model = get_args(model)[0] if name.isdigit() else model.model_fields[name].annotation
         known = list(model.model_fields)
         where = f"[{'.'.join(place[:-1])}]" if place[:-1] else "the file"
-        text = f"{where} has no key '{place[-1]}'{nearest(place[-1], known)} (keys: {', '.join(known)})"
+        classes: dict[str, Any] = {"data": Data, "train": Train, "run": Run}
+        homes = [name for name, section in classes.items() if place[-1] in section.model_fields]
+        hint = f"; did you mean '{homes[0]}.{place[-1]}'?" if len(homes) == 1 else nearest(place[-1], known)
+        text = f"{where} has no key '{place[-1]}'{hint} (keys: {', '.join(known)})"
     else:
         given = f" = {short_repr(first['input'])}" if not isinstance(first["input"], dict) else ""
         texts = {"model_type": "must be a table", "dict_type": "must be a table", "list_type": "must be a list",

@@ -27,32 +27,31 @@ from typing import Any, BinaryIO, Protocol
 from torch import Tensor
 
 import lamina
+from lamina.atomic import PARTIAL, sync_folder, write_file
 from lamina.engines.state import State
 from lamina.errors import BadInput, Diverged, is_whole
 from lamina.experiment.environment import environment
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.records import (
     CHOOSE_ANOTHER,
-    FILES,
     FORMAT,
-    Metrics,
     check_config,
     differences,
-    is_ours,
+    names_in,
     read_diverged,
     read_environment,
     read_json,
     read_metrics,
+    refuse_foreign,
     refuse_format,
     remove_records,
-    unreadable_config,
 )
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row, rank
 from lamina.metrics import read_primary
 from lamina.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
-from lamina.storage.files import PARTIAL, as_json, check_writable, sync_folder, write_file, write_json, writing_to
+from lamina.storage.files import as_json, check_writable, write_json, writing_to
 from lamina.storage.locks import Lock, Locked, is_at, lost
 from lamina.text import plural
 
@@ -94,11 +93,10 @@ class RunFolder:
         self._ends = [0]  # the byte at which each of those rounds ends in the metrics
         self._damage = ""  # what is wrong with the metrics
         self._model_round = 0  # the round of the saved model
-        self._fresh = True  # whether there is nothing to resume
-        self._lines, self._trackers = lines, trackers
+        self._lines, self._trackers = lines, trackers or Trackers([], path)
         self._metrics: BinaryIO | None = None
         self._best = BestModel(path / "best.safetensors", self.history, self._metric)
-        self._refuse_foreign()
+        refuse_foreign(path)
         self._is_new = not path.exists()
         self._lock: Lock | None = None
         try:
@@ -115,8 +113,8 @@ class RunFolder:
         try:
             if not overwrite:
                 self._recognise()
-            if self.ended and len(self.history) and trackers is not None:
-                trackers.write(self.history)  # requested only now, or killed before the last round was written
+            if self.ended and len(self.history):
+                self._trackers.write(self.history)  # requested only now, or killed before the last round was written
         except BaseException:
             self.close()
             raise
@@ -126,29 +124,15 @@ class RunFolder:
         """Return whether the run is complete or has diverged."""
         return self.complete or self.diverged is not None
 
-    def _found(self) -> list[str]:
-        with writing_to(self.path):
-            names = sorted(inner.name for inner in self.path.iterdir()) if self.path.is_dir() else []
-        return [name for name in names if name != "lock" and not name.endswith(PARTIAL)]
-
-    def _refuse_foreign(self) -> None:
-        """Refuse a folder that holds anything but a run."""
-        found = self._found()
-        foreign = [name for name in found if name not in FILES]
-        if foreign or (found and not is_ours(self.path)):
-            other = f"other files ('{foreign[0]}')" if foreign else "files that are not a run's"
-            holds = unreadable_config(self.path) or other
-            raise BadInput(f"the folder '{self.path}' holds {holds}: choose a new or an empty one with --out (out=…)")
-
     def _recognise(self) -> None:
         """Find out whether the folder holds this run and how far it got; refuse another run."""
-        if not self._found():
+        if not names_in(self.path):
             return
         stored = read_json(self.path / "config.json")
         refuse_format(self.path, stored, CHOOSE_ANOTHER)
         check_config(self.path, stored)
         metrics = self.path / "metrics.jsonl"
-        history, ends, damaged = read_metrics(metrics) if metrics.exists() else Metrics(History(), [0], None)
+        history, ends, damaged = read_metrics(metrics) if metrics.exists() else (History(), [0], None)
         model = self.path / "model.safetensors"
         # Metrics may be lost or damaged: the trained model and the checkpoints count without them.
         self._model_round, damage = round_of(model)
@@ -160,7 +144,7 @@ class RunFolder:
             return
         if differing:
             raise BadInput(f"the folder '{self.path}' holds another run: {differing}; {CHOOSE_ANOTHER}")
-        self._fresh, self.history, self._ends = False, History(history, self._metric), ends
+        self.history, self._ends = History(history, self._metric), ends
         if damage:
             self._say(f"'{model}' is damaged ({damage}): it is written again", logging.WARNING)
         best = self.path / "best.safetensors"
@@ -192,12 +176,12 @@ class RunFolder:
 
     def rounds(self) -> list[int]:
         """Return the rounds that the run could resume after."""
-        return [] if self._fresh else [r for r in self.checkpoints.rounds() if r <= len(self.history)]
+        return [number for number in self.checkpoints.rounds() if number <= len(self.history)]
 
     def resume_after(self, number: int) -> History:
         """Cut the metrics back to a round, for the run to resume after it, and return them."""
-        if self._fresh:
-            return History(metric=self._metric)
+        if not len(self.history) and not self._damage:
+            return self.history
         self.refuse_lost()
         again = len(self.history) if number == 0 else 0
         self.history = self.history[:number]
@@ -279,8 +263,7 @@ class RunFolder:
             self._metrics.write((json.dumps(numbers, allow_nan=False) + "\n").encode())
             self._metrics.flush()
         self._best.consider(row, simulation)
-        if self._trackers is not None:
-            self._trackers.write(simulation.history)
+        self._trackers.write(simulation.history)
 
     def checkpoint(self, simulation: Trained, facts: Iterable[Any] = ()) -> None:
         """Save the state after the last recorded round and facts about it, with the best model so far if it is new."""
@@ -326,8 +309,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the folder; remove it if it is new and nothing was written."""
-        if self._trackers is not None:
-            self._trackers.close()
+        self._trackers.close()
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # a full disk, which the failed round has reported
                 self._metrics.close()

@@ -13,7 +13,8 @@ from lamina.text import printable
 class LogLines(logging.Handler):
     """Writes the lines of lamina's logger to the logs of all open runs, including lines from before they were opened.
 
-    A line about one run, with its folder as ``about``, goes only to that run's log.
+    A line about one run, with its folder as ``about``, goes only to that run's log. Where no other handler is set,
+    warnings are printed, too, each text once: Python prints them only while a logger has no handler at all.
     """
 
     def __init__(self) -> None:
@@ -22,10 +23,11 @@ class LogLines(logging.Handler):
         self.about: Path | None = None  # the run of lines without an ``about``
         self._lines: list[tuple[Path | None, str]] = []
         self._files: list[tuple[Path, TextIO]] = []
+        self._printed: set[str] = set()
 
     def __enter__(self) -> LogLines:
         logger = logging.getLogger("lamina")
-        self._level = logger.level
+        self._level, self._is_alone = logger.level, not logger.hasHandlers()
         logger.setLevel(min(logging.INFO, logger.level or logging.INFO))
         logger.addHandler(self)
         return self
@@ -43,6 +45,10 @@ class LogLines(logging.Handler):
         about = getattr(record, "about", self.about)
         line = printable(self.format(record), lines=record.exc_info is not None) + "\n"
         self._lines.append((about, line))
+        if self._is_alone and logging.lastResort and record.levelno >= logging.WARNING:
+            if record.getMessage() not in self._printed:
+                logging.lastResort.handle(record)
+            self._printed.add(record.getMessage())
         with contextlib.suppress(OSError):
             for folder, file in self._files:
                 if about in (None, folder):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
-from lamina.contents import function_digest
+from lamina.batch import map_batch
+from lamina.contents import code_digest
 from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
 from lamina.inputs import create_model
@@ -21,7 +20,7 @@ from lamina.losses import as_loss
 from lamina.metrics import METRICS, Metric, description
 from lamina.models.registry import Factory
 from lamina.protocol import function_name
-from lamina.storage.identity import content_digest, dataset_digest, structure_digest
+from lamina.storage.identity import content_digest, json_digest, loss_digest, splits_digest, structure_digest
 from lamina.training import Training
 
 
@@ -38,17 +37,19 @@ class Objects:
     partition: Partition | None = None
     metrics: Sequence[Metric] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the protocol: schedule, aggregation, loss, …
-    _model_digests: dict[str, str] = field(default_factory=dict)  # by the model's options
+    _model_digests: dict[str, str] = field(default_factory=dict)  # by the model's options; a digest takes a new model
 
     @property
     def is_empty(self) -> bool:
         """Return whether every part of the experiment is named."""
         return all(one is None for one in (self.data, self.model, self.partition, self.metrics)) and not self.settings
 
-    def describe(self, config: dict[str, Any], simulation: Training) -> None:
-        """Add digests of the objects to a run's configuration."""
+    def describe(self, config: dict[str, Any], simulation: Training, partition: Partition) -> None:
+        """Add digests of the objects to a run's configuration; those of the data are before any are held out."""
         if self.data is not None:
-            config["data"]["content"] = self._data_digest(config["data"]["partition"].get("column"))
+            masks = [map_batch(content_digest, part.mask) for part in self.data if part and part.mask is not None]
+            digest = splits_digest(*self.data, partition)
+            config["data"]["content"] = json_digest([digest, masks]) if masks else digest
         if self.model is not None:
             options = {key: value for key, value in config["model"].items() if key != "name"}
             key = json.dumps(options, default=str)
@@ -56,20 +57,9 @@ class Objects:
                 self._model_digests[key] = self._model_digest(simulation, options)
             config["model"]["content"] = self._model_digests[key]
         if self.partition is not None:
-            config["data"]["partition"]["content"] = function_digest(self.partition)[:16]
-        for key, value in self.settings.items():
-            if key not in ("schedule", "aggregation"):  # which have a section of their own
-                config["train"][key] = function_name(value)
-                config["train"][f"{key}_content"] = code_digest(value)
-
-    def _data_digest(self, column: str | None) -> str:
-        """Return a digest of the given data, before any are held out, and of the column that names the clients."""
-        assert self.data is not None
-        digests = [None if data is None else dataset_digest(data) for data in self.data]
-        if column is not None:
-            values = np.asarray(self.data.train.columns[column]).astype(str).tolist()
-            digests.append(hashlib.sha256("\0".join(values).encode()).hexdigest())
-        return _digest(digests)
+            config["data"]["partition"]["content"] = code_digest(self.partition)
+        if "loss" in self.settings:
+            config["train"]["loss"] = function_name(self.settings["loss"])
 
     def _model_digest(self, simulation: Training, options: Mapping[str, Any]) -> str:
         """Return a digest of the layers and the initial weights; of a function, of the weights for one fixed seed."""
@@ -80,54 +70,30 @@ class Objects:
         elif self.model is not None:
             module = create_model(self.model, simulation.train_data, seed=0, **options)
             facts += [content_digest(tensor) for tensor in module.state_dict().values()]
-        return _digest(facts)
+        return json_digest(facts)
 
 
 def describe_code(config: dict[str, Any], simulation: Training) -> None:
-    """Add digests of the user's code: of names ("module:name"), algorithms and metrics. They do not depend on the seed.
+    """Add digests of the user's code: model, loss, algorithm and metrics. They do not depend on the seed.
 
     A change of lamina's own code makes no other run.
     """
-    if ":" in config["train"]["loss"]:
-        config["loss_digest"] = code_digest(as_loss(config["train"]["loss"]))
+    config["loss_digest"] = loss_digest(as_loss(simulation.protocol.loss))
     if ":" in config["model"]["name"]:
         shapes = {name: list(shape) for name, shape in simulation.objective.layers.shapes.items()}
-        config["model_digest"] = _digest([simulation.objective.attributes, shapes])
+        config["model_digest"] = json_digest([simulation.objective.attributes, shapes])
     classes = [cls for cls in type(simulation.algorithm).__mro__ if issubclass(cls, Algorithm) and _is_users(cls)]
     if classes:
         members = [item for cls in classes for item in sorted(vars(cls).items()) if not item[0].startswith("__")]
         methods = [[name, code_digest(f)] for name, f in members if isinstance(f, types.FunctionType)]
-        config["algorithm_digest"] = _digest(methods)
+        config["algorithm_digest"] = json_digest(methods)
     metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
     if metrics:
         functions = (function for metric in metrics for function in (metric.function, metric.keep))
         users = [code_digest(function) for function in functions if _is_users(function)]
-        config["metrics_digest"] = _digest([description(metrics), users])
+        config["metrics_digest"] = json_digest([description(metrics), users])
 
 
 def _is_users(value: Any) -> bool:
     """Return whether a function or class is not lamina's own."""
     return str(getattr(value, "__module__", "")).partition(".")[0] != "lamina"
-
-
-def code_digest(function: Any) -> str:
-    """Return a digest of what a function or callable does and of the values that it holds."""
-    return _digest([function_digest(function), code_facts(function)])
-
-
-def code_facts(function: Any) -> list[Any]:
-    """Return what a Python function or its code does, as JSON can hold it; empty for other callables."""
-    code = function if isinstance(function, types.CodeType) else getattr(function, "__code__", None)
-    if code is None:
-        return []
-    return [code.co_code.hex(), list(code.co_names), [_constant_facts(value) for value in code.co_consts]]
-
-
-def _constant_facts(value: Any) -> Any:
-    if isinstance(value, frozenset):  # its order differs between processes
-        return sorted(map(repr, value))
-    return code_facts(value) if isinstance(value, types.CodeType) else repr(value)
-
-
-def _digest(facts: Any) -> str:
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from lamina.atomic import write_file
 from lamina.errors import BadInput
 from lamina.experiment.records import is_ours, unreadable_config
-from lamina.storage.files import write_file
 
 ENDS_BYTES = 4096  # that are read at either end of a file to recognise it
 
@@ -27,8 +27,7 @@ def write_output(
     """
     refuse_in_run_folder(path, option)
     try:
-        # Never a pipe or a device, since reading one may not end. A file without content may be replaced: it is what
-        # a kill left of an older lamina's output, or was made by mktemp.
+        # Never a pipe or a device, since reading one may not end. A file without content, as of mktemp, is replaced.
         ends = b""
         if path.is_file():
             with path.open("rb") as file:

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from lamina import aggregation, algorithms
+from lamina import algorithms
+from lamina.aggregation import AGGREGATIONS
+from lamina.aggregation import name_of as aggregation_name
 from lamina.clients import Clients, refuse_odd_clients
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
@@ -21,18 +23,18 @@ from lamina.data.partitions import PARTITIONS, Reallocate
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.build import resolved
-from lamina.experiment.config import Data, Experiment, Run, Train, parse
+from lamina.experiment.config import Experiment, Run, Train, parse
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.objects import Objects
 from lamina.experiment.records import read_metrics, read_record
 from lamina.experiment.run import RankFolder, open_folder, restore, resume, train
+from lamina.experiment.sections import Data, augment_keys
 from lamina.experiment.settings import shown
 from lamina.history import Row
 from lamina.inputs import as_splits
 from lamina.metrics import find_all
-from lamina.named import field_values
-from lamina.protocol import function_name, schedule_name
+from lamina.protocol import as_table, function_name, schedule_name
 from lamina.schedules import SCHEDULES
 from lamina.training import Training
 
@@ -151,9 +153,9 @@ def _model(model: Any, objects: Table) -> Any:
 
 def _partition(partition: Any, objects: Table) -> Any:
     if isinstance(partition, Reallocate):
-        return {"name": "reallocate", "base": partition.base.name, **field_values(partition.base)}
+        return {"base": partition.base.name} | as_table(partition.base, "reallocate")
     if type(partition) in PARTITIONS.values():
-        return {"name": partition.name, **field_values(partition)}
+        return as_table(partition, partition.name)
     if isinstance(partition, str | Mapping):
         return partition
     if not callable(getattr(partition, "split", None)):
@@ -189,8 +191,7 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
     """Set one key in its section; an object that no file can name goes to `object_settings`."""
     if key == "augmentation":
         if isinstance(value, Augment):
-            options = {f"augment_{name}": given for name, given in field_values(value).items()}
-            tree["data"] |= {"augment": True, **options}
+            tree["data"] |= augment_keys(value)
         if value is None or isinstance(value, Augment):
             return
     section = next((name for name, kind in SECTIONS.items() if key in kind.model_fields), None)
@@ -199,15 +200,11 @@ def _set(tree: dict[str, Table], object_settings: Table, key: str, value: Any) -
         raise BadInput(f"there is no setting '{key}'{nearest(key, keys)}")
     if value is None:
         value = "full" if key == "batch_size" else None
-    elif key == "schedule" and not isinstance(value, str | Mapping):
-        names = {cls: name for name, cls in SCHEDULES.items()}
-        if type(value) not in names:
+    elif key in ("schedule", "aggregation") and not isinstance(value, str | Mapping):
+        classes, name_of = (SCHEDULES, schedule_name) if key == "schedule" else (AGGREGATIONS, aggregation_name)
+        if type(value) not in classes.values():
             object_settings[key] = value
-        value = {"name": names.get(type(value)) or schedule_name(value), **field_values(value)}
-    elif key == "aggregation" and not isinstance(value, str | Mapping):
-        if type(value) not in aggregation.AGGREGATIONS.values():
-            object_settings[key] = value
-        value = {"name": aggregation.name_of(value), **field_values(value)}
+        value = as_table(value, name_of(value))
     elif isinstance(value, torch.device):
         value = str(value)
     elif isinstance(value, np.generic):
@@ -234,7 +231,7 @@ class Recorder:
         """Train up to a round, from where the folder says the run was; raise `Diverged` if it diverged, even before."""
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists() and not self._overwrite:
-            last = max(last, len(read_metrics(metrics).history))
+            last = max(last, len(read_metrics(metrics)[0]))
         if last == 0:
             return
         with self._opened(simulation, last) as (folder, experiment):
@@ -266,8 +263,7 @@ class Recorder:
     @contextlib.contextmanager
     def _opened(self, simulation: Training, rounds: int) -> Iterator[tuple[RunFolder | RankFolder, Experiment]]:
         """Open the folder for a run of so many rounds; return it with the experiment."""
-        section = self._experiment.train.model_copy(update={"rounds": rounds})
-        experiment = self._experiment.model_copy(update={"train": section})
+        experiment = self._experiment.changed(train={"rounds": rounds})
         with LogLines() as lines, kept_threads():
             config = resolved(experiment, simulation)
             folder = open_folder(self.folder, config, overwrite=self._overwrite, lines=lines)

@@ -8,34 +8,23 @@ import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from lamina import algorithms, models
-from lamina.aggregation import AGGREGATIONS
-from lamina.data.partitions import PARTITIONS
-from lamina.errors import BadInput, is_number, is_whole
-from lamina.experiment.config import Experiment
+from lamina import algorithms
+from lamina.atomic import PARTIAL, sync_folder
+from lamina.errors import BadInput, is_number
+from lamina.experiment.toml import leaves
 from lamina.history import History, Row
 from lamina.metrics import read_primary
-from lamina.schedules import SCHEDULES
-from lamina.storage.files import PARTIAL, as_json, check_writable, sync_folder, writing_to
+from lamina.storage import identity
+from lamina.storage.files import check_writable, writing_to
 from lamina.storage.locks import Lock
-from lamina.text import listed
 
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another
 NO_PART_OF_IDENTITY = {
     "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
-    "train.metrics_content",  # of earlier versions: a digest that covers lamina's own code, too
 }  # fmt: skip
-LATER_DIGESTS = ("loss_digest", "model_digest", "algorithm_digest", "metrics_digest")  # a folder from before has none
-DIGESTS_IN_WORDS = {key: f"the code of the {key.removesuffix('_digest')}" for key in LATER_DIGESTS} | {
-    "data_digest": "the contents of the data",
-    "loss_digest": "the code or the weights of the loss",
-    "data.content": "the contents of the data",
-    "data.partition.content": "the settings of the partition",
-    "model.content": "the model's layers, settings or initial weights",
-}
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
@@ -128,7 +117,7 @@ def read_record(folder: str | Path) -> Record:
     return Record(
         folder,
         config,
-        History(read_metrics(folder / "metrics.jsonl").history, read_primary(config)),
+        History(read_metrics(folder / "metrics.jsonl")[0], read_primary(config)),
         read_environment(folder),
         None if how is None else how["message"],
     )
@@ -150,46 +139,17 @@ def refuse_format(folder: Path, config: Mapping[str, Any], otherwise: str) -> No
     """Refuse a folder of another format than this version's; the last words say what to do instead."""
     number = config.get("format", 0)
     if number != FORMAT:
-        which = "another" if not is_whole(number) else "an older" if number < FORMAT else "a newer"
-        raise BadInput(
-            f"the folder '{folder}' was written by {which} lamina (format {number}, this one's is {FORMAT}): "
-            f"{otherwise}"
-        )
+        formats = f"format {number}, this one's is {FORMAT}"
+        raise BadInput(f"the folder '{folder}' was written by another lamina ({formats}): {otherwise}")
 
 
-def flatten(tree: Mapping[str, Any], leaves: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one level of dotted keys; a table with a key among `leaves` counts as a value.
+def flatten(tree: Mapping[str, Any], values: Collection[str] = ()) -> dict[str, Any]:
+    """Return nested tables as one level of dotted keys; a table with a key among `values` counts as a value.
 
     >>> flatten({"train": {"lr": 0.1, "schedule": {"name": "constant"}}})
     {'train.lr': 0.1, 'train.schedule.name': 'constant'}
     """
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        nested = isinstance(value, Mapping) and not set(value) & set(leaves)
-        flat |= flatten(value, leaves, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return flat
-
-
-def with_defaults(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a flat configuration with the default of every setting that it lacks: the lamina that wrote it had none.
-
-    A new setting or option must therefore have a default that keeps the earlier behaviour.
-    """
-    classes = {f"{cls.__module__}:{cls.__name__}": cls for cls in algorithms.registry().values()}  # users' own
-    name = flat.get("algorithm.name", "")
-    kinds: dict[str, type[Any] | None] = {
-        "algorithm": algorithms.registry().get(name) or classes.get(name),
-        "data.partition": PARTITIONS.get(flat.get("data.partition.base", flat.get("data.partition.name", ""))),
-        "train.schedule": SCHEDULES.get(flat.get("train.schedule.name", "")),
-        "train.aggregation": AGGREGATIONS.get(flat.get("train.aggregation.name", "")),
-    }
-    model = models.registry().get(flat.get("model.name", ""))
-    defaults = flatten(Experiment().model_dump()) | {"run.ranks": 1}
-    defaults |= {f"model.{option}": value for option, value in (model.options if model else {}).items()}
-    for place, kind in kinds.items():
-        fields = dataclasses.fields(kind) if kind else ()
-        defaults |= {f"{place}.{each.name}": each.default for each in fields if each.default is not dataclasses.MISSING}
-    return {**flat, **{key: value for key, value in as_json(defaults).items() if key not in flat}}
+    return {".".join(place): value for place, value in leaves(tree, values)}
 
 
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int) -> str:
@@ -200,36 +160,15 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         now: the configuration of the run that is to use the folder.
         finished: how many rounds the stored run has; asking for as many or more makes no other run.
     """
-    a, b = with_defaults(flatten(stored)), with_defaults(flatten(now))
+    a, b = flatten(stored), flatten(now)
     if b["train.rounds"] >= finished:
         a["train.rounds"] = b["train.rounds"]
     for flat in (a, b):
+        for key in [key for key in flat if key in NO_PART_OF_IDENTITY or key.startswith("compare.")]:
+            del flat[key]
         if "run.device" in flat:
             flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
-    renamed = [key.removesuffix("name") for key in a if key.endswith(".name") and a[key] != b.get(key)]
-    differing = [
-        _difference(key, a.get(key), b.get(key))
-        for key in {**a, **b}
-        if a.get(key) != b.get(key)
-        and key not in NO_PART_OF_IDENTITY
-        and not (key in LATER_DIGESTS and key not in a)
-        and not key.startswith("compare.")
-        # another algorithm has other options: its name says enough
-        and (key.endswith(".name") or not key.startswith(tuple(renamed)))
-    ]
-    return listed(differing)
-
-
-def _difference(key: str, stored: Any, now: Any) -> str:
-    """Return in words how a key differs; of a digest, only that it does."""
-    words = DIGESTS_IN_WORDS.get(key)
-    if key.startswith("train.") and key.endswith("_content"):  # of a function passed from Python
-        words = f"the code or the values of {key.removesuffix('_content')}"
-    return f"{key} = {_shown(stored)} (now {_shown(now)})" if words is None else f"{words} ({key}) changed"
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else json.dumps(value)
+    return identity.differences(a, b)
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
@@ -249,16 +188,11 @@ def read_diverged(folder: Path) -> dict[str, Any] | None:
     return {**how, "message": str(how.get("message", "the training diverged, and diverged.json does not say how"))}
 
 
-class Metrics(NamedTuple):
-    """The content of a metrics file."""
+def read_metrics(path: Path) -> tuple[History, list[int], int | None]:
+    """Return the rounds of a metrics file, the byte at which each ends (after a first 0), and the first damaged line.
 
-    history: History  # its rounds
-    ends: list[int]  # the byte at which each of them ends, after a first 0
-    damaged: int | None  # the first line that is not the round it should be; it and all after it are left out
-
-
-def read_metrics(path: Path) -> Metrics:
-    """Return the rounds of a metrics file; a last line without its end is half-written and ignored."""
+    That line and all after it are left out. A last line without its end is half-written and ignored.
+    """
     rows: list[Row] = []
     ends = [0]
     for line in _read(path).split(b"\n")[:-1]:
@@ -269,10 +203,10 @@ def read_metrics(path: Path) -> Metrics:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             is_sound = False
         if not is_sound:
-            return Metrics(History(rows), ends, len(rows) + 1)
+            return History(rows), ends, len(rows) + 1
         rows.append({name: math.nan if value is None else value for name, value in row.items()})
         ends.append(ends[-1] + len(line) + 1)
-    return Metrics(History(rows), ends, None)
+    return History(rows), ends, None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -315,9 +249,7 @@ def delete_runs(folders: Iterable[Path]) -> None:
     """Delete run folders; refuse, before anything is deleted, one that is in use or holds anything else."""
     runs = [folder for folder in folders if is_ours(folder)]
     for run in runs:
-        foreign = [path.name for path in run.iterdir() if path.name not in FILES and path.suffix != PARTIAL]
-        if foreign:
-            raise BadInput(f"the folder '{run}' holds other files ('{foreign[0]}'): choose another with --out (out=…)")
+        refuse_foreign(run)
         Lock(run).release()
     for run in runs:
         lock = Lock(run)
@@ -327,6 +259,23 @@ def delete_runs(folders: Iterable[Path]) -> None:
                 shutil.rmtree(run)
         finally:
             lock.release()
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder, without its lock and half-written files."""
+    with writing_to(folder):
+        names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return [name for name in names if name != "lock" and not name.endswith(PARTIAL)]
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that holds anything but a run."""
+    names = names_in(folder)
+    foreign = [name for name in names if name not in FILES]
+    if foreign or (names and not is_ours(folder)):
+        other = f"other files ('{foreign[0]}')" if foreign else "files that are not a run's"
+        holds = unreadable_config(folder) or other
+        raise BadInput(f"the folder '{folder}' holds {holds}: choose a new or an empty one with --out (out=…)")
 
 
 def is_ours(folder: Path) -> bool:
@@ -351,8 +300,7 @@ def unreadable_config(folder: Path) -> str:
 def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False) -> None:
     """Refuse a folder that cannot be written to, or whose config.json lacks the key that tells what it holds."""
     check_writable(folder)
-    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if all(name == "lock" or name.endswith(PARTIAL) for name in names):
+    if not names_in(folder):
         return
     config = read_json(folder / "config.json") if is_ours(folder) else {}
     if key not in config:

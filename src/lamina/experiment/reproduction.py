@@ -13,6 +13,7 @@ from lamina.errors import unknown
 from lamina.experiment import claims, compare
 from lamina.experiment.build import build_parts
 from lamina.experiment.config import Claim, Experiment, Tried, load
+from lamina.experiment.sections import Named
 from lamina.storage.files import write_json, writing_to
 
 FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing
@@ -52,22 +53,18 @@ def plan(file: Path, overrides: list[str], scale: Scale = "full") -> dict[str, E
 
 def small(experiment: Experiment) -> Experiment:
     """Return a smoke test of an experiment: part of the data, few rounds, one seed, no tuning, and no ResNet."""
-    spec, model = experiment.compare, experiment.model
     rounds = min(experiment.train.rounds, SMALL_ROUNDS)
-    if model.name.startswith("resnet"):
-        model = model.model_validate({"name": "small_cnn"})
     one_of_each = {
         name: Tried.model_validate({key: values[len(values) // 2 :][:1] for key, values in tried.values().items()})
-        for name, tried in spec.grid.items()
+        for name, tried in experiment.compare.grid.items()
     }
-    return experiment.model_copy(
-        update={
-            "data": experiment.data.model_copy(update={"name": small_source(experiment.data.name)}),
-            "model": model,
-            "train": experiment.train.model_copy(update={"rounds": rounds}),
-            "run": experiment.run.model_copy(update={"checkpoint_every": rounds}),
-            "compare": spec.model_copy(update={"seeds": 1, "tuning_rounds": None, "grid": one_of_each}),
-        }
+    if experiment.model.name.startswith("resnet"):
+        experiment = experiment.model_copy(update={"model": Named(name="small_cnn")})
+    return experiment.changed(
+        data={"name": small_source(experiment.data.name)},
+        train={"rounds": rounds},
+        run={"checkpoint_every": rounds},
+        compare={"seeds": 1, "tuning_rounds": None, "grid": one_of_each},
     )
 
 

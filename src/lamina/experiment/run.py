@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from lamina.devices import choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
 from lamina.errors import BadInput, Diverged
 from lamina.evaluation import refuse_nonfinite
-from lamina.experiment.build import check_device, choose_threads
+from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
 from lamina.history import History, Row
@@ -75,16 +76,16 @@ def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return experiment, Ranks(0, 1)
     device = experiment.run.device
-    check_device(device)
     on_gpu = device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
     if on_gpu:
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    choose_device(device)  # refuses one that cannot be used; only now, so that no process touches another's GPU
+    if on_gpu:
         torch.cuda.set_device(device)
     if experiment.run.engine == "loop":
         raise BadInput("torchrun shares the cohort of the stacked engine: run.engine = 'loop' runs in one process only")
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
-    settings = experiment.run.model_copy(update={"device": device, "engine": "stacked"})
-    return experiment.model_copy(update={"run": settings}), Ranks.current()
+    return experiment.changed(run={"device": device, "engine": "stacked"}), Ranks.current()
 
 
 def open_folder(path: Path, config: Mapping[str, Any], **options: Any) -> RunFolder | RankFolder:

@@ -72,6 +72,11 @@ class Range:
         low, high = is_low and value != bounds.get("low"), is_high and value != bounds.get("high")
         return "" if low == high else "smaller" if low else "larger"
 
+    def edge_warning(self, value: Any, algorithm: str, key: str) -> str:
+        """Return a warning if the best value of a key is at an end; else an empty string."""
+        way = self.way_beyond(value, algorithm, key)
+        return way and f"the best {key} = {value:g} lies on the edge of those tried: try {way} values"
+
 
 def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
     """Return all combinations of a grid's values, each once.

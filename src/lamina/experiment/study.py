@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lamina import rng
-from lamina.errors import BadInput, is_number, missing_extra
+from lamina.errors import BadInput, is_number, missing_extra, short_repr
 from lamina.experiment.records import delete_runs
 from lamina.experiment.settings import Range, Settings
 from lamina.storage.locks import Lock, Locked
@@ -30,30 +30,30 @@ def find_space(space: Mapping[str, Any]) -> dict[str, Range]:
     """Return the ranges of ``[tune.space]``, given by dotted keys."""
     ranges = {}
     for key, given in space.items():
-        where = f"tune.space: '{key}'"
-        given = {"choices": given} if isinstance(given, list) else given
-        if not isinstance(given, Mapping) or not given:
-            raise BadInput(f"{where} must be a list of values, or a table: {{ low = 0.001, high = 1.0, log = true }}")
-        if set(given) == {"choices"}:
-            choices = given["choices"]
-            are_values = isinstance(choices, list) and all(isinstance(value, str | int | float) for value in choices)
-            if not choices or not are_values:
-                raise BadInput(f"{where}: choices must be a list of numbers, words, or true and false")
-            ranges[key] = Range(choices=tuple(choices))
-            continue
-        if not {"low", "high"} <= set(given) <= {"low", "high", "log"}:
+        table = {"choices": given} if isinstance(given, list) else given
+        if not _is_range(table):
             raise BadInput(
-                f"{where} has the keys {', '.join(given)}: it needs low and high (and log), or choices alone"
+                f"tune.space: '{key}' = {short_repr(given)}: must be a list of values, or a table such as "
+                "{ low = 0.001, high = 1.0, log = true }, with low below high and, if log is true, above 0"
             )
-        low, high, log = given["low"], given["high"], given.get("log", False)
-        if not (is_number(low) and is_number(high) and low < high and isinstance(log, bool)):
-            raise BadInput(f"{where}: low and high must be numbers, low the smaller one, and log true or false")
-        if log and low <= 0:
-            raise BadInput(f"{where}: low = {low} has no logarithm: it must be above 0, or log = false")
-        ranges[key] = Range(low, high, log)
+        ranges[key] = Range(**{**table, "choices": tuple(table.get("choices", ()))})
     if not ranges:
         raise BadInput("nothing to try: tune.sampler = 'tpe' chooses from the ranges in [tune.space]")
     return ranges
+
+
+def _is_range(table: Any) -> bool:
+    """Return whether a value is a table of choices, or of the ends of a range."""
+    if not isinstance(table, Mapping):
+        return False
+    if set(table) == {"choices"}:
+        choices = table["choices"]
+        return isinstance(choices, list) and choices != [] and all(isinstance(x, str | int | float) for x in choices)
+    if not {"low", "high"} <= set(table) <= {"low", "high", "log"}:
+        return False
+    low, high, log = table["low"], table["high"], table.get("log", False)
+    is_sound = is_number(low) and is_number(high) and low < high and isinstance(log, bool)
+    return is_sound and (low > 0 or not log)
 
 
 class Study:
@@ -70,13 +70,13 @@ class Study:
         optuna.logging.set_verbosity(optuna.logging.ERROR)  # its warnings come as errors, which we say in a line
         self._optuna: Any = optuna
         self._folder, self._space, self._seed = folder, space, seed
-        pruners = optuna.pruners
-        self._pruner: Any = pruners.NopPruner()
-        if pruner == "median":
+        pruners = {
+            "none": optuna.pruners.NopPruner(),
             # after a round or two, accuracies near chance say nothing: what is slow at first may win
-            self._pruner = pruners.MedianPruner(n_warmup_steps=rounds // 4)
-        elif pruner == "hyperband":
-            self._pruner = pruners.HyperbandPruner(max_resource=rounds)
+            "median": optuna.pruners.MedianPruner(n_warmup_steps=rounds // 4),
+            "hyperband": optuna.pruners.HyperbandPruner(max_resource=rounds),
+        }
+        self._pruner: Any = pruners[pruner]
         self._study: Any = None
         self._trial: Any = None  # the one that is claimed, with its lock and the rounds that Optuna knows
         self._lock: Lock | None = None

@@ -6,30 +6,17 @@ import itertools
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from lamina.errors import BadInput
+from lamina.experiment.sections import DEFAULT_NAMES, Data
 from lamina.limits import in_bytes
 from lamina.paths import checked_path
 
 Tree = dict[str, Any]
 LONGEST_FILE_BYTES = 10_000_000
-
-# The tables that name something, with the default name; their other keys are the options of the thing they name.
-DEFAULT_NAMES = {
-    ("data", "partition"): "iid",
-    ("model",): "mlp",
-    ("algorithm",): "fedlamb",
-    ("train", "schedule"): "constant",
-    ("train", "aggregation"): "mean",
-}
-
-DEFAULT_DATA = "digits"
-# the keys of [data] that do not depend on the data set; the others are options of the data set it names
-GENERAL_DATA_KEYS = {"name", "dir", "clients", "partition", "validation", "augment"}
-GENERAL_DATA_KEYS |= {f"augment_{option}" for option in ("pad", "flip", "crop_probability", "fill")}
 
 
 def read_tree(path: Path, chain: tuple[Path, ...] = ()) -> Tree:
@@ -86,7 +73,7 @@ def merge(base: Tree, own: Tree) -> Tree:
     {'model': {'name': 'cnn'}, 'train': {'rounds': 100, 'local_steps': 3}}
     """
     inherited, claims = base.get("claim"), own.get("claim")
-    merged = set_keys(base, dict(_leaves(own)))
+    merged = set_keys(base, dict(leaves(own)))
     if isinstance(inherited, list) and isinstance(claims, list):
         merged["claim"] = [*claims, *inherited]
     return merged
@@ -115,20 +102,32 @@ def set_keys(tree: Tree, values: Mapping[tuple[str, ...], Any]) -> Tree:
         if place in DEFAULT_NAMES and name not in (None, section.get("name", DEFAULT_NAMES[place])):
             section.clear()
             section["name"] = name
-        if place == ("data",) and name not in (None, section.get("name", DEFAULT_DATA)):
-            for key in set(section) - GENERAL_DATA_KEYS:
+        if place == ("data",) and name not in (None, section.get("name", Data().name)):
+            for key in [key for key, inner in section.items() if not fits_any_data(key, inner)]:
                 del section[key]
             section["name"] = name
         section[keys[-1]] = value
     return tree
 
 
-def _leaves(tree: Tree, place: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def fits_any_data(key: str, value: Any) -> bool:
+    """Return whether a value in [data] does not depend on the data set: no option of it, column, or list of clients."""
+    return key in Data.model_fields and key != "client" and not isinstance(value, list)
+
+
+def leaves(tree: Mapping[str, Any], values: Collection[str] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the value of every key in nested tables, with the keys that lead to it.
+
+    A table with a key among `values` counts as a value.
+
+    >>> dict(leaves({"train": {"lr": 0.1, "schedule": {"name": "constant"}}}))
+    {('train', 'lr'): 0.1, ('train', 'schedule', 'name'): 'constant'}
+    """
     for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, (*place, key))
+        if isinstance(value, Mapping) and not set(value) & set(values):
+            yield from (((key, *place), leaf) for place, leaf in leaves(value, values))
         else:
-            yield (*place, key), value
+            yield (key,), value
 
 
 def _drop_uncompared(tree: Tree, own: Tree) -> None:

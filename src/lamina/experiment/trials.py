@@ -41,14 +41,6 @@ class Job:
     tuning: bool  # whether it only helps to choose the settings
     algorithm: str  # its name, or the name that a comparison gives it
 
-    def __str__(self) -> str:
-        return self.label
-
-    @property
-    def seed(self) -> int:
-        """Return its seed."""
-        return int(self.experiment.train.seed)
-
     @property
     def rounds(self) -> int:
         """Return the number of its rounds."""
@@ -82,18 +74,11 @@ class Trial:
         return [record.history for record in self.records]
 
     @property
-    def diverged(self) -> list[str]:
-        """Return a line for every run that diverged."""
-        return self._lines([record.diverged or "" for record in self.records])
-
-    @property
-    def collapsed(self) -> list[str]:
-        """Return a line for every other run that ended far worse than its best round."""
-        return self._lines(["" if record.diverged else record.history.collapse() for record in self.records])
-
-    def _lines(self, remarks: Sequence[str]) -> list[str]:
-        label, pairs = f"{self.name}, {written(self.settings)}", zip(self.records, remarks, strict=True)
-        return [f"{label}, seed {record.seed}: {remark}" for record, remark in pairs if remark]
+    def bad_endings(self) -> list[str]:
+        """Return a line for every run that diverged, or that ended far worse than its best round."""
+        endings = [record.diverged or record.history.collapse() for record in self.records]
+        label, pairs = f"{self.name}, {written(self.settings)}", zip(self.records, endings, strict=True)
+        return [f"{label}, seed {record.seed}: {ending}" for record, ending in pairs if ending]
 
     @property
     def remark(self) -> str:
@@ -201,9 +186,7 @@ class Trials:
     ) -> Job:
         """Return one run; a tuning run is evaluated on held-out training data, unless the test data decide."""
         held_out = self._section.validation if tuning and self._section.select == "validation" else None
-        train = experiment.train.model_copy(update={"seed": seed})
-        data = experiment.data.model_copy(update={"validation": held_out})
-        experiment = experiment.model_copy(update={"train": train, "data": data})
+        experiment = experiment.changed(train={"seed": seed}, data={"validation": held_out})
         return Job(experiment, self.folder / folder, f"{label}, seed {seed}", tuning, algorithm)
 
     @contextlib.contextmanager
@@ -284,14 +267,24 @@ def read_begun(folders: Iterable[Path]) -> list[Record]:
     return [read_record(folder) for folder in folders if (folder / "metrics.jsonl").exists()]
 
 
+def refuse_nan(what: str, metric: str, trials: Sequence[Trial]) -> None:
+    """Raise an error if all trials have ended and none has a score, but not because all diverged."""
+    remarks = {trial.remark for trial in trials}
+    if "" in remarks and "not finished" not in remarks and all(math.isnan(trial.score) for trial in trials):
+        raise BadInput(
+            f"{what}the metric '{metric}', by which settings are chosen, is NaN in every round of all trials: correct "
+            "it or name another one first in `metrics`"
+        )
+
+
 def refuse_all_diverged(trials: Iterable[Trial], rule: Callable[[Iterable[object]], bool] = all) -> None:
     """Raise an error if all runs of every trial diverged; with the rule `any`, if some run of every trial did."""
     trials = list(trials)
-    lines = [line for trial in trials for line in trial.diverged]
-    if lines and all(rule(record.diverged for record in trial.records) for trial in trials):
-        record = next(record for trial in trials for record in trial.records if record.diverged)
-        line = f"every run diverged; the first: {lines[0]}"
-        raise Diverged(line, round=len(record.history) + 1, client=None, layer="")
+    diverged = [(trial, record) for trial in trials for record in trial.records if record.diverged]
+    if diverged and all(rule(record.diverged for record in trial.records) for trial in trials):
+        trial, record = diverged[0]
+        first = f"{trial.name}, {written(trial.settings)}, seed {record.seed}: {record.diverged}"
+        raise Diverged(f"every run diverged; the first: {first}", round=len(record.history) + 1, client=None, layer="")
 
 
 def stackable(runs: list[_Open]) -> list[list[_Open]]:

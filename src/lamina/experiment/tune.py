@@ -7,68 +7,54 @@ loss), on held-out *training* data unless ``tune.select = "test"``, and the mean
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 import lamina
+from lamina import algorithms
+from lamina.atomic import write_file
 from lamina.errors import BadInput, unknown
 from lamina.experiment.build import build_model, build_parts, resolved
 from lamina.experiment.config import Experiment, parse
 from lamina.experiment.records import CHOOSE_ANOTHER, FORMAT, delete_runs, differences, flatten, is_ours, read_json
 from lamina.experiment.settings import Grid, Range, Settings, folder_name, points, written
 from lamina.experiment.study import Study, find_space
-from lamina.experiment.toml import GENERAL_DATA_KEYS, as_toml, set_keys
-from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_all_diverged
+from lamina.experiment.toml import as_toml, fits_any_data, set_keys
+from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.history import Row
 from lamina.metrics import smaller_is_better
-from lamina.storage.files import as_json, write_csv, write_file, write_json, writing_to
+from lamina.storage.files import as_json, write_csv, write_json, writing_to
 from lamina.storage.locks import turn
 from lamina.text import plural
 
 NO_MORE_ROUNDS = 1 << 62  # trials of a study are compared after the same number of rounds, so that cannot grow
 # what tuning sets itself, or what would make scores incomparable
-NOT_TUNED = ("train.seed", "train.rounds", "data.validation", "data.name", "data.dir", "run", "compare", "tune")
+NOT_TUNED = ("train.seed", "train.rounds", "data.name", "data.dir", "run", "compare", "tune")
+EVALUATED_DATA = ("data.validation", "data.heldout_clients", "data.local_test")
 
 
-def _one_three_five(first: int, last: int) -> list[float]:
-    """Return 1, 3 and 5 times the powers of ten between two exponents.
-
-    >>> _one_three_five(-2, -1)
-    [0.01, 0.03, 0.05, 0.1, 0.3, 0.5]
-    """
-    return [float(f"{digit}e{power}") for power in range(first, last + 1) for digit in (1, 3, 5)]
-
-
-_SGD_AND_LAMB = _one_three_five(-3, -1)
-_AMS_AND_MIME = [*_one_three_five(-4, -2), 0.1]
-_LAMBDA = [0.0, 0.01, 0.1]  # only the LAMB methods have a lambda in the paper
-
-# the papers' grids by name, then by algorithm
-GRIDS: dict[str, dict[str, Grid]] = {
-    "lamb-paper": {
-        "fedavg": {"train.lr": _SGD_AND_LAMB},
-        "fedadam": {"train.lr": _one_three_five(-4, -1), "algorithm.server_lr": _AMS_AND_MIME},
-        "fedams": {"train.lr": _AMS_AND_MIME},
-        "mime": {"train.lr": _AMS_AND_MIME},
-        "fedlamb": {"train.lr": _SGD_AND_LAMB, "algorithm.decay": _LAMBDA},
-        "mimelamb": {"train.lr": _SGD_AND_LAMB, "algorithm.decay": _LAMBDA},
-    },
-    "lada-alpha": {"fedlada": {"algorithm.alpha": [0.01, 0.05, 0.1, 0.2, 0.5, 1.0]}},  # its Table 5
-}
+def paper_grids() -> dict[str, list[str]]:
+    """Return the names of the papers' grids, each with the algorithms that declare values for it."""
+    grids: dict[str, list[str]] = {}
+    for name, cls in algorithms.registry().items():
+        for grid in cls.card.grids:
+            grids.setdefault(grid, []).append(name)
+    return grids
 
 
 def find_grid(experiment: Experiment) -> Grid:
     """Return the grid of an experiment: a paper's for its algorithm, or the file's own."""
     given, name = experiment.tune.grid, experiment.algorithm.name
+    declared, grids = algorithms.find(name).card.grids, paper_grids()
     if isinstance(given, str):
-        if given not in GRIDS:
-            raise unknown("grid", given, GRIDS)
-        if name not in GRIDS[given]:
-            raise BadInput(f"the grid '{given}' has no values for {name} (it has them for {', '.join(GRIDS[given])})")
-        return GRIDS[given][name]
+        if given not in grids:
+            raise unknown("grid", given, grids)
+        if given not in declared:
+            raise BadInput(f"the grid '{given}' has no values for {name} (it has them for {', '.join(grids[given])})")
+        options = declared[given].items()
+        return {"train.lr" if option == "lr" else f"algorithm.{option}": [*values] for option, values in options}
     grid: Grid = {}
     for key, values in flatten(given).items():
         if not isinstance(values, list) or not values:
@@ -76,7 +62,7 @@ def find_grid(experiment: Experiment) -> Grid:
         grid[key] = values
     if not grid:
         raise BadInput(
-            f"nothing to try: give --grid NAME ({', '.join(GRIDS)}), a table [tune.grid], or tune.sampler = 'tpe'"
+            f"nothing to try: give --grid NAME ({', '.join(grids)}), a table [tune.grid], or tune.sampler = 'tpe'"
         )
     return grid
 
@@ -88,8 +74,10 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
         for refused in NOT_TUNED:
             if key == refused or key.startswith(f"{refused}."):
                 raise BadInput(f"'{key}' cannot be tuned")
+        if key in EVALUATED_DATA:
+            raise BadInput(f"'{key}' cannot be tuned: trials evaluated on different samples cannot be compared")
         section, _, option = key.partition(".")
-        if section == "data" and option.partition(".")[0] not in GENERAL_DATA_KEYS:
+        if section == "data" and not fits_any_data(option.partition(".")[0], None):
             raise BadInput(f"'{key}' cannot be tuned: all trials share the data that the file names")
         if not option:
             raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
@@ -118,7 +106,7 @@ class Tuning(Trials):
             self.space = {key: Range(choices=tuple(values)) for key, values in grid.items()}
             checked = self._points
         else:
-            self.space = find_space(flatten(spec.space, leaves=("low", "high", "log", "choices")))
+            self.space = find_space(flatten(spec.space, values=("low", "high", "log", "choices")))
             rounds, seed = experiment.train.rounds, experiment.train.seed
             self._study = Study(folder, self.space, pruner=spec.pruner, rounds=rounds, seed=seed)
             checked = [{key: value} for key, values in self.space.items() for value in values.samples]
@@ -148,18 +136,10 @@ class Tuning(Trials):
         counting = [trial for trial in self.trials if not math.isnan(trial.score)]
         return max(counting, key=lambda trial: trial.rank, default=None)
 
-    def refuse_all_diverged(self) -> None:
-        """Raise the error for a tuning without a single trial that did not diverge."""
-        refuse_all_diverged(self.trials, any)
-
     def run(self) -> bool:
         """Run what is left; return whether all runs finished."""
         with writing_to(self.folder):
             return self._run_grid() if self._study is None else self._run_study(self._study)
-
-    def turn(self) -> contextlib.AbstractContextManager[None]:
-        """Wait until no other process writes the tables."""
-        return turn(self.folder)
 
     def _describe(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the configuration common to all trials, and the values to try."""
@@ -199,15 +179,16 @@ class Tuning(Trials):
             write_json(self.folder / "config.json", self._config)
             self.trials = [self._read(name, settings) for name, settings in named]
             self._save()
+            refuse_nan("", self.metric, self.trials)
             return finished
 
     def _run_study(self, study: Study) -> bool:
-        with self.turn():
+        with turn(self.folder):
             self._recognise(study)
             study.open(maximise=not smaller_is_better(self.metric))
         finished = True
         while finished:
-            with self.turn():
+            with turn(self.folder):
                 claimed = study.claim(self.spec.trials)
             if claimed is None:
                 break
@@ -215,9 +196,10 @@ class Tuning(Trials):
                 finished = self._run_trial(study, *claimed)
             finally:
                 study.release()
-        with self.turn():
+        with turn(self.folder):
             self.trials = [self._read(*proposed) for proposed in study.proposed()]
             self._save()
+            refuse_nan("", self.metric, self.trials)
         return finished
 
     def _recognise(self, study: Study) -> None:
@@ -255,7 +237,7 @@ class Tuning(Trials):
             self.on_round = show_round
         trial = self._read(name, settings)
         if finished and trial.remark == "":
-            study.end(trial.score)
+            study.end("failed" if math.isnan(trial.score) else trial.score)
         elif trial.remark == "diverged":
             study.end("pruned")  # not "failed", which the sampler ignores: it should learn to avoid such values
         elif pruned:
@@ -267,15 +249,9 @@ class Tuning(Trials):
 
     def edges(self) -> list[str]:
         """Return a warning for every key whose best value is the smallest or largest one tried."""
-        if self.best is None:
-            return []
-        tried, lines = "the grid" if self._points else "the range", []
-        for key, values in self.space.items():
-            value = self.best.settings[key]
-            way = values.way_beyond(value, self.experiment.algorithm.name, key)
-            if way:
-                lines.append(f"the best {key} = {value:g} lies on the edge of {tried}: try {way} values")
-        return lines
+        best = {} if self.best is None else self.best.settings
+        algorithm = self.experiment.algorithm.name
+        return [line for key, value in best.items() if (line := self.space[key].edge_warning(value, algorithm, key))]
 
     def notes(self) -> list[str]:
         """Return remarks: the best values, what data they were chosen on, and those on the edge of what was tried."""

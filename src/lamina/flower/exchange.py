@@ -27,11 +27,11 @@ class Exchange:
         self.setup, self.app, self.mail, self.roster, self.memory = setup, app, mail, roster, memory
         self._tokens: dict[tuple[str, int], str] = {}  # of the last task, by type of message and client
 
-    def accept(self, number: int, clients: Iterable[int]) -> None:
+    def accept(self, clients: Iterable[int]) -> None:
         """Remember the client states that belong to the updates in the mean."""
         self.memory.older = dict(self.memory.base)
         for client in clients:
-            self.memory.base[client] = (number, self._tokens[MessageType.TRAIN, client])
+            self.memory.base[client] = self._tokens[MessageType.TRAIN, client]
 
     def gradients(self, state: State, clients: Iterable[int], record: Attendance) -> dict[int, Update]:
         """Ask for every client's full gradient at x and number of examples."""
@@ -60,8 +60,8 @@ class Exchange:
                 {name: array for name, array in arrays.items() if name not in held},
                 record.round,
                 client,
-                base="" if is_new or client not in memory.base else memory.base[client][1],
-                keep=[bases[client][1] for bases in (memory.base, memory.older) if client in bases],
+                base="" if is_new else memory.base.get(client, ""),
+                keep=[tokens[client] for tokens in (memory.base, memory.older) if client in tokens],
                 held=held,
                 held_digests=[digests[name] for name in held],
                 gradient=self._tokens[wire.GRADIENT, client] if client in gradients else "",
@@ -118,7 +118,9 @@ class Exchange:
                 waiting[sent], self._tokens[kind, client] = client, wire.token_of(content)
 
         def take(client: int, content: RecordDict) -> None:
-            if wire.take_answer(content) != self._tokens[kind, client]:
+            token = wire.entries_of(content, wire.ANSWER).get("to")
+            content.pop(wire.ANSWER, None)
+            if token != self._tokens[kind, client]:
                 record.refuse(client, "its reply does not name the task it was sent: an old one again?")
                 return
             problem = checks.read_problem(content)

@@ -14,7 +14,6 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from lamina.aggregation import Mean
 from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import options
 from lamina.clients import Reserved, deal, reserve
@@ -27,6 +26,7 @@ from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
+from lamina.experiment.sections import augment_keys
 from lamina.flower.mail import Mail
 from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
@@ -124,14 +124,17 @@ class Federation(Setup):
     def _described(self) -> dict[str, Any]:
         """Return the sections of an experiment file that describe this federation."""
         card, train = self.algorithm.card, self.protocol.record()
-        del train["augmentation"]  # a section of an experiment's data
-        if isinstance(self.protocol.aggregation, Mean):
-            del train["aggregation"]
+        del train["augmentation"]  # which a file has in [data]
         if self.metrics is not None:
             train["metrics"] = [metric.name for metric in self.metrics]
         named = {name: getattr(self.algorithm, name) for name in options(type(self.algorithm))}
         return {
-            "data": {"name": "the nodes' own", "clients": self.plan.clients.count, "partition": {"name": "own"}},
+            "data": {
+                "name": "the nodes' own",
+                "clients": self.plan.clients.count,
+                "partition": {"name": "own"},
+                **augment_keys(self.protocol.augmentation),
+            },
             "model": {"name": getattr(self.make_model, "__qualname__", type(self.make_model).__name__)},
             "algorithm": {"name": card.name, "preset": None, **named},
             "train": {"rounds": self.rounds, **train},
@@ -203,8 +206,7 @@ class _Dealt:
 
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration, with the engine that nodes use."""
-        run = self.experiment.run.model_copy(update={"engine": "loop", "precision": "fp32"})
-        plain = self.experiment.model_copy(update={"run": run})
+        plain = self.experiment.changed(run={"engine": "loop", "precision": "fp32"})
         return building.resolved(plain, building.build(plain, self.splits))
 
 

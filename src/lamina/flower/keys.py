@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -26,8 +25,8 @@ from lamina.storage.files import writing_to
 
 AUTHORITY = "lamina federation authority"
 LOOPBACK = ("localhost", "127.0.0.1", "::1")  # always in the server's certificate
-DAYS = 365  # that certificates are valid
-HOUR = datetime.timedelta(hours=1)
+VALID_FOR = datetime.timedelta(days=365)
+CLOCK_DIFFERENCE = datetime.timedelta(hours=1)
 CURVE = ec.SECP384R1()
 HOST_LABEL = re.compile(r"(?=.*[a-zA-Z0-9])[a-zA-Z0-9_-]{1,63}")
 USES = (
@@ -36,21 +35,22 @@ USES = (
 )
 
 
-class Authority:
-    """The files of a federation's own certificate authority and of the server it vouches for, in one folder."""
+class ServerKeys:
+    """The files of a federation's authority, of the server it vouches for, and of the key that signs tasks."""
 
     def __init__(self, folder: Path) -> None:
         self.certificate = folder / "ca.crt"  # what nodes and the flwr command trust
         self.key = folder / "ca.key"  # secret, and needed only to make the next server certificate
         self.server_certificate = folder / "server.pem"  # what the SuperLink shows
         self.server_key = folder / "server.key"  # secret
-        self.files = self.certificate, self.key, self.server_certificate, self.server_key
+        self.signing_key = folder / "tasks.key"  # secret
+        self.verifying_key = folder / "tasks.pub"  # what nodes verify tasks with
 
 
-def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS) -> Authority:
-    """Make an authority and a server certificate for these hosts (names or addresses) and for this machine itself."""
-    authority = Authority(folder)
-    refuse_existing(*authority.files)
+def make_server_keys(folder: Path, hosts: Sequence[str] = ()) -> ServerKeys:
+    """Make the server's keys, with a certificate for these hosts (names or addresses) and for this machine itself."""
+    files = ServerKeys(folder)
+    refuse_existing(*vars(files).values())
     alternatives = [_general_name(host) for host in dict.fromkeys((*LOOPBACK, *hosts))]
     ca_key, server_key = ec.generate_private_key(CURVE), ec.generate_private_key(CURVE)
     now = datetime.datetime.now(datetime.UTC)
@@ -59,8 +59,7 @@ def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS)
         """Return the authority's certificate for a key; every extension says whether it is critical."""
         builder = x509.CertificateBuilder(
             _name(AUTHORITY), _name(name), key.public_key(), x509.random_serial_number(),
-            now - HOUR,  # clocks differ
-            now + datetime.timedelta(days=days),
+            now - CLOCK_DIFFERENCE, now + VALID_FOR,
         )  # fmt: skip
         for extension, critical in (*extensions, (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)):
             builder = builder.add_extension(extension, critical)
@@ -81,9 +80,12 @@ def make_authority(folder: Path, hosts: Sequence[str] = (), *, days: int = DAYS)
         (x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), False),
         (x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), False),
     )
-    _write_pair((authority.key, _pem(ca_key)), (authority.certificate, certificate))
-    _write_pair((authority.server_key, _pem(server_key)), (authority.server_certificate, server_certificate))
-    return authority
+    signing_key = Ed25519PrivateKey.generate()
+    verifying_key = signing_key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    _write_pair((files.key, _pem(ca_key)), (files.certificate, certificate))
+    _write_pair((files.server_key, _pem(server_key)), (files.server_certificate, server_certificate))
+    _write_pair((files.signing_key, _pem(signing_key)), (files.verifying_key, verifying_key))
+    return files
 
 
 def make_node_key(path: Path) -> tuple[Path, Path]:
@@ -94,37 +96,6 @@ def make_node_key(path: Path) -> tuple[Path, Path]:
     return _write_pair(
         (path, key.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption())),
         (public, line + b" " + path.name.encode() + b"\n"),
-    )
-
-
-def signing_key_files(folder: Path) -> tuple[Path, Path]:
-    """Return the paths of the server's signing key and of the public key for the nodes, in a folder of keys."""
-    return folder / "tasks.key", folder / "tasks.pub"
-
-
-def make_signing_key(folder: Path) -> tuple[Path, Path]:
-    """Make the server's signing key and the public key for the nodes."""
-    private, public = signing_key_files(folder)
-    key = Ed25519PrivateKey.generate()
-    public_pem = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-    return _write_pair((private, _pem(key)), (public, public_pem))
-
-
-def usable(authority: Authority) -> bool:
-    """Return whether all files of an authority exist, belong together, name this machine and are valid for a day."""
-    try:
-        ca = x509.load_pem_x509_certificate(authority.certificate.read_bytes())
-        server = x509.load_pem_x509_certificate(authority.server_certificate.read_bytes())
-        key = serialization.load_pem_private_key(authority.server_key.read_bytes(), None)
-        server.verify_directly_issued_by(ca)
-        hosts = server.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (OSError, ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound):
-        return False
-    soon = datetime.datetime.now(datetime.UTC) + 24 * HOUR
-    return (
-        key.public_key() == server.public_key()
-        and all(_general_name(host) in hosts for host in LOOPBACK)
-        and min(ca.not_valid_after_utc, server.not_valid_after_utc) > soon
     )
 
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -39,7 +39,6 @@ ERRORS = {  # Flower's error codes, in words
 RAISED = (0, 2, 6)  # their reasons are texts of exceptions, which may quote a node's data: only the type is shown
 EXCEPTION = re.compile(r"(?:<class ')?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning))\b")
 EXPIRED = (3, 4)  # what Flower says of a message whose time is over, too
-FORGET_AFTER_S = 60.0  # from the end of a message's time: nobody can answer it any more
 LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
 AT_ONCE = 8  # pulls that are waited for at the same time
 PATIENCE_S = 1.0  # the wait for a pull; a slower one continues in its thread, and a later look finds its reply
@@ -55,15 +54,12 @@ class Traffic:
     wire_up: int = 0
 
 
-@dataclass
-class Sent:
-    """A message to a node."""
+class Sent(NamedTuple):
+    """A message to a node that has not been answered."""
 
     node: int
-    what: str
     expires: float  # time.monotonic()
     ttl: float
-    status: Literal["waiting", "given up", "answered"] = "waiting"
 
 
 class Mail:
@@ -90,12 +86,12 @@ class Mail:
             return None, "the message could not be sent"
         self.traffic.down += wire.payload_bytes(content)
         self.traffic.wire_down += wire.wire_bytes(content)
-        self._sent[ids[0]] = Sent(node, f"{kind} of round {group}" if group else kind, expires, ttl)
+        self._sent[ids[0]] = Sent(node, expires, ttl)
         return str(ids[0]), ""
 
     def give_up(self, message: str) -> bool:
-        """Stop waiting for a reply, which is only noted if it comes later; return whether its upload has begun."""
-        self._sent[message].status = "given up"
+        """Stop waiting for a reply, which counts no more; return whether its upload has begun."""
+        del self._sent[message]
         return self._puller.is_uploading(message)
 
     def look(self, waiting: Iterable[str], record: Attendance) -> dict[str, Message | str]:
@@ -104,44 +100,26 @@ class Mail:
         Anything else that arrives is noted in the record and not used.
         """
         replies: dict[str, Message | str] = {}
-        wanted, now = list(waiting), time.monotonic()
-        self._sent = {m: s for m, s in self._sent.items() if s.status == "waiting" or now < s.expires + FORGET_AFTER_S}
-        given_up = [message for message, sent in self._sent.items() if sent.status == "given up"]
         # one at a time: a reply that cannot be read must not take others with it
-        for message, pull in self._puller.look([*wanted, *given_up]).items():
+        for message, pull in self._puller.look(waiting).items():
             if isinstance(pull.error, httpx.TransportError):
                 raise pull.error  # the connection, not the reply
             if pull.error is not None:
-                self._sent.pop(message, None)
-                if message in wanted:
-                    text = wire.shorten(f"{type(pull.error).__name__}: {pull.error}")
-                    replies[message] = f"its reply cannot be read ({text})"
+                text = wire.shorten(f"{type(pull.error).__name__}: {pull.error}")
+                replies[message] = f"its reply cannot be read ({text})"
             for reply in pull.replies:
-                about = reply.metadata.reply_to_message_id
-                answer = self._take(reply, self._sent.get(about), record)
-                if answer is not None and about in wanted:
-                    replies[about] = answer
+                sender, about = reply.metadata.src_node_id, reply.metadata.reply_to_message_id
+                if reply.has_content():
+                    self.traffic.up += wire.payload_bytes(reply.content)
+                    self.traffic.wire_up += wire.wire_bytes(reply.content)
+                is_sent_by_it = reply.has_error() or sender == self._sent[message].node
+                if about != message or message in replies or not is_sent_by_it:
+                    record.note(f"node {sender} sent a reply that it was not asked for, or a second one: ignored")
+                else:
+                    replies[message] = _why(reply, self._sent[message]) if reply.has_error() else reply
+        for message in replies:
+            del self._sent[message]
         return replies
-
-    def _take(self, reply: Message, sent: Sent | None, record: Attendance) -> Message | str | None:
-        """Return a reply or why there is none; None for a reply that is only noted."""
-        sender = reply.metadata.src_node_id
-        if reply.has_content():
-            self.traffic.up += wire.payload_bytes(reply.content)
-            self.traffic.wire_up += wire.wire_bytes(reply.content)
-        if sent is None:
-            record.note(f"node {sender} replied to a message that was not sent: ignored")
-        elif sent.status == "answered":
-            record.note(f"{record.name_node(sent.node)} answered twice ({sent.what}): only the first counts")
-        elif reply.has_content() and sender != sent.node:
-            record.note(f"node {sender} replied to a message to {record.name_node(sent.node)}: ignored")
-        else:
-            is_late, sent.status = sent.status == "given up", "answered"
-            if not is_late:
-                return _why(reply, sent) if reply.has_error() else reply
-            if reply.has_content():
-                record.note(f"{record.name_node(sent.node)} answered too late ({sent.what}): ignored")
-        return None
 
 
 def _why(reply: Message, sent: Sent) -> str:

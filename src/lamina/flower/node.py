@@ -17,8 +17,8 @@ from torch import Tensor
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset
+from lamina.engines.divergence import all_finite, diverged
 from lamina.engines.loop import Loop
-from lamina.engines.state import diverged
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.evaluation import check_metrics, sample_means
 from lamina.experiment.build import THREADED_FROM
@@ -96,13 +96,13 @@ class Node(ClientApp):
         needs = self.algorithm.needs(task.round)
         info = ClientInfo(task.round, task.protocol.lr, self.objective.layers, steps=float(plan.steps[0]))
         if needs.full_gradient:
-            sent = store.load_held("own-gradient", task.gradient, by_content=False) if task.gradient else None
+            sent = store.load_held("own-gradient", task.gradient) if task.gradient else None
             info = info._replace(
                 full_gradient=loop.full_gradient(down.x, buffers, plan, 0) if sent is None else sent.to(down.x.device)
             )
         local, losses = loop.train_client(down, client, buffers, info, plan, 0)
         up, new_client = self.algorithm.finish(local, down, client, info)
-        if not all(bool(torch.isfinite(value).all()) for value in (losses, *up, *new_client) if value is not None):
+        if not all_finite(losses, *up, *new_client):
             loop.explain(down, client, self._buffers(content), info, plan, 0, up)  # raises Diverged
         store.save_state(task.round, task.token, new_client)
         store.forget_all_but([task.token, task.base, *task.keep])
@@ -116,7 +116,7 @@ class Node(ClientApp):
         x, buffers = self._model(content), self._buffers(content)
         loop = Loop(self.algorithm, self.objective, data, task.protocol)
         gradient = loop.full_gradient(x, buffers, self._plan(task, data), 0)
-        if not bool(torch.isfinite(gradient).all()):
+        if not all_finite(gradient):
             raise diverged(
                 self.objective.layers, gradient, task.round, task.protocol.lr, task.client, " (full gradient)"
             )

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from lamina.errors import BadInput
+from lamina.atomic import write_file
 from lamina.flower.outliers import Growth, Sizes
-from lamina.storage.files import write_file, writing_to
+from lamina.storage.files import writing_to
 
 IN_JOURNAL = ("round", "attempt", "complete", "took_part", "missing", "refused", "notes")
 
@@ -66,14 +66,6 @@ class Attendance:
         """Return a client and its node in words."""
         return name_of(client, self._nodes.get(client))
 
-    def name_node(self, node: int) -> str:
-        """Return a node, and its client if it is one, in words."""
-        return name_of(next((client for client, other in self._nodes.items() if other == node), None), node)
-
-    def json(self) -> str:
-        """Return the line of ``federation.jsonl``."""
-        return json.dumps({name: getattr(self, name) for name in IN_JOURNAL})
-
     def _entry(self, client: int) -> dict[str, Any]:
         node = self._nodes.get(client)
         return {"client": client, "node": None if node is None else str(node)}  # too long a number for many readers
@@ -108,8 +100,9 @@ class Journal:
 
     def write(self, attendance: Attendance) -> None:
         """Append a line."""
+        line = json.dumps({name: getattr(attendance, name) for name in IN_JOURNAL}) + "\n"
         with writing_to(self.path.parent), self.path.open("ab") as file:
-            file.write((attendance.json() + "\n").encode())
+            file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
 
@@ -119,24 +112,10 @@ class Memory(BaseModel):
 
     run: str  # lamina's name of the run
     issued: int = 0  # of the last task, see `Task`
-    base: dict[int, tuple[int, str]] = {}  # the round and the token of the exchange whose client state was accepted
-    older: dict[int, tuple[int, str]] = {}  # the same as of the checkpoint before the last
-    examples: dict[int, int]  # as of the last round it took part in
-    recent: dict[str, list[float]]  # by what was measured: the medians of the last rounds' answers
-    accepted: dict[int, list[str]]  # digests of its last updates
-    largest_growth: dict[str, float]  # by layer of a second moment: of any round's medians
-    growth_by_client: dict[int, Growth]  # over the rounds that it took part in
-
-    @classmethod
-    def start(cls, run: str) -> Memory:
-        """Return the memory before the first round."""
-        return cls(run=run, examples={}, recent={}, accepted={}, largest_growth={}, growth_by_client={})
-
-    @classmethod
-    def read(cls, facts: Mapping[str, Any]) -> Memory:
-        """Return the memory that a checkpoint stores."""
-        try:
-            return cls(**facts)
-        except ValidationError as error:
-            wrong = f"this federation's checkpoint has no '{error.errors()[0]['loc'][0]}': another version of lamina"
-        raise BadInput(f"{wrong} wrote it; resume with that version, or start again in another folder")
+    base: dict[int, str] = {}  # the token of the exchange whose client state was accepted
+    older: dict[int, str] = {}  # the same as of the checkpoint before the last
+    examples: dict[int, int] = {}  # as of the last round it took part in
+    recent: dict[str, list[float]] = {}  # by what was measured: the medians of the last rounds' answers
+    accepted: dict[int, list[str]] = {}  # digests of its last updates
+    largest_growth: dict[str, float] = {}  # by layer of a second moment: of any round's medians
+    growth_by_client: dict[int, Growth] = {}  # over the rounds that it took part in

@@ -13,12 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from lamina import evaluation
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, undo_weighting, went_nonfinite
+from lamina.engines.divergence import went_nonfinite
+from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
 from lamina.errors import Diverged, LaminaError
 from lamina.experiment.folder import RunFolder
 from lamina.fit import with_mask
@@ -62,7 +62,7 @@ class Server:
         self.state = State.start(self.algorithm, self.objective, self.plan.clients.count)
         self.history = History()
         self.journal = Journal(folder.path)
-        memory = Memory.start(secrets.token_hex(16))
+        memory = Memory(run=secrets.token_hex(16))
         self.judge = Judge(setup, self.objective, self.state, memory)
         self.mail, self.roster = mail, Roster(setup, mail, nodes)
         app = wire.fingerprint(self.algorithm, self.objective)
@@ -112,7 +112,7 @@ class Server:
         loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
         if loaded is not None:
             ((self.state, (facts,)),) = loaded
-            self.exchange.memory = self.judge.memory = Memory.read(facts)
+            self.exchange.memory = self.judge.memory = Memory(**facts)
             if self.roster.fixed is None:
                 self.roster.bound.update({int(client): int(node) for client, node in facts["nodes"].items()})
         self.history = self.folder.resume_after(self.state.round)
@@ -120,6 +120,7 @@ class Server:
 
     def _record(self, row: Row, record: Attendance) -> None:
         """Keep a finished round; all that must survive a restart is in one checkpoint, so rounds are never mixed."""
+        evaluation.warn_of_nan(row, self.history, self.setup.metrics or ())
         self.history.append(row)
         self.folder.refuse_lost()
         self.journal.write(record)
@@ -205,18 +206,13 @@ class Server:
         plan = self._as_round(record.round, updates)
         weights = client_weights(plan, self.protocol.by_examples)
         sums = Sums(weights=weights, aggregation=self.protocol.aggregation)
-        for c, (update, weight) in enumerate(zip(updates.values(), weights, strict=True)):
-            sums.keep(c, update.up, update.buffers)
-            up = update.up
-            if self.protocol.by_examples:
-                up = undo_weighting(self.algorithm, up, weight * len(updates))
-            sums.add(up, update.buffers, weight)
-            sums.loss += weight * update.loss
-            sums.steps += weight * update.steps
-            sums.square += weight * float(torch.sum(update.up.delta.double() ** 2))
+        by_examples = self.protocol.by_examples
+        for c, one in enumerate(updates.values()):
+            loss, steps = one.loss, one.steps
+            sums.add_client(c, self.algorithm, one.up, one.buffers, loss=loss, steps=steps, by_examples=by_examples)
         totals = self._add_to_totals(updates)
         self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, totals)
-        self.exchange.accept(record.round, updates)
+        self.exchange.accept(updates)
         self.judge.remember(updates, record)
         record.accept(updates)
         return plan, replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)

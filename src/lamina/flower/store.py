@@ -15,20 +15,18 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from lamina.atomic import write_file
 from lamina.errors import BadInput
-from lamina.flower.wire import HEX, digest
 from lamina.storage.checkpoint import UNREADABLE, pack, unpack
-from lamina.storage.files import write_file, writing_to
+from lamina.storage.files import writing_to
 
 log = logging.getLogger(__name__)
-STATE = re.compile(r"state-\d+-([0-9a-f]+)\.safetensors")
 
 
 def default_folder() -> Path:
@@ -37,10 +35,10 @@ def default_folder() -> Path:
 
 
 class Store:
-    """One client of one run on this node's disk."""
+    """One client of one run on this node's disk; `Task` validates the names that files are made of."""
 
     def __init__(self, root: Path, run: str, client: int) -> None:
-        self.folder = root / _sound(run) / f"client-{client:d}"
+        self.folder = root / run / f"client-{client:d}"
 
     def refuse_replay(self, issued: int) -> None:
         """Refuse a task that is not newer than every one before it, and remember this one."""
@@ -56,7 +54,7 @@ class Store:
     def load_state(self, token: str, like: Any) -> Any | None:
         """Return the client's state after an exchange; None if it is missing or unusable."""
         wanted = {name: (value.shape, value.dtype) for name, value in like._asdict().items() if value is not None}
-        for path in self.folder.glob(f"state-*-{_sound(token)}.safetensors"):
+        for path in self.folder.glob(f"state-*-{token}.safetensors"):
             tensors = _read(path)
             if tensors is not None and {n: (t.shape, t.dtype) for n, t in tensors.items()} == wanted:
                 return like._replace(**{n: t.to(getattr(like, n).device) for n, t in tensors.items()})
@@ -66,27 +64,23 @@ class Store:
         """Keep the client's state after an exchange, beside those of earlier ones."""
         tensors = {name: value for name, value in record._asdict().items() if value is not None}
         if tensors:
-            self._write(f"state-{round:06}-{_sound(token)}.safetensors", pack(tensors))
+            self._write(f"state-{round:06}-{token}.safetensors", pack(tensors))
 
     def forget_all_but(self, tokens: Iterable[str]) -> None:
         """Delete the states after all other exchanges: the server will not ask for them again."""
         kept = set(tokens)
-        for path in self.folder.glob("state-*"):
-            match = STATE.fullmatch(path.name)
-            if match and match[1] not in kept:
+        for path in self.folder.glob("state-*-*.safetensors"):
+            if path.stem.rpartition("-")[2] not in kept:
                 path.unlink(missing_ok=True)
 
-    def load_held(self, field: str, tag: str, *, by_content: bool = True) -> Tensor | None:
-        """Return a cached field by its digest, or by another tag; None if it is missing or has changed."""
-        tensors = _read(self.folder / f"held-{field}-{_sound(tag)[:16]}.safetensors")
-        if tensors is None or tensors.keys() != {"value"}:
-            return None
-        value = tensors["value"]
-        return value if not by_content or digest(value) == tag else None
+    def load_held(self, field: str, tag: str) -> Tensor | None:
+        """Return the field that was kept with this tag, such as its digest; None if it is missing or damaged."""
+        tensors = _read(self.folder / f"held-{field}-{tag}.safetensors")
+        return None if tensors is None else tensors.get("value")
 
     def save_held(self, field: str, tag: str, value: Tensor) -> None:
         """Keep a field in place of its older versions."""
-        name = f"held-{field}-{_sound(tag)[:16]}.safetensors"
+        name = f"held-{field}-{tag}.safetensors"
         self._write(name, pack({"value": value}))
         for path in self.folder.glob(f"held-{field}-*"):
             if path.name != name:
@@ -98,12 +92,6 @@ class Store:
             for folder in (self.folder.parent.parent, self.folder.parent, self.folder):
                 folder.mkdir(mode=0o700, exist_ok=True)  # what a client remembers tells something about its data
             write_file(self.folder / name, data)
-
-
-def _sound(name: str) -> str:
-    if not HEX.fullmatch(name):
-        raise BadInput(f"'{name[:40]}' is not the name of a run or an exchange: the server speaks another protocol")
-    return name
 
 
 def _read(path: Path) -> dict[str, Tensor] | None:

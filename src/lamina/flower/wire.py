@@ -103,13 +103,6 @@ def token_of(content: RecordDict) -> str:
     return token if isinstance(token, str) and HEX.fullmatch(token) else ""
 
 
-def take_answer(content: RecordDict) -> str:
-    """Take out of a reply the token of the message it says it answers; empty if it says none."""
-    token = entries_of(content, ANSWER).get("to")
-    content.pop(ANSWER, None)
-    return token if isinstance(token, str) else ""
-
-
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 of a tensor's bytes."""
     return hashlib.sha256(_bytes_of(tensor)).hexdigest()

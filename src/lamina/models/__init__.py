@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from lamina.errors import BadInput, LaminaError, is_whole, short_repr, unknown
+from lamina.errors import BadInput, LaminaError, describe_error, is_whole, short_repr, unknown
 from lamina.models.allocation import BoundedMemory
 from lamina.models.plain import SMU, cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
 from lamina.models.registry import GIVEN, Card, Factory, registry
 from lamina.models.resnet import BasicBlock, resnet9, resnet18
-from lamina.named import import_named, refuse_unknown_options
+from lamina.named import import_named, parameters_of, refuse_unknown_options
 
 __all__ = [
     "SMU",
@@ -72,8 +71,7 @@ def create(
     except LaminaError:
         raise
     except Exception as error:  # whatever a factory does with the options it is given
-        reason = (str(error).splitlines() or [""])[0]
-        raise BadInput(f"cannot make the model '{name}': {type(error).__name__}: {reason}") from error
+        raise BadInput(f"cannot make the model '{name}': {describe_error(error)}") from error
     if not isinstance(module, nn.Module):
         raise BadInput(f"the model '{name}' returned an object of type {type(module).__name__}, not a torch.nn.Module")
     return module
@@ -102,24 +100,12 @@ def find(name: str) -> Factory:
 
 def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for a factory, after checking the names of the options against its signature."""
-    try:
-        signature = inspect.signature(factory)
-    except ValueError:  # some callables written in C have none
-        return options
-    kinds = {n: p.kind for n, p in signature.parameters.items()}
-    by_name = [
-        n for n, k in kinds.items() if k in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    ]
-    if inspect.Parameter.VAR_KEYWORD not in kinds.values():
-        refuse_unknown_options(name, options, [n for n in by_name if n not in GIVEN])
+    known, takes_others = parameters_of(factory)
+    if not takes_others:
+        refuse_unknown_options(name, options, [option for option in known if option not in GIVEN])
     chosen = factory.keywords if isinstance(factory, functools.partial) else {}
     # By name only: a factory with **kwargs mostly hands them on to one that knows no input_shape.
-    arguments = {n: value for n, value in given.items() if n in by_name and n not in chosen} | options
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        raise BadInput(f"cannot call the model '{name}': {error}") from error
-    return arguments
+    return {key: value for key, value in given.items() if key in known and key not in chosen} | options
 
 
 def _seed(seed: Any) -> int:

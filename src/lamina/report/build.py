@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lamina.data import sources
 from lamina.data.partitions import Reallocate, label_counts, split_dataset
@@ -21,7 +21,7 @@ from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
 from lamina.storage.identity import splits_digest
-from lamina.text import plural
+from lamina.text import listed, plural
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,9 @@ def build(
     curves = group(final)
     metric = tables.metric_of(curves)
     for target in targets:
-        if not target > 0 or (is_percent(metric) and target > 1):
-            bound = " and up to 1, for example 0.9" if is_percent(metric) else ""
-            wanted = f"{'an' if metric[0] in 'aeiou' else 'a'} {metric} above 0{bound}"
-            raise BadInput(f"--target {target:g}: must be {wanted}")
+        if not (0 < target <= 1 if is_percent(metric) else math.isfinite(target)):
+            fraction = f"{'an' if metric[0] in 'aeiou' else 'a'} {metric} above 0 and up to 1, for example 0.9"
+            raise BadInput(f"--target {target:g}: must be {fraction if is_percent(metric) else 'a finite number'}")
     for run in final:
         rounds = plural(int(run.config["train"]["rounds"]), "round")
         not_finished = f"{len(run.history)} of {rounds}, not finished"
@@ -97,9 +96,12 @@ def build(
             notes.append(f"{folder_name(run)}: {state}")
     tuned = responses(runs)
     notes += [response.warning for response in tuned if response.warning]
-    data = dict.fromkeys(describe(run) for run in final)
+    data = dict.fromkeys(describe_data(run) for run in final)
     if len(data) > 1:
         notes.append("the runs differ in their data: compare only curves with the same")
+    judged = sorted({history.metric for curve in curves for history in curve.histories if len(history)} - {metric})
+    if judged:
+        notes.append(f"some runs have another first metric ({listed(judged)}), but all are judged by '{metric}' here")
     dealt, missing = deal_again(curves)
     return Report(
         title or " · ".join(list(data)[:3]) + (" …" if len(data) > 3 else ""),
@@ -136,7 +138,7 @@ def deal_again(curves: Sequence[Trial]) -> tuple[list[Dealt], list[str]]:
         try:
             dealt.append(_deal(run))
         except LaminaError as error:
-            lines.append(f"the partition of {describe(run)} is not shown: {error}")
+            lines.append(f"the partition of {describe_data(run)} is not shown: {error}")
     return dealt, lines
 
 
@@ -154,21 +156,18 @@ def _deal(run: Record) -> Dealt:
         section.name, section.dir, hub=False, client=section.client, **section.options()
     )
     digest = run.config.get("data_digest")
-    if digest is not None and not run.on_validation_data and digest != splits_digest(train, test):
+    if digest is not None and not run.on_validation_data and digest != splits_digest(train, test, partition):
         raise BadInput("the data have changed since the run")
     parts = split_dataset(partition, train, count_clients(experiment), run.seed)
     every_round = "; split again in every round: this is an example" if isinstance(partition, Reallocate) else ""
-    return Dealt(f"{describe(run)}, seed {run.seed}{every_round}", parts, train.labels)
+    return Dealt(f"{describe_data(run)}, seed {run.seed}{every_round}", parts, train.labels)
 
 
-def describe(run: Record) -> str:
+def describe_data(run: Record) -> str:
     """Return the data and their partition in words: ``digits, classes (k=2), 20 clients``."""
-    data = run.config.get("data", {})
-    partition = describe_partition(**{"name": "iid", **data.get("partition", {})})
-    return f"{text(data.get('name', '?'))}, {partition}, {plural(data.get('clients', '?'), 'client')}"
-
-
-def describe_partition(name: str, **options: Any) -> str:
-    """Return a partition and its options in words: ``classes (k=2)``."""
-    settings = ", ".join(f"{key}={text(value)}" for key, value in options.items())
-    return f"{name} ({settings})" if settings else name
+    data = run.config["data"]
+    partition = {"name": "iid", **data.get("partition", {})}
+    name = partition.pop("name")
+    options = ", ".join(f"{key}={text(value)}" for key, value in partition.items())
+    clients = plural(data.get("clients", "?"), "client")
+    return f"{text(data.get('name', '?'))}, {name}{f' ({options})' if options else ''}, {clients}"

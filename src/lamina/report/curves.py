@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lamina.experiment.records import Record, flatten, with_defaults
+from lamina.experiment.records import Record, flatten
+from lamina.experiment.settings import short_names
 from lamina.experiment.trials import Trial
 from lamina.text import printable
 
@@ -71,7 +72,7 @@ def sections(run: Record) -> dict[str, Any]:
 
 
 def _key(run: Record, ignored: set[str]) -> str:
-    return json.dumps([run.tuning, with_defaults(identity(run, ignored))], sort_keys=True)
+    return json.dumps([run.tuning, identity(run, ignored)], sort_keys=True)
 
 
 def identity(run: Record, ignored: set[str]) -> Flat:
@@ -79,11 +80,13 @@ def identity(run: Record, ignored: set[str]) -> Flat:
 
     def matters(key: str) -> bool:
         where = key.startswith(("run.", "compare.")) and key != "run.precision"
-        return not where and key not in ("data.dir", "train.metrics_content") and key not in ignored
+        return not where and key != "data.dir" and key not in ignored
 
     flat = {key: value for key, value in flatten(sections(run)).items() if matters(key)}
     if "data_digest" in run.config and not run.on_validation_data:  # other seeds hold out other samples
         flat["data.digest"] = run.config["data_digest"]
+    if run.config.get("loss_digest"):
+        flat["train.loss_digest"] = run.config["loss_digest"]
     return flat
 
 
@@ -108,18 +111,12 @@ def _labels(titles: list[str], identities: list[Flat]) -> list[str]:
         siblings = [other for other in identities if other.get(name) == flat.get(name)]
         options = [key for key in differing(siblings) if key.startswith("algorithm.")]
         keys = [*general, *options]
+        names = dict(zip(keys, short_names(keys), strict=True))
         parts = [title]
         for key in flat:  # not all keys: options of another model or partition do not apply here
-            if key in keys:
-                parts.append(text(flat[key]) if key.endswith(".name") else f"{_short(key, keys)} {text(flat[key])}")
+            if key in names:
+                parts.append(text(flat[key]) if key.endswith(".name") else f"{names[key]} {text(flat[key])}")
         label = ", ".join(parts)
         twins = sum(other == label or other.startswith(f"{label} (") for other in labels)
         labels.append(f"{label} ({twins + 1})" if twins else label)
     return labels
-
-
-def _short(key: str, keys: list[str]) -> str:
-    """Return the shortest ending of a dotted key that no other key shares."""
-    parts = key.split(".")
-    endings = (".".join(parts[-count:]) for count in range(1, len(parts)))
-    return next((end for end in endings if sum(f".{other}".endswith(f".{end}") for other in keys) == 1), key)

@@ -7,7 +7,6 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -18,16 +17,13 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullForm
 from numpy.typing import NDArray
 
 from lamina.data.picture import partition_picture
-from lamina.experiment.outputs import write_output
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
 from lamina.history import History
-from lamina.metrics import is_metric, is_percent, smaller_is_better, with_unit
-from lamina.report.build import Dealt
+from lamina.metrics import is_metric, is_percent, with_unit
+from lamina.report.build import Report
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
-
-Line = tuple[str, Sequence[History]]  # a label and a history per seed
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
@@ -68,19 +64,18 @@ class Metric(NamedTuple):
 
     column: str
     title: str
-    percent: bool = False
+    percent: bool
 
 
-METRICS = (
-    Metric("accuracy", "test accuracy, %", True),
-    Metric("loss", "test loss"),
-    Metric("train_loss", "training loss"),
-    Metric("consistency", "consistency ‖y − x⁺‖²"),
-    Metric("update_norm", "update norm ‖x⁺ − x‖"),
-    Metric("client_accuracy", "accuracy on the clients' data, mean, %", True),
-    Metric("client_accuracy_worst10", "accuracy on the clients' data, worst 10 %, %", True),
-    Metric("client_accuracy_std", "accuracy on the clients' data, std, %", True),
-)
+# Columns that are drawn after the metrics, in this order, and whose title is not their name.
+TITLES = {
+    "train_loss": "training loss",
+    "consistency": "consistency ‖y − x⁺‖²",
+    "update_norm": "update norm ‖x⁺ − x‖",
+    "client_accuracy": "accuracy on the clients' data, mean, %",
+    "client_accuracy_worst10": "accuracy on the clients' data, worst 10 %, %",
+    "client_accuracy_std": "accuracy on the clients' data, std, %",
+}
 # Columns that do not measure the quality of a model.
 NOT_DRAWN = {"round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds"}
 
@@ -91,7 +86,7 @@ def metrics_of(curves: Sequence[Trial]) -> list[Metric]:
     columns = dict.fromkeys(column for history in histories for column in history.columns)
     scheduled = any(len(set(history.column("lr", optional=True))) > 1 for history in histories)
     hidden = NOT_DRAWN | (set() if scheduled else {"lr"})
-    listed = [metric_of(curves), *filter(is_metric, columns), *(metric.column for metric in METRICS)]
+    listed = [metric_of(curves), *filter(is_metric, columns), *TITLES]
     usual = [described(column) for column in dict.fromkeys(listed) if column in columns]
     if all(run.on_validation_data for curve in curves for run in curve.records):
         usual = [metric._replace(title=metric.title.replace("test", "validation")) for metric in usual]
@@ -100,11 +95,8 @@ def metrics_of(curves: Sequence[Trial]) -> list[Metric]:
 
 def described(column: str) -> Metric:
     """Return how a column is drawn."""
-    usual = next((metric for metric in METRICS if metric.column == column), None)
-    if usual is not None:
-        return usual
-    title = f"test {column}" if is_metric(column) else column
-    return Metric(column, with_unit(column).replace(column, title).replace("_", " "), is_percent(column))
+    title = ("test " if is_metric(column) else "") + with_unit(column).replace("_", " ")
+    return Metric(column, TITLES.get(column, title), is_percent(column))
 
 
 # --- one line and its band ---------------------------------------------------------------------------------------
@@ -126,7 +118,7 @@ def by_round(histories: Sequence[History], column: str) -> NDArray[np.float64]:
 def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     """Return [seeds, rounds]: rounds, bytes in both directions or seconds of training since the start."""
     if axis == "round":
-        return np.cumsum(1 + 0 * by_round(histories, "round"), axis=1)
+        return by_round(histories, "round")
     columns = ("bytes_down", "bytes_up") if axis == "bytes" else (axis,)
     return np.cumsum(sum(by_round(histories, column) for column in columns), axis=1)
 
@@ -142,8 +134,8 @@ def mean_of_seen(values: NDArray[np.float64]) -> NDArray[np.float64]:
     return means
 
 
-def draw(axes: Axes, lines: Iterable[Line], metric: Metric, axis: str, unit: Unit) -> None:
-    """Draw every line as the mean over its seeds, with a band from their minimum to their maximum."""
+def draw(axes: Axes, lines: Iterable[tuple[str, Sequence[History]]], metric: Metric, axis: str, unit: Unit) -> None:
+    """Draw every line, a label and a history per seed: the mean, and a band from the minimum to the maximum."""
     for index, (label, histories) in enumerate(lines):
         draw_line(axes, histories, metric, axis, label, index, unit.bytes if axis == "bytes" else 1)
     axes.set_xlabel(axis_title(axis, unit.name))
@@ -194,21 +186,12 @@ def comparison_figure(entries: Sequence[Trial], title: str) -> Figure:
     """Draw the first metric on the test data against rounds and megabytes sent, with the spread over seeds."""
     metric = described(metric_of(entries))
     lines = [(f"{entry.title}, {written(entry.settings)}", entry.histories) for entry in entries]
-    is_long = len(entries) > LEGEND_INSIDE_UP_TO
-    figure = Picture(figsize=(13 if is_long else 10, 4.2), layout="constrained")
+    figure = Picture(figsize=(10, 4.2), layout="constrained")
     for axes, axis in zip(figure.subplots(1, 2, sharey=True), ("round", "bytes"), strict=True):
         draw(axes, lines, metric, axis, MEGABYTES)
         axes.set_xlim(left=0)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    if handles:
-        several_seeds = any(len(entry.histories) > 1 for entry in entries)
-        key = "mean; band: min to max over seeds" if several_seeds else ""
-        style: Any = {"fontsize": 9, "title": key, "title_fontsize": 8, "edgecolor": "none", "framealpha": 0.8}
-        if is_long:
-            figure.legend(handles, labels, loc="outside right center", **style)
-        else:
-            style["loc"] = "upper right" if smaller_is_better(metric.column) else "lower right"  # the empty corner
-            figure.axes[0].legend(**style)
+    has_band = any(len(entry.histories) > 1 for entry in entries)
+    _add_legend(figure, figure.axes[0], "mean; band: min to max over seeds" if has_band else "")
     figure.suptitle(title, fontsize=11)
     return figure
 
@@ -274,46 +257,37 @@ def rates_to_label(rates: Sequence[float]) -> list[float]:
     return [*kept, every[-1]]
 
 
-def save_figures(
-    folder: Path, curves: Sequence[Trial], responses: Sequence[Response], dealt: Sequence[Dealt]
-) -> list[Path]:
-    """Write every figure as PDF, SVG and PNG; return the files."""
-    files: list[Path] = []
-    metrics = metrics_of(curves)
+def report_figures(report: Report) -> Iterator[tuple[str, Figure]]:
+    """Yield every figure of a report with the name of its file."""
+    metrics = metrics_of(report.curves)
     for metric in metrics:
         # only the first metric is drawn against its cost
         for axis in ("round", "bytes", "seconds") if metric is metrics[0] else ("round",):
             column = re.sub(r"[^A-Za-z0-9]+", "-", metric.column).strip("-")
-            files += _save(curve_figure(curves, metric, axis), folder / f"{column}-by-{axis}")
-    if responses:
-        files += _save(rates_figure(responses), folder / "learning-rates")
-    for number, partition in enumerate(dealt, 1):
-        figure = partition_picture(partition.parts, partition.labels, title=partition.title)
-        files += _save(figure, folder / (f"partition-{number}" if len(dealt) > 1 else "partition"))
-    return files
+            yield f"{column}-by-{axis}", curve_figure(report.curves, metric, axis)
+    if report.responses:
+        yield "learning-rates", rates_figure(report.responses)
+    for number, partition in enumerate(report.dealt, 1):
+        name = f"partition-{number}" if len(report.dealt) > 1 else "partition"
+        yield name, partition_picture(partition.parts, partition.labels, title=partition.title)
 
 
-def _add_legend(figure: Figure, axes: Axes) -> None:
+@matplotlib.rc_context(STYLE)
+def image_of(figure: Figure, ending: str) -> bytes:
+    """Return a figure as the content of a file in one of `FORMATS`."""
+    image = io.BytesIO()
+    figure.savefig(image, format=ending, dpi=300, metadata=METADATA[ending])
+    return image.getvalue()
+
+
+def _add_legend(figure: Figure, axes: Axes, title: str = "") -> None:
+    """Add a legend inside the axes or, if it is long, below them in a figure that grows with it."""
     handles, labels = axes.get_legend_handles_labels()
     labels = [label.replace("$", r"\$") for label in labels]  # else matplotlib reads it as mathematics
+    style: Any = {"fontsize": 8, "title": title, "title_fontsize": 8}
     if len(handles) > LEGEND_INSIDE_UP_TO or any(len(label) > 30 for label in labels):
-        figure.set_size_inches(5.2, 3.4 + 0.19 * len(handles))
-        figure.legend(handles, labels, loc="outside lower center", fontsize=8, frameon=False)
+        width, height = figure.get_size_inches()
+        figure.set_size_inches(width, height + 0.19 * len(handles))
+        figure.legend(handles, labels, loc="outside lower center", frameon=False, **style)
     elif handles:
-        axes.legend(handles, labels, fontsize=8, edgecolor="none", framealpha=0.8)
-
-
-def _save(figure: Figure, stem: Path) -> Iterator[Path]:
-    for ending in FORMATS:
-        path = stem.with_name(f"{stem.name}.{ending}")
-        image = io.BytesIO()
-        with matplotlib.rc_context(STYLE):
-            figure.savefig(image, format=ending, dpi=300, metadata=METADATA[ending])
-        write_output(
-            path,
-            image.getvalue(),
-            is_ours=lambda ends: MARK.encode() in ends,
-            kind="figure of a report",
-            option="--figures",
-        )
-        yield path
+        axes.legend(handles, labels, edgecolor="none", framealpha=0.8, **style)

@@ -211,7 +211,7 @@ function costToTarget(curve, target) {
 }
 
 const perTarget = data.judged.percent ? 100 : 1; // accuracies are typed and shown in per cent
-const isTarget = (typed) => typed > 0 && (!data.judged.percent || typed <= 100);
+const isTarget = (typed) => (data.judged.percent ? typed > 0 && typed <= 100 : Number.isFinite(typed));
 
 /** The rows of the cost table: for every target, in per cent where accuracies are, one for each curve. */
 function costRows(targets, baseline) {
@@ -233,7 +233,7 @@ function drawTargets() {
   const words = $("target-list").value.split(/[,;\s]+/).filter(Boolean);
   const refused = words.filter((word) => !isTarget(Number(word)));
   $("target-list").setAttribute("aria-invalid", refused.length > 0);
-  const bounds = data.judged.percent ? "above 0 and up to 100" : "above 0";
+  const bounds = data.judged.percent ? "above 0 and up to 100" : "numbers";
   $("target-problem").textContent = refused.length ? `not used: ${refused.join(", ")} (targets are ${bounds})` : "";
   const baseline = Number($("baseline").value);
   const ratio = "× baseline";

@@ -20,8 +20,7 @@ from lamina.history import History, rank
 from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.build import Report
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
-from lamina.report.rates import rates_table
-from lamina.report.tables import Table, config_tables, metric_of, results_table, runs_tables, unit_of_bytes
+from lamina.report.tables import Table, metric_of, unit_of_bytes
 from lamina.text import html_table as plain_table
 from lamina.text import plural
 
@@ -32,8 +31,7 @@ POINTS = (100, 500)  # of one run: at least, at most
 
 def html(report: Report) -> str:
     """Return the page."""
-    differs, common = config_tables(report.curves)
-    runs, environment = runs_tables(report.curves)
+    tables = {table.name: html_table(table) for table in report.tables()}
     count = sum(len(curve.records) for curve in report.curves)
     notes = "".join(f"<li>{escape(line)}</li>" for line in report.notes)
     return Template(_read("page.html")).substitute(
@@ -42,12 +40,12 @@ def html(report: Report) -> str:
         summary=f"{plural(len(report.curves), 'curve')} from {plural(count, 'run')} · lamina {escape(__version__)}",
         notes=f'<aside id="notes"><h2>Worth knowing</h2><ul>{notes}</ul></aside>' if notes else "",
         judged=f"Test {with_unit(report.metric)}",
-        results=html_table(results_table(report.curves)),
-        rates=html_table(rates_table(report.responses)),
-        differs=html_table(differs) if differs.rows else "<p>Nothing differs.</p>",
-        common=html_table(common),
-        runs=html_table(runs),
-        environment=html_table(environment),
+        results=tables["results"],
+        rates=tables.get("learning-rates", ""),
+        differs=tables.get("configuration", "<p>Nothing differs.</p>"),
+        common=tables.get("common-configuration", ""),
+        runs=tables["runs"],
+        environment=tables.get("environment", ""),
         style=_read("page.css"),
         data=embed(page_data(report)),
         plotly=plotly_js(),

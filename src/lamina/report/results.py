@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from lamina import algorithms as known
 from lamina.algorithms import Algorithm
+from lamina.data.picture import save_picture
 from lamina.errors import BadInput, nearest
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Train
@@ -23,12 +24,11 @@ from lamina.history import History, Row, data_frame
 from lamina.paths import checked_path
 from lamina.progress import python_bars
 from lamina.report import tables
-from lamina.report.build import build, describe_partition
+from lamina.report.build import build, describe_data
 from lamina.report.curves import group
 from lamina.report.figures import comparison_figure, curve_figure, metrics_of, rates_figure
 from lamina.report.rates import tuning_responses
 from lamina.report.save import save_page
-from lamina.text import plural
 
 Rates = float | Sequence[float] | Mapping[str, float | Sequence[float]]
 
@@ -89,10 +89,8 @@ class ComparisonResult(Result):
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw the score against rounds and megabytes sent, with the spread over seeds; with a path, save it there."""
-        data = self._trials.experiment.data
-        dealt = describe_partition(data.partition.name, **data.partition.options())
-        title = f"{data.name}, {dealt}, {plural(self._trials.clients, 'client')}"
-        return _saved(comparison_figure(self._trials.entries, title), path)
+        entries = self._trials.entries
+        return _saved(comparison_figure(entries, describe_data(entries[0].records[0])), path)
 
     def to_pandas(self) -> Any:
         """Return a DataFrame with a row for every round of every run."""
@@ -134,10 +132,7 @@ class TuningResult(Result):
 def _saved(figure: Figure, path: str | Path | None) -> Figure:
     """Write a figure to a file, if a path is given; its ending says the format."""
     if path is not None:
-        try:
-            figure.savefig(path)
-        except (OSError, ValueError) as error:  # ValueError: an unknown format, or a path with a NUL
-            raise BadInput(f"cannot save the figure as {str(path)!r}: {' '.join(str(error).split())}") from error
+        save_picture(figure, path)
     return figure
 
 
@@ -317,7 +312,7 @@ def tune(
         with python_bars(["tuning"], progress, total=tuning.count * seeds * rounds) as bars:
             tuning.on_round = lambda job, row: bars.update("tuning", row, advance=1, state=job.label)
             tuning.run()
-    tuning.refuse_all_diverged()
+    refuse_all_diverged(tuning.trials, any)
     return TuningResult(tuning, temporary)
 
 
@@ -350,7 +345,8 @@ def _key(key: str, algorithm: str) -> str:
         return f"algorithm.{key}"
     if key in Train.model_fields:
         return f"train.{key}"
-    raise BadInput(f"there is no setting '{key}' to tune{nearest(key, [*options, *Train.model_fields])}")
+    key = "lr" if (given := key) == "learning_rate" else key
+    raise BadInput(f"there is no setting '{given}' to tune{nearest(key, [*options, *Train.model_fields])}")
 
 
 def _refuse_without_test(splits: Any) -> None:

@@ -24,19 +24,23 @@ def save_files(report: Report, folder: Path) -> list[Path]:
     Of existing files, only earlier figures and tables may be replaced.
     """
     _make_folder(folder, "--figures")
-    files = []
+    files: list[Path] = []
+
+    def write(name: str, data: bytes, kind: str, mark: str) -> None:
+        def is_ours(ends: bytes) -> bool:
+            return ends.startswith(mark.encode()) if kind == "table" else mark.encode() in ends
+
+        files.append(folder / name)
+        write_output(files[-1], data, is_ours=is_ours, kind=f"{kind} of a report", option="--figures")
+
     for table in report.tables():
         for ending, text in (("csv", to_csv(table)), ("tex", to_latex(table))):
-            first = text.partition("," if ending == "csv" else "\n")[0].encode()  # the same in every such table
-            files.append(folder / f"{table.name}.{ending}")
-            write_output(
-                files[-1],
-                text.encode(),
-                is_ours=lambda ends, first=first: ends.startswith(first),  # type: ignore[misc]
-                kind="table of a report",
-                option="--figures",
-            )
-    return files + figures.save_figures(folder, report.curves, report.responses, report.dealt)
+            first = text.partition("," if ending == "csv" else "\n")[0]  # the same in every such table
+            write(f"{table.name}.{ending}", text.encode(), "table", first)
+    for name, figure in figures.report_figures(report):
+        for ending in figures.FORMATS:
+            write(f"{name}.{ending}", figures.image_of(figure, ending), "figure", figures.MARK)
+    return files
 
 
 def _make_folder(folder: Path, option: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
-from lamina.experiment.records import Record, flatten
+from lamina.experiment.records import flatten
 from lamina.experiment.settings import short_names, shown, shown_name
 from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
@@ -18,7 +18,6 @@ from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.curves import differing, folder_name, sections, text
 from lamina.text import csv_text, html_table, plural, printable, text_table
 
-NO_VERSIONS = {"format", "title", "metrics"}  # keys beside the sections of a run's configuration that are no versions
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
 
 
@@ -48,7 +47,6 @@ class Cost(NamedTuple):
     bytes: float
     seconds: float
     reached: int  # seeds that reach it
-    seeds: int
 
 
 def cost_to_target(histories: Sequence[History], target: float, metric: str | None = None) -> Cost:
@@ -57,13 +55,12 @@ def cost_to_target(histories: Sequence[History], target: float, metric: str | No
     reached = [history[:first] for history, first in zip(histories, firsts, strict=True) if first is not None]
     if len(reached) < len(histories) or not histories:
         nothing = math.inf if any(len(history) for history in histories) else math.nan
-        return Cost(nothing, nothing, nothing, len(reached), len(histories))
+        return Cost(nothing, nothing, nothing, len(reached))
     return Cost(
         statistics.fmean(int(history[-1]["round"]) for history in reached),
         statistics.fmean(sent(history) for history in reached),
         statistics.fmean(history.total("seconds", optional=True) for history in reached),
         len(reached),
-        len(histories),
     )
 
 
@@ -126,13 +123,13 @@ class Unit(NamedTuple):
     bytes: float
 
 
-MEGABYTES, GIGABYTES = Unit("MB", 1e6), Unit("GB", 1e9)
+KILOBYTES, MEGABYTES, GIGABYTES = Unit("kB", 1e3), Unit("MB", 1e6), Unit("GB", 1e9)
 
 
 def unit_of_bytes(curves: Sequence[Trial]) -> Unit:
-    """Return megabytes, or gigabytes if some curve has more than 10."""
+    """Return megabytes, gigabytes if some curve has more than 10, or kilobytes if all have less than a megabyte."""
     most = max((sent(history) for curve in curves for history in curve.histories), default=0.0)
-    return GIGABYTES if most >= 1e10 else MEGABYTES
+    return GIGABYTES if most >= 1e10 else KILOBYTES if 0 < most < 1e6 else MEGABYTES
 
 
 # --- the tables --------------------------------------------------------------------------------------------------
@@ -164,7 +161,7 @@ def cost_table(curves: Sequence[Trial], targets: Sequence[float], baseline: int)
         costs = [cost_to_target(curve.histories, target, metric) for curve in curves]
         for curve, cost in zip(curves, costs, strict=True):
             shown = f"{100 * target:g}%" if is_percent(metric) else f"{target:g}"
-            row = [shown, curve.name, f"{cost.reached}/{cost.seeds}"]
+            row = [shown, curve.name, f"{cost.reached}/{len(curve.histories)}"]
             for field, scale in (("rounds", 1.0), ("bytes", unit.bytes), ("seconds", 1.0)):
                 value, other = getattr(cost, field), getattr(costs[baseline], field)
                 written = fixed(value) if field == "rounds" else significant(value / scale)
@@ -198,7 +195,7 @@ def results_table(curves: Sequence[Trial]) -> Table:
 
 
 def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
-    """Return rounds and megabytes to a target, best and last value of the first metric, and megabytes in all.
+    """Return rounds and bytes to a target, best and last value of the first metric, and bytes in all.
 
     Args:
         entries: the algorithms, a row each.
@@ -210,17 +207,19 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
     if target is not None:
         title += f"; target: test {metric} " + (f"{target:.0%}" if is_percent(metric) else f"{target:g}")
     unit = "acc. %" if metric == "accuracy" else f"{metric} %" if is_percent(metric) else metric
-    head = ["algorithm", "lr", "rounds\nto target", "MB to\ntarget", f"best\n{unit}", f"last\n{unit}", "MB\nin all"]
+    size = unit_of_bytes(entries)
+    head = ["algorithm", "lr", "rounds\nto target", f"{size.name} to\ntarget"]
+    head += [f"best\n{unit}", f"last\n{unit}", f"{size.name}\nin all"]
     rows = []
     for entry in entries:
-        cost = cost_to_target(entry.histories, target or math.inf, metric)
-        in_all = values(entry.histories, lambda history: sent(history) / MEGABYTES.bytes)
+        cost = cost_to_target(entry.histories, math.inf if target is None else target, metric)
+        in_all = values(entry.histories, lambda history: sent(history) / size.bytes)
         rows.append(
             [
                 shown_name(entry.name, entry.title) if entry.name == entry.records[0].algorithm else entry.name,
                 f"{entry.lr:g}",
                 fixed(cost.rounds),
-                fixed(cost.bytes / MEGABYTES.bytes),
+                fixed(cost.bytes / size.bytes),
                 *(cell.replace(SPREAD, "±") for cell in best_and_last(entry.histories, metric)),
                 fixed(statistics.fmean(in_all)) if in_all else NONE,
             ]
@@ -268,7 +267,7 @@ def config_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
 def runs_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
     """Return every run with its folder, end and differing environment, and what all environments share."""
     runs = [(curve, run) for curve in curves for run in curve.records]
-    environments = [flatten(environment(run)) for _, run in runs]
+    environments = [{"device": run.config.get("run", {}).get("device", NONE), **run.environment} for _, run in runs]
     keys, common = _compare_settings(environments)
     rows = []
     for (curve, run), machine in zip(runs, environments, strict=True):
@@ -287,12 +286,6 @@ def _compare_settings(every: list[dict[str, object]]) -> tuple[list[str], list[l
     """Return the keys whose values differ, and a row for every other key."""
     keys = differing(every)
     return keys, [[key, text(value)] for key, value in every[0].items() if key not in keys] if every else []
-
-
-def environment(run: Record) -> dict[str, object]:
-    """Return versions and machine of a run; without environment.json those in config.json."""
-    versions = {key: value for key, value in run.config.items() if key not in sections(run) and key not in NO_VERSIONS}
-    return {**versions, "device": run.config.get("run", {}).get("device", NONE), **run.environment}
 
 
 # --- tables as CSV and LaTeX; page.js does the same for the tables on the page ----------------------------------------

@@ -27,13 +27,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from lamina.atomic import write_file
 from lamina.engines.state import State
 from lamina.errors import BadInput
 from lamina.ledger import Ledger
-from lamina.storage.files import write_file, writing_to
-from lamina.storage.identity import Identity, refuse_other
+from lamina.storage.files import writing_to
+from lamina.storage.identity import Identity, differences
 
-FORMAT = 2
+FORMAT = 3
 log = logging.getLogger(__name__)
 MANIFEST = re.compile(r"round-([0-9]{6,})\.json")
 OURS = re.compile(r"(round-[0-9]{6,}\.json|(state|clients)-[0-9]{6,}-\w+\.safetensors)(\.partial)?")
@@ -171,8 +172,13 @@ class Checkpoints:
                 f"{path} has format {content['format']}; this version of lamina reads {FORMAT}: "
                 "resume with the version that wrote it, or start again in another folder"
             )
-        if self.identity is not None and content["identity"] is not None:
-            refuse_other(self.folder, number, content["identity"], self.identity)
+        stored, own = content["identity"] or {}, self.identity or {}
+        shared = [key for key in stored if key in own]  # a federation's server does not know the data
+        if differing := differences({key: stored[key] for key in shared}, {key: own[key] for key in shared}):
+            raise BadInput(
+                f"the checkpoint of round {number} in '{self.folder}' is of another run: {differing}; use the settings "
+                "it was written with, or another folder"
+            )
         return cast(dict[str, Any], content)
 
     def _read(self, name: str, expected: str) -> dict[str, Tensor]:

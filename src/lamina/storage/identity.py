@@ -6,49 +6,47 @@ resumed: the number of rounds, the device, the engine, the precision, the test d
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import math
-import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lamina import rng
-from lamina.aggregation import AGGREGATIONS
-from lamina.algorithms import registry
 from lamina.algorithms.contract import Algorithm, options
 from lamina.batch import map_batch
 from lamina.clients import Clients
-from lamina.contents import function_digest
+from lamina.contents import code_digest
 from lamina.data.dataset import Dataset
-from lamina.data.feed import Augment
-from lamina.errors import BadInput
-from lamina.losses import LOSSES
+from lamina.data.partitions import Partition, columns_read
+from lamina.losses import LOSSES, Loss
 from lamina.objective import Objective
 from lamina.plan import Plan
-from lamina.protocol import PROBED_ROUNDS, Protocol, function_name
-from lamina.schedules import SCHEDULES, Schedule
 from lamina.storage.files import as_json
 from lamina.text import listed
 
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
 
 CHUNK_BYTES = 1 << 24  # how much of the data is hashed at a time
-DIGESTS_IN_WORDS = {
+SAME_LOSS = 1e-3  # relative; devices round differently
+DIGESTS_IN_WORDS = {  # of a checkpoint's identity, then of a run's config.json
     "model": "the model's layers or frozen weights",
     "model_attributes": "the settings of the model's layers, such as a dropout rate",
-    "loss_attributes": "the values that the loss holds",
+    "loss_digest": "the code or the weights of the loss",
     "partition": "the split of the samples among clients",
     "training_data": "the training data",
+    "data_digest": "the contents of the data",
+    "model_digest": "the code of the model",
+    "algorithm_digest": "the code of the algorithm",
+    "metrics_digest": "the code of the metrics",
+    "data.content": "the contents of the data",
+    "data.partition.content": "the settings of the partition",
+    "model.content": "the model's layers, settings or initial weights",
 }
-SAME_LOSS = 1e-3  # relative; devices round differently
 
 _data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs of a comparison share their data
 
@@ -62,126 +60,51 @@ def of_run(algorithm: Algorithm, objective: Objective, plan: Plan, data: Dataset
         plan: the training settings and the clients.
         data: the training data; None on a federation's server, which does not see them.
     """
-    protocol = plan.protocol
     facts = {
-        "algorithm": algorithm.card.name,
+        "algorithm.name": algorithm.card.name,
         **{f"algorithm.{name}": getattr(algorithm, name) for name in options(type(algorithm))},
         "model": _model_digest(objective),
-        "model_attributes": _hash([objective.attributes, sorted(objective.always_evaluated)]),
+        "model_attributes": json_digest([objective.attributes, sorted(objective.always_evaluated)]),
         "parameters": objective.layers.size,
         "clients": plan.clients.count,
-        **{each.name: getattr(protocol, each.name) for each in dataclasses.fields(protocol)},
-        "loss": _loss_name(objective),
-        "loss_attributes": function_digest(objective.loss),
-        "schedule": _schedule(protocol.schedule),
-        "epochs": (protocol.epochs or 1) if protocol.local_steps is None else None,
-        "aggregation": _described(protocol.aggregation),
-        "augmentation": None if protocol.augmentation is None else _described(protocol.augmentation),
+        **plan.protocol.record(),
+        "loss_digest": loss_digest(objective.loss),
     }
     if data is not None:
         facts |= {
             "samples": len(data),
             "sample_shape": map_batch(lambda values: list(values.shape[1:]), data.x),
             "partition": _partition_digest(plan.clients),
-            "training_data": _data_digest(data),
+            "training_data": dataset_digest(data),
             "loss_value": _loss_value(objective, data),
         }
-    return {name: _plain(value) for name, value in facts.items()}
+    return cast(Identity, as_json(facts))
 
 
-def refuse_other(folder: Path, number: int, stored: Identity, own: Identity) -> None:
-    """Refuse the checkpoint of another run; the line names the settings that differ, with both values.
-
-    A setting that the checkpoint lacks was added later: it had its default.
-    """
-    stored = {**_defaults(own), **stored}
-    differing = [name for name in stored if name in own and not _same(name, stored[name], own[name])]
-    if "algorithm" in differing:  # its options are others, too: the name says enough
-        differing = [name for name in differing if not name.startswith("algorithm.")]
-    if differing:
-        named = listed([_difference(name, stored[name], own[name]) for name in differing])
-        raise BadInput(
-            f"the checkpoint of round {number} in '{folder}' is of another run: {named}; use the settings it was "
-            "written with, or another folder"
-        )
+def differences(stored: Identity, own: Identity) -> str:
+    """Return the settings that differ, in a line with both values; of a digest, only that it differs."""
+    # another algorithm has other options: its name says enough
+    renamed = tuple(key.removesuffix("name") for key in stored if key.endswith(".name") and stored[key] != own.get(key))
+    lines = []
+    for key in {**stored, **own}:
+        values = [stored.get(key), own.get(key)]
+        if _same(key, *values) or (key.startswith(renamed) and not key.endswith(".name")):
+            continue
+        words = DIGESTS_IN_WORDS.get(key)
+        before, now = ("none" if value is None else json.dumps(value) for value in values)
+        lines.append(f"{words} ({key}) changed" if words else f"{key} = {before} (now {now})")
+    return listed(lines)
 
 
-def _defaults(own: Identity) -> Identity:
-    """Return the defaults of the settings of a run and of the options of its algorithm."""
-    cls = registry().get(own["algorithm"])
-    prefixes = {"": Protocol} | ({} if cls is None else {"algorithm.": cls})
-    return {prefix + name: value for prefix, kind in prefixes.items() for name, value in _fields(kind).items()}
-
-
-def _fields(kind: type[Any]) -> Identity:
-    """Return the defaults of a record's fields, by name."""
-    fields = {each.name: each.default for each in dataclasses.fields(kind)}
-    return {name: _plain(value) for name, value in fields.items() if value is not dataclasses.MISSING}
-
-
-def _without_new_fields(words: str, stored: str) -> str:
-    """Return a described record without the fields that the stored one lacks, if they have their defaults."""
-    name, _, inner = words.removesuffix(")").partition("(")
-    kinds: list[type[Any]] = [Augment, *SCHEDULES.values(), *AGGREGATIONS.values()]
-    kind = next((one for one in kinds if one.__name__ == name), None)
-    new = [f"{key}={value}" for key, value in _fields(kind).items() if f"{key}=" not in stored] if kind else []
-    return f"{name}({', '.join(part for part in re.split(r', (?=[a-z_]+=)', inner) if part not in new)})"
-
-
-def _difference(name: str, stored: Any, own: Any) -> str:
-    """Return in words how a setting differs; of a digest, only that it does."""
-    if name in DIGESTS_IN_WORDS and "(" not in f"{stored}{own}":  # a partition may be described by its options
-        return f"{DIGESTS_IN_WORDS[name]} ({name}) changed"
-    return f"{name} = {_shown(stored)} (here {_shown(own)})"
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-
-def _same(name: str, stored: Any, own: Any) -> bool:
-    if name in ("schedule", "aggregation", "augmentation") and stored and own and "(" in own:
-        return bool(stored in (own, _without_new_fields(own, stored)))
-    if name != "loss_value":
+def _same(key: str, stored: Any, own: Any) -> bool:
+    if key != "loss_value" or stored is None or own is None:
         return bool(stored == own)
-    return stored is None or own is None or math.isclose(stored, own, rel_tol=SAME_LOSS, abs_tol=1e-6)
-
-
-# --- settings as text and numbers -----------------------------------------------------------------------------------
-
-
-def _plain(value: Any) -> Any:
-    """Return a setting as JSON would give it back; numpy's numbers are plain ones."""
-    return as_json(value.item() if isinstance(value, np.generic) else value)
-
-
-def _described(value: Any) -> str:
-    """Return an object in words that are the same in every process: no addresses, as a default repr has."""
-    name = type(value).__qualname__
-    if not dataclasses.is_dataclass(value):
-        return name
-    fields = {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    return f"{name}({', '.join(f'{key}={inner}' for key, inner in fields.items())})"
-
-
-def _schedule(schedule: Schedule) -> str:
-    """Return the schedule in words; one of the user's own that is no dataclass is told by its first rates."""
-    words = _described(schedule)
-    if dataclasses.is_dataclass(schedule):
-        return words
-    factors = [float(schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)]
-    return f"{words} {_hash(factors)}"
-
-
-def _loss_name(objective: Objective) -> str:
-    loss = objective.loss
-    known = [name for name, function in LOSSES.items() if function is loss]
-    return known[0] if known else function_name(loss)
+    return math.isclose(stored, own, rel_tol=SAME_LOSS, abs_tol=1e-6)
 
 
 def _loss_value(objective: Objective, data: Dataset) -> float | None:
-    """Return a user's loss at made-up outputs, because two functions may share a name; None if it cannot be told."""
-    if _loss_name(objective) in LOSSES:
+    """Return a user's loss at made-up outputs: its digest does not cover the functions and constants that it uses."""
+    if loss_digest(objective.loss) is None:
         return None
     try:
         with torch.no_grad():
@@ -197,13 +120,19 @@ def _loss_value(objective: Objective, data: Dataset) -> float | None:
 # --- digests --------------------------------------------------------------------------------------------------------
 
 
-def _hash(value: Any) -> str:
+def json_digest(value: Any) -> str:
+    """Return a short digest of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def loss_digest(loss: Loss) -> str | None:
+    """Return a digest of a loss; None for one of lamina's, which its name identifies."""
+    return None if any(loss is known for known in LOSSES.values()) else code_digest(loss)
 
 
 def _model_digest(objective: Objective) -> str:
     """Return a digest of the module's layers and of the weights that do not train; the others are in the checkpoint."""
-    return _hash(
+    return json_digest(
         [
             repr(objective.module),
             str(objective.dtype),
@@ -217,34 +146,29 @@ def _model_digest(objective: Objective) -> str:
 def _partition_digest(clients: Clients) -> str:
     if clients.moving is not None:
         partition, _, seed, samples = clients.moving
-        return f"{_described(partition)} {_hash([seed, samples])}"
-    parts = clients.parts
-    return hashlib.sha256(b"".join(part.astype("<i8").tobytes() for part in (parts.bounds, parts.samples))).hexdigest()[
-        :16
-    ]
-
-
-def _data_digest(data: Dataset) -> str:
-    """Return a digest of samples, labels and normalisation; made once per data set."""
-    if data not in _data_digests:
-        facts = [_plain(data.mean), _plain(data.std), map_batch(content_digest, data.x), content_digest(data.y)]
-        _data_digests[data] = _hash(facts)
-    return _data_digests[data]
+        return code_digest([partition, seed, samples])
+    numbers = (part.astype("<i8").tobytes() for part in (clients.parts.bounds, clients.parts.samples))
+    return hashlib.sha256(b"".join(numbers)).hexdigest()[:16]
 
 
 def dataset_digest(data: Dataset) -> str:
-    """Return a digest of a data set's samples, labels and normalisation, the same on every device."""
-    return _data_digest(data)
+    """Return a digest of a data set's samples, labels and normalisation, the same on every device; made once."""
+    if data not in _data_digests:
+        facts = [as_json(data.mean), as_json(data.std), map_batch(content_digest, data.x), content_digest(data.y)]
+        _data_digests[data] = json_digest(facts)
+    return _data_digests[data]
 
 
 def structure_digest(objective: Objective) -> str:
     """Return a digest of a model's layers, plain attributes and frozen weights; trainable weights do not count."""
-    return _hash([_model_digest(objective), objective.attributes, sorted(objective.always_evaluated)])
+    return json_digest([_model_digest(objective), objective.attributes, sorted(objective.always_evaluated)])
 
 
-def splits_digest(train: Dataset, test: Dataset | None) -> str:
-    """Return a digest of the contents of training and test data."""
-    return _hash([_data_digest(data) for data in (train, test) if data is not None])
+def splits_digest(train: Dataset, test: Dataset | None, partition: Partition) -> str:
+    """Return a digest of the contents of training and test data, and of the columns that a partition splits by."""
+    contents = [None if data is None else dataset_digest(data) for data in (train, test)]
+    columns = (train.columns[name].astype(str).tolist() for name in columns_read(partition, train))
+    return json_digest([*contents, *(hashlib.sha256("\0".join(values).encode()).hexdigest() for values in columns)])
 
 
 def content_digest(values: Tensor) -> str:
@@ -266,4 +190,4 @@ def content_digest(values: Tensor) -> str:
         if len(odd) < len(words):
             odd = rng.fork(len(data), torch.arange(len(words), device=values.device)) | 1
         sums.append((words * odd[: len(words)]).sum())
-    return _hash([str(values.dtype), list(values.shape), torch.stack(sums).tolist() if sums else []])
+    return json_digest([str(values.dtype), list(values.shape), torch.stack(sums).tolist() if sums else []])

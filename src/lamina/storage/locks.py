@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lamina.errors import BadInput
-from lamina.storage.files import cannot_write
+from lamina.storage.files import writing_to
 
 
 class Locked(BadInput):
@@ -22,27 +22,27 @@ class Lock:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
-        try:
+        with writing_to(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            while True:
-                self._file = self.path.open("a+", encoding="utf-8")
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
-                        break
-                self._file.close()  # its last owner deleted it between our two steps
+            self._file = self._take()
+            while not is_at(self._file, self.path):  # its last owner deleted it between our two steps
+                self._file.close()
+                self._file = self._take()
             self._file.truncate(0)
             self._file.write(f"{os.getpid()}\n")
             self._file.flush()
+
+    def _take(self) -> IO[str]:
+        file = self.path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            owner = self.path.read_text(encoding="utf-8").strip() or "unknown"
-            self._file.close()
-            raise Locked(
-                f"process {owner} is writing to the folder '{folder}': wait until it ends, or choose another with "
-                "--out (out=…)"
-            ) from error
-        except OSError as error:
-            raise cannot_write(folder, error) from error
+            file.seek(0)
+            owner = file.read().strip() or "unknown"
+            file.close()
+            what = f"process {owner} is writing to the folder '{self.path.parent}'"
+            raise Locked(f"{what}: wait until it ends, or choose another with --out (out=…)") from error
+        return file
 
     def refuse_lost(self) -> None:
         """Raise an error if the folder was removed, emptied or replaced, since the lock is then no longer ours."""

@@ -30,6 +30,7 @@ from lamina.engines.loop import FIXED_CHUNK, Loop
 from lamina.engines.stacked.feed import BatchFeed
 from lamina.engines.stacked.forward import Forward, arithmetic
 from lamina.engines.stacked.graphs import Graphs
+from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import (
@@ -59,7 +60,6 @@ from lamina.engines.stacked.steps import (
     Problem,
     Summing,
     SumOfGradients,
-    parts_of,
     train,
 )
 from lamina.engines.state import (
@@ -99,6 +99,11 @@ class Stacked:
         self.memory = Memory(self.objective.device)
         self.graphs = Graphs() if self.objective.device.type == "cuda" else None
         self.feed = BatchFeed(self.objective, self.protocol)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the engine: "stacked", or "vmap" where the module has no stacked form."""
+        return self.forward.name
 
     @functools.cached_property
     def _parts(self) -> list[Layers]:
@@ -424,21 +429,16 @@ class Stacked:
     def _vector_in_layout(self, values: Tensor) -> Tensor:
         """Reorder vectors ``[..., p]`` as the forward pass wants them; numbers per layer or per row have no order."""
         layout = self.forward.layout
-        if layout is None or values.shape[-1] != layout.size:
-            return values
-        return values.index_select(-1, layout.order)
+        return values if layout is None or values.shape[-1] != layout.size else values.index_select(-1, layout.order)
 
     def _vector_in_usual_order(self, values: Tensor) -> Tensor:
         layout = self.forward.layout
-        if layout is None or values.shape[-1] != layout.size:
-            return values
-        return values.index_select(-1, layout.inverse)
+        return values if layout is None or values.shape[-1] != layout.size else values.index_select(-1, layout.inverse)
 
     def _explain(self, now: RoundInProgress, row: Row, up: Any) -> Diverged:
         """Return where a row's values stopped being finite: the loop runs that client again and checks every step."""
         member, layers = now.members[row.member], self.objective.layers
-        plan, client_id = member.plan, now.client_id(row)
-        client = member.state.clients.get(client_id)
+        plan, client = member.plan, member.state.clients.get(now.client_id(row))
         client = member.algorithm.client_init(member.state.server.x, layers) if client is None else client
         client = on_device(client, self.objective.device)  # it may be kept on the host
         gradient = self._vector_in_usual_order(now.gradients[row]) if row in now.gradients else None

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from lamina import rng
 from lamina.batch import Inputs, arguments, map_batch, outputs_of
+from lamina.devices import Precision
 from lamina.dropout import dropping_half, set_streams, stream_layers
 from lamina.engines.stacked.attention_masks import unread_masks
 from lamina.engines.stacked.convolution import kernels_for
@@ -26,8 +27,6 @@ from lamina.engines.stacked.per_module import PerModule, over_clients
 from lamina.engines.stacked.probe import PROBE_CLIENTS, value_read
 from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
-
-Precision = Literal["fp32", "tf32", "bf16"]
 
 _one_at_a_time = threading.RLock()
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,7 @@ from lamina.algorithms.contract import Number, options
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.engines.stacked.convolution import kernels_for, wait_for_kernels
 from lamina.engines.stacked.gpu.launch import compile_ahead, recording
+from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import Batches, LocalWork, Problem, copy_buffers, where_active
 from lamina.objective import Buffers
@@ -104,12 +104,8 @@ def _options(work: LocalWork) -> dict[str, Any]:
 
 def _numbers(work: LocalWork) -> dict[str, Number]:
     """Return the options that are inputs of a captured step: numbers in formulas, except infinite ones ("no limit")."""
-    declared = {name for name, option in options(type(work.algorithm)).items() if option.type in ("Number", Number)}
-    return {
-        name: value
-        for name, value in _options(work).items()
-        if isinstance(value, Tensor) or (name in declared and math.isfinite(value))
-    }
+    declared = number_options(work.algorithm)
+    return {name: value for name, value in _options(work).items() if isinstance(value, Tensor) or name in declared}
 
 
 def _with_room(steps: int) -> int:

@@ -92,6 +92,16 @@ def value_read(objective: Objective, module: torch.nn.Module, inputs: Inputs, ta
     return ""
 
 
+def reads_values(work: Callable[[], object]) -> bool:
+    """Return whether a function branches on tensors' values or reads them, whatever the values are."""
+    try:
+        with _NoReads():  # type: ignore[no-untyped-call]
+            work()
+    except _DependsOnBatch:
+        return True
+    return False
+
+
 class _DependsOnBatch(Exception):
     """A result depends on values of the whole batch; the text says how and where."""
 
@@ -116,15 +126,22 @@ class _Watched(Tensor):
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
 
 
-class _NoValues(WatchingMode):  # type: ignore[no-untyped-call]
-    """A context that refuses operations whose Python result or shape depends on a tensor's values."""
+class _NoReads(WatchingMode):  # type: ignore[no-untyped-call]
+    """A context that refuses operations whose Python result depends on a tensor's values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.data_dependent_output in func.tags:
             _refuse("branches on a tensor's value or reads it")
+        return func(*args, **(kwargs or {}))
+
+
+class _NoValues(_NoReads):  # type: ignore[no-untyped-call]
+    """A context that also refuses a shape that depends on values, and a value that is computed over all samples."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.dynamic_output_shape in func.tags and not _takes_whole_numbers(func, args):
             _refuse(f"makes a tensor whose shape depends on values ({func.overloadpacket.__name__})")
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if _Watched.batch and _has_samples((args, kwargs)) and not _has_samples(result):
             name = func.overloadpacket.__name__
             if not name.startswith("new_") and not _is_empty(result):  # new_zeros takes only the type

@@ -3,24 +3,24 @@
 `train` is the plain form, for a CPU. It keeps the state of a row in parts, one per parameter tensor: gradients come
 tensor by tensor anyway, and joining them into one vector would cost as much memory traffic as the step itself. An
 algorithm cannot tell, as long as its `step` works layer by layer. One that does not (a norm over the whole vector,
-layers that span several tensors) gets whole vectors; `works_by_layer` finds out. On a GPU, see graphs.py.
+layers that span several tensors) gets whole vectors; independence.py finds out. On a GPU, see graphs.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, step_kinds
-from lamina.algorithms.rehearsal import TINY
+from lamina.algorithms.contract import Number
 from lamina.batch import map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, training_inputs
 from lamina.engines.stacked.forward import Forward
+from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
 from lamina.layers import Grouping, Layers
 from lamina.objective import Buffers, Objective
@@ -223,126 +223,3 @@ class SumOfGradients:
     def step(self, local: Summing, down: NoBroadcast, grad: Tensor, lr: Number, layers: Layers) -> Summing:
         """Add the gradient to the sum."""
         return Summing(local.y, local.total + grad)
-
-
-# --- parts --------------------------------------------------------------------------------------------------------
-
-
-def parts_of(algorithm: Algorithm, layers: Layers) -> list[Layers]:
-    """Return the parts that local state is kept in during training: one per parameter tensor, or a single one."""
-    parts = layers.parts()
-    # If every tensor has one element, vectors, numbers per layer and numbers per row have the same shape.
-    return parts if any(part.size > 1 for part in parts) and works_by_layer(algorithm) else [layers]
-
-
-def split(record: Any, parts: Sequence[Layers]) -> list[Any]:
-    """Return one record of views per part. Vectors and numbers per layer are split, numbers per row are repeated."""
-    sizes = [part.size for part in parts]
-
-    def pieces(value: Tensor | None) -> Sequence[Tensor | None]:
-        if value is not None and value.shape[-1] == sum(sizes):
-            return torch.split(value, sizes, dim=-1)
-        if value is not None and value.shape[-1] == len(parts):  # one number per layer: every part is a layer
-            return torch.split(value, 1, dim=-1)
-        return [value] * len(parts)
-
-    if not record:
-        return [record] * len(parts)
-    return [type(record)(*fields) for fields in zip(*map(pieces, record), strict=True)]
-
-
-def join(records: list[Any], like: Any) -> Any:
-    """Return the records of all parts as one, with fields of the same sizes as those of `like`."""
-    if len(records) == 1:
-        return records[0]
-
-    def joined(values: Sequence[Any], whole: Tensor | None) -> Any:
-        is_split = whole is not None and whole.shape[-1] > 1
-        return torch.cat(list(values), dim=-1) if is_split else values[0]
-
-    return type(like)(*map(joined, zip(*records, strict=True), like))
-
-
-def works_by_layer(algorithm: Algorithm) -> bool:
-    """Return whether a step part by part, one part per tensor, is the step on the whole vector.
-
-    A norm of the whole gradient, in the step or for its second point, makes a difference.
-    """
-    if algorithm.grouping != "tensor":
-        return False
-    parts = TINY.parts()
-    for local, down, grads in _random_steps(algorithm):
-        whole = _step_results(algorithm, local, down, grads, TINY)
-        rows = zip(split(local, parts), split(down, parts), split(grads, parts), parts, strict=True)
-        by_part = zip(*(_step_results(algorithm, *row) for row in rows), strict=True)
-        if not all(_equal(one, join(list(pieces), local)) for one, pieces in zip(whole, by_part, strict=True)):
-            return False
-    return True
-
-
-def works_by_row(algorithm: Algorithm) -> bool:
-    """Return whether a step on two rows is the step on each; it is not if it branches on a tensor's value, say."""
-    for local, down, grads in _random_steps(algorithm):
-        alone = [_step_results(algorithm, _only(local, r), _only(down, r), _only(grads, r), TINY) for r in (0, 1)]
-        try:
-            together = _step_results(algorithm, local, down, grads, TINY)
-        except RuntimeError:  # "Boolean value of Tensor with more than one value is ambiguous"
-            return False
-        for r, own in enumerate(alone):
-            if not all(_equal(_only(both, r), one) for both, one in zip(together, own, strict=True)):
-                return False
-    return True
-
-
-class _Gradients(NamedTuple):
-    first: Tensor
-    second: Tensor
-
-
-def _step_results(algorithm: Algorithm, local: Any, down: Any, grads: _Gradients, layers: Layers) -> list[Any]:
-    """Return all that a local step computes: the new state and, if there is one, the state at the second point."""
-    results = []
-    for has_second in step_kinds(algorithm):
-        second = {"second_grad": grads.second} if has_second else {}
-        if has_second:
-            results.append(local._replace(y=algorithm.second_point(local, down, grads.first, 0.1, layers)))
-        results.append(algorithm.step(local, down, grads.first, 0.1, layers, **second))
-    return results
-
-
-def _random_steps(algorithm: Algorithm) -> Iterator[tuple[Any, Any, _Gradients]]:
-    """Yield local state, broadcast and gradients of two rows of a tiny model, in many sizes.
-
-    A step may couple layers or rows only when something is large or small, as clipping does. One row is larger than
-    the other by more than the sizes are apart, so that whatever the limit is, once it lies between the two.
-    """
-    generator = torch.Generator().manual_seed(0)
-    larger = torch.tensor([[1.0], [30.0]], dtype=torch.float64)
-
-    def draw(size: int) -> Tensor:
-        return larger * torch.rand((2, size), generator=generator, dtype=torch.float64)
-
-    x = draw(TINY.size)[0]
-    needs = algorithm.needs(1)
-    broadcast = algorithm.broadcast(
-        algorithm.init(x, TINY), ServerInfo(1, 0.1, TINY, mean_gradient=x if needs.control_variate else None)
-    )
-    info = ClientInfo(1, 0.1, TINY, full_gradient=x if needs.full_gradient else None)
-    start = algorithm.begin(broadcast, algorithm.client_init(x, TINY), info)
-    sizes = [10.0**exponent for exponent in range(-6, 7)]
-    for of_state, of_gradient in [(1.0, size) for size in sizes] + [(size, 1.0) for size in sizes]:
-        local, down = (
-            type(record)(*(None if v is None else of_state * draw(v.shape[-1]) for v in record))
-            for record in (start, broadcast)
-        )
-        first = of_gradient * draw(TINY.size)
-        yield local, down, _Gradients(first, second=first.flip(-1))
-
-
-def _only(record: Any, r: int) -> Any:
-    return type(record)(*(None if value is None else value[r : r + 1] for value in record))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None)
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=0.0) for a, b in pairs)

@@ -16,7 +16,7 @@ from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.records import is_ours, read_diverged, read_json, read_metrics, remove_records
 from lamina.flower.federation import Federation
-from lamina.flower.local.federation import LocalFederation, RunStatus, Settings
+from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import FederationFailed
 from lamina.history import History
 from lamina.storage.files import check_writable
@@ -46,19 +46,23 @@ class Job:
         """Return whether nothing is left to do; raise an error for the folder of another run, or one that diverged."""
         raise NotImplementedError
 
-    def submission(self, federation: LocalFederation) -> tuple[Path, Settings]:
-        """Return the folder of the Flower app, and what is set in its run configuration."""
+    def app(self, folder: Path) -> Path:
+        """Return the folder of the Flower app: `folder`, if it is written here."""
         raise NotImplementedError
 
     def run(
         self, federation: LocalFederation, *, overwrite: bool, say: Callable[[str], None], tick: Callable[[], None]
-    ) -> RunStatus:
-        """Run on a federation that has been started, and return how it ended; Ctrl-C stops the run first."""
+    ) -> dict[str, Any]:
+        """Run on a federation that has been started, and return the run's status; Ctrl-C stops the run first."""
         if overwrite and is_ours(self.out):
             remove_records(self.out)
             (self.out / "config.json").unlink()
         say("submitting the run")
-        run = federation.submit(*self.submission(federation))
+        nodes = federation.folder / "nodes.json"
+        nodes.write_text(json.dumps(federation.node_ids))
+        key = federation.keys.signing_key
+        settings = {"out": str(self.out.absolute()), "nodes": str(nodes), "signing-key": str(key)}
+        run = federation.submit(self.app(federation.folder / "app"), settings)
         say("waiting for the first round")
         try:
             return federation.wait(run, tick=tick)
@@ -68,15 +72,15 @@ class Job:
                 federation.stop_run(run)
             raise
 
-    def failed(self, status: RunStatus, logs: Path, to_resume: str) -> LaminaError:
+    def failed(self, status: Mapping[str, Any], logs: Path, to_resume: str) -> LaminaError:
         """Return the error for a run that did not complete."""
         how = read_diverged(self.out)
         if how is not None:
             return Diverged(how["message"], round=how["round"], client=how["client"], layer=how["layer"])
-        why = status.details.removeprefix("ServerApp failed with exception: ").strip()
+        why = str(status.get("status-details", "")).removeprefix("ServerApp failed with exception: ").strip()
         rounds = len(self.history())
         kept = f"{plural(rounds, 'round')} {'is' if rounds == 1 else 'are'} kept; {to_resume}; " if rounds else ""
-        ended = status.status.removeprefix("finished:")
+        ended = status["status"].removeprefix("finished:")
         return FederationFailed(f"the run {ended}{': ' + why if why else ''} ({kept}logs: {logs}/)")
 
 
@@ -91,21 +95,18 @@ class FileJob(Job):
         super().__init__(out or Path(experiment.run.out or f"runs/{name}"), experiment.train.rounds)
         data = experiment.data
         changed: dict[str, Any] = {}
-        if data.partition.name != "by-column":  # whose column names the clients
+        all_train = data.heldout_clients is None and data.partition.name != "by-column"  # as many as data.clients says
+        if all_train and data.clients is None:
             changed["clients"] = nodes
-            if data.clients not in (None, nodes):
-                raise BadInput(
-                    f"the experiment has {plural(data.clients, 'client')}, and every client is a node: give "
-                    f"--nodes {data.clients}, or --set data.clients={nodes}"
-                )
         if data.dir is not None or data.name in FORMATS:  # Flower's processes may work elsewhere
             changed["dir"] = str(Path(data.dir or "").absolute())
-        self.experiment = experiment.model_copy(update={"data": data.model_copy(update=changed)})
+        self.experiment = experiment.changed(data=changed)
         self.options = options  # of the federation, beside what the file says
-        self.config = Federation.from_experiment(self.experiment, out=self.out.absolute(), **options).config()
-        clients = int(self.config["data"]["clients"])
+        federation = Federation.from_experiment(self.experiment, **options)
+        self.config, clients = federation.config(), federation.plan.clients.count
         if clients != nodes:
-            raise BadInput(f"the experiment has {plural(clients, 'client')}: give --nodes {clients}")
+            advice = f"give --nodes {clients}" + f", or --set data.clients={nodes}" * all_train
+            raise BadInput(f"the experiment has {plural(clients, 'client')}, and every client is a node: {advice}")
 
     def is_complete(self, *, overwrite: bool) -> bool:
         """Look into the folder as the server app will."""
@@ -114,12 +115,9 @@ class FileJob(Job):
                 raise folder.diverged
             return folder.complete
 
-    def submission(self, federation: LocalFederation) -> tuple[Path, Settings]:
-        """Write the app."""
-        folder = federation.folder / "app"
-        options = {**self.options, "signing_key": str(federation.signing_key)}
-        write_app(folder, self.experiment, self.out, federation.node_ids, options)
-        return folder, {}
+    def app(self, folder: Path) -> Path:
+        """Write the app; its run configuration says where the records go."""
+        return write_app(folder, self.experiment, {**self.options, "out": None})
 
 
 class AppJob(Job):
@@ -146,22 +144,18 @@ class AppJob(Job):
         check_writable(self.out)
         return False
 
-    def submission(self, federation: LocalFederation) -> tuple[Path, Settings]:
-        """Tell the app where its records go, which node is which client, and what it signs tasks with."""
-        nodes = federation.folder / "nodes.json"
-        nodes.write_text(json.dumps(federation.node_ids))
-        signing_key = str(federation.signing_key)
-        return self.folder, {"out": str(self.out.absolute()), "nodes": str(nodes), "signing-key": signing_key}
+    def app(self, folder: Path) -> Path:
+        """Return the user's own folder."""
+        return self.folder
 
 
-def write_app(
-    folder: Path, experiment: Experiment, out: Path, nodes: Mapping[int, int], options: Mapping[str, Any]
-) -> None:
-    """Write a Flower app that builds the federation of an experiment."""
-    settings = {"experiment": experiment.model_dump(), "out": str(out.absolute()), "nodes": nodes, "options": options}
+def write_app(folder: Path, experiment: Experiment, options: Mapping[str, Any]) -> Path:
+    """Write a Flower app that builds the federation of an experiment; return its folder."""
+    settings = {"experiment": experiment.model_dump(), "options": options}
     package = folder / "lamina_up"
     package.mkdir(parents=True, exist_ok=True)
     template = resources.files("lamina").joinpath("flower", "template", "up")
     (folder / "pyproject.toml").write_bytes(template.joinpath("pyproject.toml.in").read_bytes())
     (package / "__init__.py").write_bytes(template.joinpath("shim.py.in").read_bytes())
     (package / "settings.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
+    return folder

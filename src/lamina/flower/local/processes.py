@@ -12,19 +12,18 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from lamina.errors import LaminaError
 from lamina.flower.local import guard
-from lamina.storage.files import cannot_write
+from lamina.storage.files import writing_to
 
 T = TypeVar("T")
 HOST = "127.0.0.1"
 GRACE_S = 8.0  # from SIGTERM to SIGKILL
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-PRIVATE = 0o077  # the umask of all processes: only their owner may read databases, logs and records
 QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # else Flower asks the network for packages
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -46,7 +45,7 @@ class Process:
     def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
         self.log = log
         self._start = log.stat().st_size if log.exists() else 0  # a restarted process appends to its log
-        with open(log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+        with log.open("ab") as file:
             self._child = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -54,7 +53,6 @@ class Process:
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
-                umask=PRIVATE,
             )
         self.pid = self._child.pid  # also the id of its group
         self._is_over = False  # the group has ended, and another process may have its id by now
@@ -70,9 +68,15 @@ class Process:
             file.seek(self._start)
             return COLOURS.sub("", file.read().decode(errors="replace"))
 
+    @property
+    def how_it_ended(self) -> str:
+        """What ended it, in words."""
+        code = self.ended or 0
+        return f"ended with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+
     def failed(self, what: str) -> FederationFailed:
         """Return an error: what happened, what the log says about it, and where the log is."""
-        why = telling_line(self.output())
+        why = telling_line(self.output()) if (self.ended or 0) >= 0 else ""  # a killed process could not say why
         return FederationFailed(f"{what}{': ' + why if why else ''} (log: {self.log})")
 
     def wait_for(self, ready: Callable[[], T | None], what: str, seconds: float) -> T:
@@ -80,7 +84,7 @@ class Process:
         deadline = time.monotonic() + seconds
         while not (result := ready()):
             if self.ended is not None:
-                raise self.failed(f"{what} ended with code {self.ended}")
+                raise self.failed(f"{what} {self.how_it_ended}")
             if time.monotonic() > deadline:
                 raise self.failed(f"{what} is not ready after {seconds:.0f} s")
             time.sleep(0.1)
@@ -92,12 +96,12 @@ class Process:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
-    def stop(self, grace: float = GRACE_S) -> None:
-        """Ask it to end, wait, and kill what is left of its group."""
+    def stop(self) -> None:
+        """Ask it to end, so that it ends its own helpers, wait, and kill what is left of its group."""
         if self.ended is None:
             self._child.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(grace)
+                self._child.wait(GRACE_S)
         self.kill()
 
     def kill(self) -> None:
@@ -114,35 +118,25 @@ class Processes:
         self.folder, self.threads = folder, threads
         self.mark = secrets.token_hex(8)  # in the environment of every process
         self.running: list[Process] = []
-        self._guard: subprocess.Popen[str] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def start_guard(self) -> None:
-        """Start the guard; it is told about every process that is launched."""
+        """Start the guard."""
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(guard.__file__)), self.mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            text=True,
-            bufsize=1,
         )
-
-    def _tell_guard(self, line: str) -> None:
-        if self._guard is not None and self._guard.stdin is not None:
-            with contextlib.suppress(OSError):  # it was killed, and this process still ends the others itself
-                self._guard.stdin.write(line + "\n")
 
     def launch(self, name: str, command: Sequence[str], home: str) -> Process:
         """Start a program of Flower's; `home` is its own folder, and ``logs/<name>.log`` its log."""
         program = executable(command[0])
         log = self.folder / "logs" / f"{name}.log"
-        try:
+        with writing_to(log.parent):
             process = Process([program, *command[1:]], log, self.environment(home))
-        except OSError as error:
-            raise cannot_write(log.parent, error) from error
         self.running.append(process)
-        self._tell_guard(f"+{process.pid}")
         return process
 
     def retire(self, process: Process) -> None:
@@ -150,7 +144,6 @@ class Processes:
         process.kill()
         if process in self.running:
             self.running.remove(process)
-            self._tell_guard(f"-{process.pid}")
 
     def close(self) -> None:
         """End every process, the first one (a SuperLink) after all others. May be called again."""
@@ -160,10 +153,8 @@ class Processes:
         for process in reversed(self.running):
             process.stop()
         self.running.clear()
-        if self._guard is not None and self._guard.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._guard.stdin.close()  # it ends what has escaped, and itself
-            self._guard.wait()
+        if self._guard is not None:
+            self._guard.communicate()  # closes its input: it ends what has escaped, and itself
             self._guard = None
 
     def environment(self, home: str) -> dict[str, str]:
@@ -179,16 +170,6 @@ class Processes:
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self.threads)),
             guard.VARIABLE: self.mark,
         }
-
-
-@contextlib.contextmanager
-def private_files() -> Iterator[None]:
-    """Make all files that this process writes meanwhile readable by their owner alone."""
-    before = os.umask(PRIVATE)
-    try:
-        yield
-    finally:
-        os.umask(before)
 
 
 def telling_line(text: str) -> str:

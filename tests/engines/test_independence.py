@@ -1,0 +1,136 @@
+"""What couples clients or members is found before a run: they would get other numbers together than each alone."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import lamina
+from lamina.algorithms.contract import Displacement, LocalModel, per_client
+from lamina.engines.loop import Loop
+from lamina.engines.stacked.independence import number_without_column, work_together, works_by_row
+
+X, Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
+
+
+class Count(NamedTuple):
+    steps: torch.Tensor
+
+
+class Counts(lamina.FedAvg):
+    """Keeps one number per client."""
+
+    def client_init(self, x, layers):
+        return Count(per_client(x))
+
+
+class NormOfAllUploads(lamina.FedAvg):
+    def finish(self, local, down, client, info):
+        delta = local.y - down.x
+        return Displacement(delta / delta.norm()), client
+
+
+class NormOfOneUpload(lamina.FedAvg):
+    def finish(self, local, down, client, info):
+        delta = local.y - down.x
+        return Displacement(delta / delta.norm(dim=-1, keepdim=True)), client
+
+
+class MeanAtTheStart(lamina.FedAvg):
+    def begin(self, down, client, info):
+        return LocalModel(down.x - down.x.mean())
+
+
+class SumOfAllCounts(Counts):
+    def finish(self, local, down, client, info):
+        return super().finish(local, down, client, info)[0], Count(client.steps + client.steps.sum() + 1)
+
+
+@pytest.mark.parametrize("coupled", [NormOfAllUploads, MeanAtTheStart, SumOfAllCounts])
+def test_functions_that_mix_clients_at_the_start_or_the_end_are_found(coupled):
+    assert not works_by_row(coupled())
+
+
+class Warms(Counts):
+    """Looks its weight up by the number of rounds that a client took part in."""
+
+    def finish(self, local, down, client, info):
+        weight = torch.tensor([0.1, 0.5, 1.0]).to(down.x)[client.steps.long()]
+        return Displacement((local.y - down.x) * weight), Count((client.steps + 1).clamp(max=2))
+
+
+class Odds(Counts):
+    """Keeps the logarithm of a weight: the weight itself would overflow for states of any size."""
+
+    def finish(self, local, down, client, info):
+        weight = client.steps.exp()
+        return Displacement((local.y - down.x) * weight / (weight + 1)), Count(client.steps + 0.1)
+
+
+@pytest.mark.parametrize("apart", [NormOfOneUpload, Counts, Warms, Odds])
+def test_functions_that_treat_clients_apart_are_not(apart):
+    assert works_by_row(apart())
+
+
+def test_such_a_run_is_the_loops():
+    runs = [
+        lamina.Simulation(nn.Linear(4, 2), (X, Y), NormOfAllUploads(), clients=4, engine=engine, lr=0.1, device="cpu")
+        for engine in ("auto", "loop")
+    ]
+    assert isinstance(runs[0].engine, Loop)
+    with pytest.raises(lamina.BadInput, match="other results for several clients"):
+        lamina.Simulation(nn.Linear(4, 2), (X, Y), NormOfAllUploads(), engine="stacked", lr=0.1, device="cpu")
+
+
+@lamina.algorithm("doubling", title="Doubling", reference="none", lr=0.1)
+class Doubling(lamina.FedAvg):
+    beta: lamina.Number = lamina.hyper(0.2, "beta", low=0.0, high=1.0)
+
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * grad * (2 if self.beta > 0.5 else 1))
+
+
+@lamina.algorithm("rooted", title="Rooted", reference="none", lr=0.1)
+class Rooted(Doubling):
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * grad * math.sqrt(self.beta))
+
+
+@pytest.mark.parametrize("kind", [Doubling, Rooted])
+def test_members_that_branch_on_a_number_are_not_stacked(kind):
+    assert not work_together(kind(beta=0.2), kind(beta=0.8))
+    assert number_without_column(kind()) == "beta"
+    with pytest.raises(lamina.BadInput, match="a branch on the option"):
+        lamina.Population([simulation(kind(beta=beta)) for beta in (0.2, 0.8)])
+
+
+@pytest.mark.parametrize("name", sorted(lamina.algorithms.BUILT_IN))
+def test_numbers_of_our_algorithms_may_be_columns(name):
+    assert number_without_column(lamina.create(name)) == ""
+
+
+def test_a_tuning_runs_such_members_one_by_one():
+    tuned = lamina.tune(nn.Linear(4, 2), (X, Y), Doubling(), rounds=2, clients=4, lr=0.1, grid={"beta": [0.2, 0.8]})
+    assert len(tuned.to_pandas()) == 2
+
+
+@lamina.algorithm("scaled", title="Scaled", lr=0.1)
+class Scaled(lamina.FedAvg):
+    by_norm: bool = lamina.hyper(False, "divide by the norm of all rows")
+
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * (grad / grad.norm() if self.by_norm else grad))
+
+
+def test_an_engine_is_not_lent_to_an_algorithm_that_it_does_not_fit():
+    alive = simulation(Scaled())  # its engine is lent as long as it exists
+    assert not isinstance(alive.engine, Loop)
+    other = simulation(Scaled(by_norm=True))
+    assert isinstance(other.engine, Loop)
+    assert not isinstance(simulation(lamina.FedAvg()).engine, Loop)
+
+
+def simulation(algorithm):
+    return lamina.Simulation(nn.Linear(4, 2), (X, Y), algorithm, clients=4, lr=0.1, device="cpu")

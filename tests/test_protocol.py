@@ -1,0 +1,60 @@
+"""The protocol record: its fields say which parts of a run depend on a setting."""
+
+import dataclasses
+import json
+from typing import get_args, get_type_hints
+
+import numpy as np
+import pytest
+
+from lamina.aggregation import Median
+from lamina.clients import Clients
+from lamina.data.feed import Augment
+from lamina.plan import Plan
+from lamina.protocol import SERVER_ONLY, UNPLANNED, Protocol, Settings
+from lamina.schedules import Cosine
+
+# another value of every setting
+OTHER = {
+    "lr": 0.2,
+    "schedule": Cosine(10),
+    "participation": 0.5,
+    "sampling": "bernoulli",
+    "batch_size": 3,
+    "epochs": 2,
+    "local_steps": 5,
+    "clip": 1.0,
+    "weighting": "examples",
+    "aggregation": Median(),
+    "loss": "mse",
+    "augmentation": Augment(),
+    "seed": 1,
+}
+
+
+def alternatives(hint):
+    return set(get_args(hint)) or {hint}
+
+
+def test_the_keyword_arguments_are_the_fields():
+    arguments, fields = get_type_hints(Settings), get_type_hints(Protocol)
+    assert list(arguments) == list(fields) == list(OTHER)
+    for name, hint in fields.items():
+        assert alternatives(hint) <= alternatives(arguments[name]), name
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_settings_that_do_not_make_another_plan_leave_the_rounds_alone(name):
+    parts = [np.arange(0, 9), np.arange(9, 16), np.arange(16, 30), np.arange(30, 34)]
+    base = Protocol(0.1, participation=0.75, batch_size=4)
+    plans = [
+        Plan(Clients(parts, samples=34), each) for each in (base, dataclasses.replace(base, **{name: OTHER[name]}))
+    ]
+    one, other = ([(p.cohort.tolist(), p.index.tolist()) for p in map(plan.round, (1, 2, 3))] for plan in plans)
+    assert (one == other) == plans[0].same_rounds(plans[1]) == (name not in Protocol.names(UNPLANNED))
+
+
+def test_a_client_gets_every_setting_that_is_not_the_servers():
+    local_settings = {name: OTHER[name] for name in Protocol.names(SERVER_ONLY) if name != "epochs"}
+    received = Protocol.from_local_record(json.loads(json.dumps(Protocol(**local_settings).local_record(1))))
+    assert received == Protocol(**local_settings)
