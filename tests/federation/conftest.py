@@ -21,7 +21,7 @@ def pytest_ignore_collect(collection_path, config):
 @pytest.fixture(autouse=True)
 def hard_timeout(request):
     """Every test ends: a federation that hangs is interrupted, and its processes are ended by their fixture."""
-    seconds = (request.node.get_closest_marker("seconds") or pytest.mark.seconds(240).mark).args[0]
+    seconds = (request.node.get_closest_marker("seconds") or pytest.mark.seconds(300).mark).args[0]
 
     def late(number, frame):
         pytest.fail(f"took more than {seconds} s")  # which no `except Exception` on the way swallows

@@ -70,7 +70,7 @@ class HostileNode:
             self._push(about.run_id, session, name, parts[name])
 
 
-@pytest.mark.seconds(480)
+@pytest.mark.seconds(900)
 def test_forged_tasks_and_incomplete_messages_cost_only_their_sender(federation, tmp_path):
     spec = experiment("scaffold", 2)
     key, _ = make_node_key(tmp_path / "hostile")

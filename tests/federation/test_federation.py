@@ -53,13 +53,14 @@ def train(message, context):
 @pytest.fixture(scope="module")
 def runs(federation, tmp_path_factory):
     """The runs that disturb nobody, side by side: most of a round is waiting."""
-    made = {name: Job(federation, experiment(name, 5), tmp_path_factory.mktemp(name)) for name in ALGORITHMS}
+    whole = {"quorum": 1.0, "deadline": 150}  # a round that lacks a reply, lost or late, is tried again
+    made = {name: Job(federation, experiment(name, 5), tmp_path_factory.mktemp(name), **whole) for name in ALGORITHMS}
     spec = experiment("fedavg", 4, weighting="examples")
     made["hostile"] = Job(federation, spec, tmp_path_factory.mktemp("hostile"), more=HOSTILE, quorum=2)
     return made
 
 
-@pytest.mark.seconds(480)
+@pytest.mark.seconds(900)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_trajectory_is_the_simulation(runs, name):
     job = runs[name]
@@ -73,7 +74,7 @@ def test_the_trajectory_is_the_simulation(runs, name):
         assert row["bytes_up"] <= row["wire_bytes_up"] <= row["bytes_up"] + 1000 * NODES
 
 
-@pytest.mark.seconds(200)
+@pytest.mark.seconds(400)
 def test_hostile_updates_of_an_authenticated_node_are_refused_and_named(runs, federation):
     job = runs["hostile"]
     job.wait()
@@ -88,7 +89,7 @@ def test_hostile_updates_of_an_authenticated_node_are_refused_and_named(runs, fe
     job.assert_same(simulated(job.spec, {number: {ROGUE} for number in range(1, 5)}))
 
 
-@pytest.mark.seconds(120)
+@pytest.mark.seconds(300)
 def test_strangers_are_not_let_in(federation, tmp_path):
     stranger, _ = make_node_key(tmp_path / "stranger")
     elsewhere = make_server_keys(tmp_path / "elsewhere")
@@ -139,7 +140,7 @@ class OnlyFleet(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.seconds(120)
+@pytest.mark.seconds(300)
 def test_a_proxy_closes_the_control_interface_and_lets_nodes_through(federation, tmp_path):
     """Whoever holds only ca.crt commands a SuperLink that is reached directly; through the proxy nobody does."""
     keys = federation.keys
@@ -172,7 +173,7 @@ def test_a_proxy_closes_the_control_interface_and_lets_nodes_through(federation,
     assert federation.flwr("ls", LINK, "--format", "json")["success"]  # which is why the port itself must be closed
 
 
-@pytest.mark.seconds(400)
+@pytest.mark.seconds(900)
 def test_a_killed_node_and_a_killed_server_app_resume(federation, tmp_path):
     """SCAFFOLD, whose clients remember: the result is that of a simulation in which the dead node was only absent."""
     job = Job(federation, experiment("scaffold", 7), tmp_path, quorum=2, deadline=120)
@@ -214,7 +215,7 @@ def test_a_killed_node_and_a_killed_server_app_resume(federation, tmp_path):
     job.assert_same(simulated(job.spec, absent))
 
 
-@pytest.mark.seconds(300)
+@pytest.mark.seconds(600)
 def test_a_silent_node_does_not_stop_a_round_of_two_exchanges(federation, tmp_path):
     """The original Mime: the second exchange begins when the first one's deadline is over, and has its own."""
     spec = experiment("mime", 2, {"control_variate": True})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,8 +139,7 @@ def up(
                 raise FederationFailed(f"{error}; {how_to_resume(overwrite)}") from error
     if status["status"] != "finished:completed":
         raise job.failed(status, place / "logs", how_to_resume())
-    for name in ("app", "command", "keys", "superlink", *(() if keep_logs else ("logs",))):
-        shutil.rmtree(place / name, ignore_errors=True)  # the nodes' state stays: more rounds may be wanted
+    federation.clean(keep_logs=keep_logs)
     if len(job.history()) == before:
         base.print_complete(job.out, job.history(), "the app's rounds")
     else:

@@ -108,6 +108,11 @@ class LocalFederation:
         if self._lock is not None:
             self._lock.release()
 
+    def clean(self, *, keep_logs: bool = False) -> None:
+        """Delete what only this start needed; the nodes' state stays, because more rounds may be wanted."""
+        for name in ("app", "command", "keys", "superlink", *(() if keep_logs else ("logs",))):
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+
     def node_key(self, client: int) -> Path:
         """Return the path of the private key of a client's node."""
         return self.folder / "keys" / node_name(client)

@@ -21,7 +21,7 @@ from lamina.metrics import DIAGNOSTICS
 from second_gradients import FedSam
 from small_simulations import simulation
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 START = processes.get_start_method()  # from a server that has imported torch once
 ALGORITHMS = {
     "fedlamb": lambda: lamina.FedLamb(decay=0.01),

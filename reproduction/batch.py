@@ -1,0 +1,146 @@
+"""Run reproductions side by side on one machine: ``python reproduction/batch.py NAME … --out runs --processes 8``.
+
+``lamina reproduce`` trains one method after another, and one method rarely fills a large GPU. Here every method of
+every variant is a process of its own, up to ``--processes`` of them at a time, in the order of the names. When all
+methods of a name have ended, ``lamina reproduce`` puts them together. Started again, it goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from lamina.errors import LaminaError
+from lamina.experiment import claims, reproduction
+from lamina.experiment.compare import label_folder
+from lamina.experiment.config import load
+
+PARTS = ".parts"  # folder of the comparisons of one method each
+
+
+@dataclass(frozen=True)
+class Part:
+    """One method of one variant of a reproduction."""
+
+    name: str
+    variant: str  # empty: as given
+    algorithm: str
+    command: list[str]  # without the folder
+    into: Path  # folder of the whole comparison
+
+    def __str__(self) -> str:
+        return f"{self.name}{' ' * bool(self.variant)}{self.variant}: {self.algorithm}"
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of its own comparison."""
+        place = self.into.relative_to(self.into.parents[1])
+        return self.into.parents[1] / PARTS / place / label_folder(self.algorithm)
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether its runs are in the folder of the whole comparison."""
+        return (self.into / label_folder(self.algorithm)).exists()
+
+    def move(self) -> None:
+        """Move its runs to the folder of the whole comparison."""
+        own = label_folder(self.algorithm)
+        self.into.mkdir(parents=True, exist_ok=True)
+        if not (self.into / "config.json").exists():  # tells lamina that it may use the folder
+            shutil.copyfile(self.folder / "config.json", self.into / "config.json")
+        tuning = self.folder / "tuning" / own
+        if tuning.exists():
+            (self.into / "tuning").mkdir(exist_ok=True)
+            shutil.move(tuning, self.into / "tuning" / own)
+        shutil.move(self.folder / own, self.into / own)  # last: the part is done
+        shutil.rmtree(self.folder)
+
+
+def main() -> None:
+    """Run all parts, then put them together."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="+", metavar="NAME", help="as of lamina reproduce")
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="folder of the results (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=4, help="that train at a time (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="stop then, after a round of each process")
+    parser.add_argument("--set", action="append", default=[], help="as of lamina reproduce; for all names")
+    arguments = parser.parse_args()
+    try:
+        parts = [part for name in arguments.names for part in parts_of(name, arguments.out, arguments.set)]
+    except LaminaError as error:
+        parser.error(str(error))
+    until = float("inf") if arguments.seconds is None else time.monotonic() + arguments.seconds
+    complete = train([part for part in parts if not part.is_done], arguments.processes, until)
+    changed = [word for one in arguments.set for word in ("--set", one)]
+    for name in arguments.names:
+        if all(part.is_done for part in parts if part.name == stem(name)):
+            command = ["reproduce", name, *changed, "--out", str(arguments.out / stem(name))]
+            complete &= subprocess.run([sys.executable, "-m", "lamina", *command], check=False).returncode == 0
+    sys.exit(0 if complete else 1)
+
+
+def stem(name: str) -> str:
+    """Return the name of a reproduction's folder."""
+    return reproduction.find(name).stem
+
+
+def parts_of(name: str, out: Path, overrides: list[str]) -> list[Part]:
+    """Return every method of every variant that the claims of a reproduction need."""
+    file = reproduction.find(name)
+    experiment = load(file, overrides)
+    parts = []
+    for variant, algorithms in claims.needed(experiment).items():
+        into = (out / file.stem / (variant or reproduction.FOLDER_AS_GIVEN)).absolute()
+        for algorithm in algorithms:
+            alone = f"compare.algorithms={json.dumps([algorithm])}"
+            settings = [*overrides, *claims.variants(experiment)[variant], alone]
+            command = ["compare", str(file), *(word for setting in settings for word in ("--set", setting)), "--quiet"]
+            parts.append(Part(file.stem, variant, algorithm, command, into))
+    return parts
+
+
+def train(waiting: list[Part], processes: int, until: float) -> bool:
+    """Train parts side by side until all have ended or time is up; return whether all were completed."""
+    began, complete = time.monotonic(), True
+    running: dict[subprocess.Popen[bytes], Part] = {}
+    stopping: set[subprocess.Popen[bytes]] = set()
+
+    def say(line: object) -> None:
+        print(f"{time.monotonic() - began:6.0f} s  {line}", flush=True)
+
+    while running or (waiting and time.monotonic() < until):
+        while waiting and len(running) < processes and time.monotonic() < until:
+            part = waiting.pop(0)
+            part.folder.parent.mkdir(parents=True, exist_ok=True)
+            with part.folder.with_suffix(".log").open("ab") as log:
+                command = [sys.executable, "-m", "lamina", *part.command, "--out", str(part.folder)]
+                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            running[child] = part
+            say(f"{part}: started")
+        for child, part in list(running.items()):
+            if child.poll() is not None:
+                del running[child]
+                if child.returncode == 0:
+                    part.move()
+                    say(f"{part}: complete")
+                else:
+                    complete = False
+                    say(f"{part}: ended with code {child.returncode}, see {part.folder.with_suffix('.log')}")
+            elif time.monotonic() > until and child not in stopping:
+                child.send_signal(signal.SIGTERM)  # lamina ends the round, writes a checkpoint and stops
+                stopping.add(child)
+        time.sleep(0.5)
+    for part in waiting:
+        say(f"{part}: not started")
+    return complete and not waiting
+
+
+if __name__ == "__main__":
+    main()

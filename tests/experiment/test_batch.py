@@ -1,0 +1,76 @@
+"""reproduction/batch.py: methods that ran as processes of their own end where `lamina reproduce` ends alone."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lamina.cli import main
+from lamina.errors import BadInput
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "reproduction"))  # as a script there has it
+
+import batch
+
+FILE = """
+[data]
+name = "digits"
+clients = 5
+
+[model]
+name = "mlp"
+hidden = 8
+
+[train]
+rounds = 3
+participation = 1.0
+batch_size = 64
+
+[compare]
+algorithms = ["fedavg", "fedlamb"]
+seeds = 1
+
+[compare.grid.fedavg]
+lr = [0.03, 0.1]
+
+[run]
+device = "cpu"
+
+[[claim]]
+text = "layers help, and more data, too"
+kind = "order"
+expect = ["fedlamb", "fedavg", "fedavg@fewer"]
+variants = { fewer = ["train.participation=0.4"] }
+"""
+
+
+@pytest.mark.long
+def test_a_batch_stops_resumes_and_ends_as_lamina_reproduce_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("small.toml").write_text(FILE)
+    parts = batch.parts_of("small.toml", Path("runs"), [])
+    assert [(part.variant, part.algorithm) for part in parts] == [("", "fedavg"), ("", "fedlamb"), ("fewer", "fedavg")]
+    assert not batch.train(list(parts), 2, until=time.monotonic())
+    assert "small fewer: fedavg: not started" in capsys.readouterr().out
+
+    monkeypatch.setattr(sys, "argv", ["batch.py", "small.toml", "--out", "runs", "--processes", "2"])
+    for command in (batch.main, lambda: main(["reproduce", "small.toml", "--out", "alone/small", "--quiet"])):
+        with pytest.raises(SystemExit) as ended:
+            command()
+        assert not ended.value.code
+    assert all(part.is_done for part in parts)
+    assert sorted(path.name for path in Path("runs").rglob("tuning/fedavg/*")) == 2 * ["lr0.03"] + 2 * ["lr0.1"]
+    claims = [json.loads((Path(out) / "small" / "claims.json").read_text()) for out in ("runs", "alone")]
+    assert claims[0] == claims[1]
+
+
+def test_a_part_that_fails_is_named_with_its_log(tmp_path, capfd):
+    part = batch.Part("small", "", "fedavg", ["compare", "nowhere.toml"], tmp_path / "small" / "as-given")
+    assert not batch.train([part], 1, until=float("inf"))
+    log = part.folder.with_suffix(".log")
+    assert f"small: fedavg: ended with code 2, see {log}" in capfd.readouterr().out
+    assert "nowhere.toml" in log.read_text()
+    with pytest.raises(BadInput, match="lamb-fig99"):
+        batch.parts_of("lamb-fig99", tmp_path, [])
