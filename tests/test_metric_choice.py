@@ -14,6 +14,7 @@ from lamina.experiment.build import build
 from lamina.experiment.config import load
 from lamina.experiment.records import read_record
 from lamina.flower import Federation
+from lamina.report.build import build as build_report
 
 OWN = """
 import lamina
@@ -139,6 +140,10 @@ def test_a_target_may_be_any_number_for_metrics_that_are_no_fractions(target, tm
     assert history[0]["r2"] > 0
     assert f"r2 {target:g}" in str(result)
     assert dict(zip(result.table().head, result.table().rows[0], strict=True))["rounds\nto target"] == "1.0"
+    assert build_report([out]).targets == [target]
+    other = tmp_path / "without"
+    lamina.compare(*arguments[:2], ["fedavg"], **settings, out=other)
+    assert build_report([other]).targets == []
     assert call("report", str(out), "--out", str(tmp_path / "page.html"), "--target", str(target)) == 0
     assert call("report", str(out), "--out", str(tmp_path / "page.html"), "--target", "nan") == 2
     assert "--target nan: must be a finite number" in capsys.readouterr().err

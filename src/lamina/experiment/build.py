@@ -137,6 +137,12 @@ def choose_threads(experiment: Experiment, parameters: int) -> int:
     return 1 if parameters < THREADED_FROM else max(1, (os.cpu_count() or 1))
 
 
+def chosen_target(experiment: Experiment, metric: str) -> float | None:
+    """Return the accuracy to reach; if runs are judged by another metric, its target in the file, if any."""
+    compare = experiment.compare
+    return compare.target if metric == "accuracy" or "target" in compare.model_fields_set else None
+
+
 def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     """Return the whole configuration, with every default and every "auto" replaced by the value used."""
     config = experiment.model_dump()
@@ -155,6 +161,7 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     config["train"]["lr"] = simulation.protocol.lr
     config["train"]["schedule"] |= field_values(simulation.protocol.schedule)
     config["train"]["aggregation"] |= field_values(simulation.protocol.aggregation)
+    config["compare"]["target"] = chosen_target(experiment, simulation.metric)
     config["run"]["device"] = str(simulation.device)
     config["run"]["engine"] = simulation.engine.name
     config["run"]["threads"] = choose_threads(experiment, simulation.objective.start.numel())

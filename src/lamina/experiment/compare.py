@@ -19,7 +19,7 @@ from typing import Any
 import lamina
 from lamina import algorithms
 from lamina.errors import BadInput, is_whole
-from lamina.experiment.build import build_algorithm, build_schedule, resolved
+from lamina.experiment.build import build_algorithm, build_schedule, chosen_target, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment
 from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.sections import Named
@@ -83,9 +83,8 @@ class Comparison(Trials):
 
     @property
     def target(self) -> float | None:
-        """Return the test accuracy to reach; if runs are judged by another metric, its target in the file, if any."""
-        spec = self.experiment.compare
-        return spec.target if self.metric == "accuracy" or "target" in spec.model_fields_set else None
+        """Return the value of the first metric to reach, if there is one."""
+        return chosen_target(self.experiment, self.metric)
 
     def _run_algorithm(self, name: str) -> bool:
         """Choose the settings if there is a choice, then run every seed; return whether all runs finished."""

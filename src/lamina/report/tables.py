@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
+from lamina.errors import is_number
 from lamina.experiment.records import flatten
 from lamina.experiment.settings import short_names, shown, shown_name
 from lamina.experiment.trials import Trial
@@ -138,17 +139,21 @@ def unit_of_bytes(curves: Sequence[Trial]) -> Unit:
 def default_targets(curves: Sequence[Trial]) -> list[float]:
     """Return the accuracies that all seeds of every curve, and of the best curve, reach, in steps of 5 %.
 
-    The target of a comparison is added if some curve reaches it. There is no default for metrics without a scale from
-    0 to 100 %, such as losses.
+    The target of a comparison is added if all seeds of some curve reach it. For metrics without a scale from 0 to
+    100 %, such as losses, it is the only one.
     """
     metric = metric_of(curves)
-    if not is_percent(metric) or smaller_is_better(metric):
-        return []
-    reached = [values(curve.histories, lambda history: history.best(metric, optional=True)) for curve in curves]
-    worst_seeds = [min(accuracies, default=0.0) for accuracies in reached] or [0.0]
-    steps = {math.floor(20 * best + 1e-9) * 5 / 100 for best in (min(worst_seeds), max(worst_seeds))}
-    compared = {float(run.config.get("compare", {}).get("target", 0)) for curve in curves for run in curve.records}
-    return sorted(target for target in steps | {t for t in compared if t <= max(worst_seeds)} if target > 0)
+    compared = [run.config.get("compare", {}).get("target") for curve in curves for run in curve.records]
+    targets = {
+        target
+        for target in filter(is_number, compared)
+        if any(cost_to_target(curve.histories, target, metric).rounds < math.inf for curve in curves)
+    }
+    if is_percent(metric) and not smaller_is_better(metric):
+        best = [values(curve.histories, lambda history: history.best(metric, optional=True)) for curve in curves]
+        worst_seeds = [min(accuracies, default=0.0) for accuracies in best] or [0.0]
+        targets |= {math.floor(20 * value + 1e-9) * 5 / 100 for value in (min(worst_seeds), max(worst_seeds))} - {0.0}
+    return sorted(targets)
 
 
 def cost_table(curves: Sequence[Trial], targets: Sequence[float], baseline: int) -> Table:
