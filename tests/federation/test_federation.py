@@ -217,9 +217,12 @@ def test_a_killed_node_and_a_killed_server_app_resume(federation, tmp_path):
 
 @pytest.mark.seconds(600)
 def test_a_silent_node_does_not_stop_a_round_of_two_exchanges(federation, tmp_path):
-    """The original Mime: the second exchange begins when the first one's deadline is over, and has its own."""
+    """The original Mime: the second exchange begins when the first one is over, and has its own deadline."""
     spec = experiment("mime", 2, {"control_variate": True})
-    job = Job(federation, spec, tmp_path, quorum=2, deadline=40, attempts=1)
+    started = time.monotonic()
+    federation.flwr("ls", LINK, "--format", "json")
+    deadline = max(40, round(8 * (time.monotonic() - started)))  # a busy machine needs a longer one
+    job = Job(federation, spec, tmp_path, quorum=2, deadline=deadline, attempts=1)
     victim = 2
     stopped = []
 
@@ -238,7 +241,8 @@ def test_a_silent_node_does_not_stop_a_round_of_two_exchanges(federation, tmp_pa
     assert [one["client"] for one in second["took_part"]] == [0, 1]
     ((client, why),) = [(one["client"], one["why"]) for one in second["missing"]]
     assert client == victim
-    assert why == "no reply within 40 s"  # its heartbeat is missed only after 60
+    # Flower misses its heartbeat 30 to 60 seconds after it was stopped, which may be before the deadline
+    assert why.startswith((f"no reply within {deadline} s", "it went offline"))
     job.assert_same(simulated(spec, {2: {victim}}))
 
 
