@@ -122,7 +122,8 @@ FROM_LADA = [name for name in PAPERS if load(PAPERS[name]).model.name == "resnet
 @pytest.mark.parametrize("name", [name for name in FROM_LADA if "-text" not in name])
 def test_fedladas_experiments_follow_the_simulator(name):
     experiment = load(PAPERS[name])
-    assert simulator_settings(experiment) == ((True, 0.5, "mean"), True, ("bernoulli", 10))
+    refills = experiment.data.partition.name == "dirichlet"
+    assert simulator_settings(experiment) == ((True, 0.5, "mean"), refills, ("bernoulli", 10))
     for method in {"fedcm", "scaffold", "fedadam_star"} & set(experiment.compare.algorithms):
         chosen = build_algorithm(with_algorithm(experiment, method))
         assert (chosen.clip_direction, chosen.decay) == (10, 1e-3)

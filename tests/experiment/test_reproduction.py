@@ -340,6 +340,7 @@ def test_a_preset_as_given_is_not_called_changed(name):
             engine=SimpleNamespace(name="stacked"),
             objective=SimpleNamespace(start=torch.zeros(1)),
             metrics=(),
+            metric="accuracy",
         )
         config = as_json({"lamina": "0", "format": 1, **resolved(own, simulation)})
         variants[variant] = collect.Variant(Path(variant), config, [], [], [])
