@@ -61,6 +61,18 @@ def test_class_metrics_equal_their_definitions():
     assert row["mean_iou"] == pytest.approx(np.mean(right / (of_predicted + of_actual - right)))
 
 
+def test_auroc_tells_confident_scores_apart():
+    """In float32, the softmax of logits that differ by 20 or more is 1."""
+    logits = (40 * np.random.default_rng(0).normal(size=(400, 3))).astype(np.float32)
+    labels = np.arange(400) % 3
+    exact = np.exp(logits - logits.max(1, keepdims=True), dtype=np.float64)
+    exact /= exact.sum(1, keepdims=True)
+    expected = np.mean([area(exact[:, c], c == labels) for c in range(3)])
+    auroc = find("auroc")
+    batch = Batch(torch.tensor(logits), torch.tensor(labels), torch.zeros(400), None, 3)
+    assert float(auroc.function(*auroc.keep(batch))) == pytest.approx(expected, abs=1e-6)
+
+
 def test_auroc_equals_the_share_of_ordered_pairs():
     probabilities = np.exp(SCORES) / np.exp(SCORES).sum(1, keepdims=True)
     row = measured(SCORES, LABELS, "auroc")

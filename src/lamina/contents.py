@@ -1,12 +1,18 @@
-"""Hash models, losses and other values by their contents, to tell whether two of them compute the same."""
+"""Hash models, losses and other values by their contents, to tell whether two of them compute the same.
+
+Of code that the user wrote, the functions, classes and constants count that it uses; other code counts by its name.
+"""
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
+import sys
 import types
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,11 +28,14 @@ HOOK_OPTIONS = {"_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_
 OF_EVERY_MODULE = set(vars(nn.Module())) - HOOKS - HOOK_OPTIONS
 RNN_ALIASES = {"_flat_weights", "_flat_weight_refs"}  # an RNN's parameters under another name
 PLAIN = (bool, int, float, str, bytes, complex, type(None), type(...), torch.dtype, torch.device, torch.layout)
+COLLECTIONS = (tuple, list, dict, set, frozenset)
+CHANGEABLE = (list, dict, set, Tensor, np.ndarray)
+CHANGING = {"append", "extend", "insert", "add", "update", "pop", "clear", "remove", "setdefault", "discard"}
 LONGEST_SHOWN_VALUE = 40
 
 
 def attributes_digest(module: nn.Module) -> str:
-    """Return a digest of the plain attributes of a module and its submodules, the same in every process.
+    """Return a digest of the plain attributes and the user's code of a module, the same in every process.
 
     Values of parameters and buffers do not count. Of a value that cannot be pickled, only the type counts.
     """
@@ -63,6 +72,20 @@ def module_difference(one: nn.Module, other: nn.Module) -> str:
             if attributes.get(name) != other_attributes.get(name):
                 return _shown(f"{path}.{name}" if path else name, vars(layer).get(name), vars(others[path]).get(name))
     return ""
+
+
+def is_laminas(value: Any) -> bool:
+    """Return whether a function, class or object is lamina's own."""
+    return str(getattr(value, "__module__", "")).partition(".")[0] == "lamina"
+
+
+def is_users(value: Any) -> bool:
+    """Return whether a function, class or module was written by the user: no part of lamina or an installed package."""
+    name = str(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
+    if name.partition(".")[0] in {"lamina", "builtins", *sys.stdlib_module_names}:
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None) or ""  # a notebook has none
+    return not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def same_tensor(one: Tensor, other: Tensor) -> bool:
@@ -120,6 +143,8 @@ class _Digest:
         # a class created in a function may depend on its arguments; a class of torch.jit has no such function
         forward = getattr(type(module), "forward", None)
         digests = {"": self.of([value for value in _closure(forward) if not isinstance(value, type)])}
+        if not self.strict:
+            digests["class"] = self.of(type(module))
         for name, value in sorted(vars(module).items()):
             if name in HOOKS:  # keyed by a running number: only the functions matter
                 digests[name] = self.of(list(value.values()))
@@ -152,8 +177,8 @@ class _Digest:
             return sorted(map(self.of, value))
         if isinstance(value, types.FunctionType):
             place = [str(id(value.__globals__))] if self.strict else []
-            parts = (value.__code__, _closure(value), value.__defaults__, value.__kwdefaults__, vars(value))
-            return [*place, *map(self.of, parts)]
+            parts = (_without_docstring(value), _closure(value), value.__defaults__, value.__kwdefaults__, vars(value))
+            return [*place, *map(self.of, parts), *self._globals(value)]
         if isinstance(value, types.CodeType):
             return [value.co_code.hex(), *map(self.of, (value.co_names, value.co_consts))]
         if isinstance(value, types.MethodType):
@@ -163,8 +188,44 @@ class _Digest:
         if isinstance(value, weakref.ref):
             return [self.of(value())]
         if isinstance(value, type | types.BuiltinFunctionType):
-            return [str(id(value))] if self.strict else [str(value.__module__), value.__qualname__]
+            if self.strict:
+                return [str(id(value))]
+            if isinstance(value, type) and is_users(value):  # its module has another name when it runs as a script
+                return [value.__qualname__, *self._members(value)]
+            return [str(value.__module__), value.__qualname__]
         return self._stored(value)
+
+    def _members(self, cls: type) -> Iterator[str]:
+        """Yield the names and digests of the methods and constants of a user's class and of its bases."""
+        for base in cls.__bases__:
+            if is_users(base):
+                yield self.of(base)
+        for name, member in sorted(vars(cls).items()):
+            if name == "__call__" or not name.startswith("__"):  # what __init__ does shows in the object
+                member = getattr(member, "fget", getattr(member, "__func__", member))  # of a property, a class method
+                if isinstance(member, (types.FunctionType, functools.cached_property, *PLAIN, *COLLECTIONS)):
+                    yield from (name, self.of(getattr(member, "func", member)))
+
+    def _globals(self, function: types.FunctionType) -> Iterator[str]:
+        """Yield the names and digests of what a user's function uses from its module: functions, classes, constants.
+
+        What the function itself changes, such as a counter, is no constant.
+        """
+        if self.strict or not is_users(function):
+            return
+        codes = list(_codes(function.__code__))
+        steps = [(step.opname, str(step.argval)) for code in codes for step in dis.get_instructions(code)]
+        attributes = {name for code in codes for name in code.co_names}
+        stored = {name for action, name in steps if action == "STORE_GLOBAL"}
+        changes_contents = bool(CHANGING & attributes) or any(action == "STORE_SUBSCR" for action, _ in steps)
+        for name in sorted({name for action, name in steps if action == "LOAD_GLOBAL"} - stored):
+            value = function.__globals__.get(name)
+            inner = {name: value}
+            if isinstance(value, types.ModuleType) and is_users(value):
+                inner = {f"{name}.{key}": vars(value)[key] for key in sorted(attributes & vars(value).keys())}
+            for place, one in inner.items():
+                if _is_fixed(one) and not (changes_contents and isinstance(one, CHANGEABLE)):
+                    yield from (place, self.of(one))
 
     def _module(self, module: nn.Module) -> Iterator[str]:
         if self.strict:
@@ -183,6 +244,29 @@ class _Digest:
         maker, arguments, *rest = stored
         state = [None if part is None else part if i == 0 else list(part) for i, part in enumerate(rest[:3])]
         return [str(getattr(maker, "__qualname__", "")), self.of(list(arguments)), self.of(state)]
+
+
+def _without_docstring(function: types.FunctionType) -> types.CodeType:
+    code = function.__code__
+    is_documented = function.__doc__ is not None and code.co_consts[:1] == (function.__doc__,)
+    return code.replace(co_consts=(None, *code.co_consts[1:])) if is_documented else code
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield the code of a function and of those defined in it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _codes(inner)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether a global value is code of the user's or a constant; other objects may change as they are used."""
+    if isinstance(value, types.FunctionType | type):
+        return is_users(value)
+    if isinstance(value, nn.Module):  # a loss with class weights, but no model
+        return not any(True for _ in value.parameters())
+    return isinstance(value, (*PLAIN, *COLLECTIONS, Tensor, np.ndarray, np.generic, functools.partial))
 
 
 def _is_hash(key: Any) -> bool:

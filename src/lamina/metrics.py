@@ -194,7 +194,7 @@ def _scores(batch: Batch) -> Values:
     if outputs.shape[1] == 2:
         return outputs[:, 1:] - outputs[:, :1], targets[:, None]
     classes = targets.new_tensor(range(outputs.shape[1]))
-    return outputs.softmax(1), (targets[:, None] == classes).long()
+    return outputs.double().softmax(1), (targets[:, None] == classes).long()
 
 
 def _errors(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from lamina.named import field_values
 from lamina.protocol import Protocol, Settings
 from lamina.schedules import Schedule, make_schedule
 from lamina.storage.identity import splits_digest
+from lamina.text import listed, plural
 from lamina.training import RunOptions, Training
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
@@ -35,9 +36,26 @@ def load_data(experiment: Experiment) -> Splits:
     """Return the training and test data; with `data.validation`, held-out training data replace the test data."""
     data = experiment.data
     splits = experiment.objects.data or sources.load(data.name, data.dir, client=data.client, **data.options())
-    if experiment.data.validation is None:
-        return splits
-    return Splits(*splits.train.holdout(experiment.data.validation, experiment.train.seed))
+    return splits if data.validation is None else hold_out(experiment, splits.train)
+
+
+def hold_out(experiment: Experiment, train: Dataset) -> Splits:
+    """Split off the part of the training data that settings are chosen on, in place of test data."""
+    data = experiment.data
+    rest, held_out = train.holdout(cast(float, data.validation), experiment.train.seed)
+    partition, heldout = build_partition(experiment), data.heldout_clients
+    named = isinstance(heldout, Sequence) and all(isinstance(one, str) for one in heldout)
+    if heldout is not None and not named and isinstance(partition, partitions.ByColumn):
+        column = partition.column
+        lost = sorted(set(train.columns[column].tolist()) - set(rest.columns[column].tolist()))
+        if lost:  # the others are numbered again: a client that never trains would train here
+            who = f"{plural(len(lost), 'client')} ({listed([str(one) for one in lost], most=3)})"
+            raise BadInput(
+                f"{who} would have no sample while {data.validation:.0%} of the training data are held out to choose "
+                f"settings, and the others would have other numbers: give "
+                f"heldout_clients as values of '{column}', or select on the test data (select = \"test\")"
+            )
+    return Splits(rest, held_out)
 
 
 def build(experiment: Experiment, splits: Splits | None = None, *, like: Training | None = None) -> Training:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
-from lamina.algorithms.contract import Algorithm
 from lamina.batch import map_batch
-from lamina.contents import code_digest
+from lamina.contents import code_digest, is_laminas
 from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
 from lamina.inputs import create_model
@@ -20,7 +18,7 @@ from lamina.losses import as_loss
 from lamina.metrics import METRICS, Metric, description
 from lamina.models.registry import Factory
 from lamina.protocol import function_name
-from lamina.storage.identity import content_digest, json_digest, loss_digest, splits_digest, structure_digest
+from lamina.storage.identity import code_digests, content_digest, json_digest, splits_digest, structure_digest
 from lamina.training import Training
 
 
@@ -74,26 +72,14 @@ class Objects:
 
 
 def describe_code(config: dict[str, Any], simulation: Training) -> None:
-    """Add digests of the user's code: model, loss, algorithm and metrics. They do not depend on the seed.
-
-    A change of lamina's own code makes no other run.
-    """
-    config["loss_digest"] = loss_digest(as_loss(simulation.protocol.loss))
+    """Add digests of the user's code: model, loss, algorithm, aggregation and metrics; the seed does not count."""
+    protocol = simulation.protocol
+    config |= code_digests(simulation.algorithm, as_loss(protocol.loss), protocol)
     if ":" in config["model"]["name"]:
         shapes = {name: list(shape) for name, shape in simulation.objective.layers.shapes.items()}
         config["model_digest"] = json_digest([simulation.objective.attributes, shapes])
-    classes = [cls for cls in type(simulation.algorithm).__mro__ if issubclass(cls, Algorithm) and _is_users(cls)]
-    if classes:
-        members = [item for cls in classes for item in sorted(vars(cls).items()) if not item[0].startswith("__")]
-        methods = [[name, code_digest(f)] for name, f in members if isinstance(f, types.FunctionType)]
-        config["algorithm_digest"] = json_digest(methods)
     metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
     if metrics:
         functions = (function for metric in metrics for function in (metric.function, metric.keep))
-        users = [code_digest(function) for function in functions if _is_users(function)]
+        users = [code_digest(function) for function in functions if not is_laminas(function)]
         config["metrics_digest"] = json_digest([description(metrics), users])
-
-
-def _is_users(value: Any) -> bool:
-    """Return whether a function or class is not lamina's own."""
-    return str(getattr(value, "__module__", "")).partition(".")[0] != "lamina"

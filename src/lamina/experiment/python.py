@@ -165,13 +165,18 @@ def _partition(partition: Any, objects: Table) -> Any:
 
 
 def _with_clients(splits: Splits, clients: Sequence[Any]) -> Splits:
-    """Return data with a column that names the client of each sample, without samples that belong to no client."""
+    """Return data with a column that names the client of each sample, without samples that belong to no client.
+
+    The samples of each client are in the order of its list, which decides its batches.
+    """
     parts = Clients(clients, samples=len(splits.train)).parts
-    owners = np.full(len(splits.train), -1)
+    owners, samples = np.full(len(splits.train), -1), np.arange(len(splits.train))
     for client in range(len(parts)):
         owners[parts[client]] = client
+        samples[np.sort(parts[client])] = parts[client]
     train = dataclasses.replace(splits.train, columns={**splits.train.columns, GIVEN_CLIENTS: owners})
-    return splits._replace(train=train if (owners >= 0).all() else train.subset(np.flatnonzero(owners >= 0)))
+    wanted = samples[owners >= 0]
+    return splits._replace(train=train if np.array_equal(wanted, np.arange(len(train))) else train.subset(wanted))
 
 
 def _set_metrics(tree: dict[str, Table], objects: Table, given: Any) -> None:

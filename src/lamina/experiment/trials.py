@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lamina.data.dataset import Splits
 from lamina.errors import BadInput, Diverged
-from lamina.experiment.build import build, load_data, resolved
+from lamina.experiment.build import build, hold_out, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
@@ -258,7 +258,7 @@ class Trials:
         if held_out is None:
             return self._loaded
         if (held_out, seed) not in self._splits:
-            self._splits[held_out, seed] = Splits(*self._loaded.train.holdout(held_out, seed))
+            self._splits[held_out, seed] = hold_out(experiment, self._loaded.train)
         return self._splits[held_out, seed]
 
 

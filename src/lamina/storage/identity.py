@@ -20,12 +20,13 @@ from lamina import rng
 from lamina.algorithms.contract import Algorithm, options
 from lamina.batch import map_batch
 from lamina.clients import Clients
-from lamina.contents import code_digest
+from lamina.contents import code_digest, is_laminas
 from lamina.data.dataset import Dataset
 from lamina.data.partitions import Partition, columns_read
 from lamina.losses import LOSSES, Loss
 from lamina.objective import Objective
 from lamina.plan import Plan
+from lamina.protocol import Protocol
 from lamina.storage.files import as_json
 from lamina.text import listed
 
@@ -35,17 +36,18 @@ CHUNK_BYTES = 1 << 24  # how much of the data is hashed at a time
 SAME_LOSS = 1e-3  # relative; devices round differently
 DIGESTS_IN_WORDS = {  # of a checkpoint's identity, then of a run's config.json
     "model": "the model's layers or frozen weights",
-    "model_attributes": "the settings of the model's layers, such as a dropout rate",
+    "model_attributes": "the code of the model or the settings of its layers, such as a dropout rate",
     "loss_digest": "the code or the weights of the loss",
     "partition": "the split of the samples among clients",
     "training_data": "the training data",
     "data_digest": "the contents of the data",
     "model_digest": "the code of the model",
     "algorithm_digest": "the code of the algorithm",
+    "aggregation_digest": "the code or the settings of the aggregation",
     "metrics_digest": "the code of the metrics",
     "data.content": "the contents of the data",
     "data.partition.content": "the settings of the partition",
-    "model.content": "the model's layers, settings or initial weights",
+    "model.content": "the model's code, layers, settings or initial weights",
 }
 
 _data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs of a comparison share their data
@@ -68,7 +70,7 @@ def of_run(algorithm: Algorithm, objective: Objective, plan: Plan, data: Dataset
         "parameters": objective.layers.size,
         "clients": plan.clients.count,
         **plan.protocol.record(),
-        "loss_digest": loss_digest(objective.loss),
+        **code_digests(algorithm, objective.loss, plan.protocol),
     }
     if data is not None:
         facts |= {
@@ -123,6 +125,16 @@ def _loss_value(objective: Objective, data: Dataset) -> float | None:
 def json_digest(value: Any) -> str:
     """Return a short digest of a value that JSON can hold."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def code_digests(algorithm: Algorithm, loss: Loss, protocol: Protocol) -> dict[str, str | None]:
+    """Return digests of the user's code: loss, algorithm and aggregation; None for what is lamina's own.
+
+    A change of lamina's own code makes no other run.
+    """
+    others = {"algorithm_digest": type(algorithm), "aggregation_digest": protocol.aggregation}
+    digests = {name: None if is_laminas(value) else code_digest(value) for name, value in others.items()}
+    return {"loss_digest": loss_digest(loss), **digests}
 
 
 def loss_digest(loss: Loss) -> str | None:
