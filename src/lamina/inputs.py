@@ -14,6 +14,7 @@ from lamina.algorithms.rehearsal import rehearse
 from lamina.batch import map_batch
 from lamina.data import sources
 from lamina.data.dataset import Dataset, as_dataset
+from lamina.data.matching import inherit_normalisation
 from lamina.errors import BadInput, short_repr
 from lamina.models.registry import Factory
 from lamina.text import listed
@@ -45,6 +46,8 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
         )
     train_data, test_data = as_dataset(data), None if test is None else as_dataset(test)
     if test_data is not None:
+        if not isinstance(test, Dataset):
+            test_data = inherit_normalisation(test_data, train_data)
         _check_alike(train_data, test_data)
     return train_data, test_data
 
@@ -63,7 +66,9 @@ def _check_alike(train: Dataset, test: Dataset) -> None:
         raise BadInput(
             f"the test data have the inputs {listed(other)}, but the training data {listed(names)}: give both the same"
         )
-    if train.classes is None or test.classes is None or train.y.dim() != 1 or train.class_names is not None:
+    if train.classes is None or test.classes is None or train.y.dim() != 1:
+        return
+    if train.class_names is not None or test.labels_are_names:  # `match` compares the names
         return
     extra = sorted(set(test.y.unique().tolist()) - set(train.y.unique().tolist()))
     if extra and extra[-1] >= train.classes:

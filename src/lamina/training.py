@@ -24,6 +24,7 @@ from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.clients import Heldout, deal, reserve
 from lamina.data.dataset import Dataset
+from lamina.data.matching import match
 from lamina.devices import Precision, check_model_fits, usable_precision
 from lamina.diagnostics import Diagnostics, check_names
 from lamina.engines.choice import Engine, choose_engine
@@ -123,7 +124,7 @@ class Training:
 
         # the data, and which client trains on which of them in a round
         self.train_data = with_mask(train, module).to(device)
-        self.test_data = None if test is None else with_mask(test.with_labels_of(train), module).to(device)
+        self.test_data = None if test is None else with_mask(match(test, train), module).to(device)
         if protocol.loss == "cross_entropy" and self.train_data.classes is None and self.train_data.y.dim() == 1:
             raise BadInput(
                 "cross_entropy needs classes, but the labels are floats: for classes, convert them to integers (in an "

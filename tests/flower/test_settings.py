@@ -9,7 +9,8 @@ from flwr.app import Message
 from torch import nn
 
 import lamina
-from flower_setup import NODE, PARTS, Setup, assert_like_the_simulation, change, part_of, small_model, the_data
+from flower_grid import LoopGrid
+from flower_setup import NODE, PARTS, Setup, assert_like_the_simulation, change, nodes, part_of, small_model, the_data
 from lamina.errors import BadInput
 from lamina.experiment.python import describe
 from lamina.experiment.records import read_record
@@ -48,6 +49,28 @@ def test_evaluation_on_nodes_alone_and_of_bad_answers(tmp_path):
     assert setup.rows[1]["evaluating_nodes"] == 3
     assert "its accuracy is 7.0" in setup.journal[1]["notes"][0]
     assert setup.journal[1]["refused"] == []
+
+
+def test_the_test_data_of_a_node_are_matched_to_its_training_data(tmp_path):
+    pandas = pytest.importorskip("pandas")
+
+    def table_of(context):
+        x, y = part_of(context)
+        return pandas.DataFrame(x.numpy(), columns=list("abcdef")), y
+
+    def turned(context):
+        x, y = table_of(context)
+        return x[list("fedcba")], y
+
+    losses = []
+    for node_test in (table_of, turned):
+        setup = Setup(tmp_path / node_test.__name__, "fedavg", rounds=1, more={"evaluate_on": "nodes"})
+        made = Federation("fedavg", small_model, table_of, clients=4, rounds=1, out=setup.out, device="cpu",
+                          state_dir=tmp_path, node_test=node_test, **setup.protocol, **setup.more)  # fmt: skip
+        grid = LoopGrid(made.client_app(), nodes())
+        made.server_app()(grid, next(iter(grid.contexts.values())))
+        losses.append(setup.rows[-1]["node_loss"])
+    assert losses[0] == losses[1]
 
 
 def test_the_run_folder_is_that_of_a_simulation(tmp_path):

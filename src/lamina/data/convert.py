@@ -54,8 +54,12 @@ def convert_inputs(name: str, x: Any, count: int) -> Padded:
     return convert(name, "x", x)
 
 
-def convert_targets(name: str, y: Any, class_names: Sequence[str] | None) -> tuple[Tensor, tuple[str, ...] | None]:
-    """Return targets as a tensor, and the classes' names; text labels become their positions among the names.
+def convert_targets(
+    name: str, y: Any, class_names: Sequence[str] | None
+) -> tuple[Tensor, tuple[str, ...] | None, bool]:
+    """Return targets as a tensor, the classes' names, and whether y holds names: text labels.
+
+    Text labels become their positions among the names.
 
     Token labels of different length are padded with -100, which the losses ignore.
     """
@@ -63,10 +67,10 @@ def convert_targets(name: str, y: Any, class_names: Sequence[str] | None) -> tup
         raise BadInput(f"{name}: y is a dict; give one array of targets")
     names = None if class_names is None else tuple(map(str, class_names))
     if isinstance(y, Tensor):
-        return y.detach(), names
+        return y.detach(), names, False
     array = _text_labels(name, y)
     if array is None:
-        return convert(name, "y", y, IGNORED).values, names
+        return convert(name, "y", y, IGNORED).values, names, False
     if names is None:
         names = tuple(sorted(set(array.tolist())))
     places = {label: place for place, label in enumerate(names)}
@@ -76,7 +80,7 @@ def convert_targets(name: str, y: Any, class_names: Sequence[str] | None) -> tup
                 f"{name}: the label {label!r} of sample {i} is not among the class names{nearest(label, names)}",
                 without_data=f"{name}: the label of sample {i} is not among the class names",
             )
-    return torch.tensor([places[label] for label in array.tolist()]), names
+    return torch.tensor([places[label] for label in array.tolist()]), names, True
 
 
 def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
@@ -145,8 +149,8 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
 
 def read_frame(
     name: str, frame: Any, x: Sequence[str] | str | None, y: str | None, columns: Sequence[str]
-) -> tuple[Any, Any, dict[str, NDArray[Any]]]:
-    """Return the features (float32), the targets and the other columns of a pandas table."""
+) -> tuple[Any, Any, dict[str, NDArray[Any]], list[str]]:
+    """Return the features (float32), the targets and the other columns of a pandas table, and the features' names."""
     frame = frame.rename(columns=str)  # numbers, unless somebody named them
     names = list(frame.columns)
     y = str(y) if is_whole(y) else y
@@ -164,7 +168,7 @@ def read_frame(
     for column in (*features, y):
         without_gaps(name, frame, column, is_optional=column != y)
     others = {column: frame[column].to_numpy() for column in names if column not in features and column != y}
-    return _numbers_of(name, "x", frame[features]).astype(np.float32), frame[y].to_numpy(), others
+    return _numbers_of(name, "x", frame[features]).astype(np.float32), frame[y].to_numpy(), others, features
 
 
 def remaining_columns(where: str, frame: Any, reserved: Collection[str]) -> list[Any]:
@@ -205,6 +209,15 @@ def is_frame(values: Any) -> bool:
     return hasattr(values, "columns") and hasattr(values, "to_numpy") and hasattr(values, "dtypes")
 
 
+def column_names(x: Any, y: Any) -> dict[str, tuple[str, ...]]:
+    """Return the columns' names of inputs and targets that are pandas tables, by what messages call each."""
+    parts: dict[str, Any] = {"x": x, "y": y}
+    if isinstance(x, Mapping | tuple):
+        pairs = x.items() if isinstance(x, Mapping) else enumerate(x)
+        parts |= {f"x[{key!r}]": values for key, values in pairs}
+    return {what: tuple(map(str, values.columns)) for what, values in parts.items() if is_frame(values)}
+
+
 def refuse_other_order(name: str, x: Any, y: Any) -> None:
     """Refuse pandas inputs and targets whose rows have the same labels in another order: rows are paired by place."""
     one, other = getattr(x, "index", None), getattr(y, "index", None)  # a list has a method of this name
@@ -219,8 +232,8 @@ def refuse_other_order(name: str, x: Any, y: Any) -> None:
 
 def _numbers_of(name: str, what: str, frame: Any) -> NDArray[Any]:
     """Return the columns of a table as one array; refuse those that hold no numbers."""
-    for column in frame.columns:
-        if getattr(frame[column].dtype, "kind", "O") not in "biuf":
+    for column, dtype in zip(frame.columns, frame.dtypes, strict=True):
+        if getattr(dtype, "kind", "O") not in "biuf":
             raise BadInput(
                 f"{name}: column '{column}' of {what} holds no numbers; encode it, for example with "
                 f"pandas.get_dummies(table, columns=['{column}']), or leave it out of x"

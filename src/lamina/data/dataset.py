@@ -50,6 +50,10 @@ class Dataset:
             `attention_mask`, `mask` or `lengths` that the inputs do not name receives it. Of several inputs, a dict of
             masks by the input's name or place: `<input>_mask` and so on receive each, `mask` only one that is the same
             for all.
+        column_names: The names of the columns of x and y by "x" and "y" (of several inputs, by "x['name']" or "x[0]");
+            taken from tables. Test data with the same names in another order are put in order.
+        labels_are_names: Whether y named the classes before they were numbered, as text does. Such data do not match
+            test data with plain numbers.
     """
 
     x: Any
@@ -62,16 +66,27 @@ class Dataset:
     class_names: Sequence[str] | None = None
     ignore_index: int = IGNORED
     mask: Any = None
+    column_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    labels_are_names: bool = False
 
     def __post_init__(self) -> None:
         convert.refuse_other_order(self.name, self.x, self.y)
-        y, names = convert.convert_targets(self.name, self.y, self.class_names)
+        y, names, are_names = convert.convert_targets(self.name, self.y, self.class_names)
         x, mask = convert.convert_inputs(self.name, self.x, len(y) if y.dim() else 0)
         # uint8 with few axes is a table or tokens: `prepare` would read intensities
         x = map_batch(lambda v: v.to(torch.int64) if v.dtype == torch.uint8 and v.dim() <= 2 else v, x)
+        widths = {what: part.shape[1:] for what, part in {**named_tensors(x), "y": y}.items()}
+        column_names = {
+            what: given  # unless `dataclasses.replace` gave other features
+            for what, given in {**self.column_names, **convert.column_names(self.x, self.y)}.items()
+            if widths.get(what) == (len(given),)
+        }
         columns = {name: np.asarray(values) for name, values in self.columns.items()}
         mask = self.mask if mask is None else mask
-        for field_name, value in (("x", x), ("y", y), ("class_names", names), ("columns", columns), ("mask", mask)):
+        for field_name, value in (
+            ("x", x), ("y", y), ("class_names", names), ("columns", columns), ("mask", mask),
+            ("column_names", column_names), ("labels_are_names", self.labels_are_names or are_names),
+        ):  # fmt: skip
             object.__setattr__(self, field_name, value)
         for what, tensor in named_tensors(x).items():
             if tensor.dim() == 0 or y.dim() == 0 or len(tensor) != len(y):
@@ -171,21 +186,6 @@ class Dataset:
         inputs: Inputs = prepare(map_batch(lambda values: values[rows], self.x), self.mean, self.std, dtype)
         return inputs
 
-    def with_labels_of(self, train: Dataset) -> Dataset:
-        """Return test data whose text labels have the numbers of the training data's."""
-        if train.class_names is None or self.class_names is None or train.class_names == self.class_names:
-            return self
-        places = {name: place for place, name in enumerate(train.class_names)}
-        missing = [name for name in self.class_names if name not in places]
-        if missing:
-            raise BadInput(
-                f"the class '{missing[0]}' appears only in the test data: add training samples, drop the test "
-                "samples, or give all names to both: class_names=[…]",
-                without_data="a class appears only in the test data",
-            )
-        numbers = torch.tensor([places[name] for name in self.class_names], device=self.y.device)
-        return dataclasses.replace(self, y=numbers[self.y], classes=train.classes, class_names=train.class_names)
-
     def subset(self, indices: Any) -> Dataset:
         """Return the samples at `indices` (integers, in that order)."""
         chosen = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
@@ -260,13 +260,15 @@ def as_dataset(
     if isinstance(data, Dataset):
         return data
     others: Mapping[str, NDArray[Any]] = {}
+    column_names: Mapping[str, tuple[str, ...]] = {}
     if hub.is_hub_dataset(data):
         inputs, targets, others, known_classes = hub.arrays(data, x, y)
         classes = known_classes if classes is None else classes
     elif convert.is_frame(data):
-        inputs, targets, others = convert.read_frame(
+        inputs, targets, others, features = convert.read_frame(
             name, data, x, y, [columns] if isinstance(columns, str) else columns
         )
+        column_names = {"x": tuple(features)}
     elif isinstance(data, torch.utils.data.TensorDataset) and len(data.tensors) > 1:
         *several, targets = data.tensors
         inputs = several[0] if len(several) == 1 else tuple(several)
@@ -280,10 +282,11 @@ def as_dataset(
             )
         inputs, targets = data
         convert.refuse_other_order(name, inputs, targets)
+        column_names = convert.column_names(inputs, targets)
     inputs, mask = convert.convert_inputs(name, inputs, len(targets) if hasattr(targets, "__len__") else 0)
     if isinstance(inputs, Tensor) and inputs.dtype == torch.uint8 and inputs.dim() == 3:
         inputs = inputs.unsqueeze(1)  # grey images are often stored without their only channel
-    return Dataset(inputs, targets, classes, mean, std, name, others, class_names, mask=mask)
+    return Dataset(inputs, targets, classes, mean, std, name, others, class_names, mask=mask, column_names=column_names)
 
 
 def held_out_count(what: str, samples: int, fraction: Any) -> int:

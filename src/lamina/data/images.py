@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from lamina.errors import BadInput, missing_extra
 from lamina.paths import refuse_special
 
-_GREY_MODES = ("1", "L", "LA", "I", "I;16")
+_GREY_MODES = ("1", "L", "LA")
+_WIDE_MODES = ("I", "F")  # the beginnings of PIL's modes of 16 and 32 bits: I, I;16, I;16B, F
 
 
 def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool = False) -> NDArray[np.uint8]:
@@ -26,6 +27,7 @@ def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool 
     for index, picture in enumerate(pictures):
         if picture is None:
             raise BadInput(f"{what} has no value in sample {index}; fill or drop it")
+        refuse_wide(picture, f"{what}: image {index}")
         if not colour and picture.mode not in _GREY_MODES:
             return stack_pictures(pictures, count, what, colour=True)
         pixels = np.asarray(picture.convert(mode), dtype=np.uint8)
@@ -39,6 +41,15 @@ def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool 
             )
         stacked[index] = pixels.reshape(*stacked.shape[2:], channels).transpose(2, 0, 1)
     return stacked
+
+
+def refuse_wide(picture: Any, what: str) -> None:
+    """Refuse a picture of more than 8 bits per channel, which PIL would clip to 255; `what` names it in a message."""
+    if picture.mode.startswith(_WIDE_MODES):
+        raise BadInput(
+            f"{what} has more than 8 bits per channel (mode {picture.mode}): convert it to 8 bits, or give the pixels "
+            "as arrays of floats (in an experiment file: data.name = 'arrays')"
+        )
 
 
 class Pictures:
@@ -63,11 +74,14 @@ class Pictures:
             refuse_special(file)
             try:
                 with Image.open(file) as opened:
+                    refuse_wide(opened, str(file))
                     picture = opened.copy()
                     if picture.mode in ("P", "PA"):  # a palette of grey values is rare, and colour keeps all of them
                         picture = picture.convert("RGB")
                     if self.size is not None:
                         picture = picture.resize((self.size[1], self.size[0]))
+            except BadInput:
+                raise
             except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
                 raise BadInput(f"{file} is not a readable picture ({error}): {self.advice}") from error
             first = first or picture.size

@@ -72,7 +72,7 @@ def make_splits(
         raise BadInput(f"{where}: there are no {part} data; give at least one sample")
     is_per_token = isinstance(y, list) and isinstance(y[0], list)  # perhaps of different length
     y = convert(where, "the labels", y, IGNORED).values.numpy() if is_per_token else np.asarray(y)
-    classes = None
+    classes, are_names = None, False
     if class_names is not None:
         targets, classes = y.astype(np.int64), len(class_names)
     elif y.ndim > 1 and y.dtype.kind in "iub" and task != "regression":
@@ -83,7 +83,7 @@ def make_splits(
         targets = y.astype(np.float32)
     else:
         targets, class_names = number_classes(where, y)
-        classes = len(class_names)
+        classes, are_names = len(class_names), True
     inputs = {n: _as_tensor(where, v) for n, v in x.items()} if isinstance(x, Mapping) else _as_tensor(where, x)
     splits = []
     for rows in (~is_test, is_test):
@@ -93,6 +93,7 @@ def make_splits(
         data = Dataset(
             map_batch(choose, inputs), targets[rows], classes,
             name=name, columns=kept, class_names=class_names, ignore_index=ignore_index, mask=masks,
+            labels_are_names=are_names,
         )  # fmt: skip
         splits.append(data)
     return refuse_unseen_classes(where, Splits(*splits))

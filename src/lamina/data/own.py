@@ -14,6 +14,7 @@ from lamina.data import arrays, folders, hub_reader, leaf, table
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.files import data_directory
 from lamina.data.labels import refuse_unseen_classes
+from lamina.data.matching import inherit_normalisation, match
 from lamina.errors import BadInput, LaminaError, describe_error, is_number, nearest, short_repr
 from lamina.named import import_named, parameters_of
 
@@ -88,7 +89,9 @@ def as_splits(name: str, result: Any) -> Splits:
         except BadInput as error:
             raise BadInput(f"the {which} data of '{name}': {error}") from error
     train, test = splits
-    return refuse_unseen_classes(f"the data '{name}'", Splits(train, test.with_labels_of(train)))
+    if not isinstance(result[1], Dataset):
+        test = inherit_normalisation(test, train)
+    return refuse_unseen_classes(f"the data '{name}'", Splits(train, match(test, train)))
 
 
 def _dataset(name: str, part: Any) -> Dataset:

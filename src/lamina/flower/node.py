@@ -127,8 +127,9 @@ class Node(ClientApp):
     def send_evaluation(self, content: RecordDict, context: Context) -> RecordDict:
         """Evaluate the server's model on this node's data."""
         self._accept(content, context)
-        make = self.setup.node_test or self.setup.data
-        data = self.setup.dataset(make(context), self.objective)
+        data = self.setup.dataset(self.setup.data(context), self.objective)
+        if self.setup.node_test is not None:
+            data = self.setup.dataset(self.setup.node_test(context), self.objective, data)
         check_fit(self.objective, data, "test", evaluation_rows(data))
         metrics = self.setup.node_metrics
         if metrics is not None:

@@ -16,6 +16,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
+from lamina.data.matching import inherit_normalisation, match
 from lamina.devices import choose_device
 from lamina.errors import BadInput, is_whole, unknown
 from lamina.evaluation import ClientSamples
@@ -101,14 +102,19 @@ class Setup:
         wanted = int(self.quorum) if is_whole(self.quorum) else math.ceil(self.quorum * cohort)
         return max(1, min(cohort, wanted))
 
-    def dataset(self, given: Any, objective: Objective) -> Dataset:
-        """Return data of the app on the model's device; refuse text labels that have no common numbers."""
+    def dataset(self, given: Any, objective: Objective, train: Dataset | None = None) -> Dataset:
+        """Return data of the app on the model's device; refuse text labels that have no common numbers.
+
+        `train` are the training data of the same node, which test data must match.
+        """
         data = as_dataset(given)
         if data.class_names is not None and not isinstance(given, Dataset):
             raise BadInput(
                 "text labels have no numbers that all nodes agree on: return lamina.Dataset(x, y, class_names=[…]) "
                 "with the names of all classes"
             )
+        if train is not None:
+            data = match(data if isinstance(given, Dataset) else inherit_normalisation(data, train), train)
         return with_mask(data, objective.module).to(objective.device)
 
     def objective(self) -> Objective:
