@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 MANY_VALUES = 20  # of a categorical column, also in a short table
 PARQUET_SUFFIXES = (".parquet", ".pq")
 OTHER_SEPARATORS = (";", "\t", "|", ",")
+NUMBER = re.compile(r"([+-]?)(?=\.?[0-9])(0|[1-9][0-9]*)?(\.[0-9]*)?")  # 01 is a code, and no number
+BOOLEANS = {"true": "True", "TRUE": "True", "false": "False", "FALSE": "False"}  # the spellings that pandas reads
 
 
 def read(
@@ -46,7 +49,8 @@ def read(
         test: A file with the test data, or the fraction of the rows to hold out (0.2 if there is no `split`).
         split: The column that says of every row whether it belongs to ``train`` or ``test``.
         features: The numeric columns; all other columns if None.
-        categorical: The columns to encode as one 0/1 feature for each value that occurs in the training data.
+        categorical: The columns to encode as one 0/1 feature for each value that occurs in the training data. 1 and
+            1.0 are the same value, 1 and 01 are not.
         standardise: Give the numeric columns mean 0 and standard deviation 1 in the training data.
         task: ``classification`` or ``regression``; regression for a column of floats if None.
         client: The column that names the client of every row.
@@ -70,11 +74,13 @@ def read(
         raise BadInput(f"{where}: column '{twice[0]}' is a feature and has another role as well: name it once")
     if not features and not categorical:
         raise BadInput(f"{where}: no column is left for the features; name some with data.features")
+    text_columns = list(dict.fromkeys([*categorical, *given["client"], label]))
     for where_part, part in parts:  # each by itself, to name its file and row
         for name in features:
             _check_numbers(where_part, part, name)
-        for name in (*categorical, *given["client"], label):
+        for name in text_columns:
             without_gaps(where_part, part, name, is_optional=name in categorical)
+    texts = _read_texts(parts, text_columns)
     if len(parts) > 1:
         import pandas
 
@@ -84,17 +90,25 @@ def read(
     if standardise:
         blocks = [_standardised(values, is_test) for values in blocks]
     for name in categorical:
-        texts = frame[name].astype(str).to_numpy(dtype=np.str_)
-        values = np.unique(texts[~is_test])
+        values, codes = _categories(frame[name], texts[name], is_test)
         if len(values) > max(MANY_VALUES, len(frame) / 10):
             log.warning(
                 "%s: column '%s' has %d different values for %d rows, and each becomes a feature; is it no category?",
                 where, name, len(values), len(frame),
             )  # fmt: skip
-        blocks.append(texts[:, None] == values)
+        unseen = np.flatnonzero(codes < 0)
+        if len(unseen):
+            log.warning(
+                "%s: column '%s' has a value that no training row has in %s, such as %s: all its features are 0 there",
+                parts[-1][0], name, plural(len(unseen), "test row"), short_repr(texts[name].iloc[unseen[0]]),
+            )  # fmt: skip
+        blocks.append(codes[:, None] == np.arange(len(values)))
     x = np.concatenate([block.reshape(len(frame), -1) for block in blocks], axis=1).astype(np.float32)
-    kept = {client: _plain(frame[client])} if client else {}
-    return make_splits(where, x, _plain(frame[label]), is_test, task=task, columns=kept, name=Path(path).stem)
+    kept = {client: _identifiers(parts, frame, texts, client)} if client else {}
+    y = _plain(frame[label])
+    if (task or ("regression" if y.dtype.kind == "f" else "classification")) == "classification":
+        y = _identifiers(parts, frame, texts, label)
+    return make_splits(where, x, y, is_test, task=task, columns=kept, name=Path(path).stem)
 
 
 def _read_rows(
@@ -131,14 +145,15 @@ def _read_file(file: Path) -> Any:
         raise missing_extra("pandas", "table", f"reading {file}") from error
     if file.is_dir():
         raise BadInput(f"'{file}' is a folder: data.path must name a CSV or Parquet file")
-    is_parquet = file.suffix.lower() in PARQUET_SUFFIXES
+    is_parquet = _is_parquet(file)
     try:
         if is_parquet:
             frame = pandas.read_parquet(file)
         else:
-            separator = "\t" if ".tsv" in file.suffixes else ","
-            _check_separator(file, pandas.read_csv(file, sep=separator, nrows=0).columns)
-            frame = pandas.read_csv(file, sep=separator)
+            columns = pandas.read_csv(file, sep=_separator(file), nrows=0).columns
+            _check_separator(file, columns)
+            _check_first_row(file, columns)
+            frame = pandas.read_csv(file, sep=_separator(file))
     except BadInput:
         raise
     except ImportError as error:
@@ -155,6 +170,14 @@ def _read_file(file: Path) -> Any:
     return frame
 
 
+def _is_parquet(file: Path) -> bool:
+    return file.suffix.lower() in PARQUET_SUFFIXES
+
+
+def _separator(file: Path) -> str:
+    return "\t" if ".tsv" in file.suffixes else ","
+
+
 def _check_separator(file: Path, columns: Any) -> None:
     """Refuse a file whose header is one name with another separator in it."""
     separator = next((each for each in OTHER_SEPARATORS if each in str(columns[0])), None)
@@ -164,8 +187,81 @@ def _check_separator(file: Path, columns: Any) -> None:
         raise BadInput(f"{file} has {separator!r} between its columns: {advice}{more}")
 
 
+def _check_first_row(file: Path, columns: Any) -> None:
+    """Refuse a file whose first row has more fields than the header: pandas would shift the names to the right."""
+    import pandas
+
+    try:
+        pandas.read_csv(file, sep=_separator(file), header=None, nrows=2)
+    except pandas.errors.ParserError as error:
+        if "Expected" not in str(error):
+            raise
+        raise BadInput(
+            f"{file} has more fields in its first row than names in its header ({len(columns)}): name the missing "
+            "column in the header, or remove the extra field from all rows"
+        ) from error
+
+
 def _how_to_convert(file: Path, option: str) -> str:
     return f"convert it, as with pandas.read_csv('{file}', {option}).to_csv('converted.csv', index=False)"
+
+
+def _read_texts(parts: list[tuple[str, Any]], names: list[str]) -> Any:
+    """Return columns of all files as text, as the files write them.
+
+    pandas guesses the type of a column for each file: beside a text, 1 stays "1", and beside 0.5 it becomes 1.0.
+    """
+    import pandas
+
+    texts = []
+    for where, frame in parts:
+        file = Path(where)
+        if _is_parquet(file):
+            texts.append(frame[names].astype(str))
+        else:
+            texts.append(pandas.read_csv(file, sep=_separator(file), usecols=names, dtype=str))
+    return pandas.concat([each[names] for each in texts], ignore_index=True)
+
+
+def _canonical(text: str) -> str:
+    """Return the one spelling of a number or a boolean, and any other text as it is.
+
+    >>> [_canonical(text) for text in ("1.0", "+1", "0.50", "01", "1e3", "TRUE", "red")]
+    ['1', '1', '0.5', '01', '1e3', 'True', 'red']
+    """
+    number = NUMBER.fullmatch(text.strip())
+    if number is None:
+        return BOOLEANS.get(text, text)
+    sign, whole, fraction = number.groups()
+    if fraction and fraction.strip(".0"):
+        return str(float(text))
+    digits = whole or "0"
+    return f"-{digits}" if sign == "-" and digits != "0" else digits  # not by float, which rounds long numbers
+
+
+def _canonical_column(texts: Any) -> NDArray[np.str_]:
+    spellings = {text: _canonical(text) for text in texts.unique()}
+    return np.asarray(texts.map(spellings).to_numpy(dtype=np.str_))
+
+
+def _categories(column: Any, texts: Any, is_test: NDArray[np.bool_]) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the values of a column in the training data, and which of them each row has; -1: none of them."""
+    spelled = _canonical_column(texts)
+    # The canonical spelling must not change the order of the features, which is that of the values that pandas reads.
+    pairs = sorted(set(zip(column.astype(str)[~is_test], spelled[~is_test].tolist(), strict=True)))
+    places: dict[str, int] = {}
+    for _, value in pairs:
+        places.setdefault(value, len(places))
+    return list(places), np.array([places.get(value, -1) for value in spelled.tolist()], np.int64)
+
+
+def _identifiers(parts: list[tuple[str, Any]], frame: Any, texts: Any, name: str) -> NDArray[Any]:
+    """Return a column of classes or clients: numbers, or text where two different texts would be the same number."""
+    if not any(part[name].dtype.kind in "iufb" for _, part in parts):
+        return np.asarray(texts[name].to_numpy(dtype=np.str_))
+    values, spelled = _plain(frame[name]), _canonical_column(texts[name])
+    is_lossy = values.dtype.kind == "U" or len(np.unique(values)) < len(np.unique(spelled))
+    return spelled if is_lossy else values
 
 
 def _plain(column: Any) -> NDArray[Any]:
