@@ -1,5 +1,6 @@
 """A federation in one process agrees with its simulation for every kind of input, target and loss."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ import lamina
 from flower_grid import LoopGrid
 from flower_setup import nodes
 from lamina.data import as_dataset
+from lamina.experiment.config import parse
 from lamina.flower import Federation
 
 ROUNDS = 2
@@ -18,18 +20,23 @@ ROUNDS = 2
 
 def federation(kind, folder, part, **settings):
     """The federation of `kinds.simulation`."""
-    _, data, loss = kinds.KINDS[kind]
+    _, _, loss = kinds.KINDS[kind]
     return Federation(
         kinds.algorithm_for(kind), lambda: kinds.model(kind), part, clients=3, rounds=ROUNDS,
-        test=lambda: as_dataset(data()), out=folder / "run", state_dir=folder / "state", device="cpu", poll=0.005,
+        test=lambda: whole(kind), out=folder / "run", state_dir=folder / "state", device="cpu", poll=0.005,
         deadline=5.0, loss=loss, batch_size=4, participation=0.7, lr=0.05, seed=3, **settings,
     )  # fmt: skip
 
 
+def whole(kind):
+    """Return the samples of all nodes; their labels are numbers, with the classes' names."""
+    return dataclasses.replace(as_dataset(kinds.KINDS[kind][1]()))
+
+
 def part_of(kind):
     """Return the function from a node to its samples."""
-    whole = as_dataset(kinds.KINDS[kind][1]())
-    return lambda context: whole.subset(kinds.PARTS[context.node_config["partition-id"]])
+    data = whole(kind)
+    return lambda context: data.subset(kinds.PARTS[context.node_config["partition-id"]])
 
 
 def run(made):
@@ -73,7 +80,32 @@ def test_metrics_that_cannot_be_averaged_over_nodes(tmp_path):
     assert "node_f1" not in row
 
 
-def test_text_labels_without_names_are_refused(tmp_path):
-    made = federation("dict", tmp_path, lambda context: ({"input_ids": [[1, 2], [3]]}, ["ham", "spam"]))
+@pytest.mark.parametrize("made", [tuple, lambda pair: lamina.Dataset(*pair)], ids=["pair", "data set"])
+def test_text_labels_without_names_are_refused(made, tmp_path):
+    """Each node would number the classes that it holds by itself."""
+    pair = ({"input_ids": [[1, 2], [3]]}, ["ham", "spam"])
     with pytest.raises(lamina.LaminaError, match=r"class_names=\[…\]"):
-        run(made)
+        run(federation("dict", tmp_path, lambda context: made(pair)))
+
+
+def test_names_in_an_experiment_are_common_to_all_nodes(tmp_path, monkeypatch):
+    """The data of a user's function are whole on every node: their text labels have common numbers."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "mails.py").write_text(
+        "import lamina, torch\n"
+        "def load():\n"
+        "    names = ['ham', 'spam', 'spam'] * 8\n"
+        "    data = [lamina.Dataset(torch.randn(24, 3), names) for _ in range(2)]\n"
+        "    return tuple(data)\n"
+    )
+    spec = parse(
+        {
+            "data": {"name": "mails:load", "clients": 3, "partition": {"name": "classes", "k": 1}},
+            "model": {"name": "mlp", "hidden": 4},
+            "algorithm": {"name": "fedavg"},
+            "train": {"rounds": 1, "participation": 1.0},
+            "run": {"device": "cpu", "engine": "loop"},
+        }
+    )
+    run(Federation.from_experiment(spec, out=tmp_path / "run", state_dir=tmp_path / "state", poll=0.005))
+    assert "accuracy" in (tmp_path / "run" / "metrics.jsonl").read_text()

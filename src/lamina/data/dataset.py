@@ -68,6 +68,7 @@ class Dataset:
     mask: Any = None
     column_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels_are_names: bool = False
+    names_from_labels: bool = field(default=False, init=False)  # class_names are those in y: other data may have others
 
     def __post_init__(self) -> None:
         convert.refuse_other_order(self.name, self.x, self.y)
@@ -86,6 +87,7 @@ class Dataset:
         for field_name, value in (
             ("x", x), ("y", y), ("class_names", names), ("columns", columns), ("mask", mask),
             ("column_names", column_names), ("labels_are_names", self.labels_are_names or are_names),
+            ("names_from_labels", are_names and self.class_names is None),
         ):  # fmt: skip
             object.__setattr__(self, field_name, value)
         for what, tensor in named_tensors(x).items():

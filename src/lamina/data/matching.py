@@ -97,7 +97,7 @@ def _refuse_other_columns(what: str, names: tuple[str, ...], wanted: tuple[str, 
 def _with_labels_of(test: Dataset, train: Dataset) -> Dataset:
     """Return test data whose text labels have the numbers of the training data's."""
     if train.class_names == test.class_names:
-        return test
+        return dataclasses.replace(test) if test.names_from_labels else test  # now its names are the training data's
     if train.class_names is None or test.class_names is None:
         names = train.class_names or test.class_names or ()
         are_numbers = names == tuple(map(str, range(len(names))))  # the names "0", "1", … of 0, 1, …

@@ -108,7 +108,7 @@ class Setup:
         `train` are the training data of the same node, which test data must match.
         """
         data = as_dataset(given)
-        if data.class_names is not None and not isinstance(given, Dataset):
+        if data.class_names is not None and (data.names_from_labels or not isinstance(given, Dataset)):
             raise BadInput(
                 "text labels have no numbers that all nodes agree on: return lamina.Dataset(x, y, class_names=[…]) "
                 "with the names of all classes"
