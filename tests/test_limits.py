@@ -1,6 +1,7 @@
 """Absurd sizes are refused in one line, before anything is allocated, in the file and in Python."""
 
 import math
+import re
 import time
 
 import pytest
@@ -193,6 +194,17 @@ def test_a_schedule_that_leaves_the_floats_is_one_line():
     for schedule in (Exponential(1e300), Milestones((1, 2, 3), 1e300)):
         with pytest.raises(BadInput, match="gives the learning rate"):
             Plan(clients, Protocol(lr=0.1, schedule=schedule)).round(3)
+
+
+def test_a_schedule_that_ends_before_the_rounds_is_refused_before_the_first(refused):
+    ends = r"round 6: the schedule Cosine(rounds=3, floor=0.0) gives the learning rate 0"
+    simulation = simulate(schedule=lamina.schedules.Cosine(3))
+    with pytest.raises(BadInput, match=re.escape(ends)):
+        simulation.run(6)
+    assert simulation.run(3)[-1]["round"] == 3
+    sets = ("schedule.name=cosine", "schedule.rounds=3", "rounds=6")
+    line = refused("run", "small.toml", *(word for one in sets for word in ("--set", f"train.{one}")))
+    assert ends in line
 
 
 def test_a_grid_of_too_many_combinations_is_refused():

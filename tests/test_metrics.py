@@ -461,3 +461,9 @@ def test_a_name_has_one_direction_in_a_process():
     with pytest.raises(lamina.BadInput, match="with the other direction"):
         read_primary(stored)
     assert read_primary({"metrics": [{**stored["metrics"][0], "larger_is_better": False}]}) == "odd_gap"
+
+
+@pytest.mark.parametrize("name", ["lr", "seed", "model", "learning_rate"])
+def test_a_metric_must_not_have_the_name_of_another_column(name):
+    with pytest.raises(lamina.BadInput, match=name):
+        lamina.Metric(name, lambda outputs, targets: 0.0)

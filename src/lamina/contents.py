@@ -55,15 +55,16 @@ def alike(one: Any, other: Any) -> bool:
     return one is other or _Digest(strict=True).of(one) == _Digest(strict=True).of(other)
 
 
-def module_difference(one: nn.Module, other: nn.Module) -> str:
+def module_difference(one: nn.Module, other: nn.Module, *, strict: bool = True) -> str:
     """Name the first plain attribute or submodule in which two modules differ; an empty string if there is none.
 
-    Values of parameters and buffers may differ.
+    Values of parameters and buffers may differ. Values that cannot be pickled are the same only if they are the same
+    object; unless `strict`, they are the same if they have one type.
     """
     submodules, others = (dict(module.named_modules()) for module in (one, other))
     if list(submodules) != list(others):  # one may use a layer twice where the other has two
         return "their submodules"
-    digest, other_digest = _Digest(one, strict=True), _Digest(other, strict=True)
+    digest, other_digest = _Digest(one, strict=strict), _Digest(other, strict=strict)
     for path, layer in submodules.items():
         if _class(layer) != _class(others[path]):
             return f"'{path or 'the model'}' ({type(layer).__name__} and {type(others[path]).__name__})"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lamina import rng
 from lamina.algorithms.contract import Algorithm
-from lamina.batch import map_batch, tensors
+from lamina.batch import Inputs, map_batch, tensors
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.errors import BadInput, LaminaError, describe_error, nearest, where_it_failed
@@ -73,6 +73,8 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
             f"the model's forward pass writes into the parameter '{written}', outside of the algorithm's step: "
             "compute a new tensor instead"
         )
+    if name == "train":
+        _check_state(objective, inputs)
     try:
         with torch.no_grad(), LargestActivation(samples) as activation:
             outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
@@ -216,6 +218,19 @@ def _forward(module: nn.Module) -> Callable[..., Any]:
     inner = getattr(module, "get_base_model", None)
     forward: Callable[..., Any] = (inner() if callable(inner) else module).forward
     return forward
+
+
+def _check_state(objective: Objective, inputs: Inputs) -> None:
+    """Refuse or report what a forward pass leaves behind for the next one in other ways than torch's own modules do."""
+    replaced = objective.replaced_buffer(inputs)
+    if replaced is not None:
+        what = f"the model's forward pass assigns a new tensor to the buffer '{replaced}', which would be lost"
+        raise BadInput(f"{what}: write into it: self.{replaced.rpartition('.')[2]}.copy_(…)")
+    changed = objective.changed_attribute(inputs)
+    if changed is not None:
+        why = f", because its forward pass changes {changed}" if changed else ""
+        advice = "clients share this state, and no checkpoint holds it; keep it in a buffer, written in place"
+        log.warning("the model's outputs for one batch differ from call to call%s: %s", why, advice)
 
 
 def _check_keys(module: nn.Module, keys: list[str], name: str) -> None:

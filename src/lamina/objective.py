@@ -239,6 +239,38 @@ class Objective:
                     return name
         return None
 
+    def replaced_buffer(self, inputs: Inputs) -> str | None:
+        """Return the name of a buffer that the forward pass replaces by another tensor, if there is one."""
+        buffers = {n: b.clone() for n, b in self.buffers.items()}
+
+        def replaced(outputs: Tensor) -> str | None:
+            return next((n for n, b in buffers.items() if self.seeded.get_buffer(n) is not b), None)
+
+        parameters = self.layers.unflatten(self.start)
+        with rng.forked(self.device, seed=0), torch.no_grad(), contextlib.suppress(Exception):
+            name: str | None = self.outputs_at(parameters, buffers, inputs, train=True, then=replaced)
+            return name
+        return None
+
+    def changed_attribute(self, inputs: Inputs) -> str | None:
+        """Return the attribute by which a forward pass changes the outputs of the next one; None if there is none.
+
+        An empty string is a change whose source is not known. A copy of the module is run.
+        """
+        for train in (True, False):
+            with contextlib.suppress(Exception):
+                tensors = (*self.seeded.parameters(), *self.seeded.buffers())
+                module = copy.deepcopy(self.seeded, {id(tensor): tensor for tensor in tensors})  # shares its tensors
+                outputs = []
+                for _ in range(2):
+                    buffers = {n: b.clone() for n, b in self.buffers.items()}
+                    parameters = self.layers.unflatten(self.start)
+                    with rng.forked(self.device, seed=0), torch.no_grad():
+                        outputs.append(self.outputs_at(parameters, buffers, inputs, train=train, module=module))
+                if not torch.allclose(outputs[0], outputs[1], rtol=1e-3, equal_nan=True):
+                    return module_difference(self.seeded, module, strict=False)
+        return None
+
     def refuse_rate(self, lr: float) -> None:
         """Refuse a learning rate that the parameters' dtype cannot hold."""
         if lr > torch.finfo(self.dtype).max:

@@ -136,7 +136,10 @@ class Protocol:
         except OverflowError:  # a power beyond the range of a float
             lr = math.inf
         if not (math.isfinite(lr) and lr > 0):
-            raise BadInput(f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0")
+            raise BadInput(
+                f"round {number}: the schedule {self.schedule} gives the learning rate {lr:g}, not one > 0: "
+                "change it, or train fewer rounds"
+            )
         return lr
 
     def steps(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -209,8 +209,11 @@ class Simulation(Training):
             on_round: called with every finished round's metrics.
             progress: show a progress bar; by default only in a terminal or a notebook.
         """
-        self._requested += check_count("run: rounds", rounds, least=0)
-        last = self._requested if self._recorder is not None else self.state.round + rounds
+        requested = self._requested + check_count("run: rounds", rounds, least=0)
+        last = requested if self._recorder is not None else self.state.round + rounds
+        if last > self.state.round:
+            self.protocol.rate(last)  # refuses a schedule that ends before
+        self._requested = requested
         name, had_collapsed = self.algorithm.card.title, bool(self.history.collapse())
         with python_bars([name], progress, state="", total=last, completed=self.state.round) as bars:
 

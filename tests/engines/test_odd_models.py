@@ -374,3 +374,62 @@ def test_scripted_models_are_compared():
     one = simulation(first, numbers())
     two = simulation(second, numbers())
     assert one.objective.difference(two.objective)
+
+
+class Running(nn.Module):
+    """Subtracts a running mean, which it writes into its buffer, or replaces the buffer by."""
+
+    def __init__(self, replaces):
+        super().__init__()
+        self.layer, self.replaces = nn.Linear(5, 3), replaces
+        self.register_buffer("mean", torch.zeros(5))
+
+    def forward(self, x):
+        if self.training:
+            mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            if self.replaces:
+                self.mean = mean
+            else:
+                self.mean.copy_(mean)
+        return self.layer(x - self.mean)
+
+
+class Remembering(nn.Module):
+    """Keeps a number, a hidden state or the last outputs; `forward` uses all but the last."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind, self.calls, self.hidden = nn.Linear(5, 3), kind, 0, None
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        outputs = self.drop(self.layer(x))
+        if self.kind == "number" and self.training:
+            self.calls += 1
+        if self.kind == "hidden" and self.hidden is not None:
+            outputs = outputs + self.hidden
+        self.hidden = outputs.detach().mean(0)
+        return outputs * (1 + self.calls)
+
+
+def simulated(module, **settings):
+    data = torch.randn(48, 5, generator=torch.Generator().manual_seed(0)) + 5, LABELS
+    return lamina.Simulation(module, data, "fedavg", clients=4, batch_size=8, lr=0.1, device="cpu", **settings)
+
+
+@pytest.mark.parametrize("engine", ["loop", "auto"])
+def test_a_buffer_that_a_forward_pass_replaces_is_refused(engine):
+    simulation = simulated(Running(replaces=False), engine=engine)
+    simulation.run(2)
+    assert simulation.model.mean.min() > 0.5
+    for module, name in ((Running(True), "mean"), (nn.Sequential(Running(True)), "0.mean")):
+        with pytest.raises(lamina.BadInput, match=rf"new tensor to the buffer '{name}', .*self\.mean\.copy_"):
+            simulated(module, engine=engine)
+
+
+@pytest.mark.parametrize(("kind", "named"), [("number", "'calls'"), ("hidden", "'hidden'"), ("last outputs", None)])
+def test_state_that_a_forward_pass_keeps_in_an_attribute_is_reported(kind, named, caplog):
+    simulated(Remembering(kind), engine="loop").run(1)
+    said = [record.getMessage() for record in caplog.records if "differ from call to call" in record.getMessage()]
+    assert len(said) == (named is not None)
+    assert all(f"changes {named}" in line for line in said)

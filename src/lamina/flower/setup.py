@@ -85,6 +85,7 @@ class Setup:
                 )
         for name, count in {"rounds": rounds, "attempts": attempts, "evaluate_every": evaluate_every}.items():
             check_count(name, count)
+        self.protocol.rate(rounds)  # refuses a schedule that ends before
         for name, value in {"deadline": deadline, "poll": poll, "quorum": quorum}.items():
             check_number(name, value, above=0)
         if not is_whole(quorum) and quorum > 1:
