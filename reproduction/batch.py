@@ -1,8 +1,8 @@
 """Run reproductions side by side on one machine: ``python reproduction/batch.py NAME … --out runs --processes 8``.
 
-``lamina reproduce`` trains one method after another, and one method rarely fills a large GPU. Here every method of
-every variant is a process of its own, up to ``--processes`` of them at a time, in the order of the names. When all
-methods of a name have ended, ``lamina reproduce`` puts them together. Started again, it goes on with what is missing.
+``lamina reproduce`` trains one method after another, and one method rarely fills a large GPU. This script trains every
+method of every variant in a separate process, up to ``--processes`` at a time, in the order of the names. When all
+methods of a name are complete, ``lamina reproduce`` computes its tables and verdicts. Started again, it resumes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of its own comparison."""
+        """Return the folder that it is trained in."""
         place = self.into.relative_to(self.into.parents[1])
         return self.into.parents[1] / PARTS / place / label_folder(self.algorithm)
 
@@ -51,15 +51,15 @@ class Part:
 
     def move(self) -> None:
         """Move its runs to the folder of the whole comparison."""
-        own = label_folder(self.algorithm)
+        name = label_folder(self.algorithm)
         self.into.mkdir(parents=True, exist_ok=True)
         if not (self.into / "config.json").exists():  # tells lamina that it may use the folder
             shutil.copyfile(self.folder / "config.json", self.into / "config.json")
-        tuning = self.folder / "tuning" / own
+        tuning = self.folder / "tuning" / name
         if tuning.exists():
             (self.into / "tuning").mkdir(exist_ok=True)
-            shutil.move(tuning, self.into / "tuning" / own)
-        shutil.move(self.folder / own, self.into / own)  # last: the part is done
+            shutil.move(tuning, self.into / "tuning" / name)
+        shutil.move(self.folder / name, self.into / name)  # last: the part is done
         shutil.rmtree(self.folder)
 
 

@@ -144,6 +144,8 @@ def test_a_target_may_be_any_number_for_metrics_that_are_no_fractions(target, tm
     other = tmp_path / "without"
     lamina.compare(*arguments[:2], ["fedavg"], **settings, out=other)
     assert build_report([other]).targets == []
+    config = json.loads((other / "fedavg" / "seed0" / "config.json").read_text())
+    assert config["compare"]["target"] is None  # and not the default, which is an accuracy
     assert call("report", str(out), "--out", str(tmp_path / "page.html"), "--target", str(target)) == 0
     assert call("report", str(out), "--out", str(tmp_path / "page.html"), "--target", "nan") == 2
     assert "--target nan: must be a finite number" in capsys.readouterr().err

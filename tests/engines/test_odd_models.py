@@ -430,6 +430,6 @@ def test_a_buffer_that_a_forward_pass_replaces_is_refused(engine):
 @pytest.mark.parametrize(("kind", "named"), [("number", "'calls'"), ("hidden", "'hidden'"), ("last outputs", None)])
 def test_state_that_a_forward_pass_keeps_in_an_attribute_is_reported(kind, named, caplog):
     simulated(Remembering(kind), engine="loop").run(1)
-    said = [record.getMessage() for record in caplog.records if "differ from call to call" in record.getMessage()]
-    assert len(said) == (named is not None)
-    assert all(f"changes {named}" in line for line in said)
+    messages = [record.getMessage() for record in caplog.records if "differ from call to call" in record.getMessage()]
+    assert len(messages) == (named is not None)
+    assert all(f"changes {named}" in line for line in messages)

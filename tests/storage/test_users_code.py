@@ -61,9 +61,9 @@ def hits(outputs, targets):
 def make(**changes):
     data = torch.linspace(-1, 1, 300).reshape(60, 5), torch.arange(60) % 2
     settings = {"lr": 0.1, "clients": 3, "batch_size": 10, "participation": 1.0, "device": "cpu"}
-    own = {"aggregation": Mean(), "metrics": [lamina.Metric("hits", hits)]}
+    parts = {"aggregation": Mean(), "metrics": [lamina.Metric("hits", hits)]}
     torch.manual_seed(0)
-    return lamina.Simulation(Net(), data, Mine(), test=data, **settings, **own, **changes)
+    return lamina.Simulation(Net(), data, Mine(), test=data, **settings, **parts, **changes)
 """
 MINE_TOO = """
 FACTOR = 0.5
