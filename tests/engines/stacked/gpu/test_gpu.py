@@ -149,6 +149,15 @@ def test_a_chunk_that_does_not_fit_is_halved(caplog):
     assert_same(run, reference)
 
 
+def test_the_memory_held_does_not_grow_with_the_number_of_captures():
+    run, held = simulation("fedlamb", "stacked"), []
+    for _ in range(4):
+        run.engine.graphs.release()
+        run.run(1)
+        held.append(reserved())
+    assert held[-1] == held[1]
+
+
 def test_a_limit_on_the_process_is_kept():
     try:
         torch.cuda.set_per_process_memory_fraction(0.1)
