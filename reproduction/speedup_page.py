@@ -107,12 +107,13 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
                 ]
             )
     seconds, devices = sum(run.seconds for run in runs), sorted({run.device for run in runs})
+    seeds = len({run.seed for run in runs})
     parts = [
         f"## {name}",
         f"```sh\npython reproduction/speedup.py {name}\n```",
         f"Model `{experiment.model.name}`, {experiment.data.clients} clients, {experiment.data.partition.name}, "
         f"batches of {experiment.train.batch_size}, target {experiment.compare.target:.0%} test accuracy, at most "
-        f"{experiment.train.rounds} rounds. {amount(len(runs), 'run')}, {experiment.compare.seeds} of each setting, "
+        f"{experiment.train.rounds} rounds. {amount(len(runs), 'run')}, {seeds} of each setting, "
         f"{sum(run.outcome == 'diverged' for run in runs)} diverged; {seconds:,.0f} s on {', '.join(devices)}.",
         f"Rounds to the target, geometric mean over seeds; in brackets the rate ({EDGE}: smallest or largest tried):",
         markdown(["method", "active clients", *(f"{number} steps" for number in steps)], rows),
