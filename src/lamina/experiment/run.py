@@ -6,7 +6,9 @@ the clients that the others train.
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +31,10 @@ from lamina.storage.identity import of_run
 from lamina.storage.locks import is_at, lost
 from lamina.training import Training
 
+log = logging.getLogger(__name__)
+
 CHECKPOINT_THREADS = 8
+SLOW_WRITING_SECONDS, SLOW_WRITING_FRACTION = 20.0, 0.5  # of checkpoints, in all and of the run so far
 
 
 class RankFolder:
@@ -172,6 +177,7 @@ def train(
     if population is not None:
         population.diverged |= diverged
     number = max(simulation.state.round for simulation in simulations)
+    watch = CheckpointWatch(every)
     while number < rounds and len(diverged) < len(simulations):
         number += 1
         rows, failed = _run_round(simulations, population, diverged, evaluate=number == rounds)
@@ -181,7 +187,8 @@ def train(
         stopped = not everywhere(not stop()) and number < rounds
         # A run that diverges leaves the population: save the others, so that this round is not repeated without it.
         if number % every == 0 or number == rounds or stopped or failed:
-            _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
+            with watch:
+                _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
         for i, reason in failed.items():
             folders[i].diverge(reason)
         diverged |= failed
@@ -191,6 +198,31 @@ def train(
             return True
     _for_each([i for i in range(len(simulations)) if i not in diverged], lambda i: folders[i].finish(simulations[i]))
     return False
+
+
+class CheckpointWatch:
+    """Measures the writing of checkpoints, and warns once if it takes most of the time."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every  # rounds
+        self._began = self._entered = time.monotonic()
+        self._seconds = 0.0
+        self._has_warned = Ranks.current().rank > 0  # the first process warns for all
+
+    def __enter__(self) -> None:
+        self._entered = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        now = time.monotonic()
+        self._seconds += now - self._entered
+        fraction = self._seconds / (now - self._began)
+        if not self._has_warned and self._seconds > SLOW_WRITING_SECONDS and fraction > SLOW_WRITING_FRACTION:
+            self._has_warned = True
+            log.warning(
+                "writing checkpoints takes %.0f %% of the time: raise run.checkpoint_every, which is %d",
+                100 * fraction,
+                self._every,
+            )
 
 
 def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:
