@@ -106,9 +106,9 @@ verdicts and says how everything was run. To run an experiment again, use the co
   model: smaller means closer."""
 
 
-COHORTS = """All runs but those of FedLADA with the simulator's protocol were made by 2026-11-15. Since 2026-11-16
-lamina draws partial cohorts in a new way: if you run the others again, the same seed selects other clients, except
-where all take part."""
+COHORTS = """Since 2026-11-16 lamina draws partial cohorts in a new way. All runs but those of FedLADA with the
+simulator's protocol, the three-epoch panels on MNIST and `lamb-mnist-mlp-layers` are older: if you run them again, the
+same seed selects other clients, except where all take part."""
 
 
 # --- read --------------------------------------------------------------------------------------------------------
