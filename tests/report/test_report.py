@@ -13,6 +13,7 @@ import pytest
 from helpers import call
 from lamina import BadInput, History
 from lamina.data import sources
+from lamina.data.dataset import Dataset, Splits
 from lamina.errors import MissingExtra
 from lamina.experiment.records import FORMAT, find_records
 from lamina.report import build, figures, page, tables
@@ -362,3 +363,26 @@ def test_a_damaged_folder_is_named(tmp_path):
     (tmp_path / "a" / "config.json").unlink()
     with pytest.raises(BadInput, match=r"it has no config\.json"):
         build.build([tmp_path])
+
+
+def test_the_partition_of_files_that_have_changed_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "cases.csv"
+    rows = [f"{i % 7},{i % 5},{i % 2}" for i in range(40)]
+    file.write_text("\n".join(["a,b,kind", *rows]) + "\n")
+    Path("e.toml").write_text(
+        '[data]\nname = "table"\npath = "cases.csv"\nlabel = "kind"\nclients = 4\n[train]\nrounds = 1\nlr = 0.1\n'
+    )
+    assert call("run", "e.toml", "--out", "r") == 0
+    dealt, notes = build.deal_again(curves_in(tmp_path))
+    assert len(dealt) == 1
+    assert notes == []
+    file.write_text("\n".join(["a,b,kind", *rows[1:], "9,9,0"]) + "\n")
+    dealt, (note,) = build.deal_again(curves_in(tmp_path))
+    assert dealt == []
+    assert note.endswith("is not shown: the data have changed since the run")
+    padded = Dataset([[1], [2, 3]] * 20, [0, 1] * 20)
+    monkeypatch.setattr(sources, "load", lambda *_, **__: Splits(padded, padded))
+    dealt, (note,) = build.deal_again(curves_in(tmp_path))
+    assert dealt == []
+    assert note.endswith("sequences of different lengths cannot be compared with those of the run")
