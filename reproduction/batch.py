@@ -1,8 +1,8 @@
 """Run reproductions side by side on one machine: ``python reproduction/batch.py NAME … --out runs --processes 8``.
 
 ``lamina reproduce`` trains one method after another, and one method rarely fills a large GPU. This script trains every
-method of every variant in a separate process, up to ``--processes`` at a time, in the order of the names. When all
-methods of a name are complete, ``lamina reproduce`` computes its tables and verdicts. Started again, it resumes.
+method of every variant in a separate process, up to ``--processes`` at a time, in the order of the names. As soon as
+all methods of a name are complete, ``lamina reproduce`` computes its tables and verdicts. Started again, it resumes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,13 +78,30 @@ def main() -> None:
     except LaminaError as error:
         parser.error(str(error))
     until = float("inf") if arguments.seconds is None else time.monotonic() + arguments.seconds
-    complete = train([part for part in parts if not part.is_done], arguments.processes, until)
+    given = {stem(name): name for name in arguments.names}
     changed = [word for one in arguments.set for word in ("--set", one)]
-    for name in arguments.names:
-        if all(part.is_done for part in parts if part.name == stem(name)):
-            command = ["reproduce", name, *changed, "--out", str(arguments.out / stem(name))]
-            complete &= subprocess.run([sys.executable, "-m", "lamina", *command], check=False).returncode == 0
-    sys.exit(0 if complete else 1)
+    judges = []
+
+    def judge(name: str) -> None:
+        """Compute the tables and verdicts of a name whose parts are all done."""
+        if all(part.is_done for part in parts if part.name == name):
+            command = ["reproduce", given[name], *changed, "--out", str(arguments.out / name)]
+            judges.append(start(command, arguments.out / PARTS / f"{name}.log"))
+
+    waiting = [part for part in parts if not part.is_done]
+    for name in given:
+        judge(name)
+    complete = train(waiting, arguments.processes, until, judge)
+    codes = [child.wait() for child in judges]
+    sys.exit(0 if complete and not any(codes) else 1)
+
+
+def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command of lamina that adds its output to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        command = [sys.executable, "-m", "lamina", *command]
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
 
 def stem(name: str) -> str:
@@ -106,8 +124,11 @@ def parts_of(name: str, out: Path, overrides: list[str]) -> list[Part]:
     return parts
 
 
-def train(waiting: list[Part], processes: int, until: float) -> bool:
-    """Train parts side by side until all have ended or time is up; return whether all were completed."""
+def train(waiting: list[Part], processes: int, until: float, completed: Callable[[str], None]) -> bool:
+    """Train parts side by side until all have ended or time is up; return whether all were completed.
+
+    `completed` is called with the name of every part that is.
+    """
     began, complete = time.monotonic(), True
     running: dict[subprocess.Popen[bytes], Part] = {}
     stopping: set[subprocess.Popen[bytes]] = set()
@@ -118,10 +139,7 @@ def train(waiting: list[Part], processes: int, until: float) -> bool:
     while running or (waiting and time.monotonic() < until):
         while waiting and len(running) < processes and time.monotonic() < until:
             part = waiting.pop(0)
-            part.folder.parent.mkdir(parents=True, exist_ok=True)
-            with part.folder.with_suffix(".log").open("ab") as log:
-                command = [sys.executable, "-m", "lamina", *part.command, "--out", str(part.folder)]
-                child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            child = start([*part.command, "--out", str(part.folder)], part.folder.with_suffix(".log"))
             running[child] = part
             say(f"{part}: started")
         for child, part in list(running.items()):
@@ -130,6 +148,7 @@ def train(waiting: list[Part], processes: int, until: float) -> bool:
                 if child.returncode == 0:
                     part.move()
                     say(f"{part}: complete")
+                    completed(part.name)
                 else:
                     complete = False
                     say(f"{part}: ended with code {child.returncode}, see {part.folder.with_suffix('.log')}")

@@ -52,7 +52,7 @@ def test_a_batch_stops_resumes_and_ends_as_lamina_reproduce_does(tmp_path, monke
     Path("small.toml").write_text(FILE)
     parts = batch.parts_of("small.toml", Path("runs"), [])
     assert [(part.variant, part.algorithm) for part in parts] == [("", "fedavg"), ("", "fedlamb"), ("fewer", "fedavg")]
-    assert not batch.train(list(parts), 2, until=time.monotonic())
+    assert not batch.train(list(parts), 2, time.monotonic(), completed=pytest.fail)
     assert "small fewer: fedavg: not started" in capsys.readouterr().out
 
     monkeypatch.setattr(sys, "argv", ["batch.py", "small.toml", "--out", "runs", "--processes", "2"])
@@ -64,11 +64,12 @@ def test_a_batch_stops_resumes_and_ends_as_lamina_reproduce_does(tmp_path, monke
     assert sorted(path.name for path in Path("runs").rglob("tuning/fedavg/*")) == 2 * ["lr0.03"] + 2 * ["lr0.1"]
     claims = [json.loads((Path(out) / "small" / "claims.json").read_text()) for out in ("runs", "alone")]
     assert claims[0] == claims[1]
+    assert "verdict: " in Path("runs/.parts/small.log").read_text()
 
 
 def test_a_part_that_fails_is_named_with_its_log(tmp_path, capfd):
     part = batch.Part("small", "", "fedavg", ["compare", "nowhere.toml"], tmp_path / "small" / "as-given")
-    assert not batch.train([part], 1, until=float("inf"))
+    assert not batch.train([part], 1, float("inf"), completed=pytest.fail)
     log = part.folder.with_suffix(".log")
     assert f"small: fedavg: ended with code 2, see {log}" in capfd.readouterr().out
     assert "nowhere.toml" in log.read_text()
