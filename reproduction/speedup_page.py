@@ -18,6 +18,7 @@ from words import amount, escaped, markdown
 
 from lamina.errors import BadInput
 from lamina.experiment.config import load
+from lamina.experiment.sections import Named
 from lamina.report.figures import COLOURS, STYLE
 from lamina.report.tables import NONE
 
@@ -91,6 +92,12 @@ def shown(slope: Slope) -> str:
     return f"{slope.value:.2f} ({slope.low:.2f} to {slope.high:.2f})".replace("-", "−")
 
 
+def options(section: Named) -> str:
+    """Return the options of a section in brackets, such as `` (hidden 50)``; nothing if there are none."""
+    shown = ", ".join(f"{name} {value:g}" for name, value in section.options().items())
+    return f" ({shown})" if shown else ""
+
+
 def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
     """Return the points of one study: rounds to the target and the rate."""
     experiment = load(STUDIES / f"{name}.toml")
@@ -111,7 +118,8 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
     parts = [
         f"## {name}",
         f"```sh\npython reproduction/speedup.py {name}\n```",
-        f"Model `{experiment.model.name}`, {experiment.data.clients} clients, {experiment.data.partition.name}, "
+        f"Model `{experiment.model.name}`{options(experiment.model)}, {experiment.data.clients} clients, "
+        f"{experiment.data.partition.name}{options(experiment.data.partition)}, "
         f"batches of {experiment.train.batch_size}, target {experiment.compare.target:.0%} test accuracy, at most "
         f"{experiment.train.rounds} rounds. {amount(len(runs), 'run')}, {seeds} of each setting, "
         f"{sum(run.outcome == 'diverged' for run in runs)} diverged; {seconds:,.0f} s on {', '.join(devices)}.",
