@@ -132,7 +132,7 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
 def figure(fastest: Mapping[str, Chosen], methods: Sequence[str]) -> Figure:
     """Draw rounds to the target against clients times local steps, a panel for each study."""
     with matplotlib.rc_context(STYLE):
-        picture = Figure(figsize=(4.6 * len(fastest), 4.3), layout="constrained")
+        picture = Figure(figsize=(5.2 * len(fastest), 4.3), layout="constrained")
         panels = picture.subplots(1, len(fastest), squeeze=False)[0]
         for axes, (study, points) in zip(panels, fastest.items(), strict=True):
             for method in methods:
@@ -144,7 +144,9 @@ def figure(fastest: Mapping[str, Chosen], methods: Sequence[str]) -> Figure:
                 axis.set_major_formatter(StrMethodFormatter("{x:g}"))
                 axis.set_minor_formatter(NullFormatter())
             axes.grid(alpha=0.25)
-            axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=8, frameon=False)
+            axes.legend(
+                loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, fontsize=7.5, frameon=False, columnspacing=1
+            )
     return picture
 
 

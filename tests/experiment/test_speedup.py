@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from lamina import BadInput
 from lamina.experiment.build import build, load_data
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "reproduction"))  # as a scri
 
 import speedup
 import speedup_page
+from figures import DRAWN_FROM
 
 SMALL = [
     "data.name=digits", "data.clients=10", "model.hidden=8", "train.rounds=16", "compare.seeds=2", "compare.target=0.5",
@@ -124,3 +126,16 @@ def test_page_has_the_slopes_and_figures(tmp_path: Path) -> None:
     assert "Model `mlp` (hidden 50), 100 clients, dirichlet (alpha 0.6), batches of 32" in text
     assert "25 runs, 2 of each setting, 0 diverged; 12 s on a device" in text
     assert {path.name for path in tmp_path.glob("*.png")} == {"speed-up-fed-lamb.png", "speed-up-fedlada.png"}
+
+
+def test_the_committed_page_is_made_from_the_committed_measurements(tmp_path: Path) -> None:
+    speedup_page.write(speedup.STUDIES, tmp_path)
+    made = sorted(tmp_path.iterdir())
+    assert [path.name for path in made] == ["speed-up-fed-lamb.png", "speed-up-fedlada.png", "speed-up.md"]
+    for path in made:
+        committed = speedup_page.PAGES / path.name
+        if path.suffix == ".md":
+            assert committed.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), "run speedup.py"
+        else:  # another matplotlib may draw other pixels
+            digests = [Image.open(file).info[DRAWN_FROM] for file in (committed, path)]
+            assert digests[0] == digests[1], f"{path.name}: run python reproduction/speedup.py"
