@@ -4,10 +4,10 @@
     python reproduction/speedup.py                          # write docs/reproduction/speed-up.md and its figures
 
 An experiment file in reproduction/speedup gives data, model, methods, rates and target. For each point (active clients,
-local steps) every rate is run with every seed until the target is reached, and the fastest rate counts: the theory lets
-the rate grow with the number of clients, so a fixed rate would measure the rate and not the method. A rate is stopped
-when it can no longer be the fastest. All runs of a method with the same local steps train as one population. A file
-that exists is continued: methods and local steps that it holds are not run again.
+local steps) every rate is run with every seed until the target is reached, and the fastest rate counts: by FedLADA's
+theory the server's rate grows with the number of clients, and here the clients' rate must make up for it. A rate is
+stopped when it can no longer be the fastest. All runs of a method with the same local steps train as one population. A
+file that exists is continued: methods and local steps that it holds are not run again.
 """
 
 from __future__ import annotations

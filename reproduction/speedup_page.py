@@ -92,6 +92,11 @@ def shown(slope: Slope) -> str:
     return f"{slope.value:.2f} ({slope.low:.2f} to {slope.high:.2f})".replace("-", "−")
 
 
+def rates(runs: Sequence[Run], method: str) -> str:
+    """Return the learning rates that a method was run with."""
+    return ", ".join(f"{lr:g}" for lr in sorted({run.lr for run in runs if run.algorithm == method}))
+
+
 def options(section: Named) -> str:
     """Return the options of a section in brackets, such as `` (hidden 50)``; nothing if there are none."""
     shown = ", ".join(f"{name} {value:g}" for name, value in section.options().items())
@@ -114,7 +119,7 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
                 ]
             )
     seconds, devices = sum(run.seconds for run in runs), sorted({run.device for run in runs})
-    seeds = len({run.seed for run in runs})
+    seeds, methods = len({run.seed for run in runs}), list(dict.fromkeys(run.algorithm for run in runs))
     parts = [
         f"## {name}",
         f"```sh\npython reproduction/speedup.py {name}\n```",
@@ -123,6 +128,7 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
         f"batches of {experiment.train.batch_size}, target {experiment.compare.target:.0%} test accuracy, at most "
         f"{experiment.train.rounds} rounds. {amount(len(runs), 'run')}, {seeds} of each setting, "
         f"{sum(run.outcome == 'diverged' for run in runs)} diverged; {seconds:,.0f} s on {', '.join(devices)}.",
+        f"Learning rates: {'; '.join(f'{called(method)} {rates(runs, method)}' for method in methods)}.",
         f"Rounds to the target, geometric mean over seeds; in brackets the rate ({EDGE}: smallest or largest tried):",
         markdown(["method", "active clients", *(f"{number} steps" for number in steps)], rows),
     ]
@@ -165,5 +171,5 @@ def draw(axes: Axes, method: str, points: Mapping[tuple[int, int], Best | None],
     middle = np.exp(np.log(products).mean()), np.exp(np.log(rounds).mean())
     label = f"{called(method)}: {shown(slope)}"
     axes.plot(ends, middle[1] * (ends / middle[0]) ** slope.value, "-", color=colour, label=label)
-    label = "slope −1" if names_markers else None
+    label = "slope −1, dotted" if names_markers else None
     axes.plot(ends, middle[1] * (ends / middle[0]) ** -1.0, ":", color=colour, label=label)

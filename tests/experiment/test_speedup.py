@@ -124,6 +124,7 @@ def test_page_has_the_slopes_and_figures(tmp_path: Path) -> None:
     assert "| FedAvg (Fed-SGD) | 4 | 160.0 (0.1†) | 80.0 (0.1†) |" in text
     assert "| FedAvg (Fed-SGD) | 16 | – | – |" in text or "| FedAvg (Fed-SGD) | 16 | - | - |" in text
     assert "Model `mlp` (hidden 50), 100 clients, dirichlet (alpha 0.6), batches of 32" in text
+    assert "Learning rates: FedAvg (Fed-SGD) 0.1, 0.2." in text
     assert "25 runs, 2 of each setting, 0 diverged; 12 s on a device" in text
     assert {path.name for path in tmp_path.glob("*.png")} == {"speed-up-fed-lamb.png", "speed-up-fedlada.png"}
 
