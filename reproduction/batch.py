@@ -80,20 +80,26 @@ def main() -> None:
     until = float("inf") if arguments.seconds is None else time.monotonic() + arguments.seconds
     given = {stem(name): name for name in arguments.names}
     changed = [word for one in arguments.set for word in ("--set", one)]
-    judges = []
+    evaluations: dict[str, subprocess.Popen[bytes]] = {}
 
-    def judge(name: str) -> None:
-        """Compute the tables and verdicts of a name whose parts are all done."""
+    def evaluate(name: str) -> None:
+        """Start to compute the tables and verdicts of a name whose parts are all done."""
         if all(part.is_done for part in parts if part.name == name):
             command = ["reproduce", given[name], *changed, "--out", str(arguments.out / name)]
-            judges.append(start(command, arguments.out / PARTS / f"{name}.log"))
+            evaluations[name] = start(command, log_of(name))
+
+    def log_of(name: str) -> Path:
+        return arguments.out / PARTS / f"{name}.log"
 
     waiting = [part for part in parts if not part.is_done]
     for name in given:
-        judge(name)
-    complete = train(waiting, arguments.processes, until, judge)
-    codes = [child.wait() for child in judges]
-    sys.exit(0 if complete and not any(codes) else 1)
+        evaluate(name)
+    complete = train(waiting, arguments.processes, until, evaluate)
+    for name, child in evaluations.items():
+        code = child.wait()
+        complete &= code == 0
+        print(f"{name}: {f'ended with code {code}, see' if code else 'tables and verdicts in'} {log_of(name)}")
+    sys.exit(0 if complete else 1)
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -127,7 +133,7 @@ def parts_of(name: str, out: Path, overrides: list[str]) -> list[Part]:
 def train(waiting: list[Part], processes: int, until: float, completed: Callable[[str], None]) -> bool:
     """Train parts side by side until all have ended or time is up; return whether all were completed.
 
-    `completed` is called with the name of every part that is.
+    After each part that is complete, `completed` is called with its name.
     """
     began, complete = time.monotonic(), True
     running: dict[subprocess.Popen[bytes], Part] = {}

@@ -19,6 +19,7 @@ from words import amount, escaped, markdown
 from lamina.errors import BadInput
 from lamina.experiment.config import load
 from lamina.experiment.sections import Named
+from lamina.report.curves import text
 from lamina.report.figures import COLOURS, STYLE
 from lamina.report.tables import NONE
 
@@ -99,8 +100,8 @@ def rates(runs: Sequence[Run], method: str) -> str:
 
 def options(section: Named) -> str:
     """Return the options of a section in brackets, such as `` (hidden 50)``; nothing if there are none."""
-    shown = ", ".join(f"{name} {value:g}" for name, value in section.options().items())
-    return f" ({shown})" if shown else ""
+    words = ", ".join(f"{name} {text(value)}" for name, value in section.options().items())
+    return f" ({words})" if words else ""
 
 
 def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
@@ -119,7 +120,7 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
                 ]
             )
     seconds, devices = sum(run.seconds for run in runs), sorted({run.device for run in runs})
-    seeds, methods = len({run.seed for run in runs}), list(dict.fromkeys(run.algorithm for run in runs))
+    seeds = len({run.seed for run in runs})
     parts = [
         f"## {name}",
         f"```sh\npython reproduction/speedup.py {name}\n```",

@@ -64,7 +64,9 @@ def test_a_batch_stops_resumes_and_ends_as_lamina_reproduce_does(tmp_path, monke
     assert sorted(path.name for path in Path("runs").rglob("tuning/fedavg/*")) == 2 * ["lr0.03"] + 2 * ["lr0.1"]
     claims = [json.loads((Path(out) / "small" / "claims.json").read_text()) for out in ("runs", "alone")]
     assert claims[0] == claims[1]
-    assert "verdict: " in Path("runs/.parts/small.log").read_text()
+    log = Path("runs/.parts/small.log")
+    assert f"small: tables and verdicts in {log}" in capsys.readouterr().out
+    assert "verdict: " in log.read_text()
 
 
 def test_a_part_that_fails_is_named_with_its_log(tmp_path, capfd):

@@ -131,9 +131,9 @@ def test_page_has_the_slopes_and_figures(tmp_path: Path) -> None:
 
 def test_the_committed_page_is_made_from_the_committed_measurements(tmp_path: Path) -> None:
     speedup_page.write(speedup.STUDIES, tmp_path)
-    made = sorted(tmp_path.iterdir())
-    assert [path.name for path in made] == ["speed-up-fed-lamb.png", "speed-up-fedlada.png", "speed-up.md"]
-    for path in made:
+    written = sorted(tmp_path.iterdir())
+    assert [path.name for path in written] == ["speed-up-fed-lamb.png", "speed-up-fedlada.png", "speed-up.md"]
+    for path in written:
         committed = speedup_page.PAGES / path.name
         if path.suffix == ".md":
             assert committed.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), "run speedup.py"

@@ -385,4 +385,4 @@ def test_the_partition_of_files_that_have_changed_is_not_shown(tmp_path, monkeyp
     monkeypatch.setattr(sources, "load", lambda *_, **__: Splits(padded, padded))
     dealt, (note,) = build.deal_again(curves_in(tmp_path))
     assert dealt == []
-    assert note.endswith("sequences of different lengths cannot be compared with those of the run")
+    assert note.endswith("a report cannot tell whether padded data have changed since the run")
