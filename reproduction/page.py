@@ -107,8 +107,8 @@ verdicts and says how everything was run. To run an experiment again, use the co
 
 
 COHORTS = """Since 2026-11-16 lamina draws partial cohorts in a new way. All runs but those of FedLADA with the
-simulator's protocol, the three-epoch panels on MNIST and `lamb-mnist-mlp-layers` are older: if you run them again, the
-same seed selects other clients, except where all take part."""
+simulator's protocol, the three-epoch panels, `lamb-mnist-mlp-layers` and `lamb-drafts-cifar10-cnn` are older: if you run
+them again, the same seed selects other clients, except where all take part."""
 
 
 # --- read --------------------------------------------------------------------------------------------------------
