@@ -98,17 +98,17 @@ def page_of(preset: str) -> str:
 PAPER_HEAD = """This page is generated from the records in `reproduction/results`. [The index](index.md) has all
 verdicts and says how everything was run. To run an experiment again, use the command in its section.
 
-- P2-text and P2-code are the protocols of Karimi, Li & Li's text and of their public code; P3 is that of Sun
-  et al.'s text.
+- P1 is the protocol of the drafts of Karimi, Li & Li; P2-text and P2-code are those of their text and of their public
+  code; P3 is that of Sun et al.'s text.
 - A1, B3 and the like are passages that can be read in more than one way;
   [the register](../reference/algorithms.md#register) says how lamina reads them.
 - *Consistency* is the mean over the clients of ‖y − x⁺‖², the squared distance of a client's model from the next global
   model: smaller means closer."""
 
 
-COHORTS = """Since 2026-11-16 lamina draws partial cohorts in a new way. All runs but those of FedLADA with the
-simulator's protocol, the three-epoch panels, `lamb-mnist-mlp-layers` and `lamb-drafts-cifar10-cnn` are older: if you run
-them again, the same seed selects other clients, except where all take part."""
+COHORTS = """Since 2026-11-16 lamina draws partial cohorts in a new way. These presets use it: FedLADA's
+with the simulator's protocol, the six three-epoch panels, `lamb-mnist-mlp-layers` and `lamb-drafts-cifar10-cnn`. All others
+are older: if you run one again, the same seed selects other clients, except where all take part."""
 
 
 # --- read --------------------------------------------------------------------------------------------------------
