@@ -97,3 +97,11 @@ def test_a_simulation_warns_once_of_a_collapse(caplog):
     run.run(1)
     run.run(1)
     assert caplog.text.count("is far worse than the best, 0.9 in round 0") == 1
+
+
+def test_a_round_without_an_evaluation_does_not_read_the_whole_history(monkeypatch):
+    """A script may call run(1) for every round: a look at all rows would take longer and longer."""
+    run = lamina.Simulation(torch.nn.Linear(2, 3), (torch.zeros(12, 2), torch.arange(12) % 3), "fedavg", clients=2)
+    monkeypatch.setattr(History, "collapse", lambda history: pytest.fail("looked"))
+    run.run(1)
+    assert len(run.history.rows) == 1

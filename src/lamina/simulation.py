@@ -170,6 +170,7 @@ class Simulation(Training):
 
         # with a folder, the recorder trains in place of `Training.run`
         self._requested = 0  # rounds, by all calls of `run`; those that the folder already holds count
+        self._has_collapsed = False  # and `run` has warned
         self._recorder: Recorder | None = None
         self.out = None if out is None else checked_path(out, "out")
         if self.out is not None:
@@ -214,7 +215,7 @@ class Simulation(Training):
         if last > self.state.round:
             self.protocol.rate(last)  # refuses a schedule that ends before
         self._requested = requested
-        name, had_collapsed = self.algorithm.card.title, bool(self.history.collapse())
+        name, rows_before = self.algorithm.card.title, len(self.history.rows)
         with python_bars([name], progress, state="", total=last, completed=self.state.round) as bars:
 
             def show(row: Row) -> None:
@@ -230,10 +231,19 @@ class Simulation(Training):
             except BaseException:  # interrupted, say: count the rounds of the next call from those that are trained
                 self._requested = self.state.round
                 raise
-        collapse = "" if had_collapsed else self.history.collapse()
-        if collapse:
-            log.warning("%s: %s", name, collapse)
+        self._warn_of_collapse(since=rows_before)
         return self.history
+
+    def _warn_of_collapse(self, since: int) -> None:
+        """Warn, once, if the rows since then end far worse than the best round."""
+        rows = self.history.rows
+        # only after an evaluation: `run(1)` may be called in every round, and each look goes through all rows
+        if self._has_collapsed or len(rows) == since or self.metric not in rows[-1]:
+            return
+        collapse = self.history.collapse()
+        if collapse:
+            self._has_collapsed = True
+            log.warning("%s: %s", self.algorithm.card.title, collapse)
 
     def save(self, folder: str | Path) -> None:
         """Write a checkpoint (safetensors). Later calls with the same folder write only the client states that changed.

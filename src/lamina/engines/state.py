@@ -167,7 +167,8 @@ def close_round(
 def client_weights(plan: Round, by_examples: bool) -> list[float]:
     """Return every active client's weight in the mean."""
     shares = plan.examples if by_examples else np.ones(len(plan.cohort))
-    return [float(w) for w in shares / shares.sum()]
+    weights: list[float] = (shares / shares.sum()).tolist()
+    return weights
 
 
 def undo_weighting(algorithm: Algorithm, up: Any, relative: float | Tensor) -> Any:

@@ -42,6 +42,7 @@ from lamina.engines.stacked.rows import (
     Trained,
     column,
     map_record,
+    members_and_weights,
     on_device,
     per_member,
     row_algorithm,
@@ -254,12 +255,13 @@ class Stacked:
             totals, steps = self._totals(now, chunk, trained, self._shares(now, chunk)), {}
 
         # Add; from here on nothing can fail.
-        weight, owner = (np.array([getattr(row, name) for row in chunk]) for name in ("weight", "member"))
-        for e in set(owner):
+        owner, weight = members_and_weights(chunk)
+        for e in set(owner.tolist()):
             mine = is_finite & (owner == e)
             now.sums[e].loss += float(np.dot(weight[mine], loss[mine]))
             now.sums[e].square += float(np.dot(weight[mine], square[mine]))
-        for r in map(int, np.flatnonzero(is_finite)):
+        keeps_rows = keeps_state or uploads or trained.ratios is not None
+        for r in np.flatnonzero(is_finite).tolist() if keeps_rows else ():
             row = chunk[r]
             if trained.ratios is not None:
                 now.sums[row.member].add_trust(trained.ratios[r], row.weight)
@@ -292,7 +294,7 @@ class Stacked:
         return train(problem, self._parts, work)
 
     def _client_records(self, now: RoundInProgress, chunk: list[Row], home: torch.device) -> list[Any]:
-        """Return every row's client record; clients that take part for the first time share one."""
+        """Return every row's client record, or one for all if clients keep nothing; new clients share a record."""
         new: dict[int, Any] = {}
         records = []
         for row in chunk:
@@ -303,6 +305,8 @@ class Stacked:
             if row.member not in new:
                 member = now.members[row.member]
                 record = member.algorithm.client_init(member.state.server.x, self.objective.layers)
+                if all(value is None for value in record):
+                    return [record]
                 new[row.member] = on_device(record, home)
             records.append(new[row.member])
         return records
@@ -322,18 +326,13 @@ class Stacked:
 
     def _shares(self, now: RoundInProgress, chunk: list[Row]) -> tuple[list[int], Tensor]:
         """Return the members that have not diverged, and every row's weight in each one's mean [members, rows]."""
-        places: dict[int, int] = {}
-        for row in chunk:
-            if row.member not in now.failed:
-                places.setdefault(row.member, len(places))
-        shares = np.zeros((len(places), len(chunk)))
-        for r, row in enumerate(chunk):
-            if row.member in places:
-                shares[places[row.member], r] = row.weight
+        owner, weight = members_and_weights(chunk)
+        members = [e for e in dict.fromkeys(owner.tolist()) if e not in now.failed]
+        shares = np.where(owner == np.reshape(members, (-1, 1)), weight, 0.0)
         # Most rounds have the same shares, so those of the last call stay on the device.
         if self._sent_shares is None or not np.array_equal(self._sent_shares[0], shares):
             self._sent_shares = shares, send(shares, self.objective.device).to(self.objective.dtype)
-        return list(places), self._sent_shares[1]
+        return members, self._sent_shares[1]
 
     def _totals(
         self, now: RoundInProgress, chunk: list[Row], trained: Trained, shares: tuple[list[int], Tensor]
@@ -346,11 +345,11 @@ class Stacked:
             upload = self._in_usual_order(row_of(up, 0))
             return {members[0]: now.sums[members[0]].plus(upload, row_buffers(buffers, 0), chunk[0].weight)}
         all_count = {row.member for row in chunk} == set(members)
-        counts = (share != 0).any(0)
 
         def means(values: Tensor) -> Tensor:
             """[rows, ...] -> [members, ...]; a row that diverged has no share, not even times zero."""
             if not all_count:
+                counts = (share != 0).any(0)
                 values = torch.where(counts.reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)
             weighted: Tensor = torch.tensordot(share, values, dims=1)
             return weighted

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Number, options
+from lamina.data.parts import Indices
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.state import RoundReport, State, Sums, client_weights
 from lamina.errors import Diverged
@@ -147,6 +148,11 @@ def row_algorithm(chunk: Sequence[Row], members: Mapping[int, Member], like: Ten
         if any(value != getattr(first, name) for value in values.values()):
             changed[name] = column([values[row.member] for row in chunk], like)
     return dataclasses.replace(first, **changed) if changed else first  # type: ignore[type-var]
+
+
+def members_and_weights(chunk: Sequence[Row]) -> tuple[Indices, Any]:
+    """Return every row's member and weight as arrays."""
+    return np.array([row.member for row in chunk]), np.array([row.weight for row in chunk])
 
 
 def per_member(chunk: Sequence[Row], values: Mapping[int, float], like: Tensor) -> Number:
