@@ -41,7 +41,6 @@ from lamina.simulation import Simulation
 HERE = Path(__file__).parent
 STUDIES = HERE / "speedup"
 CLIENTS, STEPS = (2, 4, 8, 16, 32), (5, 10, 20)
-EVERY_ROUND_FROM = 160  # clients x steps; with half as many, every second round is evaluated, and so on
 MAX_FINISHED_FRACTION = 0.2  # of a population's clients; then it is rebuilt without the finished runs
 REACHED, SLOWER, DIVERGED, TOO_LONG = "reached", "slower", "diverged", "too long"
 
@@ -120,9 +119,8 @@ def train(experiment: Experiment, splits: Splits, name: str, clients: Sequence[i
     ):
         variant = with_algorithm(experiment, name, settings)
         point = {"participation": count / experiment.data.clients, "local_steps": steps, "seed": seed}
-        every = {"evaluate_every": max(1, EVERY_ROUND_FROM // (count * steps))}
-        changed = {"train": variant.train.model_copy(update=point), "run": variant.run.model_copy(update=every)}
-        simulation = build(variant.model_copy(update=changed), splits, like=runs[0].simulation if runs else None)
+        variant = variant.model_copy(update={"train": variant.train.model_copy(update=point)})
+        simulation = build(variant, splits, like=runs[0].simulation if runs else None)
         runs.append(Training(simulation, count, settings["lr"], seed))
     running = runs
     while running:

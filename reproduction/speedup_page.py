@@ -121,10 +121,11 @@ def study_section(name: str, runs: Sequence[Run], methods: Chosen) -> str:
             )
     seconds, devices = sum(run.seconds for run in runs), sorted({run.device for run in runs})
     seeds = len({run.seed for run in runs})
+    precision = "" if experiment.run.precision == "fp32" else f" in {experiment.run.precision}"
     parts = [
         f"## {name}",
         f"```sh\npython reproduction/speedup.py {name}\n```",
-        f"Model `{experiment.model.name}`{options(experiment.model)}, {experiment.data.clients} clients, "
+        f"Model `{experiment.model.name}`{options(experiment.model)}{precision}, {experiment.data.clients} clients, "
         f"{experiment.data.partition.name}{options(experiment.data.partition)}, "
         f"batches of {experiment.train.batch_size}, target {experiment.compare.target:.0%} test accuracy, at most "
         f"{experiment.train.rounds} rounds. {amount(len(runs), 'run')}, {seeds} of each setting, "
