@@ -116,12 +116,13 @@ class Study:
         """Lock a trial of a killed process, or a new one; return its folder name and settings, None if `most` exist."""
         trials = self._trials()
         with self._in_a_line():
-            for left in trials:
-                if left.state == self._optuna.trial.TrialState.RUNNING:
-                    with contextlib.suppress(Locked):  # its process is alive
-                        lock = Lock(self._folder / trial_name(left.number))
+            for left in filter(self._is_running, trials):
+                with contextlib.suppress(Locked):  # its process is alive
+                    lock = Lock(self._folder / trial_name(left.number))
+                    if self._is_running(self._trials()[left.number]):
                         self._study.sampler = self._sampler(left.number)
                         return self._take(self._optuna.trial.Trial(self._study, left._trial_id), lock)
+                    lock.release()  # its process has ended it since we looked
             if len(trials) >= most:
                 return None
             self._study.sampler = self._sampler(len(trials))
@@ -167,6 +168,9 @@ class Study:
         """Return the folder name and the settings of all trials in order, and whether they were pruned."""
         pruned = self._optuna.trial.TrialState.PRUNED
         return [(trial_name(t.number), dict(t.params), t.state == pruned) for t in self._trials()]
+
+    def _is_running(self, trial: Any) -> bool:
+        return bool(trial.state == self._optuna.trial.TrialState.RUNNING)
 
     def _trials(self) -> list[Any]:
         with self._in_a_line():
