@@ -7,7 +7,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTEST := $(BIN)/pytest -n 2 --dist worksteal
+# three processes also on two cores: many tests wait for a disk or for other processes
+PYTEST := $(BIN)/pytest -n 3 --dist worksteal
 
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
