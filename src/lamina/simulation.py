@@ -170,7 +170,7 @@ class Simulation(Training):
 
         # with a folder, the recorder trains in place of `Training.run`
         self._requested = 0  # rounds, by all calls of `run`; those that the folder already holds count
-        self._has_collapsed = False  # and `run` has warned
+        self._has_collapsed = False  # whether the history has, and `run` has warned of it
         self._recorder: Recorder | None = None
         self.out = None if out is None else checked_path(out, "out")
         if self.out is not None:
@@ -235,7 +235,7 @@ class Simulation(Training):
         return self.history
 
     def _warn_of_collapse(self, since: int) -> None:
-        """Warn, once, if the rows since then end far worse than the best round."""
+        """Warn once if the history, which had `since` rows before, now ends far worse than its best round."""
         rows = self.history.rows
         # only after an evaluation: `run(1)` may be called in every round, and each look goes through all rows
         if self._has_collapsed or len(rows) == since or self.metric not in rows[-1]:
