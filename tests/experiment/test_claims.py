@@ -215,7 +215,9 @@ def test_the_papers_own_numbers_support_their_claims():
                 continue
             fields = {"at": "best"} if claim.target is None else {}
             printed = {
-                label: entry(label, [value] if claim.target is None else [0.0] * int(min(value, 4000) - 1) + [1.0])
+                label: entry(
+                    label, [value / 100] if claim.target is None else [0.0] * int(min(value, 4000) - 1) + [1.0]
+                )
                 for label, value in claim.paper.items()
             }
             found = claims.evaluate(claim.model_copy(update={"metric": "accuracy", **fields}), printed)
