@@ -1,6 +1,6 @@
 # make demo    compare five optimisers on handwritten digits
-# make test    lint, types, every test
-# make test-all  also the long tests and a real federation: what CI runs
+# make test    lint, types, the tests
+# make test-all  also the long tests, the coverage of the algorithms and a real federation: what CI runs
 # make test-federation  a real SuperLink and SuperNodes as processes: minutes, because Flower waits
 # make docs    the documentation as a site, docs/_build/html/index.html (also built by make test)
 # make papers  only the checks of every algorithm against its paper, one line each
@@ -18,21 +18,25 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(VENV)/.installed
 	$(BIN)/lamina compare experiments/demo.toml
 
-# every line of the algorithms must be tested; measuring it makes tests a third slower, so only theirs are measured,
-# without the two files that take longest and reach no line that the others do not
-LONGEST := $(addprefix tests/algorithms/test_,pseudo_code.py independence.py)
-MEASURED := $(filter-out $(LONGEST),$(wildcard tests/algorithms/test_*.py))
-test: $(VENV)/.installed
+test: lint
+	$(PYTEST)
+
+.PHONY: lint
+lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) $(addprefix --ignore=,$(MEASURED))
-	$(PYTEST) $(MEASURED) --cov=src/lamina/algorithms --cov-fail-under=100 --cov-report=term-missing:skip-covered
 
-# what `make test` leaves out: long tests, and a real federation of processes
+# Every line of the algorithms must be tested. Measuring it makes tests a third slower, so only theirs are measured,
+# without the two files that take longest and reach no line that the others do not.
+LONGEST := $(addprefix tests/algorithms/test_,pseudo_code.py independence.py)
+MEASURED := $(filter-out $(LONGEST),$(wildcard tests/algorithms/test_*.py))
+ALL := -m "long or not long"
 .PHONY: test-all
-test-all: test test-federation
-	$(PYTEST) -m long
+test-all: lint
+	$(PYTEST) $(ALL) $(addprefix --ignore=,$(MEASURED))
+	$(PYTEST) $(ALL) $(MEASURED) --cov=src/lamina/algorithms --cov-fail-under=100 --cov-report=term-missing:skip-covered
+	$(MAKE) test-federation
 
 .PHONY: test-federation
 test-federation: $(VENV)/.installed

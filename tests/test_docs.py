@@ -99,6 +99,7 @@ def test_install_hints_work_from_a_clone():
     assert not wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
 @mock.patch.dict(algorithms.registry())
 def test_notebooks_run(notebook, monkeypatch, tmp_path):

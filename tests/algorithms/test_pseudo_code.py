@@ -200,6 +200,7 @@ NO_EFFECT = {  # options that cannot matter in their case
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [c for c in CASES if c[1]], ids=label)
 def test_every_option_of_a_case_matters(case: Any) -> None:
     """The comparison above can fail: with any one of the case's options left out, the expected x is another one."""

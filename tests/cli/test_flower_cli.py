@@ -88,6 +88,7 @@ def test_the_template_is_a_sound_app(tmp_path, options):
             del sys.modules[name]
 
 
+@pytest.mark.long
 def test_the_settings_of_the_template_hold(tmp_path):
     """With the template's former rate of 0.03 the accuracy fell to 0.1 after 20 rounds."""
     assert call("new", "app") == 0

@@ -69,6 +69,7 @@ def test_features_of_a_category_keep_the_order_of_its_text(folder, values, expec
     assert one_hot(load("table", **SEPARATE).train) == expected
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Columns .* have mixed types")
 def test_a_category_is_the_same_in_every_chunk_of_a_long_file(folder):
     """pandas guesses types chunk by chunk."""

@@ -69,6 +69,7 @@ def test_a_batch_stops_resumes_and_ends_as_lamina_reproduce_does(tmp_path, monke
     assert "verdict: " in log.read_text()
 
 
+@pytest.mark.long
 def test_a_part_that_fails_is_named_with_its_log(tmp_path, capfd):
     part = batch.Part("small", "", "fedavg", ["compare", "nowhere.toml"], tmp_path / "small" / "as-given")
     assert not batch.train([part], 1, float("inf"), completed=pytest.fail)

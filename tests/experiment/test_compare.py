@@ -110,6 +110,7 @@ def test_killed_and_started_again_it_ends_the_same(here):
     assert_same_comparison("a", "b")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("behind", ["seed0", "seed1"])
 def test_members_one_round_apart_resume_from_the_round_they_share(here, behind, capsys):
     """A kill between two members' checkpoints of the seventh round."""
@@ -148,6 +149,7 @@ def test_more_seeds_and_methods_are_added_to_what_is_there(here, whole, monkeypa
     assert len(table("c")) == 2 * 2 * ROUNDS
 
 
+@pytest.mark.long
 def test_fewer_methods_and_seeds_leave_one_story_in_the_folder(empty_folder, capsys):
     """Tables, picture and report are all of what was asked for, and a note names what else is there."""
     Path("small.toml").write_text(TOML)
@@ -286,6 +288,7 @@ def test_a_comparison_writes_nothing_before_it_runs(here):
     assert not (here / "c").exists()  # nothing is written before it runs
 
 
+@pytest.mark.long
 def test_live_bars_on_a_terminal(here, monkeypatch):
     """A bar for every algorithm: what it does, its round, its accuracy."""
     screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)

@@ -205,6 +205,7 @@ def staged(tmp_path_factory):
     return place / "whole", [*names, "fedavg/seed0", "fedavg/seed1"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stop_at", [2, 5], ids=["second-stage", "neighbour"])
 def test_stages_resume_after_a_stop(here, staged, monkeypatch, stop_at):
     record, seen = Training.record, []
@@ -225,6 +226,7 @@ def test_stages_resume_after_a_stop(here, staged, monkeypatch, stop_at):
     assert_same_comparison(whole, "c", names)
 
 
+@pytest.mark.long
 def test_stages_can_start_again(here, staged, monkeypatch):
     record, seen = Training.record, []
     whole, names = staged
@@ -314,6 +316,7 @@ def test_a_rate_that_wins_late_is_found(here, monkeypatch, name):
         assert (rounds, len(tuning)) == (dict(zip(RATES, [2, 8, 8, 8, 8, 2, 2, 2, 2], strict=True)), 4 * 8 + 5 * 2)
 
 
+@pytest.mark.long
 def test_folders_of_comparisons_that_did_not_try_neighbours(here, monkeypatch, capsys):
     """Earlier versions chose among the best third only."""
     with monkeypatch.context() as patch:
@@ -337,6 +340,7 @@ def test_folders_of_comparisons_that_did_not_try_neighbours(here, monkeypatch, c
     assert tuned("right")[0] == 0.005
 
 
+@pytest.mark.long
 def test_more_runs_than_may_be_open_at_once(here, monkeypatch):
     assert call(*command("a", *GRID)) == 0
     monkeypatch.setattr(trials, "MAX_OPEN_RUNS", 3)

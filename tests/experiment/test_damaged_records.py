@@ -23,6 +23,7 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [flip, truncate, Path.unlink, lambda path: path.write_bytes(b"")])
 @pytest.mark.parametrize("file", ["state-000004-*", "clients-000004-*", "round-000004.json"])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(half, capsys, file, damage):
@@ -104,6 +105,7 @@ def test_a_model_alone_does_not_make_the_folder_free(half, capsys):
         assert "holds another run" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["half", "whole"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_metrics_are_named_and_run_again(half, capsys, damage, name):

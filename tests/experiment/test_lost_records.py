@@ -89,6 +89,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("moment", ["record", "checkpoint", "finish"])
 def test_a_folder_that_changes_during_the_run_ends_it(here, capsys, monkeypatch, change, moment):
@@ -257,6 +258,7 @@ def killed_deletions(monkeypatch, act):
         moment += 1
 
 
+@pytest.mark.long
 def test_an_overwrite_that_is_killed_leaves_nothing_that_looks_complete(here, monkeypatch):
     shutil.copytree("whole", "undisturbed")
 
@@ -292,6 +294,7 @@ def test_an_overwriting_comparison_keeps_no_earlier_run(here, capsys):
     assert "1 curve from 1 run " in Path("page.html").read_text()
 
 
+@pytest.mark.long
 def test_an_overwriting_comparison_that_is_killed_leaves_nothing_old(here, monkeypatch):
     both = "compare.algorithms=['fedavg', 'scaffold']"
     assert call(*compare(both)) == 0
@@ -364,6 +367,7 @@ LINES = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("line", LINES)
 def test_a_metrics_line_that_is_not_a_row_of_numbers_is_damage(here, capsys, line):
     shutil.rmtree("whole")

@@ -268,6 +268,7 @@ def write_mnist(folder, samples):
     return parts
 
 
+@pytest.mark.long
 def test_a_small_version_of_a_paper_runs_and_gives_no_verdict(here, monkeypatch, capsys):
     name = "lamb-mnist-cnn-noniid-e1"
     train, test = write_mnist(here / "data" / "mnist", (600, 60))

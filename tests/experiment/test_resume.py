@@ -174,6 +174,7 @@ def test_checkpoints_of_every_third_round(here, capsys):
     assert_same("whole", "r")
 
 
+@pytest.mark.long
 def test_slow_writing_of_checkpoints_is_reported_once(here, capsys, monkeypatch):
     save = Checkpoints.save
 

@@ -157,6 +157,7 @@ COMPARE = ["compare", "small.toml", "-q", "--out", "c", "--algorithms", "fedavg"
            *sets("compare.grid.fedavg.lr=[0.01, 0.02]", "train.rounds=2")]  # fmt: skip
 
 
+@pytest.mark.long
 def test_every_run_of_a_comparison_has_its_own_events(here, monkeypatch):
     pytest.importorskip("tensorboard")
     assert call(*COMPARE) == 0

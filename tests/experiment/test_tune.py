@@ -299,6 +299,7 @@ def test_a_study_killed_before_its_first_round(here):
     assert [state for _, state, _ in trials_in("t")] == ["COMPLETE"] * 2
 
 
+@pytest.mark.long
 def test_a_worker_resumes_the_trial_of_one_that_was_killed(here):
     workers = [start(tune("tpe.toml", *LONGER, out="t")) for _ in range(2)]
     assert kill(workers[0], "t", rounds=8, delay=0)
@@ -322,6 +323,7 @@ def without_a_column(folder):
         database.execute("ALTER TABLE trials RENAME COLUMN number TO numero")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -394,6 +396,7 @@ def test_optuna_prunes_and_is_extended(here, capsys, monkeypatch):
     assert len(table("t")) == 1
 
 
+@pytest.mark.long
 def test_the_median_pruner_waits_for_a_quarter_of_the_rounds(here):
     """After the first round accuracies are near chance: the response curve would have no truth at low rates."""
     pytest.importorskip("optuna")

@@ -110,6 +110,7 @@ ATTACKS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_node_is_refused_in_every_round(name, tmp_path):
     """In every round: nothing that was accepted before makes later attacks, or honest nodes, look otherwise."""

@@ -94,6 +94,7 @@ def test_a_process_is_killed_with_its_group(tmp_path, monkeypatch):
     wait_until(lambda: all(map(gone, pids)))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc").exists(), reason="knows processes by /proc")
 def test_the_guard_ends_what_its_owner_leaves(tmp_path):
     """Also what has escaped into a session of its own and does not listen."""

@@ -67,6 +67,7 @@ def kill_server(setup, number, asked=1):
         setup.run(setup.grid(on_send))
 
 
+@pytest.mark.long
 def test_a_killed_server_resumes_in_the_middle_of_a_round(restartable):
     kill_server(restartable, number=4, asked=2)
     assert len(restartable.rows) == 3
@@ -88,6 +89,7 @@ def test_the_server_knows_the_sum_of_a_clients_changes_after_a_restart(tmp_path)
         torch.testing.assert_close(totals[f"{client}/delta_c"], record.c, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", ["after the row", "after the attendance"])
 def test_a_server_killed_between_two_writes_never_mixes_rounds(restartable, moment, monkeypatch):
     from lamina.experiment.folder import RunFolder
@@ -110,6 +112,7 @@ def test_a_server_killed_between_two_writes_never_mixes_rounds(restartable, mome
     restartable.run()
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_costs_one_round(restartable):
     kill_server(restartable, number=5, asked=3)  # two nodes have trained round 5, and tidied up
     (newest,) = (restartable.out / "checkpoints").glob("round-000004.json")

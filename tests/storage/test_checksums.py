@@ -109,6 +109,7 @@ def test_a_damaged_best_model_is_named(run, capsys):
     assert "damaged" not in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", range(6))
 def test_a_damaged_client_state_counts_as_lost(where, tmp_path, caplog):
     """The node says which file, and the protocol for lost state applies: the client starts without state."""

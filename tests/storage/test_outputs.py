@@ -267,6 +267,7 @@ def test_a_full_disk_behind_the_output_is_one_line(here, capsys, monkeypatch, ar
     assert said_in_one_line(capsys) == "error: cannot write to the standard output: No space left on device\n"
 
 
+@pytest.mark.long
 def test_a_table_that_a_full_disk_swallows_is_no_success(here):
     """In a process of its own: click wraps that standard output in another way than a file opened by a test."""
     command = [sys.executable, "-m", "lamina", "export", "r"]

@@ -149,6 +149,7 @@ def test_every_algorithm_of_ours_can_be_stacked(name):
         assert form(simulation("mlp", lamina.create(name, preset), "stacked")) == "stacked"
 
 
+@pytest.mark.long
 def test_a_run_does_not_import_the_compiler():
     """torch.compile's package takes seconds to import, and many corners of torch import it by the way."""
     code = """

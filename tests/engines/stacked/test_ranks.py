@@ -106,6 +106,7 @@ def test_torchrun_on_the_command_line(tmp_path):
         assert a["bytes_up"] == b["bytes_up"]
 
 
+@pytest.mark.long
 def test_ranks_give_the_trajectory_of_one_process():
     world = 3
     with socket.socket() as probe:
