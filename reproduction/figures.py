@@ -25,6 +25,8 @@ COLOUR = {
 }  # fmt: skip
 MOST_POINTS = 200  # per line
 MOST_LINES = 10  # more are drawn in two rows
+PANEL_LETTERS = 92  # how many letters of a legend fit below a panel
+HANDLE_LETTERS = 7  # the sample of a line beside its label, and the space
 Line = tuple[str, str]  # variant's folder and algorithm
 DRAWN_FROM = "drawn from"
 
@@ -89,7 +91,8 @@ def figure(result: Result) -> Figure:
     columns = metrics_of(result)
     rows, window = rows_of(list(result.histories)), window_of(result)
     with matplotlib.rc_context(STYLE):
-        height = sum(3.5 + 0.19 * math.ceil(len(lines) / 3) for lines in rows)
+        across = legend_columns([labelled(name, variant) for variant, name in result.histories], len(columns))
+        height = sum(3.5 + 0.19 * math.ceil(len(lines) / across) for lines in rows)
         picture = Figure(figsize=(5.6 * len(columns), height), layout="constrained")
         parts = picture.subfigures(len(rows), 1, squeeze=False)[:, 0]
         for part, lines in zip(parts, rows, strict=True):
@@ -108,8 +111,17 @@ def figure(result: Result) -> Figure:
                 if column == "consistency":
                     axes.set_yscale("log")
             handles, labels = part.axes[0].get_legend_handles_labels()
-            part.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+            part.legend(handles, labels, loc="outside lower center", ncols=across, fontsize=8, frameon=False)
     return picture
+
+
+def legend_columns(labels: Sequence[str], panels: int) -> int:
+    """Return how many columns of these labels fit below so many panels: three at most.
+
+    >>> legend_columns(["Fed-LAMB running-alone"], 1), legend_columns(["FedAdam (Adp-Fed) iid-0.03"], 1)
+    (3, 2)
+    """
+    return max(1, min(3, PANEL_LETTERS * panels // (max(map(len, labels)) + HANDLE_LETTERS)))
 
 
 def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
@@ -123,7 +135,7 @@ def rows_of(lines: Sequence[Line]) -> list[list[Line]]:
     """
     as_given = [line for line in lines if line[0] == reproduction.FOLDER_AS_GIVEN]
     varied = {name for variant, name in lines if variant != reproduction.FOLDER_AS_GIVEN}
-    if len(lines) <= MOST_LINES or not varied:
+    if len(lines) <= MOST_LINES or not varied or len(as_given) == 1:
         return [list(lines)]
     second = [line for line in lines if line[0] != reproduction.FOLDER_AS_GIVEN or line[1] in varied]
     return [row for row in (as_given, second) if row]
