@@ -267,8 +267,9 @@ def how(results: Sequence[Result], sittings: Sequence[Mapping[str, Any]]) -> str
         "the paper's where it gives them; the description of each preset says where they differ. Within a comparison "
         "all methods have the same initial weights, clients and batches. Where there is a grid, each combination is "
         "started on the first seed. Where the preset says so, two thirds are dropped after a few rounds, and again "
-        "later. The best combination is run on every seed. *Mime* is the method that the Fed-LAMB paper calls by "
-        "that name; [Algorithms](../reference/algorithms.md) says how each method reads its paper.",
+        "later; in newer runs all neighbours of the best combination are run to the end, too. The best combination is "
+        "run on every seed. *Mime* is the method that the Fed-LAMB paper calls by that name; "
+        "[Algorithms](../reference/algorithms.md) says how each method reads its paper.",
         markdown(
             ["what", ""],
             [
@@ -286,7 +287,7 @@ def how(results: Sequence[Result], sittings: Sequence[Mapping[str, Any]]) -> str
             ],
         ),
         "Seconds are training and evaluation, summed over all runs; runs that train side by side share them. Reading "
-        "data and starting are not included.",
+        "data and starting are not included, nor is the [speed-up](speed-up.md) study, whose page has its own.",
     ]
     if sittings:
         lines.append(
