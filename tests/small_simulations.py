@@ -152,8 +152,9 @@ def form(run):
 
 
 def set_chunk(run, clients):
-    """Train so many clients at a time."""
-    run.engine.memory.fixed_rows = clients
+    """Train so many clients at a time; None: as many as fit."""
+    if clients is not None:
+        run.engine.memory.rows_that_fit = lambda problem, batch, graphs: clients
 
 
 def take_gpu_path(run, channels_last=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 from typing import Literal
 
 import torch
@@ -43,6 +44,10 @@ def usable_precision(precision: Precision, device: torch.device) -> Precision:
 
 def has_bf16_instructions() -> bool:
     """Return whether this CPU multiplies bf16 numbers in hardware."""
+    kinds = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of newer versions of torch
+    checks = [getattr(torch.cpu, kind) for kind in kinds if hasattr(torch.cpu, kind)]
+    if checks and platform.machine().lower() in ("x86_64", "amd64"):  # there oneDNN says yes to every AVX-512
+        return any(check() for check in checks)
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 

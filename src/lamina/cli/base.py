@@ -163,7 +163,9 @@ def table(
                 fitted.add_column(escape(heading), justify=justify, overflow="fold", no_wrap=heading in no_wrap)
         for row in rows:
             cells = [cell for heading, cell in zip(headings, row, strict=True) if heading not in hidden]
-            fitted.add_row(*(escape(cell) if isinstance(cell, str) else cell for cell in cells))
+            fitted.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in cells))
+        if count == len(optional):  # nothing more to leave out, so it need not be measured, which takes long
+            break
         for column in fitted.columns:
             column.max_width = None if column.no_wrap else UNFOLDED_CHARACTERS
         fits = console.measure(fitted, options=unbounded).maximum <= console.width

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import lamina
+from lamina.devices import has_bf16_instructions
 from small_simulations import PARTS, form, simulation
 
 
@@ -147,6 +148,16 @@ def test_every_algorithm_of_ours_can_be_stacked(name):
     """`engine="stacked"` refuses an algorithm whose step mixes clients."""
     for preset in (None, *lamina.algorithms.find(name).card.presets):
         assert form(simulation("mlp", lamina.create(name, preset), "stacked")) == "stacked"
+
+
+@pytest.mark.parametrize("kind", ["_is_avx512_bf16_supported", "_is_amx_tile_supported"])
+def test_an_x86_cpu_needs_more_than_avx512_for_bf16(kind, monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False, raising=False)
+    assert not has_bf16_instructions()
+    monkeypatch.setattr(torch.cpu, kind, lambda: True)
+    assert has_bf16_instructions()
 
 
 @pytest.mark.long

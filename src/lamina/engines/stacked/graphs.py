@@ -41,7 +41,6 @@ ALIGNMENT = 16  # elements between the starts of rows: wide loads
 class Graphs:
     """The captured steps of one engine."""
 
-    unfused: list[str] = field(default_factory=list)  # why steps run as single operations, slower than one kernel
     _captured: dict[Any, CapturedSteps] = field(default_factory=dict, repr=False)
     _pool: Any = field(default=None, repr=False)  # the memory that their activations share: one runs at a time
 
@@ -66,7 +65,6 @@ class Graphs:
             if not self._captured:  # a pool ends with the last graph that uses it
                 self._pool = torch.cuda.graph_pool_handle() if work.local.y.is_cuda else None
             steps = CapturedSteps(problem, work, self._pool)
-            self.unfused += [steps.unfused] if steps.unfused else []
         trained = steps.train(work)
         self._captured[kind] = steps  # not before it is known to fit the memory
         return trained
@@ -154,7 +152,6 @@ class CapturedSteps:
         self._work = dataclasses.replace(work, algorithm=algorithm, lr=self._lr, clip=self._clip)
         self._parameters, self._rounded = self._views_of_parameters()
         self._at_x = problem.layers.unflatten(self._down.x) if work.control else {}
-        self.unfused = ""  # why the algorithm's step is not one kernel, where it could be
         self._fused = self._fuse()
         self._graphs: dict[int, Callable[[], None]] = {}  # by number of rows
         self._tables: list[Tensor] = []
@@ -244,8 +241,8 @@ class CapturedSteps:
                 raise CannotFuse("a second gradient")
             return LocalStep(work.algorithm, self._local, self._down, self._lr, self._clip, layers, self._rounded)
         except CannotFuse as reason:
-            self.unfused = f"{type(work.algorithm).__name__}.step uses {reason}"
-            log.info("the local step is not fused into one kernel: %s", self.unfused)
+            name = type(work.algorithm).__name__
+            log.info("the local step is not fused into one kernel: %s.step uses %s", name, reason)
             return None
 
     def _step(self, rows: int, addresses: Callable[[Tensor], Tensor]) -> None:

@@ -37,7 +37,6 @@ class Memory:
     """The memory of one device, as one engine uses it."""
 
     device: torch.device
-    fixed_rows: int | None = None  # rows per chunk; None: as many as memory, or a CPU's caches, suggest
     client_home: torch.device | None = None  # where clients' state is kept; None: decided in the first round
     _row_limit: int | None = field(default=None, repr=False)  # once more rows were seen not to fit
     _fitting_rows: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)  # by batch size and graphs
@@ -51,7 +50,7 @@ class Memory:
             batch: samples of a row in one step.
             graphs: how many captured steps share the memory.
         """
-        size = self.fixed_rows or self._rows_that_fit(problem, batch, graphs)
+        size = self.rows_that_fit(problem, batch, graphs)
         size = min(size, self._row_limit or size)
         if self.device.type == "cuda" and rows:
             size = -(-len(rows) // -(-len(rows) // size))
@@ -107,7 +106,8 @@ class Memory:
         most = self._row_limit or max(map(len, chunks), default=1)
         return [chunk[i : i + most] for chunk in chunks for i in range(0, len(chunk), most)]
 
-    def _rows_that_fit(self, problem: Problem, batch: int, graphs: int) -> int:
+    def rows_that_fit(self, problem: Problem, batch: int, graphs: int) -> int:
+        """Return how many rows train at a time: as many as fit a GPU's free memory, or a CPU's caches."""
         start = problem.objective.start
         if self.device.type != "cuda":
             alone = start.numel() >= ALONE_FROM_PARAMETERS
