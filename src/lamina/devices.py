@@ -46,7 +46,7 @@ def has_bf16_instructions() -> bool:
     """Return whether this CPU multiplies bf16 numbers in hardware."""
     kinds = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # of newer versions of torch
     checks = [getattr(torch.cpu, kind) for kind in kinds if hasattr(torch.cpu, kind)]
-    if checks and platform.machine().lower() in ("x86_64", "amd64"):  # there oneDNN says yes to every AVX-512
+    if checks and platform.machine().lower() in ("x86_64", "amd64"):  # there oneDNN says yes wherever there is AVX-512
         return any(check() for check in checks)
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 

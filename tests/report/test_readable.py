@@ -12,7 +12,7 @@ from rich.console import Console
 
 from helpers import call, trial
 from lamina import History, algorithms
-from lamina.cli import watch
+from lamina.cli import base, watch
 from lamina.cli.compare import comparison_table
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trials import Trial
@@ -89,6 +89,13 @@ def entries(*names):
 def test_the_table_of_a_comparison_has_the_title():
     table = comparison_table(entries(("fedlamb", "Fed-LAMB"), ("a.long.module:Mine", "My-LAMB")), 0.9)
     assert [str(cell) for cell in table.columns[0].cells] == ["fedlamb", "My-LAMB"]
+
+
+def test_the_cells_of_a_table_are_text_not_markup():
+    console = Console(width=60, color_system=None)
+    with console.capture() as captured:
+        console.print(base.table(("name", "value"), [["[red]mine[/red]", ":smile: [1, 2]"]], console=console))
+    assert captured.get().splitlines()[1].split(maxsplit=1) == ["[red]mine[/red]", ":smile: [1, 2]"]
 
 
 # --- narrow terminals
