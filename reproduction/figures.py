@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
-from matplotlib.figure import Figure
+from matplotlib.artist import Artist
+from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -27,6 +28,12 @@ MOST_POINTS = 200  # per line
 MOST_LINES = 10  # more are drawn in two rows
 PANEL_LETTERS = 92  # how many letters of a legend fit below a panel
 HANDLE_LETTERS = 7  # the sample of a line beside its label, and the space
+MAX_PANELS_PER_ROW = 3
+# Metrics that are positive and span decades; the others have a linear axis.
+LOGARITHMIC = {
+    "consistency", "drift", "extrapolation", "gradient_squared_norm", "scaled_gradient_squared_norm",
+    "pseudo_gradient_gap", "second_moment_mean", "second_moment_variance",
+}  # fmt: skip
 Line = tuple[str, str]  # variant's folder and algorithm
 DRAWN_FROM = "drawn from"
 
@@ -87,17 +94,26 @@ def save(picture: Figure, path: Path, drawn_from: str) -> None:
 
 
 def figure(result: Result) -> Figure:
-    """Draw each metric over rounds: one line per method, the mean over seeds, with a band from minimum to maximum."""
+    """Draw each metric over rounds: one line per method, the mean over seeds, with a band from minimum to maximum.
+
+    At most three panels stand side by side; further ones go below. A method without values of a metric has no line in
+    its panel.
+    """
     columns = metrics_of(result)
     rows, window = rows_of(list(result.histories)), window_of(result)
+    panels_per_row = min(len(columns), MAX_PANELS_PER_ROW)
+    panel_rows = math.ceil(len(columns) / panels_per_row)
     with matplotlib.rc_context(STYLE):
-        across = legend_columns([labelled(name, variant) for variant, name in result.histories], len(columns))
-        height = sum(3.5 + 0.19 * math.ceil(len(lines) / across) for lines in rows)
-        picture = Figure(figsize=(5.6 * len(columns), height), layout="constrained")
+        across = legend_columns([labelled(name, variant) for variant, name in result.histories], panels_per_row)
+        height = sum(3.5 * panel_rows + 0.19 * math.ceil(len(lines) / across) for lines in rows)
+        picture = Figure(figsize=(5.6 * panels_per_row, height), layout="constrained")
         parts = picture.subfigures(len(rows), 1, squeeze=False)[:, 0]
         for part, lines in zip(parts, rows, strict=True):
             looks = line_looks(lines)
-            for axes, column in zip(part.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
+            panels = list(part.subplots(panel_rows, panels_per_row, squeeze=False).flat)
+            for unused in panels[len(columns) :]:
+                unused.remove()
+            for axes, column in zip(panels, columns, strict=False):
                 for variant, name in lines:
                     histories = result.histories[variant, name]
                     if any(histories):
@@ -108,11 +124,21 @@ def figure(result: Result) -> Figure:
                 axes.set_ylabel(described(column).title)
                 axes.grid(alpha=0.25)
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-                if column == "consistency":
+                if column in LOGARITHMIC:
                     axes.set_yscale("log")
-            handles, labels = part.axes[0].get_legend_handles_labels()
-            part.legend(handles, labels, loc="outside lower center", ncols=across, fontsize=8, frameon=False)
+            add_legend(part, [labelled(name, variant) for variant, name in lines], across)
     return picture
+
+
+def add_legend(part: SubFigure, labels: Sequence[str], across: int) -> None:
+    """Add one legend for all panels, in the order of the labels: a method may have a line in some panels only."""
+    handles: dict[str, Artist] = {}
+    for axes in part.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    shown = [label for label in labels if label in handles]
+    entries = [handles[label] for label in shown]
+    part.legend(entries, shown, loc="outside lower center", ncols=across, fontsize=8, frameon=False)
 
 
 def legend_columns(labels: Sequence[str], panels: int) -> int:

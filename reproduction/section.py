@@ -42,7 +42,7 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
         parts.append("This is the small version, a smoke test; it says nothing about the paper.")
     if not facts["complete"]:
         parts.append("**Not finished.** Missing: " + escaped("; ".join(shortened(facts["missing"]))) + ".")
-    parts.append(cost(facts))
+    parts.append(cost(result))
     parts.append(results_table(result))
     if drawn(result):
         parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds]({FIGURES}/{result.name}.png)")
@@ -72,13 +72,15 @@ def command(result: Result) -> str:
     return " ".join(words)
 
 
-def cost(facts: Mapping[str, Any]) -> str:
+def cost(result: Result) -> str:
     """Return the number of runs, their rounds and seconds, and what went wrong."""
+    facts = result.facts
     tuning = facts["tuning_runs"]
     chosen = {"test": "the test data, as the paper does", "validation": "held-out training data"}[facts["select"]]
     line = f"{amount(facts['runs'] - tuning, 'final run')} of {either(facts['rounds'])} rounds; "
     line += (
-        f"{amount(tuning, 'tuning run')} of {either(facts['tuning_rounds'])} rounds, on {chosen}"
+        f"{amount(tuning, 'tuning run')} of {either(facts['tuning_rounds'])} rounds, on {chosen} "
+        f"(listed in `{tuning_tables(result)}`)"
         if tuning
         else "no tuning runs"
     )
@@ -89,6 +91,16 @@ def cost(facts: Mapping[str, Any]) -> str:
     every = max(variant["every"] for variant in facts["variants"].values())
     kept = f" The record keeps one round in {every}, the best and the last {LAST_ROUNDS}." if every > 1 else ""
     return f"{line}.{kept}"
+
+
+def tuning_tables(result: Result) -> str:
+    """Return the path of the tables that list the tuning runs, from the root of the repository.
+
+    >>> tuning_tables(Result("a", {"variants": {"as-given": {}}}, {}))
+    'reproduction/results/a/as-given/tuning.csv'
+    """
+    variants = list(result.facts["variants"])
+    return f"reproduction/results/{result.name}/{variants[0] if len(variants) == 1 else '*'}/tuning.csv"
 
 
 def results_table(result: Result) -> str:

@@ -55,7 +55,7 @@ def paper_grid(algorithm):
     return find(algorithm).card.grids["lamb-paper"]
 
 
-OUR_GRIDS = ["lamb-epsilon", "lamb-mnist-mlp-noniid-e3-rate", "lamb-small-rate-code"]
+OUR_GRIDS = ["lamb-epsilon", "lamb-mnist-mlp-noniid-e3-rate", "lamb-small-rate-code", "lamb-theory-fmnist-cnn-noniid"]
 WITH_SMALLER_RATES = ["lamb-drafts-cifar10-resnet9", "lamb-drafts-cifar10-resnet9-noniid"]
 SMALLER_RATES = {"fedams": [0.00003], "fedlamb": [0.0003]}  # than the paper's; their files say so
 WHOLE_GRIDS = [name for name in PAPERS if name.startswith("lamb") and name not in OUR_GRIDS + WITH_SMALLER_RATES]

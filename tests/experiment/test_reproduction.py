@@ -203,7 +203,8 @@ def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
     assert paper == "Fed-LAMB \\< FedAvg (Fed-SGD); no numbers"
     assert verdict == ("reproduced" if ordered else "not reproduced")
     assert f"{facts['seconds']:,.0f} CPU seconds" in text
-    assert "6 final runs of 4 or 2 rounds; 2 tuning runs of 4 rounds, on held-out training data" in text
+    listed = "(listed in `reproduction/results/mine/*/tuning.csv`)"
+    assert f"6 final runs of 4 or 2 rounds; 2 tuning runs of 4 rounds, on held-out training data {listed}; " in text
     assert "```sh\nlamina reproduce mine\n```" in text
     assert "Somebody 2020, Table 1: digits, after a \\* and a \\|. Protocol: none." in text
     assert "- It is only digits." in text
@@ -370,7 +371,7 @@ def test_folders_that_are_no_reproduction(runs, presets, tmp_path):
 
 
 def test_the_scripts_examples_are_true():
-    for script in (collect, page, figures):
+    for script in (collect, page, figures, section):
         tried = doctest.testmod(script)
         assert tried.attempted
         assert not tried.failed

@@ -1,5 +1,6 @@
 """The pages and figures of reproductions, and those that are committed."""
 
+import itertools
 import math
 import re
 import sys
@@ -13,6 +14,8 @@ from lamina import algorithms
 from lamina.experiment import claims, reproduction
 from lamina.experiment.config import load
 from lamina.history import History
+from lamina.metrics import DIAGNOSTICS
+from lamina.report.figures import described
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
@@ -40,6 +43,20 @@ def test_pairs_that_are_not_so_in_every_seed_are_said():
     assert page.of_pairs(some | {"pairs": 1, "wrong": []}) == " (not in every seed)"
     assert page.of_pairs(some | {"verdict": "not run"}) == ""
     assert "never" not in section.claim_table(claim)
+
+
+@pytest.mark.parametrize(("variants", "folder"), [(["as-given"], "as-given"), (["as-given", "E=2"], "*")])
+@pytest.mark.parametrize("runs", [3, 0])
+def test_the_files_that_list_tuning_runs_are_named(runs, variants, folder):
+    facts = {
+        "runs": 10 + runs, "tuning_runs": runs, "rounds": [9], "tuning_rounds": [5], "select": "validation",
+        "seconds": 7.0, "gpu": True, "diverged_runs": 0, "unfinished_runs": 0, "device": ["H200"],
+        "precision": ["bf16"], "variants": {variant: {"every": 1} for variant in variants},
+    }  # fmt: skip
+    listed = f"listed in `reproduction/results/mine/{folder}/tuning.csv`"
+    tuning = f"3 tuning runs of 5 rounds, on held-out training data ({listed})"
+    expected = f"10 final runs of 9 rounds; {tuning if runs else 'no tuning runs'}; 7 GPU seconds; H200, bf16."
+    assert section.cost(page.Result("mine", facts, {})) == expected
 
 
 def test_costs_are_in_multiples_of_fedavgs():
@@ -129,6 +146,52 @@ def test_many_lines_are_drawn_in_two_rows_with_a_legend_each():
     assert [[text.get_text() for text in part.legends[0].get_texts()] for part in made.subfigs] == rows
     assert len(figures.figure(page.Result("mine", {"claims": []}, {lines[0]: [history]})).subfigs) == 1
     assert figures.rows_of([(f"v{i}", "fedavg") for i in range(12)]) == [[(f"v{i}", "fedavg") for i in range(12)]]
+
+
+def figure_of(metrics, names, lacking=()):
+    """Draw made-up runs with these metrics in every 10th round; `lacking` are pairs of method and missing metric."""
+    histories = {
+        ("as-given", name): [
+            History(
+                {"round": r, **{m: r / 100 for m in metrics if r % 10 == 0 and (name, m) not in lacking}}
+                for r in range(1, 31)
+            )
+        ]
+        for name in names
+    }
+    facts = {"claims": [{"metric": metric} for metric in metrics]}
+    return figures.figure(page.Result("mine", facts, histories))
+
+
+@pytest.mark.parametrize(
+    ("count", "grid"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 3)), (5, (2, 3)), (7, (3, 3))]
+)
+def test_more_than_three_panels_are_drawn_in_several_rows(count, grid):
+    metrics = ["accuracy", *itertools.chain(*DIAGNOSTICS.values())][:count]
+    picture = figure_of(metrics, ["fedavg"])
+    (part,) = picture.subfigs
+    assert [axes.get_ylabel() for axes in part.axes] == [described(metric).title for metric in metrics]
+    places = [axes.get_subplotspec() for axes in part.axes]
+    assert {place.get_gridspec().get_geometry() for place in places} == {grid}
+    assert [place.num1 for place in places] == list(range(count))  # row by row; the unused cells are empty
+    assert tuple(picture.get_size_inches()) == pytest.approx((5.6 * grid[1], 3.5 * grid[0] + 0.19))
+
+
+def test_diagnostics_that_span_decades_have_a_logarithmic_axis():
+    metrics = ["accuracy", "consistency", *itertools.chain(*DIAGNOSTICS.values())]
+    (part,) = figure_of(metrics, ["fedavg"]).subfigs
+    linear = [metric for metric, axes in zip(metrics, part.axes, strict=True) if axes.get_yscale() == "linear"]
+    # A second moment may shrink, so its growth may be negative.
+    assert linear == ["accuracy", "pseudo_gradient_cosine", "amendment_cosine", "second_moment_growth"]
+
+
+def test_a_method_without_a_metric_is_still_in_the_legend():
+    names, metrics = ["fedavg", "fedcm", "fedlada"], ["accuracy", "drift", "amendment_cosine"]
+    (part,) = figure_of(metrics, names, lacking=[("fedavg", "amendment_cosine"), ("fedcm", "accuracy")]).subfigs
+    fedavg, fedcm, fedlada = labels = [labelled(name, "as-given") for name in names]
+    drawn = [[line.get_label() for line in axes.get_lines()] for axes in part.axes]
+    assert drawn == [[fedavg, fedlada], labels, [fedcm, fedlada]]
+    assert [text.get_text() for text in part.legends[0].get_texts()] == labels
 
 
 @pytest.mark.parametrize("name", PAPERS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,8 +14,8 @@ from PIL import Image
 
 from lamina import BadInput
 from lamina.experiment.build import build, load_data
-from lamina.experiment.compare import with_algorithm
-from lamina.experiment.config import load
+from lamina.experiment.compare import points_of, with_algorithm
+from lamina.experiment.config import Experiment, load
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "reproduction"))  # as a script there has it
 
@@ -127,6 +130,26 @@ def test_page_has_the_slopes_and_figures(tmp_path: Path) -> None:
     assert "Learning rates: FedAvg (Fed-SGD) 0.1, 0.2." in text
     assert "25 runs, 2 of each setting, 0 diverged; 12 s on a device" in text
     assert {path.name for path in tmp_path.glob("*.png")} == {"speed-up-fed-lamb.png", "speed-up-fedlada.png"}
+
+
+def test_the_commands_in_the_text_run_the_rates_that_the_grid_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of CIFAR-10, whose measurements have more rates than the experiment file."""
+    points: set[tuple[str, int, int, float]] = set()
+
+    def note(experiment: Experiment, _: Path, clients: list[int], steps: list[int]) -> None:
+        for name in experiment.compare.algorithms:
+            rates = [settings["lr"] for settings in points_of(experiment, name)]
+            points.update(itertools.product([name], clients, steps, rates))
+
+    monkeypatch.setattr(speedup, "measure", note)
+    for command in re.findall(r"^ *python (reproduction/speedup.py .*)$", speedup_page.HEAD.read_text("utf-8"), re.M):
+        monkeypatch.setattr(sys, "argv", shlex.split(command))
+        speedup.main()
+    study = load(speedup.STUDIES / "cifar10.toml")
+    grid = {name: [settings["lr"] for settings in points_of(study, name)] for name in study.compare.algorithms}
+    runs = speedup.read(speedup.STUDIES / "cifar10.csv")
+    further = {(run.algorithm, run.clients, run.steps, run.lr) for run in runs if run.lr not in grid[run.algorithm]}
+    assert points == further
 
 
 def test_the_committed_page_is_made_from_the_committed_measurements(tmp_path: Path) -> None:

@@ -75,6 +75,12 @@ TITLES = {
     "client_accuracy": "accuracy on the clients' data, mean, %",
     "client_accuracy_worst10": "accuracy on the clients' data, worst 10 %, %",
     "client_accuracy_std": "accuracy on the clients' data, std, %",
+    "gradient_squared_norm": "squared gradient ‖∇F(z)‖²",
+    "scaled_gradient_squared_norm": "scaled squared gradient ‖∇F(z)/v^¼‖²",
+    "pseudo_gradient_gap": "pseudo-gradient gap",
+    "pseudo_gradient_cosine": "pseudo-gradient cosine",
+    "drift": "drift ‖y − x‖², mean over local steps",
+    "extrapolation": "extrapolation ‖z − x⁺‖²",
 }
 # Columns that do not measure the quality of a model.
 NOT_DRAWN = {"round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds"}
