@@ -26,7 +26,7 @@ from lamina.experiment.config import Claim, Experiment, load
 from lamina.experiment.records import Record, find_records, flatten, read_json
 from lamina.experiment.settings import Range
 from lamina.experiment.trials import Trial
-from lamina.history import Row
+from lamina.history import History, Row
 from lamina.metrics import DIAGNOSTICS
 from lamina.storage.files import as_json, write_json
 
@@ -348,8 +348,21 @@ def rounds_table(variant: Variant) -> tuple[str, int]:
     if len(text) <= LARGE:
         return text, 1
     text = as_csv(variant, FEWER_DIGITS, 1)
-    every = math.ceil(len(text) / LARGE)
-    return (text if every == 1 else as_csv(variant, FEWER_DIGITS, every)), every
+    if len(text) <= LARGE:
+        return text, 1
+    every = interval([run.history for _, _, run in variant.finals], math.ceil(len(text) / LARGE))
+    return as_csv(variant, FEWER_DIGITS, every), every
+
+
+def interval(histories: Sequence[History], at_least: int) -> int:
+    """Return how many rounds apart those are that are kept: a multiple of what lies between two evaluations.
+
+    >>> interval([History({"round": i, **({} if i % 5 else {"accuracy": 0.5})} for i in range(1, 21))], at_least=2)
+    5
+    """
+    # the first evaluation is as late as two are apart; the last may come sooner
+    apart = min((int(row["round"]) for history in histories for row in history if "accuracy" in row), default=1)
+    return apart * math.ceil(at_least / apart)
 
 
 def as_csv(variant: Variant, digits: int, every: int) -> str:

@@ -47,7 +47,9 @@ def section(result: Result, presets: Mapping[str, Path], notes: Sequence[str]) -
     if drawn(result):
         parts.append(f"![{result.name}: {' and '.join(metrics_of(result))} over rounds]({FIGURES}/{result.name}.png)")
         window = window_of(result)
-        parts[-1] += f"\n\nEach point of the figure is the mean of {window} rounds." if window > 1 else ""
+        parts[-1] += (
+            f"\n\nEach point of the figure is the mean of what was measured in {window} rounds." if window > 1 else ""
+        )
     parts += [claim_table(claim) for claim in facts["claims"]]
     parts += filter(None, (cost_to_target(result, claim) for claim in facts["claims"]))
     if notes:

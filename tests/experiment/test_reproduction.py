@@ -4,6 +4,7 @@ import csv
 import doctest
 import hashlib
 import json
+import math
 import re
 import shutil
 import statistics
@@ -250,6 +251,22 @@ def test_a_long_comparison_keeps_fewer_rounds_but_the_best_and_the_last(runs, pr
     row = cells(text, "FedAvg (Fed-SGD)")
     assert (row[2], row[4]) == (mean_and_std(map(max, accuracies)), mean_and_std([seed[-1] for seed in accuracies]))
     assert row[3] == mean_and_std([(seed[-2] + seed[-1]) / 2 for seed in accuracies])
+
+
+def test_a_long_comparison_keeps_all_evaluations(tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").write_text(TOML)
+    helpers.skip_pictures(monkeypatch)
+    sparse = ["--set", "run.evaluate_every=3", "--set", "train.rounds=11", "--out", str(tmp_path / "runs/mine")]
+    assert helpers.call("reproduce", str(tmp_path / "mine.toml"), *sparse, "--quiet") == 0
+    monkeypatch.setattr(collect, "LARGE", 1500)
+    monkeypatch.setattr(collect, "LAST_ROUNDS", 1)
+    collect.collect(tmp_path / "runs", tmp_path / "results", {"mine": tmp_path / "mine.toml"})
+    (result,) = page.read_results(tmp_path / "results")
+    assert result.facts["variants"]["as-given"]["every"] == 3
+    for name in ("fedavg", "fedlamb"):
+        for history in result.histories["as-given", name]:
+            evaluated = [row["round"] for row in history if not math.isnan(row.get("accuracy", math.nan))]
+            assert evaluated == [3, 6, 9, 11]
 
 
 # --- others ------------------------------------------------------------------------------------------------------
