@@ -72,7 +72,7 @@ class NotebookBars(Bars):
     """The same bars as HTML in a notebook's output; rich would need ipywidgets for them."""
 
     def __init__(self, names: Iterable[str], **options: Any) -> None:
-        super().__init__(names, Console(), is_shown=False, **options)
+        super().__init__(names, Console(emoji=False), is_shown=False, **options)
         self.live = True
         self._handle: Any = None
         self._drawn_at = 0.0
@@ -134,7 +134,11 @@ def python_bars(names: Iterable[str], progress: bool | None, **options: Any) -> 
         return NotebookBars(names, **options)
     if progress is None:
         progress = sys.stderr is not None and sys.stderr.isatty()
-    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=True, **options) if progress else NoBars()
+    return (
+        Bars(names, Console(stderr=True, force_terminal=True, emoji=False), is_shown=True, **options)
+        if progress
+        else NoBars()
+    )
 
 
 class IntervalLines:

@@ -94,6 +94,23 @@ def test_quick_commands_import_nothing_heavy():
     assert done.stdout.startswith(__version__)
 
 
+def test_help_imports_no_markdown_parser_and_leaves_no_placeholder():
+    code = (
+        "import sys, lamina.cli\n"
+        "try:\n"
+        "    lamina.cli.main(['--help'])\n"
+        "except SystemExit as ended:\n"
+        "    assert not ended.code\n"
+        "assert 'markdown_it' not in sys.modules\n"
+        "from rich.markdown import Markdown\n"
+        "from rich.traceback import Traceback\n"
+        "assert Markdown('*a*').parsed and Traceback.extract\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Commands" in done.stdout
+
+
 def test_public_names_are_imported_on_first_use():
     assert set(lamina.__all__) <= set(dir(lamina))
     assert all(getattr(lamina, name) is not None for name in lamina.__all__)

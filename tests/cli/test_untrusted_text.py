@@ -74,6 +74,14 @@ def test_control_characters_in_tables_do_not_reach_the_terminal():
     assert not CONTROL.search(re.sub(r"\x1b\[[0-9;]*m", "", printed))  # rich's own bold
 
 
+def test_a_name_is_printed_as_it_is(capsys):
+    """Not with an emoji in place of a word between colons."""
+    assert call("run", "a:heart:b.toml") == 2
+    assert "'a:heart:b.toml'" in capsys.readouterr().err
+    assert call("list", "a:heart:b") == 2
+    assert "a:heart:b" in capsys.readouterr().err
+
+
 def test_control_characters_in_warnings_and_the_log_are_written_out(here, capsys):
     (here / "mine.py").write_text(
         "import logging\nimport torch\n\n"

@@ -19,14 +19,14 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from lamina.history import History
 from lamina.interrupt import end_guard
 from lamina.limits import in_bytes
-from lamina.progress import Bars
 from lamina.text import plural, printable
 
 if TYPE_CHECKING:
     from lamina.engines.stacked.ranks import Ranks
+    from lamina.history import History
+    from lamina.progress import Bars
 
 # Commands import torch, pydantic and the experiment package inside their functions, so that --help needs none of them.
 UNFOLDED_CHARACTERS = 20  # longer text in a cell may be folded
@@ -63,8 +63,8 @@ class ErrorConsole(SafeConsole):
             discard(sys.stderr)
 
 
-out = SafeConsole()
-err = ErrorConsole(stderr=True)
+out = SafeConsole(emoji=False)  # with emoji, a run's name a:heart:b would be printed as a❤b
+err = ErrorConsole(stderr=True, emoji=False)
 
 
 def be_quiet(quiet: bool) -> bool:
@@ -200,6 +200,8 @@ def print_complete(folder: Path, history: History, more: str = "train.rounds") -
 
 def round_bars(names: Iterable[str], **options: Any) -> Bars:
     """Return live bars, one for each name, with the last score and the time left; shown on a terminal only."""
+    from lamina.progress import Bars
+
     return Bars(names, err, is_shown=not out.quiet and err.is_terminal, **options)
 
 

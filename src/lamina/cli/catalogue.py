@@ -19,9 +19,6 @@ from lamina.ledger import wire_cost
 
 def build() -> dict[str, Any]:
     """Return what lamina offers; every value is text, as it is printed."""
-    claims = []
-    for name, file in papers().items():
-        claims += [["" if number else name, claim.text] for number, claim in enumerate(load(file).claim)]
     return {
         "algorithms": {name: describe(find(name)) for name in sorted(BUILT_IN)},
         "models": [
@@ -33,7 +30,7 @@ def build() -> dict[str, Any]:
             [name, description, ", ".join(_partition_options(name))]
             for name, description in partitions.describe().items()
         ],
-        "papers": claims,
+        "papers": [[name, "\n".join(claim.text for claim in load(file).claim)] for name, file in papers().items()],
     }
 
 

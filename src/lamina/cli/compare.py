@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +14,6 @@ from rich.table import Table
 from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, echo
 from lamina.cli.run import wanted_trackers
-from lamina.history import Row
 from lamina.text import plural
 
 if TYPE_CHECKING:
@@ -23,6 +21,7 @@ if TYPE_CHECKING:
     from lamina.experiment.config import Experiment
     from lamina.experiment.records import Record
     from lamina.experiment.trials import Job, Trial
+    from lamina.history import Row
     from lamina.report.results import ComparisonResult
 
 
@@ -87,7 +86,7 @@ def run_comparison(
             scores = best[job.algorithm]
             scores[record.seed] = record.history.best(metric, optional=True)
             if len(scores) == settings.seeds:
-                bars.update(job.algorithm, state="done", score=f"best {statistics.fmean(scores.values()):.3f}")
+                bars.update(job.algorithm, state="done", score=f"best {sum(scores.values()) / len(scores):.3f}")
 
     comparison = Comparison(experiment, path, overwrite=overwrite, stop=stop, trackers=trackers)
     comparison.on_round, comparison.on_end = round_finished, run_ended

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, echo
-from lamina.history import Row
-from lamina.progress import IntervalLines
+
+if TYPE_CHECKING:
+    from lamina.history import Row
 
 
 def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
@@ -37,6 +38,7 @@ def run(
     from lamina.experiment.folder import RunFolder
     from lamina.experiment.log_lines import LogLines
     from lamina.experiment.trackers import Trackers
+    from lamina.progress import IntervalLines
 
     experiment = load(file, overrides or [])
     name, seed, rounds = experiment.algorithm.name, experiment.train.seed, experiment.train.rounds
