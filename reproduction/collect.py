@@ -355,12 +355,12 @@ def rounds_table(variant: Variant) -> tuple[str, int]:
 
 
 def interval(histories: Sequence[History], at_least: int) -> int:
-    """Return how many rounds apart those are that are kept: a multiple of what lies between two evaluations.
+    """Return the distance between kept rounds: a multiple of the distance between evaluations.
 
     >>> interval([History({"round": i, **({} if i % 5 else {"accuracy": 0.5})} for i in range(1, 21))], at_least=2)
     5
     """
-    # the first evaluation is as late as two are apart; the last may come sooner
+    # evaluate_every is the round of the first evaluation; the last round is evaluated, too, so gaps do not tell it
     apart = min((int(row["round"]) for history in histories for row in history if "accuracy" in row), default=1)
     return apart * math.ceil(at_least / apart)
 

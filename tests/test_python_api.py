@@ -1,6 +1,7 @@
 """Python does what the command line does: run folders, comparisons, tuning, tables, figures and progress."""
 
 import dataclasses
+import io
 import json
 import sys
 import time
@@ -9,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import lamina
@@ -416,6 +418,17 @@ def test_a_notebook_gets_html_bars(monkeypatch):
         assert "accuracy 0.500" in bars._repr_html_()
     assert len(drawn) == 2  # the bar, and nothing at the end
     assert not progress.python_bars(["a"], False).live
+
+
+def test_bars_show_names_as_they_are():
+    """No word between colons becomes an emoji, and no bracket is read as markup."""
+    name, state = "a:heart:[b]", "try [/x] :heart:"
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None)
+    with progress.Bars([name], console, is_shown=True) as bars:
+        bars.update(name, state=state, total=2, completed=1)
+    shown = console.file.getvalue()
+    assert name in shown
+    assert state in shown
 
 
 def test_a_log_gets_lines_at_intervals(monkeypatch):

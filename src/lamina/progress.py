@@ -10,7 +10,6 @@ from html import escape
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lamina.history import History, Row
@@ -40,18 +39,18 @@ class Bars:
     def __init__(self, names: Iterable[str], console: Console, *, is_shown: bool, **options: Any) -> None:
         self.live = is_shown
         self._bars = Progress(
-            TextColumn("{task.description}"),
-            TextColumn("{task.fields[state]}"),
+            TextColumn("{task.description}", markup=False),  # markup would also replace :heart: in a name
+            TextColumn("{task.fields[state]}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[score]}"),
+            TextColumn("{task.fields[score]}", markup=False),
             TimeRemainingColumn(),
             console=console,
             transient=True,
             disable=not is_shown,
         )
         options = {"total": None, "state": "waiting", "score": "–", **options}
-        self._tasks = {name: self._bars.add_task(escape_markup(name), **options) for name in names}
+        self._tasks = {name: self._bars.add_task(name, **options) for name in names}
 
     def __enter__(self) -> Bars:
         self._bars.start()
@@ -72,7 +71,7 @@ class NotebookBars(Bars):
     """The same bars as HTML in a notebook's output; rich would need ipywidgets for them."""
 
     def __init__(self, names: Iterable[str], **options: Any) -> None:
-        super().__init__(names, Console(emoji=False), is_shown=False, **options)
+        super().__init__(names, Console(), is_shown=False, **options)
         self.live = True
         self._handle: Any = None
         self._drawn_at = 0.0
@@ -134,11 +133,7 @@ def python_bars(names: Iterable[str], progress: bool | None, **options: Any) -> 
         return NotebookBars(names, **options)
     if progress is None:
         progress = sys.stderr is not None and sys.stderr.isatty()
-    return (
-        Bars(names, Console(stderr=True, force_terminal=True, emoji=False), is_shown=True, **options)
-        if progress
-        else NoBars()
-    )
+    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=True, **options) if progress else NoBars()
 
 
 class IntervalLines:

@@ -37,7 +37,7 @@ from lamina.interrupt import guard
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 WIDTH_FOR_PROGRAMS = 1000  # of output that is not on a terminal, so that nothing is folded
-UNUSED_BY_HELP = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}  # what typer's help imports from where
+UNUSED_BY_HELP = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}  # typer imports them for its help
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -64,9 +64,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def import_help() -> None:
-    """Import typer's help without a Markdown parser and a printer of tracebacks, a quarter of the time of `--help`.
+    """Import typer's help without the Markdown parser and the traceback printer that lamina does not use.
 
-    lamina's help has no Markdown, and its errors are lines.
+    Importing them would take a quarter of the time of `lamina --help`.
     """
     placeholders = {name: ModuleType(name) for name in UNUSED_BY_HELP if name not in sys.modules}
     for name, module in placeholders.items():
