@@ -17,13 +17,17 @@ from lamina.flower import wire
 from lamina.flower.keys import make_server_keys
 from lamina.flower.signing import load_key, sign
 
-KEYS = tempfile.TemporaryDirectory(prefix="lamina-keys-")  # removed when the process ends
+
+@functools.cache
+def key_folder():
+    """Where the keys are: made on first use, because a process that is killed does not remove it."""
+    return tempfile.TemporaryDirectory(prefix="lamina-keys-")
 
 
 @functools.cache
 def signing_keys():
     """The keys of every federation in this process: the server's private one, the nodes' public one."""
-    made = make_server_keys(Path(KEYS.name))
+    made = make_server_keys(Path(key_folder().name))
     return str(made.signing_key), str(made.verifying_key)
 
 
