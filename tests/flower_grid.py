@@ -20,15 +20,15 @@ from lamina.flower.signing import load_key, sign
 
 @functools.cache
 def key_folder():
-    """Where the keys are: made on first use, because a process that is killed does not remove it."""
+    """The folder of the keys, created on first use: a process that is killed does not remove it."""
     return tempfile.TemporaryDirectory(prefix="lamina-keys-")
 
 
 @functools.cache
 def signing_keys():
     """The keys of every federation in this process: the server's private one, the nodes' public one."""
-    made = make_server_keys(Path(key_folder().name))
-    return str(made.signing_key), str(made.verifying_key)
+    keys = make_server_keys(Path(key_folder().name))
+    return str(keys.signing_key), str(keys.verifying_key)
 
 
 def signed(message):
