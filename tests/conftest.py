@@ -11,34 +11,12 @@ import pytest
 import torch
 import typer.main
 
-from lamina.engines import choice
-from lamina.engines.stacked import independence
-
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("lamina", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.load_profile("lamina")
 
-# A process of lamina builds its command line once and tests few algorithms. The tests would do both a thousand times.
+# A process of lamina builds its command line once. The tests would build it a thousand times.
 typer.main.get_command = functools.cache(typer.main.get_command)
-
-
-def once_per_algorithm(check):
-    """Remember what a check returns for a class, its functions and its options, unless one of them is a tensor."""
-    answers = {}
-
-    @functools.wraps(check)
-    def remembered(algorithm):
-        kind, options = type(algorithm), repr(algorithm)
-        key = (kind, kind.begin, kind.step, kind.finish, kind.needs, options)
-        if key not in answers or "tensor(" in options:
-            answers[key] = check(algorithm)
-        return answers[key]
-
-    return remembered
-
-
-choice.works_by_row = once_per_algorithm(independence.works_by_row)
-independence.works_by_layer = once_per_algorithm(independence.works_by_layer)
 
 
 def pytest_collection_finish():

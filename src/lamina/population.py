@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from lamina.data.dataset import Dataset
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import arithmetic
-from lamina.engines.stacked.independence import work_together, works_by_layer
+from lamina.engines.stacked.independence import work_together
 from lamina.engines.stacked.rows import Member
 from lamina.engines.state import RoundReport
 from lamina.errors import BadInput, Diverged
@@ -24,8 +23,6 @@ from lamina.limits import check_count
 from lamina.plan import Round
 from lamina.protocol import PER_MEMBER, Protocol
 from lamina.training import Training, evaluate_together
-
-_steps_by_layer = functools.lru_cache(maxsize=256)(works_by_layer)  # slow, and needed several times per member
 
 
 class Population:
@@ -120,7 +117,7 @@ class Population:
 
 def mismatch(first: Training, other: Training) -> str:
     """Return why two simulations cannot be stacked, or an empty string."""
-    if not isinstance(other.engine, Stacked):
+    if not isinstance(first.engine, Stacked) or not isinstance(other.engine, Stacked):
         return "a member does not run on the stacked engine"
     if type(other.algorithm) is not type(first.algorithm):
         return "they run different algorithms"
@@ -136,7 +133,7 @@ def mismatch(first: Training, other: Training) -> str:
         number = first.state.round + 1
         if first.algorithm.needs(number) != other.algorithm.needs(number):
             return "their algorithms' options give them different needs"
-        if _steps_by_layer(first.algorithm) != _steps_by_layer(other.algorithm):
+        if len(first.engine.parts) != len(other.engine.parts):
             return "their algorithms' options let only one of them step layer by layer"
         if not work_together(first.algorithm, other.algorithm):
             return "their algorithm does not compute with an option that is a tensor (a branch on the option?)"

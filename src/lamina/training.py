@@ -22,6 +22,7 @@ from torch import nn
 
 from lamina import rng
 from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.rehearsal import rehearse_on
 from lamina.clients import Heldout, deal, reserve
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
@@ -119,6 +120,7 @@ class Training:
         check_model_fits(module, device)
         self.objective = Objective(module.to(device), protocol.loss)
         self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
+        rehearse_on(self.objective.layers, algorithm, device)
         if self.objective.frozen:
             log.info("the model %s", self.objective.frozen_note())
 

@@ -128,7 +128,7 @@ BROKEN = {  # a function of FedAvg, replaced
     "begin raises": (
         "begin",
         lambda self, down, client, info: np.zeros(3) - down.x,
-        r"begin fails on a small model: TypeError: unsupported operand .*\(test_rehearsal.py:\d+\)",
+        r"begin fails in a trial round: TypeError: unsupported operand .*\(test_rehearsal.py:\d+\)",
     ),
     "step takes too little": (
         "step",
@@ -197,3 +197,35 @@ def test_a_class_without_a_card_is_refused():
 
     with pytest.raises(BadInput, match="the class Bare has no card: decorate it"):
         lamina.Simulation(torch.nn.Linear(4, 2), (torch.randn(20, 4), torch.arange(20) % 2), Bare())
+
+
+LEADING_AXIS = {  # a function of the client, replaced
+    "three": ("step", lambda self, local, down, grad, lr, layers: LocalModel(torch.cat([2 * grad[:3], grad[3:]]))),
+    "many": ("step", lambda self, local, down, grad, lr, layers: LocalModel(torch.cat([2 * grad[:30], grad[30:]]))),
+    "dim": ("step", lambda self, local, down, grad, lr, layers: LocalModel(local.y - lr * grad / grad.dim())),
+    "rows": ("step", lambda self, local, down, grad, lr, layers: LocalModel(local.y - lr * grad / len(grad))),
+    "begin": ("begin", lambda self, down, client, info: LocalModel(down.x - down.x.mean(0))),
+    "finish": (
+        "finish",
+        lambda self, local, down, client, info: (Displacement((local.y - down.x).cumsum(0)), client),
+    ),
+}
+
+
+@pytest.mark.parametrize(("function", "body"), LEADING_AXIS.values(), ids=LEADING_AXIS.keys())
+def test_a_function_that_uses_the_leading_axis_is_refused(function, body):
+    data = torch.randn(20, 4), torch.arange(20) % 2
+    model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Linear(9, 2))
+    with pytest.raises(BadInput, match=rf"'own' breaks the contract: {function} computes .* for a row \[1, p\]"):
+        lamina.Simulation(model, data, own(**{function: body}), clients=2)
+
+
+def test_a_function_may_fail_on_a_tiny_model_if_it_runs_on_the_real_one():
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * grad - lr * grad.topk(40, dim=-1).values.mean(-1, keepdim=True))
+
+    data = torch.randn(20, 4), torch.arange(20) % 2
+    model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Linear(9, 2))
+    lamina.Simulation(model, data, own(step=step), clients=2).run(1)
+    with pytest.raises(BadInput, match="'own' breaks the contract: step fails in a trial round: RuntimeError"):
+        lamina.Simulation(torch.nn.Linear(4, 2), data, own(step=step), clients=2)

@@ -11,6 +11,7 @@ import transcriptions as T  # noqa: N812
 from engines.test_dropout import simulation as dropout_simulation
 from flower_setup import Setup, small_model
 from lamina.engines.stacked.independence import works_by_layer, works_by_row
+from lamina.layers import Layers
 from lamina.ledger import WireCost, wire_cost
 from paper_problem import INPUTS, LABELS, START, close, simulate
 from second_gradients import ControlledSam, ControlVariate, FedSam, SamInEvenRounds, VarianceReduced
@@ -153,13 +154,16 @@ def test_a_federation_agrees_with_the_loop(algorithm, tmp_path):
         torch.testing.assert_close(weights[name], value, rtol=1e-9, atol=1e-12)
 
 
+MODEL = Layers({"a.weight": (30, 8), "a.bias": (30,), "b.weight": (5, 30)}), torch.device("cpu")
+
+
 # --- what engines and checks find out -------------------------------------------------------------------------------
 
 
 def test_a_second_point_that_couples_layers_is_found():
-    assert not works_by_layer(FedSam())
-    assert not works_by_layer(SamInEvenRounds())  # although round 1 has no second point
-    assert works_by_layer(VarianceReduced())
+    assert not works_by_layer(FedSam(), *MODEL)
+    assert not works_by_layer(SamInEvenRounds(), *MODEL)  # although round 1 has no second point
+    assert works_by_layer(VarianceReduced(), *MODEL)
 
 
 def test_a_second_point_that_couples_rows_is_found():
@@ -176,10 +180,10 @@ def test_a_second_point_that_couples_rows_is_found():
             float(local.y.sum())
             return super().finish(local, down, client, info)
 
-    assert works_by_row(FedSam())
-    assert not works_by_row(Branches())
-    assert not works_by_row(RarelyBranches())
-    assert not works_by_row(ReadsAtTheEnd())
+    assert works_by_row(FedSam(), *MODEL)
+    assert not works_by_row(Branches(), *MODEL)
+    assert not works_by_row(RarelyBranches(), *MODEL)
+    assert not works_by_row(ReadsAtTheEnd(), *MODEL)
     assert form(simulation("mlp", Branches(), "auto")) == "loop"
 
 

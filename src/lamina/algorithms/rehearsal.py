@@ -1,7 +1,8 @@
-"""A rehearsal: one round of a tiny model before the real ones, to name the function that breaks the contract.
+"""A rehearsal: one round without data before the real ones, to name the function that breaks the contract.
 
 Without it, a missing field or a write into an argument would show up as an error far from its cause, or as wrong
-numbers in one engine only.
+numbers in one engine only. An algorithm is first tried on a tiny model, before any data are read. A user's algorithm is
+tried again on the layers of the real model, because what it does may depend on their sizes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
+from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -22,14 +25,25 @@ from lamina.layers import Layers
 TINY = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})  # its numbers of elements and layers differ
 
 
+# the functions that engines call with one client's vectors [p], or with rows of several clients [rows, p]
+CLIENT_FUNCTIONS = ("begin", "second_point", "step", "trust_ratios", "finish")
+
 log = logging.getLogger(__name__)
 _random: set[type[Algorithm]] = set()  # algorithms that were warned of
 
 
+def is_user_defined(algorithm: Algorithm) -> bool:
+    """Return whether an algorithm is not one of lamina's, which the tests have tried on many models."""
+    return not type(algorithm).__module__.startswith("lamina.algorithms.")
+
+
 def rehearse(algorithm: Algorithm) -> None:
-    """Run one round with one client, refuse an algorithm that breaks the contract, and warn of a random one."""
-    one, other = (_tensors(_run_round(algorithm)) for _ in range(2))
-    if not all(map(_same, one, other)) and type(algorithm) not in _random:
+    """Run one round of a tiny model, refuse an algorithm that breaks the contract, and warn of a random one."""
+    try:
+        one, other = (_run_round(algorithm, TINY) for _ in range(2))
+    except _TooSmall:  # such as the 100 largest of 21 coordinates
+        return
+    if not _all(_same, one, other) and type(algorithm) not in _random:
         _random.add(type(algorithm))
         log.warning(
             "the algorithm '%s' draws random numbers, which do not follow from the seed: its runs can be neither "
@@ -38,11 +52,22 @@ def rehearse(algorithm: Algorithm) -> None:
         )
 
 
-def _run_round(algorithm: Algorithm) -> Any:
+def rehearse_on(layers: Layers, algorithm: Algorithm, device: torch.device) -> None:
+    """Run one round of a user's algorithm on the layers of the real model, and refuse it if it breaks the contract."""
+    if is_user_defined(algorithm):
+        _run_round(algorithm, layers, device)
+
+
+class _TooSmall(Exception):
+    """A function failed on the tiny model, perhaps because of its size."""
+
+
+def _run_round(algorithm: Algorithm, layers: Layers, device: torch.device | str = "cpu") -> Any:
     """Run one round with one client; return all that it computes."""
-    x = torch.linspace(-1.0, 1.0, TINY.size)
-    gradient = torch.linspace(0.5, -0.5, TINY.size)
-    sizes = (TINY.size, len(TINY.group_sizes(algorithm.grouping)), 1)
+    x = torch.linspace(-1.0, 1.0, layers.size, device=device)
+    gradient = torch.linspace(0.5, -0.5, layers.size, device=device)
+    sizes = (layers.size, len(layers.group_sizes(algorithm.grouping)), 1)
+    calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []  # of functions of the client, with their results
 
     def broken(name: str, what: str) -> BadInput:
         return BadInput(f"the algorithm '{algorithm.card.name}' breaks the contract: {name} {what}")
@@ -60,9 +85,14 @@ def _run_round(algorithm: Algorithm) -> Any:
             if traceback.extract_tb(error.__traceback__)[-1].filename == __file__:  # it does not take the arguments
                 taken = [*inspect.signature(getattr(Algorithm, name)).parameters, *more]
                 where = f"it is called as {name}({', '.join(taken)})"
-            raise broken(name, f"fails on a small model: {type(error).__name__}: {reason} ({where})") from error
+            elif layers is TINY and isinstance(error, RuntimeError | IndexError | ValueError):
+                raise _TooSmall from error
+            where = f" ({where})" if where else ""
+            raise broken(name, f"fails in a trial round: {type(error).__name__}: {reason}{where}") from error
         if not all(map(_same, before, tensors)):
             raise broken(name, "writes into its arguments: return new tensors, y - lr * grad and not y.sub_(lr * grad)")
+        if name in CLIENT_FUNCTIONS:
+            calls.append((name, arguments, more, result))
         return result
 
     def checked(name: str, record: Any, field: str = "", like: Any = None) -> Any:
@@ -86,21 +116,21 @@ def _run_round(algorithm: Algorithm) -> Any:
         raise broken("needs", f"must return a Needs, found {_describe(needs)}")
     if needs.second_gradient and not has_second_point(algorithm):
         raise broken("needs", "asks for a second gradient, but second_point is missing: define it to say where")
-    server_info = ServerInfo(1, 0.1, TINY, mean_gradient=gradient if needs.control_variate else None)
-    info = ClientInfo(1, 0.1, TINY, full_gradient=gradient if needs.full_gradient else None)
+    server_info = ServerInfo(1, 0.1, layers, mean_gradient=gradient if needs.control_variate else None)
+    info = ClientInfo(1, 0.1, layers, full_gradient=gradient if needs.full_gradient else None)
 
-    server = checked("init", call("init", x, TINY), "x")
-    client = checked("client_init", call("client_init", x, TINY))
+    server = checked("init", call("init", x, layers), "x")
+    client = checked("client_init", call("client_init", x, layers))
     down = checked("broadcast", call("broadcast", server, server_info), "x")
     local = checked("begin", call("begin", down, client, info), "y")
     start = local
     for has_second in step_kinds(algorithm):
         second = {"second_grad": gradient} if has_second else {}
         if has_second:
-            point = call("second_point", start, down, gradient, 0.1, TINY)
+            point = call("second_point", start, down, gradient, 0.1, layers)
             if not isinstance(point, Tensor) or point.shape != x.shape:
                 raise broken("second_point", f"must return a point like local.y, [..., p], found {_describe(point)}")
-        local = checked("step", call("step", start, down, gradient, 0.1, TINY, **second), "y", like=start)
+        local = checked("step", call("step", start, down, gradient, 0.1, layers, **second), "y", like=start)
     ratios = call("trust_ratios", local)
     if ratios is not None and not (isinstance(ratios, Tensor) and ratios.shape[-1:] == sizes[1:2]):
         raise broken("trust_ratios", f"must return a tensor, one ratio per layer, or None, found {_describe(ratios)}")
@@ -119,7 +149,22 @@ def _run_round(algorithm: Algorithm) -> Any:
         vector is not None and getattr(vector, "shape", None) != x.shape for vector in analysis
     ):
         raise broken("analysis", f"must return an Analysis of vectors like x, [..., p], found {_describe(analysis)}")
+    for name, arguments, more, result in calls:
+        if not _accepts_rows(getattr(algorithm, name), arguments, more, result):
+            advice = "index the last axis (grad[..., :3], dim=-1), the engine owns the leading ones"
+            raise broken(name, f"computes something else for a row [1, p] than for a vector [p]: {advice}")
     return down, local, pair, after
+
+
+def _accepts_rows(function: Any, arguments: tuple[Any, ...], more: dict[str, Any], result: Any) -> bool:
+    """Return whether a function computes for a row [1, p] what it has computed for a vector [p]."""
+    try:
+        row = function(*_as_row(arguments), **{key: _as_row(value) for key, value in more.items()})
+    except Exception:  # such as a dot product's, which takes vectors only: the engines then train client by client
+        return True
+    if _all(_close, _as_row(result), row):
+        return True
+    return not _all(_same, result, function(*arguments, **more))  # it is random
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -127,6 +172,30 @@ def _tensors(values: Any) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
     return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, tuple) else []
+
+
+def _all(is_equal: Callable[[Tensor, Tensor], bool], one: Any, other: Any) -> bool:
+    """Return whether all tensors of two results are equal."""
+    pairs = list(zip_longest(_tensors((one,)), _tensors((other,))))
+    return all(a is not None and b is not None and is_equal(a, b) for a, b in pairs)
+
+
+def _as_row(values: Any) -> Any:
+    """Return nested tuples with one more leading axis on every tensor."""
+    if isinstance(values, Tensor):
+        return values.unsqueeze(0)
+    if not isinstance(values, tuple):
+        return values
+    rows = map(_as_row, values)
+    return type(values)(*rows) if hasattr(values, "_fields") else tuple(rows)
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal to rounding: sums over one axis may be taken in another order."""
+    if one.shape != other.shape:
+        return False
+    size = float(one.nan_to_num(0.0, 0.0, 0.0).abs().max()) if one.numel() else 0.0
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-5 * size, equal_nan=True)
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -8,8 +8,6 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 from lamina.algorithms.contract import Algorithm
 from lamina.batch import same_kind
 from lamina.contents import same_inputs, same_tensor
@@ -18,11 +16,12 @@ from lamina.devices import Precision
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import choose_forward, is_random
-from lamina.engines.stacked.independence import number_without_column, works_by_row
+from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
 from lamina.errors import BadInput, unknown
 from lamina.named import field_values
+from lamina.objective import Objective
 
 UNCONTROLLED = (
     "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, dropout in evaluation, in "
@@ -83,18 +82,22 @@ def _lent_engine(lender: Engine, **settings: Any) -> Engine | None:
     is_same = type(algorithm) is type(lender.algorithm) and field_values(algorithm) == field_values(lender.algorithm)
     if isinstance(lender, Loop):
         return Loop(**settings, why=lender.why) if is_same else None
-    if not is_same and _why_not_stacked(algorithm, objective.device):
+    if not is_same and _why_not_stacked(algorithm, objective):
         return None
     return Stacked(forward=lender.forward, **settings)
 
 
-def _why_not_stacked(algorithm: Algorithm, device: torch.device) -> str:
+def _why_not_stacked(algorithm: Algorithm, objective: Objective) -> str:
     """Return why an algorithm must train client by client, or an empty string."""
-    if not works_by_row(algorithm):
+    layers, device = objective.layers, objective.device
+    if not works_by_row(algorithm, layers, device):
         cause = "a branch on a tensor's value, a norm without dim=-1, or random numbers?"
         return f"the algorithm gives other results for several clients together than for each alone ({cause})"
-    # on a GPU, numbers are inputs of a captured step
-    number = number_without_column(algorithm) if device.type != "cpu" else ""
+    if device.type == "cpu":
+        return ""
+    if not ignores_order(algorithm, layers, device):
+        return "the algorithm treats coordinates by number, and convolution kernels have another order on a GPU"
+    number = number_without_column(algorithm)  # numbers are inputs of a captured step
     return f"the algorithm cannot take '{number}' as a tensor (a branch on it? declare it as float)" if number else ""
 
 
@@ -108,7 +111,7 @@ def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Engine:
         forward, why = None, UNCONTROLLED
     else:
         forward, why = choose_forward(objective, sample, precision, name)
-    if forward is not None and (reason := _why_not_stacked(settings["algorithm"], objective.device)):
+    if forward is not None and (reason := _why_not_stacked(settings["algorithm"], objective)):
         forward, why = None, reason
     if forward is None:
         if name != "auto":

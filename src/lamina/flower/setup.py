@@ -13,7 +13,7 @@ from torch import nn
 
 from lamina import algorithms
 from lamina.algorithms.contract import Algorithm
-from lamina.algorithms.rehearsal import rehearse
+from lamina.algorithms.rehearsal import rehearse, rehearse_on
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation, match
@@ -120,4 +120,6 @@ class Setup:
 
     def objective(self) -> Objective:
         """Build the model on the device of this process."""
-        return Objective(self.make_model().to(choose_device(self.device)), self.protocol.loss)
+        objective = Objective(self.make_model().to(choose_device(self.device)), self.protocol.loss)
+        rehearse_on(objective.layers, self.algorithm, objective.device)
+        return objective

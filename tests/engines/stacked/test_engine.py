@@ -65,7 +65,7 @@ def test_options(algorithm):
 def test_a_clipped_direction_takes_the_place_of_a_clipped_gradient(name, gpu_path):
     """The norm is that of a client's whole vector, so the state cannot be kept in one part per layer."""
     algorithm = lamina.create(name, clip_direction=0.05, decay=0.1)
-    assert parts_of(algorithm, TINY) == [TINY]
+    assert parts_of(algorithm, TINY, torch.device("cpu")) == [TINY]
     assert_as_in_the_loop("mlp", algorithm, gpu_path=gpu_path, clip=0.01)
     with_clip, without = (reference("mlp", algorithm, 3, **more) for more in ({"clip": 0.01}, {}))
     assert_same(with_clip.state, without.state, 0)

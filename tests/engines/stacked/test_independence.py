@@ -10,8 +10,16 @@ from torch import nn
 import lamina
 from lamina.algorithms.contract import Displacement, LocalModel, per_client
 from lamina.engines.loop import Loop
-from lamina.engines.stacked.independence import number_without_column, work_together, works_by_row
+from lamina.engines.stacked.independence import (
+    ignores_order,
+    number_without_column,
+    work_together,
+    works_by_layer,
+    works_by_row,
+)
+from lamina.layers import Layers
 
+MODEL = Layers({"a.weight": (30, 8), "a.bias": (30,), "b.weight": (5, 30)}), torch.device("cpu")
 X, Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2
 
 
@@ -50,7 +58,7 @@ class SumOfAllCounts(Counts):
 
 @pytest.mark.parametrize("coupled", [NormOfAllUploads, MeanAtTheStart, SumOfAllCounts])
 def test_functions_that_mix_clients_at_the_start_or_the_end_are_found(coupled):
-    assert not works_by_row(coupled())
+    assert not works_by_row(coupled(), *MODEL)
 
 
 class Warms(Counts):
@@ -71,7 +79,7 @@ class Odds(Counts):
 
 @pytest.mark.parametrize("apart", [NormOfOneUpload, Counts, Warms, Odds])
 def test_functions_that_treat_clients_apart_are_not(apart):
-    assert works_by_row(apart())
+    assert works_by_row(apart(), *MODEL)
 
 
 def test_such_a_run_is_the_loops():
@@ -134,3 +142,99 @@ def test_an_engine_is_not_lent_to_an_algorithm_that_it_does_not_fit():
 
 def simulation(algorithm):
     return lamina.Simulation(nn.Linear(4, 2), (X, Y), algorithm, clients=4, lr=0.1, device="cpu")
+
+
+# --- coordinates by number ------------------------------------------------------------------------------------------
+
+
+class Slices(lamina.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * torch.cat([grad[..., :140], 0.1 * grad[..., 140:]], -1))
+
+
+class Counts140(lamina.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        is_first = torch.arange(grad.shape[-1], device=grad.device) < 140
+        return LocalModel(local.y - lr * torch.where(is_first, grad, 0.1 * grad))
+
+
+class AsksForTheSize(lamina.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - (lr if grad.shape[-1] < 100 else 0.1 * lr) * grad)
+
+
+class OneCoordinate(lamina.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        change = lr * grad
+        return LocalModel(local.y - torch.cat([change[..., :-1], 2 * change[..., -1:]], -1))
+
+
+class TopOfAll(lamina.FedAvg):
+    """Fails for a layer with fewer than ten elements."""
+
+    def step(self, local, down, grad, lr, layers):
+        least = grad.abs().topk(10, dim=-1).values[..., -1:]
+        return LocalModel(local.y - lr * torch.where(grad.abs() >= least, grad, 0.0))
+
+
+class TopOfMany(TopOfAll):
+    """Fails for a model with fewer than 50 parameters."""
+
+    def step(self, local, down, grad, lr, layers):
+        least = grad.abs().kthvalue(grad.shape[-1] - 49, dim=-1, keepdim=True).values
+        return LocalModel(local.y - lr * torch.where(grad.abs() >= least, grad, 0.0))
+
+
+class Narrows(lamina.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * grad - 0.1 * lr * grad.narrow(-1, 5, 10).mean(-1, keepdim=True))
+
+
+class NarrowsRows(lamina.FedAvg):
+    """Fails if a row has its own axis, which sends it to the loop."""
+
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * grad - 0.1 * lr * torch.dot(grad, grad))
+
+
+BY_NUMBER = [Slices, Counts140, AsksForTheSize, OneCoordinate, TopOfAll, TopOfMany, Narrows, NarrowsRows]
+
+
+@pytest.mark.parametrize("kind", BY_NUMBER)
+def test_an_algorithm_that_treats_coordinates_by_number_runs_as_in_the_loop(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 2)).double()
+    auto, loop = (
+        lamina.Simulation(model, (X.double(), Y), kind(), clients=4, batch_size=5, lr=0.3, engine=e, device="cpu")
+        for e in ("auto", "loop")
+    )
+    auto.run(3)
+    loop.run(3)
+    torch.testing.assert_close(auto.state.server.x, loop.state.server.x, rtol=1e-10, atol=1e-12)
+    assert not works_by_layer(kind(), *MODEL)
+
+
+class Shifts(lamina.FedAvg):
+    def begin(self, down, client, info):
+        return LocalModel(down.x + 0.1 * torch.arange(down.x.shape[-1], device=down.x.device))
+
+
+def test_another_order_of_convolution_kernels_is_only_for_those_that_ignore_it():
+    model = Layers({"a.weight": (6, 8, 3, 3), "a.bias": (6,), "b.weight": (5, 6)}), torch.device("cpu")
+    assert not ignores_order(Slices(), *model)
+    assert not ignores_order(Shifts(), *model)
+    assert ignores_order(Slices(), *MODEL)  # it has no convolution
+    assert ignores_order(NormOfOneUpload(), *model)
+    for name in sorted(lamina.algorithms.BUILT_IN):
+        kind = type(lamina.create(name))
+        assert ignores_order(type("Theirs", (kind,), {"__module__": "theirs"})(), *model), name
+
+
+def test_answers_are_remembered_by_model_functions_and_options(monkeypatch):
+    small = Layers({"weight": (3, 4)}), torch.device("cpu")
+    assert works_by_layer(AsksForTheSize(), *small)
+    assert not works_by_layer(AsksForTheSize(), *MODEL)
+    assert works_by_row(Scaled(), *MODEL)
+    assert not works_by_row(Scaled(by_norm=True), *MODEL)
+    monkeypatch.setattr(Scaled, "step", NormOfAllUploads.step)
+    assert works_by_row(Scaled(by_norm=True), *MODEL)

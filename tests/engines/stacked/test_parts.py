@@ -17,6 +17,7 @@ from lamina.engines.stacked.fusion import fuse
 from lamina.engines.stacked.independence import works_by_layer
 from lamina.engines.stacked.modules import PlainMaxPool2d, stack, use_kernels
 from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_samples
+from lamina.layers import Layers
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,17 @@ def test_only_plain_max_pooling_has_a_kernel_of_ours():
     assert torch.equal(stacked[0](x), nn.functional.max_pool2d(x, 2))
 
 
+MODEL = Layers({"a.weight": (30, 8), "a.bias": (30,), "b.weight": (5, 30)}), torch.device("cpu")
+
+
 def test_every_algorithm_of_ours_works_layer_by_layer():
-    assert all(works_by_layer(lamina.create(name)) for name in lamina.registry())
-    assert not works_by_layer(lamina.create("fedlamb", layers="module"))
+    assert all(works_by_layer(lamina.create(name), *MODEL) for name in lamina.registry())
+    assert not works_by_layer(lamina.create("fedlamb", layers="module"), *MODEL)
 
 
 @pytest.mark.parametrize(("kind", "by_layer"), [(PerLayer, True), (PerModule, False)])
 def test_a_step_by_layer_is_found_where_a_layer_is_a_tensor(kind, by_layer):
-    assert works_by_layer(kind()) is by_layer
+    assert works_by_layer(kind(), *MODEL) is by_layer
 
 
 def test_the_samples_of_the_probe_are_the_extreme_ones():

@@ -107,8 +107,9 @@ class Stacked:
         return self.forward.name
 
     @functools.cached_property
-    def _parts(self) -> list[Layers]:
-        return parts_of(self.algorithm, self._problem.layers)
+    def parts(self) -> list[Layers]:
+        """The parts that a row's state is kept in on a CPU: its layers, or one whole vector."""
+        return parts_of(self.algorithm, self._problem.layers, self.objective.device)
 
     @functools.cached_property
     def _problem(self) -> Problem:
@@ -291,7 +292,7 @@ class Stacked:
         if self.graphs is not None:
             return self.graphs.train(problem, work, lone_sample)
         problem.forward.announce(lone_sample)
-        return train(problem, self._parts, work)
+        return train(problem, self.parts, work)
 
     def _client_records(self, now: RoundInProgress, chunk: list[Row], home: torch.device) -> list[Any]:
         """Return every row's client record, or one for all if clients keep nothing; new clients share a record."""

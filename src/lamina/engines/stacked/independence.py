@@ -1,6 +1,8 @@
 """Find out whether an algorithm computes every layer, and every client, independently of the others.
 
-Its functions are tried on a tiny model. The state of an algorithm with independent layers is kept in parts.
+Its functions are tried on a tiny model with states and gradients of many sizes. A user's algorithm is also tried on the
+layers of the real model, because it may treat coordinates by their number. The state of an algorithm with independent
+layers is kept in parts.
 """
 
 from __future__ import annotations
@@ -8,26 +10,96 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, options, step_kinds
-from lamina.algorithms.rehearsal import TINY
+from lamina.algorithms.rehearsal import TINY, is_user_defined
 from lamina.engines.stacked.probe import reads_values
 from lamina.engines.stacked.rows import map_record
 from lamina.layers import Layers
 
 SIZES = tuple(10.0**exponent for exponent in range(-6, 7, 2))  # of the states and gradients that are tried
+MAX_REMEMBERED = 256  # answers per check
 
 
-def parts_of(algorithm: Algorithm, layers: Layers) -> list[Layers]:
+@dataclass(frozen=True)
+class Trial:
+    """Layers to try an algorithm on, and the kind of states and gradients to try it with."""
+
+    layers: Layers
+    sizes: tuple[float, ...]
+    dtype: torch.dtype
+    device: torch.device
+    tolerance: float  # elements with this relative difference are equal
+    slack: float = 0.0  # and so are those that differ by this much of the largest element
+
+    def draw(self, count: int, generator: torch.Generator, rows: int = 2) -> Tensor:
+        """Draw rows of positive numbers. The second is the larger by more than the sizes are apart.
+
+        A step may couple layers or rows only when something is large or small, as clipping does. So whatever its limit
+        is, once it lies between the two rows.
+        """
+        larger = torch.tensor([[1.0], [300.0]], dtype=self.dtype)[:rows]
+        return (larger * torch.rand((rows, count), generator=generator, dtype=self.dtype)).to(self.device)
+
+    def equal(self, one: Any, other: Any) -> bool:
+        """Return whether two records have equal fields."""
+        pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None)
+        return all(a.shape == b.shape and self._close(a, b) for a, b in pairs)
+
+    def _close(self, one: Tensor, other: Tensor) -> bool:
+        size = float(other.nan_to_num(0.0, 0.0, 0.0).abs().max()) if self.slack and other.numel() else 0.0
+        return torch.allclose(one, other, rtol=self.tolerance, atol=self.slack * size, equal_nan=True)
+
+
+ON_TINY_MODEL = Trial(TINY, SIZES, torch.float64, torch.device("cpu"), tolerance=1e-9)
+
+
+def _trials(algorithm: Algorithm, layers: Layers, device: torch.device) -> list[Trial]:
+    """Return the trials that decide about an algorithm: a tiny model and, if it is a user's, the real one.
+
+    The real model may be large: its trial has one size and float32.
+    """
+    if not is_user_defined(algorithm):
+        return [ON_TINY_MODEL]
+    return [ON_TINY_MODEL, Trial(layers, (1.0,), torch.float32, device, tolerance=1e-5, slack=1e-5)]
+
+
+Check = Callable[[Algorithm, Layers, torch.device], bool]
+
+
+def _remembered(check: Check) -> Check:
+    """Remember the answers of a check by class, functions, options and layers: similar runs ask the same questions."""
+    answers: dict[Any, bool] = {}
+
+    @functools.wraps(check)
+    def remembered(algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
+        kind = type(algorithm)
+        values = [getattr(algorithm, name) for name in options(kind)]
+        if any(isinstance(value, Tensor) for value in values):
+            return check(algorithm, layers, device)
+        functions = kind.init, kind.begin, kind.step, kind.second_point, kind.finish, kind.needs
+        model = (*layers.shapes.items(), device) if is_user_defined(algorithm) else None
+        key = (kind, functions, tuple(values), model)
+        if key not in answers:
+            if len(answers) == MAX_REMEMBERED:
+                answers.clear()
+            answers[key] = check(algorithm, layers, device)
+        return answers[key]
+
+    return remembered
+
+
+def parts_of(algorithm: Algorithm, layers: Layers, device: torch.device) -> list[Layers]:
     """Return the parts that local state is kept in during training: one per parameter tensor, or a single one."""
     parts = layers.parts()
     # If every tensor has one element, vectors, numbers per layer and numbers per row have the same shape.
-    return parts if any(part.size > 1 for part in parts) and works_by_layer(algorithm) else [layers]
+    return parts if any(part.size > 1 for part in parts) and works_by_layer(algorithm, layers, device) else [layers]
 
 
 def split(record: Any, parts: Sequence[Layers]) -> list[Any]:
@@ -58,33 +130,72 @@ def join(records: list[Any], like: Any) -> Any:
     return type(like)(*map(joined, zip(*records, strict=True), like))
 
 
-def works_by_layer(algorithm: Algorithm) -> bool:
+@_remembered
+def works_by_layer(algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
     """Return whether a step part by part, one part per tensor, is the step on the whole vector.
 
-    A norm of the whole gradient, in the step or for its second point, makes a difference.
+    A norm of the whole gradient, in the step or for its second point, makes a difference, and so does a slice.
     """
     if algorithm.grouping != "tensor":
         return False
-    parts = TINY.parts()
-    for local, down, grads in _random_steps(algorithm):
-        whole = _step_results(algorithm, local, down, grads, TINY)
+    try:
+        return all(_steps_by_part(algorithm, trial) for trial in _trials(algorithm, layers, device))
+    except Exception:  # such as that of the ten largest elements of a layer with three
+        return False
+
+
+def _steps_by_part(algorithm: Algorithm, trial: Trial) -> bool:
+    parts = trial.layers.parts()
+    for local, down, grads in _random_steps(algorithm, trial):
+        whole = _step_results(algorithm, local, down, grads, trial.layers)
         rows = zip(split(local, parts), split(down, parts), split(grads, parts), parts, strict=True)
         by_part = zip(*(_step_results(algorithm, *row) for row in rows), strict=True)
-        if not all(_equal(one, join(list(pieces), local)) for one, pieces in zip(whole, by_part, strict=True)):
+        if not all(trial.equal(one, join(list(pieces), local)) for one, pieces in zip(whole, by_part, strict=True)):
             return False
     return True
 
 
-def works_by_row(algorithm: Algorithm) -> bool:
+@_remembered
+def works_by_row(algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
     """Return whether an algorithm computes the same for two rows together as for each alone; a norm of both does not.
 
     A branch changes the results only if some values are on either side of it, so this also looks for the read itself.
     """
-    local, down, grads = next(_random_steps(algorithm))
-    one = functools.partial(_step_results, algorithm, _only(local, 0), _only(down, 0), _only(grads, 0), TINY)
-    if reads_values(one) or reads_values(lambda: _tiny_round(algorithm)):  # of one row: two would raise other errors
+    return all(_rows_are_independent(algorithm, trial) for trial in _trials(algorithm, layers, device))
+
+
+def _rows_are_independent(algorithm: Algorithm, trial: Trial) -> bool:
+    try:
+        # of one row, because two would raise other errors
+        local, down, grads = (_only(record, 0) for record in next(_random_steps(algorithm, trial)))
+        step = functools.partial(_step_results, algorithm, local, down, grads, trial.layers)
+        if reads_values(step) or reads_values(functools.partial(_first_round, algorithm, trial)):
+            return False
+    except Exception:  # such as that of the 100 largest elements of a tiny model
         return False
-    return _matches_single_rows(algorithm, (algorithm, algorithm), SIZES)
+    return _matches_single_rows(algorithm, (algorithm, algorithm), trial)
+
+
+@_remembered
+def ignores_order(algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
+    """Return whether the elements of a layer may stand in another order, as convolution kernels do on a GPU."""
+    layout = layers.channels_last(device)
+    if layout is None or not is_user_defined(algorithm):
+        return True
+    trial = _trials(algorithm, layers, device)[-1]
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (trial.draw(layers.size, generator, rows=1)[0] for _ in range(2))
+    down, client, info = _first_broadcast(algorithm, x, gradient, layers)
+
+    def ordered(record: Any) -> Any:
+        return map_record(lambda v: v.index_select(-1, layout.order) if v.shape[-1] == layers.size else v, record)
+
+    full = None if info.full_gradient is None else info.full_gradient[layout.order]
+    second = gradient.roll(1)
+    usual = _round_results(algorithm, down, client, _Gradients(gradient, second), info)
+    other_info = info._replace(layers=layout, full_gradient=full)
+    other = _round_results(algorithm, ordered(down), ordered(client), ordered(_Gradients(gradient, second)), other_info)
+    return all(trial.equal(ordered(one), two) for one, two in zip(usual, other, strict=True))
 
 
 @functools.lru_cache(maxsize=256)
@@ -115,7 +226,7 @@ def number_options(algorithm: Algorithm) -> list[str]:
 def _takes_columns(names: Sequence[str], one: Algorithm, other: Algorithm) -> bool:
     columns = {n: torch.tensor([[getattr(one, n)], [getattr(other, n)]], dtype=torch.float64) for n in names}
     both = dataclasses.replace(one, **columns)  # type: ignore[type-var]
-    return _matches_single_rows(both, (one, other), (1.0,))
+    return _matches_single_rows(both, (one, other), dataclasses.replace(ON_TINY_MODEL, sizes=(1.0,)))
 
 
 class _Gradients(NamedTuple):
@@ -123,50 +234,54 @@ class _Gradients(NamedTuple):
     second: Tensor
 
 
-def _matches_single_rows(both: Algorithm, singles: tuple[Algorithm, Algorithm], sizes: Sequence[float]) -> bool:
+def _matches_single_rows(both: Algorithm, singles: tuple[Algorithm, Algorithm], trial: Trial) -> bool:
     """Return whether `both` computes for two rows what the first and the second of `singles` compute for one each."""
     try:
-        return _steps_match(both, singles, sizes) and _rounds_match(both, singles, sizes)
+        return _steps_match(both, singles, trial) and _rounds_match(both, singles, trial)
     except Exception:  # such as "Boolean value of Tensor with more than one value is ambiguous"
         return False
 
 
-def _steps_match(both: Algorithm, singles: tuple[Algorithm, Algorithm], sizes: Sequence[float]) -> bool:
-    for local, down, grads in _random_steps(singles[0], sizes):
-        together = _step_results(both, local, down, grads, TINY)
+def _steps_match(both: Algorithm, singles: tuple[Algorithm, Algorithm], trial: Trial) -> bool:
+    for local, down, grads in _random_steps(singles[0], trial):
+        together = _step_results(both, local, down, grads, trial.layers)
         for r, single in enumerate(singles):
-            alone = _step_results(single, _only(local, r), _only(down, r), _only(grads, r), TINY)
-            if not all(_equal(_only(one, r), other) for one, other in zip(together, alone, strict=True)):
+            alone = _step_results(single, _only(local, r), _only(down, r), _only(grads, r), trial.layers)
+            if not all(trial.equal(_only(one, r), other) for one, other in zip(together, alone, strict=True)):
                 return False
     return True
 
 
-def _rounds_match(both: Algorithm, singles: tuple[Algorithm, Algorithm], sizes: Sequence[float]) -> bool:
+def _rounds_match(both: Algorithm, singles: tuple[Algorithm, Algorithm], trial: Trial) -> bool:
     """Compare whole rounds, because only real rounds give clients the states that `begin` and `finish` expect."""
-    extremes = sorted({min(sizes), 1.0, max(sizes)})
-    for x, gradient in _random_vectors([(1.0, e) for e in extremes] + [(e, 1.0) for e in extremes]):
-        starts = list(map(_tiny_start, singles, x, gradient))
+    extremes = sorted({min(trial.sizes), 1.0, max(trial.sizes)})
+    generator = torch.Generator().manual_seed(0)
+    for of_model, of_gradient in _pairs(extremes):
+        x = of_model * trial.draw(trial.layers.size, generator)
+        gradient = of_gradient * trial.draw(trial.layers.size, generator)
+        starts = [_first_broadcast(one, x[r], gradient[r], trial.layers) for r, one in enumerate(singles)]
         info, has_full = starts[0][2], starts[0][2].full_gradient is not None
         downs, clients = ([map_record(lambda v: v.unsqueeze(0), start[i]) for start in starts] for i in (0, 1))
+        grads = _Gradients(gradient, gradient.flip(-1))
         for _ in range(2):
-            rows = [gradient[r : r + 1] for r in (0, 1)]
+            rows = [_only(grads, r) for r in (0, 1)]
             alone = [
-                _round_results(single, down, client, row, info._replace(full_gradient=row if has_full else None))
+                _round_results(single, down, client, row, info._replace(full_gradient=row.first if has_full else None))
                 for single, down, client, row in zip(singles, downs, clients, rows, strict=True)
             ]
             joint_info = info._replace(full_gradient=gradient if has_full else None)
-            together = _round_results(both, _stacked(downs), _stacked(clients), gradient, joint_info)
+            together = _round_results(both, _stacked(downs), _stacked(clients), grads, joint_info)
             for r, results in enumerate(alone):
-                if not all(_equal(_only(one, r), other) for one, other in zip(together, results, strict=True)):
+                if not all(trial.equal(_only(one, r), other) for one, other in zip(together, results, strict=True)):
                     return False
             clients = [results[-1] for results in alone]
     return True
 
 
-def _round_results(algorithm: Algorithm, down: Any, client: Any, gradient: Tensor, info: ClientInfo) -> list[Any]:
+def _round_results(algorithm: Algorithm, down: Any, client: Any, grads: _Gradients, info: ClientInfo) -> list[Any]:
     """Return what a client computes in a round of one step: its local states, the upload and its new state."""
     begun = algorithm.begin(down, client, info)
-    local = _step_results(algorithm, begun, down, _Gradients(gradient, gradient.flip(-1)), TINY)[-1]
+    local = _step_results(algorithm, begun, down, grads, info.layers)[-1]
     return [begun, local, *algorithm.finish(local, down, client, info)]
 
 
@@ -181,47 +296,36 @@ def _step_results(algorithm: Algorithm, local: Any, down: Any, grads: _Gradients
     return results
 
 
-def _random_steps(algorithm: Algorithm, sizes: Sequence[float] = SIZES) -> Iterator[tuple[Any, Any, _Gradients]]:
-    """Yield local state, broadcast and gradients of two rows of a tiny model, in many sizes.
-
-    A step may couple layers or rows only when something is large or small, as clipping does. One row is larger than
-    the other by more than the sizes are apart, so that whatever the limit is, once it lies between the two.
-    """
+def _random_steps(algorithm: Algorithm, trial: Trial) -> Iterator[tuple[Any, Any, _Gradients]]:
+    """Yield local state, broadcast and gradients of two rows, in the trial's sizes."""
     generator = torch.Generator().manual_seed(0)
-    start, broadcast, *_ = _tiny_round(algorithm)
-    for of_state, of_gradient in [(1.0, size) for size in sizes] + [(size, 1.0) for size in sizes]:
+    start, broadcast, *_ = _first_round(algorithm, trial)
+    for of_state, of_gradient in _pairs(trial.sizes):
         local, down = (
-            type(record)(*(None if v is None else of_state * _draw(v.shape[-1], generator) for v in record))
+            type(record)(*(None if v is None else of_state * trial.draw(v.shape[-1], generator) for v in record))
             for record in (start, broadcast)
         )
-        first = of_gradient * _draw(TINY.size, generator)
+        first = of_gradient * trial.draw(trial.layers.size, generator)
         yield local, down, _Gradients(first, second=first.flip(-1))
 
 
-def _random_vectors(sizes: Sequence[tuple[float, float]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield two rows of models and gradients in these sizes."""
-    generator = torch.Generator().manual_seed(0)
-    for of_model, of_gradient in sizes:
-        yield of_model * _draw(TINY.size, generator), of_gradient * _draw(TINY.size, generator)
+def _pairs(sizes: Sequence[float]) -> list[tuple[float, float]]:
+    """Return sizes of two things, of which one is always 1."""
+    return list(dict.fromkeys([(1.0, size) for size in sizes] + [(size, 1.0) for size in sizes]))
 
 
-def _draw(size: int, generator: torch.Generator) -> Tensor:
-    larger = torch.tensor([[1.0], [300.0]], dtype=torch.float64)
-    return larger * torch.rand((2, size), generator=generator, dtype=torch.float64)
-
-
-def _tiny_start(algorithm: Algorithm, x: Tensor, gradient: Tensor) -> tuple[Any, Any, ClientInfo]:
-    """Return the broadcast, the client's state and its `ClientInfo`, at the start of a tiny model."""
+def _first_broadcast(algorithm: Algorithm, x: Tensor, gradient: Tensor, layers: Layers) -> tuple[Any, Any, ClientInfo]:
+    """Return the broadcast of round 1, the client's state and its `ClientInfo`."""
     needs = algorithm.needs(1)
-    server_info = ServerInfo(1, 0.1, TINY, mean_gradient=gradient if needs.control_variate else None)
-    down, client = algorithm.broadcast(algorithm.init(x, TINY), server_info), algorithm.client_init(x, TINY)
-    return down, client, ClientInfo(1, 0.1, TINY, full_gradient=gradient if needs.full_gradient else None)
+    server_info = ServerInfo(1, 0.1, layers, mean_gradient=gradient if needs.control_variate else None)
+    down, client = algorithm.broadcast(algorithm.init(x, layers), server_info), algorithm.client_init(x, layers)
+    return down, client, ClientInfo(1, 0.1, layers, full_gradient=gradient if needs.full_gradient else None)
 
 
-def _tiny_round(algorithm: Algorithm) -> tuple[Any, ...]:
-    """Return the local state and the broadcast at the start of a tiny model, and what `finish` makes of them."""
-    x = torch.rand(TINY.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    down, client, info = _tiny_start(algorithm, x, x)
+def _first_round(algorithm: Algorithm, trial: Trial) -> tuple[Any, ...]:
+    """Return the local state and the broadcast at the start of round 1, and what `finish` makes of them."""
+    x = trial.draw(trial.layers.size, torch.Generator().manual_seed(0), rows=1)[0]
+    down, client, info = _first_broadcast(algorithm, x, x, trial.layers)
     local = algorithm.begin(down, client, info)
     return local, down, algorithm.finish(local, down, client, info)
 
@@ -232,8 +336,3 @@ def _stacked(records: Sequence[Any]) -> Any:
 
 def _only(record: Any, r: int) -> Any:
     return type(record)(*(None if value is None else value[r : r + 1] for value in record))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    pairs = ((a, b) for a, b in zip(one, other, strict=True) if a is not None)
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=0.0, equal_nan=True) for a, b in pairs)

@@ -193,7 +193,7 @@ class LocalStep:
         numbers = {name: getattr(algorithm, name) for name in options(type(algorithm))}
         buffers |= {f"number_{name}": value for name, value in numbers.items() if isinstance(value, Tensor)}
         kinds = {name: sizes[value.shape[-1]] for name, value in buffers.items()}
-        values, outputs = trace_step(algorithm, local, down, clip is not None, kinds)
+        values, outputs = trace_step(algorithm, local, down, clip is not None, kinds, layers)
         matrices = torch.tensor([[float(len(shape) > 1) for shape in layers.shapes.values()]], device=lr.device)
         buffers["matrices"] = matrices.expand(self._rows, -1)
         self._outputs = {field: buffers[f"local_{field}"] for field in outputs}

@@ -1,7 +1,8 @@
 """Record the operations of an algorithm's local step, so that they can be written down as a kernel.
 
 `Algorithm.step` is plain torch. It is run once on a tiny model while every operation is recorded. A step with an
-operation that is not listed in `EXPRESSIONS` cannot be fused.
+operation that is not listed in `EXPRESSIONS` cannot be fused. Neither can one whose operations or constants depend on
+the sizes of the model (``if grad.shape[-1] < 100``): a user's step is run again on the shapes of the real one.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.primitives import clip_by_norm
-from lamina.algorithms.rehearsal import TINY
+from lamina.algorithms.rehearsal import TINY, is_user_defined
 from lamina.dispatch import WatchingMode
 from lamina.layers import Grouping, Layers
 
@@ -74,17 +75,19 @@ class Value:
 
 
 class Trace(WatchingMode):
-    """The operations of a step on a tiny model, in order."""
+    """The operations of a step on some layers, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: Layers) -> None:
         super().__init__()
+        self._kinds = {layers.size: "element", 1: "row"}  # of tensors by their last size
+        self._kinds |= {len(layers.group_sizes(by)): by for by in ("module", "tensor")}
         self.values: dict[str, Value] = {}
         self._names: dict[int, str] = {}
         self._alive: list[Tensor] = []  # so that no id is used twice
 
     def add_input(self, name: str, tensor: Tensor) -> None:
         """Name a tensor that the step starts from."""
-        self._add(Value(name, _kind(tensor)), tensor)
+        self._add(Value(name, self._kind(tensor)), tensor)
 
     def name_of(self, tensor: Tensor) -> str:
         """Return the name of a value that was computed."""
@@ -101,27 +104,29 @@ class Trace(WatchingMode):
                 raise CannotFuse(operation)
             self.add_norm(args[0], result, "row")
         elif not any(isinstance(argument, Tensor) and id(argument) in self._names for argument in args):
-            if not (isinstance(result, Tensor) and (result.dim() == 0 or _is_constant(result))):
-                raise CannotFuse(operation)
-            self._add(Value(self._new_name(), _kind(result), code=_literal(float(result.flatten()[0]))), result)
+            number = _constant(operation, args, result)
+            self._add(Value(self._new_name(), self._kind(result), code=_literal(number)), result)
         else:
             code, operands = self._expression(operation, args, kwargs, result)
             values = [self.values[name] for name in operands]
             number = max(value.number_of_pass for value in values)
-            self._add(Value(self._new_name(), _kind(result), code, tuple(operands), number_of_pass=number), result)
+            self._add(Value(self._new_name(), self._kind(result), code, tuple(operands), number_of_pass=number), result)
         return result
 
     def add_norm(self, vector: Tensor, norms: Tensor, over: str) -> None:
         """Record norms that a later kernel can read."""
         operand = self.values[self.name_of(vector)]
         name, number = self._new_name(), operand.number_of_pass + 1
-        self._add(Value(name, _kind(norms), "", (), operand.name, over, number_of_pass=number), norms)
+        self._add(Value(name, self._kind(norms), "", (), operand.name, over, number_of_pass=number), norms)
 
     def add_copy(self, source: Tensor, copy: Tensor) -> None:
         """Record a tensor that is to a block the same number as another."""
         value = self.values[self.name_of(source)]
         name = self._new_name()
-        self._add(Value(name, _kind(copy), value.name, (value.name,), number_of_pass=value.number_of_pass), copy)
+        self._add(Value(name, self._kind(copy), value.name, (value.name,), number_of_pass=value.number_of_pass), copy)
+
+    def _kind(self, tensor: Tensor) -> Kind:
+        return self._kinds.get(tensor.shape[-1], "") if tensor.dim() else "number"
 
     def _add(self, value: Value, tensor: Tensor) -> None:
         self.values[value.name] = value
@@ -179,12 +184,12 @@ class Trace(WatchingMode):
 
 
 class TracedLayers(Layers):
-    """The tiny model's layers; what a step asks of them is recorded as one operation each."""
+    """Layers of a traced model; what a step asks of them is recorded as one operation each."""
 
-    def __init__(self, trace: Trace) -> None:
-        super().__init__(TINY.shapes)
+    def __init__(self, layers: Layers, trace: Trace, device: str) -> None:
+        super().__init__(layers.shapes)
         self._trace = trace
-        self.matrices = torch.zeros(TRACED_ROWS, len(TINY.names))
+        self.matrices = torch.zeros(TRACED_ROWS, len(layers.names), device=device)
         trace.add_input("matrices", self.matrices)
 
     def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
@@ -204,7 +209,7 @@ class TracedLayers(Layers):
     def matrix_mask(self, like: Tensor) -> Tensor:
         """Record a value per tensor that the kernels read: the shapes are those of the real model."""
         with _paused(self._trace):
-            flags = TINY.matrix_mask(like)
+            flags = super().matrix_mask(like)
         self._trace.add_copy(self.matrices, flags)
         return flags
 
@@ -222,14 +227,13 @@ class _paused:  # noqa: N801
         self._trace.__enter__()
 
 
-def _kind(tensor: Tensor) -> Kind:
-    sizes = {TINY.size: "element", len(TINY.group_sizes("tensor")): "tensor", len(TINY.group_sizes("module")): "module"}
-    sizes |= {1: "row"}
-    return "number" if tensor.dim() == 0 else sizes[tensor.shape[-1]]
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    return bool((tensor == tensor.flatten()[0]).all())
+def _constant(operation: str, args: Sequence[Any], result: Any) -> float:
+    """Return the number that a tensor without named arguments consists of."""
+    if operation == "scalar_tensor.default":
+        return float(args[0])
+    if not isinstance(result, Tensor) or result.is_meta or not bool((result == result.flatten()[0]).all()):
+        raise CannotFuse(operation)
+    return float(result.flatten()[0])
 
 
 def _literal(number: float) -> str:
@@ -238,16 +242,41 @@ def _literal(number: float) -> str:
 
 
 def trace_step(
-    algorithm: Algorithm, local: Any, down: Any, clipped: bool, kinds: Mapping[str, Kind]
+    algorithm: Algorithm, local: Any, down: Any, clipped: bool, kinds: Mapping[str, Kind], layers: Layers
 ) -> tuple[dict[str, Value], dict[str, str]]:
-    """Run the step on a tiny model; return all values, and the name of the new value of every local field."""
+    """Return all values that a step computes, and the name of the new value of every local field."""
+    values, outputs = _record_step(algorithm, local, down, clipped, kinds, TINY, "cpu")
+    if not is_user_defined(algorithm):
+        return values, outputs
+    try:
+        real_values, real_outputs = _record_step(algorithm, local, down, clipped, kinds, layers, "meta")
+    except CannotFuse:
+        raise
+    except Exception as error:  # whatever a step does that needs numbers
+        raise CannotFuse(f"an operation that cannot be followed without numbers ({type(error).__name__})") from error
+    if real_outputs != outputs or list(map(_formula, real_values.values())) != list(map(_formula, values.values())):
+        raise CannotFuse("the sizes of the model")
+    return values, outputs
+
+
+def _formula(value: Value) -> Value:
+    """Return a value without its kind: in a small model, sizes of several kinds may be equal."""
+    return dataclasses.replace(value, kind="")
+
+
+def _record_step(
+    algorithm: Algorithm, local: Any, down: Any, clipped: bool, kinds: Mapping[str, Kind], layers: Layers, device: str
+) -> tuple[dict[str, Value], dict[str, str]]:
+    """Run the step on these layers and record it; on the device "meta", tensors have shapes, but no numbers."""
     generator = torch.Generator().manual_seed(0)
-    sizes = {"element": TINY.size, "row": 1, "tensor": len(TINY.group_sizes("tensor"))}
-    sizes["module"] = len(TINY.group_sizes("module"))
-    trace = Trace()
+    sizes = {"element": layers.size, "row": 1, "tensor": len(layers.group_sizes("tensor"))}
+    sizes["module"] = len(layers.group_sizes("module"))
+    trace = Trace(layers)
 
     def draw(name: str) -> Tensor:
-        tensor = torch.rand(TRACED_ROWS, sizes[kinds.get(name, "element")], generator=generator) + 0.5
+        shape = TRACED_ROWS, sizes[kinds.get(name, "element")]
+        has_numbers = device != "meta"
+        tensor = torch.rand(shape, generator=generator) + 0.5 if has_numbers else torch.empty(shape, device=device)
         trace.add_input(name, tensor)
         return tensor
 
@@ -255,18 +284,18 @@ def trace_step(
         fields = zip(like._fields, like, strict=True)
         return type(like)(*(None if value is None else draw(f"{prefix}_{name}") for name, value in fields))
 
-    tiny_local, tiny_down = record("local", local), record("down", down)
+    own_local, own_down = record("local", local), record("down", down)
     lr, grad = draw("lr"), draw("grad")
     numbers = {name.removeprefix("number_"): draw(name) for name in kinds if name.startswith("number_")}
     limit = draw("clip") if clipped else None
-    tiny = dataclasses.replace(algorithm, **numbers)  # type: ignore[type-var]
-    layers = TracedLayers(trace)
+    with_numbers = dataclasses.replace(algorithm, **numbers)  # type: ignore[type-var]
+    traced = TracedLayers(layers, trace, device)
     with trace:
         if limit is not None:
             grad = clip_by_norm(grad, limit)
-        after = tiny.step(tiny_local, tiny_down, grad, lr, layers)
+        after = with_numbers.step(own_local, own_down, grad, lr, traced)
     outputs = {}
-    for field, old, new in zip(tiny_local._fields, tiny_local, after, strict=True):
+    for field, old, new in zip(own_local._fields, own_local, after, strict=True):
         if new is not None and new is not old:
             if old is None or new.shape != old.shape:
                 raise CannotFuse(f"field '{field}' changes its shape")
