@@ -205,6 +205,18 @@ HARMLESS = {
 }
 
 
+@pytest.mark.parametrize("m", range(2, 9))
+def test_a_forward_that_depends_on_places_in_the_batch_keeps_clients_apart(m):
+    def by_position(x, h):
+        return h * (1 + torch.arange(len(x)) % m).unsqueeze(1)
+
+    def by_size(x, h):
+        return h * (1 + len(x) % m)
+
+    assert_as_in_the_loop(lambda: Changing(by_position), table(), "vmap")  # where every client has its own batch
+    assert_as_in_the_loop(lambda: Changing(by_size), table(), "loop")  # padding would change the size
+
+
 @pytest.mark.parametrize("change", HARMLESS.values(), ids=HARMLESS.keys())
 def test_what_treats_samples_one_by_one_stays_stacked(change):
     assert_as_in_the_loop(lambda: Changing(change), table(), "stacked")

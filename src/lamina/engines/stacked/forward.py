@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 import warnings
@@ -24,7 +25,7 @@ from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clie
 from lamina.engines.stacked.fusion import fuse
 from lamina.engines.stacked.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
 from lamina.engines.stacked.per_module import PerModule, over_clients
-from lamina.engines.stacked.probe import PROBE_CLIENTS, value_read
+from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, value_read
 from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
 
@@ -273,43 +274,40 @@ def _doubled(values: Tensor) -> Tensor:
 def _probe(forward: Forward, objective: Objective, inputs: Inputs, targets: Tensor, tolerance: float) -> None:
     """Compare clients trained together with clients trained alone, to find layers that mix the samples of a batch."""
     _refuse_changed_buffers(forward, objective, inputs)
-    clients = PROBE_CLIENTS
-    stacked_targets = unfold_clients(targets, clients)
-    stacked_inputs = map_batch(lambda values: unfold_clients(values, clients), inputs)
-    x = objective.start
-    scale = 1 + 0.1 * torch.arange(clients, dtype=x.dtype, device=x.device).unsqueeze(1)
+    x, own_batches = objective.start, functools.partial(unfold_clients, clients=PROBE_CLIENTS)
+    stacked_inputs, stacked_targets = map_batch(own_batches, inputs), own_batches(targets)
+    scale = 1 + 0.1 * torch.arange(PROBE_CLIENTS, dtype=x.dtype, device=x.device).unsqueeze(1)
     flat = (x * scale).requires_grad_()
-    buffers = {n: torch.stack([b] * clients) for n, b in objective.buffers.items()}
-    batch = stacked_targets.shape[1]
-    real = batch // 2
-    mask = (torch.arange(batch, device=x.device) < real).expand(clients, -1)
-    # padding must not count, so it is taken from the batch that differs most
-    padded_inputs = map_batch(lambda v: torch.cat([v[:, :real], v.flip(0)[:, real:]], 1), stacked_inputs)
-    for train in (False, True):
-        for padded in (False, True):
-            if (padded and real < 2) or (real >= 2 and not padded and not train):
-                continue  # rounds evaluate with a mask only
-            own = {n: b.clone() for n, b in buffers.items()}
-            views = objective.layers.unflatten(flat)
-            xs = padded_inputs if padded else stacked_inputs
-            losses = forward.losses(views, own, xs, stacked_targets, mask if padded else None, train=train)
-            means = torch.where(mask, losses, 0.0).sum(1) / real if padded else losses.mean(1)
-            (gradient,) = torch.autograd.grad(means.sum(), flat)
-            for i in range(clients):
-                part = slice(real if padded else None)
-                alone_buffers = {n: b.clone() for n, b in objective.buffers.items()}
-                own_inputs = map_batch(lambda v, i=i, part=part: v[i][part], stacked_inputs)  # type: ignore[misc]
-                alone, _ = objective.gradient(
-                    flat[i].detach(), alone_buffers, own_inputs, stacked_targets[i][part], train=train
+    buffers = {n: torch.stack([b] * PROBE_CLIENTS) for n, b in objective.buffers.items()}
+    for train, case in ((False, PADDED), (True, FULL), (True, PADDED)):  # rounds evaluate with a mask only
+        clients = case.clients
+        padded = functools.partial(_with_padding, case=case)
+        xs, ys = map_batch(padded, stacked_inputs), padded(stacked_targets)
+        mask = (torch.arange(case.batch, device=x.device) < case.real).expand(clients, -1)
+        own = {n: b[:clients].clone() for n, b in buffers.items()}
+        views = objective.layers.unflatten(flat[:clients])
+        losses = forward.losses(views, own, xs, ys, mask if case.real < case.batch else None, train=train)
+        means = torch.where(mask, losses, 0.0).sum(1) / case.real
+        (gradient,) = torch.autograd.grad(means.sum(), flat)
+        for i in range(clients):
+            alone_buffers = {n: b.clone() for n, b in objective.buffers.items()}
+            own_inputs = map_batch(lambda v, i=i, case=case: v[i, : case.real], stacked_inputs)  # type: ignore[misc]
+            own_targets = stacked_targets[i, : case.real]
+            alone, _ = objective.gradient(flat[i].detach(), alone_buffers, own_inputs, own_targets, train=train)
+            # a NaN or an infinity at the start is for the run to report
+            odd = ~alone.isfinite() & ~gradient[i].isfinite()
+            error = torch.linalg.vector_norm(torch.where(odd, 0.0, gradient[i] - alone))
+            size = torch.linalg.vector_norm(torch.where(odd, 0.0, alone))
+            if not bool(error <= tolerance * size + 1e-12):
+                raise CannotStack(
+                    f"{forward.name}: the module mixes samples of a batch, or uses a layer's parameters directly"
                 )
-                # a NaN or an infinity at the start is for the run to report
-                odd = ~alone.isfinite() & ~gradient[i].isfinite()
-                error = torch.linalg.vector_norm(torch.where(odd, 0.0, gradient[i] - alone))
-                size = torch.linalg.vector_norm(torch.where(odd, 0.0, alone))
-                if not bool(error <= tolerance * size + 1e-12):
-                    raise CannotStack(
-                        f"{forward.name}: the module mixes samples of a batch, or uses a layer's parameters directly"
-                    )
+
+
+def _with_padding(values: Tensor, case: ProbeCase) -> Tensor:
+    """Return batches with as many real samples as the case has, and padding from the client that differs most."""
+    others = values.flip(0)[: case.clients, : case.batch - case.real]
+    return torch.cat([values[: case.clients, : case.real], others], 1)
 
 
 def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Inputs) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,10 +24,25 @@ from lamina.errors import LaminaError
 from lamina.objective import Objective
 
 MOST_SCANNED = 1 << 24  # numbers of a data set that are searched for extreme samples
-PROBE_CLIENTS, PROBE_BATCH = 4, 4
+PROBE_CLIENTS, PROBE_BATCH = 4, 5
 ODD_BATCHES = (31, 37, 41, 43, 47, 53, 59, 61)  # samples of the forward pass that is watched
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), __file__, objective_module.__file__, functional_dropout.__file__)
+
+
+class ProbeCase(NamedTuple):
+    """A number of clients that are tried together, the size of their batches, and how many samples of each are real."""
+
+    clients: int
+    batch: int
+    real: int
+
+
+# A module may depend on a sample's position in the batch, or on the size of the batch, modulo some m. It looks right
+# if m divides both batches (positions), 4 * 5 - 5 and 3 * 6 - 5 (sizes, stacked) or 6 - 5 (sizes, vmap):
+# only m = 1 does.
+FULL = ProbeCase(PROBE_CLIENTS, PROBE_BATCH, real=PROBE_BATCH)
+PADDED = ProbeCase(PROBE_CLIENTS - 1, PROBE_BATCH + 1, real=PROBE_BATCH)
 
 
 def probe_samples(x: Inputs) -> Tensor:
