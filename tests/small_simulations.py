@@ -48,10 +48,10 @@ class Attention(nn.Module):
 
 
 def batch_norm_net():
-    # No bias before a norm: its gradient is zero but for rounding, which a layer-wise step would scale up.
+    # The gradients of the biases before a norm are zero but for rounding, which no engine may scale up to a full step.
     return nn.Sequential(
-        *(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()),
-        *(nn.Linear(16, 6, bias=False), nn.BatchNorm1d(6, affine=False), nn.Tanh(), nn.Linear(6, 3)),
+        *(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()),
+        *(nn.Linear(16, 6), nn.BatchNorm1d(6, affine=False), nn.Tanh(), nn.Linear(6, 3)),
     )
 
 

@@ -53,12 +53,21 @@ class Objective:
         dtypes = {p.dtype for p in trainable.values()}
         if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
             raise BadInput(f"all trainable parameters must have one floating dtype, not {sorted(map(str, dtypes))}")
+        (dtype,) = dtypes
+        if torch.finfo(dtype).bits < 32:
+            raise BadInput(
+                f"the trainable parameters are {str(dtype).removeprefix('torch.')}, in which small steps and second "
+                "moments are lost: use model.float(), and precision='bf16' for speed; frozen parameters may stay"
+            )
         self.start = self.layers.flatten(trainable)
         bad = self.layers.first_nonfinite(self.start)
         if bad is not None:
             raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
         self.dtype, self.device = self.start.dtype, self.start.device
         self.loss = _on_device(as_loss(loss), self.start)
+
+        # 0 where a gradient is zero but for rounding, else 1; only parameters with such elements, None: not known yet
+        self.kept_gradients: dict[str, Tensor] | None = None
 
         # everything else that decides what the module computes
         self.frozen = {n: p.detach() for n, p in module.named_parameters() if not p.requires_grad}
@@ -97,10 +106,12 @@ class Objective:
         total = trained + sum(parameter.numel() for parameter in self.frozen.values())
         return f"trains {trained:,} of {total:,} parameters; the others are frozen and not sent"
 
-    def double(self) -> Objective:
-        """Return the same objective in float64."""
+    def in_type(self, dtype: torch.dtype) -> Objective:
+        """Return the same objective in another floating type."""
+        if dtype == self.dtype:
+            return self
         self.set_mode(self.module, True)  # so that the copy knows which layers the user froze with .eval()
-        return Objective(copy.deepcopy(self.module).double(), self.loss)
+        return Objective(copy.deepcopy(self.module).to(dtype), self.loss)
 
     def outputs(
         self,
@@ -210,11 +221,19 @@ class Objective:
                 if "use_reentrant" in str(error):
                     raise BadInput(REENTRANT) from error
                 raise
-            return grad, loss.detach()
+            return self.without_rounding(grad) if train else grad, loss.detach()
 
         gradient: tuple[Tensor, Tensor] = self.outputs_at(
             parameters, buffers, inputs, train=train, streams=streams, then=differentiate
         )
+        return gradient
+
+    def without_rounding(self, gradient: Tensor) -> Tensor:
+        """Set the elements of a training gradient to zero, in place, that are zero but for rounding; a NaN stays."""
+        if self.kept_gradients:
+            pieces = self.layers.unflatten(gradient)
+            for name, kept in self.kept_gradients.items():
+                pieces[name].mul_(kept)
         return gradient
 
     def correct(self, outputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:

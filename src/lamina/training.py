@@ -59,6 +59,7 @@ from lamina.models.registry import Factory
 from lamina.objective import Objective
 from lamina.plan import Plan, Round
 from lamina.protocol import Protocol
+from lamina.rounding import ignore_rounding
 
 log = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class Training:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         with rng.forked(device, seed=0):  # the module runs, and may draw random numbers itself
             has_accuracy = self._check_fit()
+            ignore_rounding(self.objective, self.train_data)
             self.metrics = (ACCURACY if has_accuracy else LOSS,) if metrics is None else tuple(metrics)
             self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(options.client_metrics, metrics))
             if metrics is not None:

@@ -29,6 +29,7 @@ from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
 from lamina.objective import Buffers, Objective
 from lamina.plan import Plan, Round
+from lamina.rounding import ignore_rounding
 from lamina.text import printable
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,7 @@ class Node(ClientApp):
         self.objective.refuse_rate(task.protocol.lr)
         data = self.setup.dataset(self.setup.data(context), self.objective)
         check_fit(self.objective, data, "train", 2 * min(task.protocol.batch_size or len(data), len(data)))
+        ignore_rounding(self.objective, data)
         return task, store, data
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:

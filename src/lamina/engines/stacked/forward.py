@@ -261,7 +261,7 @@ def _compare(forward: StackedForward | VmapForward, objective: Objective, inputs
         if objective.dtype == torch.float64:
             raise
         try:  # rounding may flip a ReLU in float32, which float64 tells from a real mismatch
-            exact = objective.double()
+            exact = objective.in_type(torch.float64)
             _probe(type(forward)(exact), exact, map_batch(_doubled, inputs), _doubled(targets), tolerance=1e-9)
         except Exception:  # it is one, or the module cannot compute in float64
             raise mismatch from None

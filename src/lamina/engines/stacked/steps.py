@@ -112,7 +112,10 @@ class Problem:
         leaves = {n: p.detach().requires_grad_() for n, p in self.forward.rounded(parameters).items()}
         # a parameter that the loss does not reach has a gradient of zero, as in the loop
         losses, gradients = differentiate(lambda: self.mean_losses(leaves, buffers, batch), list(leaves.values()))
-        return dict(zip(leaves, gradients, strict=True)), losses
+        by_name = dict(zip(leaves, gradients, strict=True))
+        if not self.summed:  # evaluation mode has other zeros
+            by_name |= {name: by_name[name] * kept for name, kept in (self.objective.kept_gradients or {}).items()}
+        return by_name, losses
 
     def mean_losses(self, parameters: Mapping[str, Tensor], buffers: Buffers, batch: Batches) -> Tensor:
         """Return every row's mean loss over the real samples of its batch [rows]; their sum if `summed`."""
