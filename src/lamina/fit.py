@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from lamina.losses import (
     mean_squared_error,
     nll,
 )
+from lamina.masks import forward_of
 from lamina.models.allocation import LargestActivation
 from lamina.named import parameters_of
 from lamina.objective import Objective
@@ -50,11 +50,6 @@ LOSS_NOISE = 0.1  # the largest relative change of an output, so that no two are
 SOFT_LABEL_TOLERANCE = 0.05  # how far rounding may move the sum of a sample's soft labels from 1
 NLL_TOLERANCE = 1e-3  # rounding may make a log-probability larger than 0 by so much
 INTEGER_REFUSED = re.compile(r"\bLong(Tensor)?\b|\blong (long|int)\b|int64")  # in torch's messages
-MASK_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "attention_mask": lambda mask: mask.long(),
-    "mask": lambda mask: mask,
-    "lengths": lambda mask: mask.sum(1),
-}
 
 
 def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool:
@@ -76,7 +71,7 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
     if name == "train":
         _check_state(objective, inputs)
     try:
-        with torch.no_grad(), LargestActivation(samples) as activation:
+        with torch.no_grad(), LargestActivation(samples) as activation, _results(objective) as results:
             outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
     except BadInput:
         raise
@@ -134,6 +129,11 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
             f"{classes}{hint}",
             without_data=f"the model's outputs have shape {shape} a sample, but the {name} data have more classes",
         )
+    if name == "train" and results and isinstance(results[0], tuple | list) and len(results[0]) > 1:
+        log.warning(
+            "the model returns %d values: the loss and the metrics get the first, the others are ignored",
+            len(results[0]),
+        )
     _check_loss(objective, outputs, data.y[:2], name)
     if is_own(objective.loss) and samples > 1:
         _check_samples_alone(objective, data, name)
@@ -173,51 +173,15 @@ def warn_of_unseen_classes(loss: Loss, train: Dataset, test: Dataset) -> None:
         log.warning("class %d appears only in the test data: no client can learn it", unseen[0])
 
 
-def with_mask(data: Dataset, module: nn.Module) -> Dataset:
-    """Return data with padded sequences whose inputs include the mask, if the module's forward takes one.
-
-    The names are `attention_mask` (1 and 0), `mask` (bool) and `lengths`. If several inputs are padded, these names
-    are for a mask that all of them share, and `<input>_mask` and so on for the mask of one.
-    """
-    known, _ = parameters_of(_forward(module))
-    parameters = list(known)
-    inputs = data.x if isinstance(data.x, dict) else dict(zip(parameters, tensors(data.x), strict=False))
-    if data.mask is None:
-        forms = (known[name] for name in MASK_FORMS if name in known and name not in inputs)
-        if all(form.default is not inspect.Parameter.empty for form in forms):
-            return data
-        # No sequence was padded, for all have the same length; this module needs a mask all the same.
-        sequences = {name: values for name, values in inputs.items() if values.dim() in (2, 3)}
-        tokens = {name: values for name, values in sequences.items() if values.dtype == torch.int64} or sequences
-        given = {name: values.new_ones(values.shape[:2], dtype=torch.bool) for name, values in tokens.items()}
-        if not given:
-            return data
-    else:
-        given = data.mask if isinstance(data.mask, dict) else {0: data.mask}
-    places: dict[Any, str] = dict(enumerate(parameters))
-    masks = {places.get(key, str(key)): mask for key, mask in given.items()}
-    first = next(iter(masks.values()))
-    wanted = {f"{name}_{kind}": form(mask) for name, mask in masks.items() for kind, form in MASK_FORMS.items()}
-    is_shared = all(torch.equal(mask, first) for mask in masks.values())
-    if is_shared:
-        wanted |= {kind: form(first) for kind, form in MASK_FORMS.items()}
-    free = [name for name in parameters if name not in inputs]
-    missing = {name: values for name, values in wanted.items() if name in free}
-    unclear = [name for name in MASK_FORMS if name in free]
-    if unclear and not missing:
-        names = " and ".join(f"{name}_{unclear[0]}" for name in masks)
-        raise BadInput(
-            f"the model's forward takes '{unclear[0]}', but the lists of {' and '.join(masks)} differ in length: let "
-            f"it take {names}, or pad the lists and give '{unclear[0]}' as an input"
-        )
-    return dataclasses.replace(data, x={**inputs, **missing}, mask=None) if missing else data
-
-
-def _forward(module: nn.Module) -> Callable[..., Any]:
-    """Return a module's forward; of a peft model, which passes everything on, that of its base."""
-    inner = getattr(module, "get_base_model", None)
-    forward: Callable[..., Any] = (inner() if callable(inner) else module).forward
-    return forward
+@contextlib.contextmanager
+def _results(objective: Objective) -> Iterator[list[Any]]:
+    """Collect what the module itself returns, of which `outputs` is a part."""
+    results: list[Any] = []
+    hook = objective.seeded.register_forward_hook(lambda module, inputs, result: results.append(result))
+    try:
+        yield results
+    finally:
+        hook.remove()
 
 
 def _check_state(objective: Objective, inputs: Inputs) -> None:
@@ -235,7 +199,7 @@ def _check_state(objective: Objective, inputs: Inputs) -> None:
 
 def _check_keys(module: nn.Module, keys: list[str], name: str) -> None:
     """Refuse inputs by name that the module's forward does not take, or lacks."""
-    known, takes_any = parameters_of(_forward(module))
+    known, takes_any = parameters_of(forward_of(module))
     for key in keys:
         # a misspelt name would be ignored by a forward that takes any
         if key not in known and (not takes_any or nearest(key, [other for other in known if other not in keys])):

@@ -49,11 +49,11 @@ from lamina.fit import (
     evaluation_rows,
     training_rows,
     warn_of_unseen_classes,
-    with_mask,
 )
 from lamina.history import History, Row
 from lamina.inputs import as_model
 from lamina.limits import check_count
+from lamina.masks import warn_of_padding, with_mask
 from lamina.metrics import ACCURACY, LOSS, Metric
 from lamina.models.registry import Factory
 from lamina.objective import Objective
@@ -127,6 +127,7 @@ class Training:
 
         # the data, and which client trains on which of them in a round
         self.train_data = with_mask(train, module).to(device)
+        warn_of_padding(self.train_data)
         self.test_data = None if test is None else with_mask(match(test, train), module).to(device)
         if protocol.loss == "cross_entropy" and self.train_data.classes is None and self.train_data.y.dim() == 1:
             raise BadInput(

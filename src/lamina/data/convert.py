@@ -20,6 +20,7 @@ from lamina.text import listed, plural
 
 log = logging.getLogger(__name__)
 
+READ_TWICE = 8  # samples of a torch data set: a picture that is flipped with probability 1/2 is found among so many
 SAVED_INDEX = "Unnamed: 0"  # pandas' name for the first column of a CSV file, if it has none
 
 
@@ -129,6 +130,12 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
         samples = [data[i] for i in range(len(data))]
     except (TypeError, NotImplementedError) as error:
         raise BadInput(f"{name}: a torch data set needs __len__ and __getitem__, which iterable ones lack") from error
+    if any(_differs(sample, data[i]) for i, sample in enumerate(samples[:READ_TWICE])):
+        log.warning(
+            "%s: the samples of the torch data set change from read to read (a random transform?), but each is read "
+            "once: all rounds train on the same draw; leave it out, or use augmentation=lamina.data.Augment()",
+            name,
+        )
     first = samples[0] if samples else None
     if isinstance(first, Mapping):
         target = y if y is not None else next((key for key in LABEL_COLUMNS if key in first), None)
@@ -145,6 +152,18 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
     if isinstance(inputs[0], tuple):
         return tuple(list(part) for part in zip(*inputs, strict=True)), targets
     return inputs, targets
+
+
+def _differs(one: Any, other: Any) -> bool:
+    """Return whether two reads of a sample have other values."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() != other.keys() or any(_differs(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
+        return len(one) != len(other) or any(map(_differs, one, other))
+    if isinstance(one, str) or isinstance(other, str):
+        return bool(one != other)
+    a, b = np.asarray(one), np.asarray(other)  # tensors, arrays, pictures, numbers
+    return not np.array_equal(a, b, equal_nan=a.dtype.kind == b.dtype.kind == "f")
 
 
 def read_frame(

@@ -21,7 +21,6 @@ from lamina.engines.divergence import went_nonfinite
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
 from lamina.errors import Diverged, LaminaError
 from lamina.experiment.folder import RunFolder
-from lamina.fit import with_mask
 from lamina.flower import wire
 from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
@@ -31,6 +30,7 @@ from lamina.flower.records import Attendance, Journal, Memory
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.history import History, Row
+from lamina.masks import with_mask
 from lamina.metrics import ACCURACY
 from lamina.plan import Round
 from lamina.storage.checkpoint import load_newest

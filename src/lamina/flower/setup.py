@@ -20,9 +20,9 @@ from lamina.data.matching import inherit_normalisation, match
 from lamina.devices import choose_device
 from lamina.errors import BadInput, is_whole, unknown
 from lamina.evaluation import ClientSamples
-from lamina.fit import with_mask
 from lamina.flower.checks import Limits
 from lamina.limits import check_count, check_number
+from lamina.masks import with_mask
 from lamina.metrics import Metric, find_all, is_function_of_mean
 from lamina.objective import Objective
 from lamina.plan import Plan
