@@ -4,10 +4,9 @@ A KeyboardInterrupt would print a traceback, or abort if it is raised inside tor
 lamina are not affected.
 """
 
-# Nothing is imported here that Python has not loaded when it starts: until the handler is set, Ctrl-C is a traceback.
-# `_signal` is the part of `signal` that is written in C; the rest of it takes a while to import.
-import _signal  # type: ignore[import-not-found]
+# Little is imported here: until the handler is set, Ctrl-C is a traceback.
 import os
+import signal
 import sys
 
 
@@ -20,17 +19,17 @@ def guard() -> None:
     """Let Ctrl-C end the command while it is imported or exits, unless SIGINT is ignored, as in a background job."""
     as_script = bool(sys.argv) and sys.argv[0].rpartition(os.sep)[2] == "lamina"
     as_module = ("-m", "lamina") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
-    if (as_script or as_module) and _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+    if (as_script or as_module) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         try:
-            _signal.signal(_signal.SIGINT, _end)
+            signal.signal(signal.SIGINT, _end)
         except ValueError:  # not in the main thread
             return
 
 
 def end_guard() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again."""
-    if _signal.getsignal(_signal.SIGINT) is _end:
-        _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 guard()

@@ -240,10 +240,11 @@ def test_ctrl_c_during_import_is_one_line(command, tmp_path):
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
-def test_the_handler_of_ctrl_c_is_set_before_anything_is_imported():
-    code = "import sys; before = set(sys.modules); exec(open(sys.argv[1]).read()); print(*set(sys.modules) - before)"
+def test_the_handler_of_ctrl_c_is_set_before_anything_slow_is_imported():
+    code = "import sys; exec(open(sys.argv[1]).read()); print(*sys.modules)"
     command = [sys.executable, "-c", code, interrupt.__file__]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
+    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "numpy", "typer", "rich", "lamina"} & set(imported)
 
 
 def test_ctrl_c_outside_any_command_is_one_line(monkeypatch, capsys):

@@ -6,12 +6,10 @@ Exit codes: 0 done, 1 a bug, 2 bad input, 3 training diverged, 130 interrupted.
 from __future__ import annotations
 
 import errno
-import importlib
 import io
 import logging
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 import click
@@ -37,7 +35,6 @@ from lamina.interrupt import guard
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 WIDTH_FOR_PROGRAMS = 1000  # of output that is not on a terminal, so that nothing is folded
-UNUSED_BY_HELP = {"rich.markdown": "Markdown", "rich.traceback": "Traceback"}  # typer imports them for its help
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -50,9 +47,6 @@ def main(arguments: list[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # a character that the terminal lacks must not stop a run
     if not out.is_terminal:
         out.width = WIDTH_FOR_PROGRAMS
-    words = sys.argv[1:] if arguments is None else arguments
-    if not words or "--help" in words:
-        import_help()
     warnings = WarningLines()
     logging.getLogger("lamina").addHandler(warnings)
     try:
@@ -61,22 +55,6 @@ def main(arguments: list[str] | None = None) -> None:
         guard()
         out.quiet = False
         logging.getLogger("lamina").removeHandler(warnings)
-
-
-def import_help() -> None:
-    """Import typer's help without the Markdown parser and the traceback printer that lamina does not use.
-
-    Importing them would take a quarter of the time of `lamina --help`.
-    """
-    placeholders = {name: ModuleType(name) for name in UNUSED_BY_HELP if name not in sys.modules}
-    for name, module in placeholders.items():
-        setattr(module, UNUSED_BY_HELP[name], type(UNUSED_BY_HELP[name], (), {}))
-    sys.modules.update(placeholders)
-    try:
-        importlib.import_module("typer.rich_utils")
-    finally:
-        for name in placeholders:  # later imports, such as those of the user's modules, get the real ones
-            del sys.modules[name]
 
 
 def run_command(arguments: list[str] | None) -> int:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lamina.cli.base import app, echo, out, table
 from lamina.errors import unknown
 
-CATALOGUE = Path(__file__).with_name("catalogue.json")
+if TYPE_CHECKING:  # imported in the functions that need them, because they import torch
+    from lamina.algorithms.contract import Algorithm
+
 HEADINGS = {
     "algorithms": ("name", "title", "down", "up", "keeps", "lr", "reference"),
     "models": ("name", "description", "options"),
@@ -21,11 +23,6 @@ HEADINGS = {
 }
 
 
-def read_catalogue() -> dict[str, Any]:
-    """Return the catalogue: a generated file, so that listing its content does not import torch."""
-    return dict(json.loads(CATALOGUE.read_text(encoding="utf-8")))
-
-
 @app.command(name="list")
 def list_(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="algorithms, models, datasets, partitions or papers")],
@@ -33,14 +30,53 @@ def list_(
     """List what can be named in an experiment file, or the papers' experiments for `lamina reproduce`."""
     if what not in HEADINGS:
         raise unknown("list", what, HEADINGS)
-    headings, rows = HEADINGS[what], read_catalogue()[what]
     if what == "algorithms":
-        rows = [[name, *(card[heading] for heading in headings[1:])] for name, card in rows.items()]
         caption = "down, up, keeps: models (d parameters) per active client and round"
         optional = ("reference", "title", "keeps")
-        out.print(table(headings, rows, no_wrap=("name",), optional=optional, caption=caption))
+        out.print(table(HEADINGS[what], rows_of(what), no_wrap=("name",), optional=optional, caption=caption))
     else:
-        out.print(table(headings, rows))
+        out.print(table(HEADINGS[what], rows_of(what)))
+
+
+def rows_of(what: str) -> list[list[str]]:
+    """Return the rows of a list."""
+    from lamina import models
+    from lamina.algorithms import BUILT_IN, find
+    from lamina.data import partitions, sources
+    from lamina.data.own import FORMATS
+    from lamina.experiment.config import load
+    from lamina.experiment.reproduction import papers
+
+    if what == "algorithms":
+        return [_algorithm_row(find(name)) for name in sorted(BUILT_IN)]
+    if what == "models":
+        return [
+            [name, card.description, ", ".join(f"{key}={value}" for key, value in card.options.items())]
+            for name, card in models.registry().items()
+        ]
+    if what == "datasets":
+        return [[name, each.description] for name, each in (sources.SOURCES | FORMATS).items()]
+    if what == "partitions":
+        return [[name, text, ", ".join(_partition_options(name))] for name, text in partitions.describe().items()]
+    return [[name, "\n".join(claim.text for claim in load(file).claim)] for name, file in papers().items()]
+
+
+def _algorithm_row(kind: type[Algorithm]) -> list[str]:
+    from lamina.ledger import wire_cost
+
+    cost, card = wire_cost(kind()), kind.card
+    sizes = [f"{size:g}" for size in (cost.down, cost.up, cost.client_state)]
+    return [card.name, card.title, *sizes, f"{card.lr:g}", card.reference]
+
+
+def _partition_options(name: str) -> list[str]:
+    """Return a partition's options with their defaults, as an experiment file has them."""
+    from lamina.data.partitions import PARTITIONS, Reallocate
+
+    if PARTITIONS[name] is Reallocate:
+        return ["base=iid", "and the options of the base"]
+    fields = dataclasses.fields(PARTITIONS[name])
+    return [f.name if f.default is dataclasses.MISSING else f"{f.name}={f.default}" for f in fields]
 
 
 @app.command()
@@ -49,20 +85,23 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm, or an experimen
     if name.endswith(".toml"):
         _show_experiment(Path(name))
         return
-    cards = read_catalogue()["algorithms"]
-    if ":" in name:  # a class of the user's own
-        from lamina.algorithms import find
-        from lamina.cli.catalogue import describe
+    from lamina.algorithms import find
 
-        cards[name] = describe(find(name))
-    if name not in cards:
-        raise unknown("algorithm", name, cards)
-    card = cards[name]
-    reference = f" ({card['reference']})" if card["reference"] else ""
-    echo(f"{card['title']}{reference}; lr {card['lr']} unless given")
-    out.print(table(("option", "default", "allowed", "meaning"), card["options"]))
-    for preset, values in card["presets"].items():
-        echo(f"preset {preset}: {values}")
+    _show_algorithm(find(name))
+
+
+def _show_algorithm(kind: type[Algorithm]) -> None:
+    from lamina.algorithms.contract import allowed, options
+
+    reference = f" ({kind.card.reference})" if kind.card.reference else ""
+    echo(f"{kind.card.title}{reference}; lr {kind.card.lr:g} unless given")
+    rows: list[list[Any]] = [
+        [option, str(field.default), allowed(kind, option), field.metadata["doc"]]
+        for option, field in options(kind).items()
+    ]
+    out.print(table(("option", "default", "allowed", "meaning"), rows))
+    for preset, values in kind.card.presets.items():
+        echo(f"preset {preset}: {', '.join(f'{key} = {value}' for key, value in values.items())}")
 
 
 def _show_experiment(file: Path) -> None:
