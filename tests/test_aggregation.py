@@ -40,6 +40,18 @@ def test_a_client_of_double_weight_counts_as_two(kind):
     torch.testing.assert_close(kind.combine(ROWS, weights), alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_an_even_number_of_equal_weights_shares_the_middle(dtype):
+    """1/6 and 1/10 in float32 sum to more than one half, and in bfloat16 six of them are far from one."""
+    for clients in range(1, 31):
+        rows = torch.arange(clients, dtype=torch.float64).unsqueeze(1)
+        weights = torch.full((clients,), 1 / clients, dtype=dtype)
+        assert Median().combine(rows, weights).item() == (clients - 1) / 2
+    unequal = torch.tensor([0.1, 0.4, 0.3, 0.2], dtype=dtype)
+    if dtype.itemsize >= 4:  # 0.1 + 0.4 is one half
+        assert Median().combine(rows[:4], unequal).item() == 1.5
+
+
 @pytest.mark.parametrize("kind", ROBUST, ids=str)
 def test_second_moments_stay_non_negative(kind):
     rows = torch.rand(7, 200) ** 12

@@ -19,7 +19,8 @@ from lamina.errors import BadInput
 from lamina.limits import check_count, check_number
 from lamina.named import create_named
 
-HALF_TOLERANCE = 1e-9  # the rounding error allowed in a sum of weights that is one half
+# The rounding error allowed in a sum of weights that is one half, by the weights' own precision.
+HALF_TOLERANCE, HALF_TOLERANCE_FLOAT32 = 1e-9, 1e-7
 
 
 @runtime_checkable
@@ -188,10 +189,12 @@ def median(rows: Tensor, weights: Tensor) -> Tensor:
     >>> median(torch.tensor([[1.0], [2.0], [9.0], [4.0]]), torch.full((4,), 0.25))
     tensor([3.])
     """
+    tolerance = HALF_TOLERANCE if weights.dtype == torch.float64 else HALF_TOLERANCE_FLOAT32
+    shares = weights.double() / weights.double().sum()  # rounded weights sum to one only nearly
     ordered, order = torch.sort(rows, dim=0)
-    reached = torch.cumsum(weights.double()[order], dim=0)
-    lower = (reached < 0.5 - HALF_TOLERANCE).sum(0, keepdim=True)
-    upper = (reached <= 0.5 + HALF_TOLERANCE).sum(0, keepdim=True).clamp(max=len(rows) - 1)
+    reached = torch.cumsum(shares[order], dim=0)
+    lower = (reached < 0.5 - tolerance).sum(0, keepdim=True)
+    upper = (reached <= 0.5 + tolerance).sum(0, keepdim=True).clamp(max=len(rows) - 1)
     return (0.5 * (ordered.gather(0, lower) + ordered.gather(0, upper))).squeeze(0)
 
 
