@@ -111,7 +111,7 @@ class Objective:
         if dtype == self.dtype:
             return self
         self.set_mode(self.module, True)  # so that the copy knows which layers the user froze with .eval()
-        return Objective(copy.deepcopy(self.module).to(dtype), self.loss)
+        return Objective(copy_module(self.module).to(dtype), self.loss)
 
     def outputs(
         self,
@@ -303,6 +303,23 @@ class Objective:
             for name, value in buffers.items():
                 self.module.get_buffer(name).copy_(value)
         return self.module
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Return a deep copy of a module that may have run.
+
+    A forward pass may leave its own tensors in attributes, as the old `nn.utils.spectral_norm` leaves a weight. torch
+    does not copy tensors of a graph, so the copy gets their values.
+    """
+    values = [value for layer in module.modules() for value in vars(layer).values()]
+    visited: dict[int, Any] = {}
+    while values:
+        value = values.pop()
+        if id(value) not in visited:  # containers may hold themselves
+            visited[id(value)] = value
+            values += value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    left = {key: v for key, v in visited.items() if isinstance(v, Tensor) and not v.is_leaf}
+    return copy.deepcopy(module, {key: tensor.detach().clone() for key, tensor in left.items()})
 
 
 class _Followed(nn.Module):

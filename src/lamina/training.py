@@ -8,7 +8,6 @@ experiment files create a plain one.
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import os
 import time
@@ -56,7 +55,7 @@ from lamina.limits import check_count
 from lamina.masks import warn_of_padding, with_mask
 from lamina.metrics import ACCURACY, LOSS, Metric
 from lamina.models.registry import Factory
-from lamina.objective import Objective
+from lamina.objective import Objective, copy_module
 from lamina.plan import Plan, Round
 from lamina.protocol import Protocol
 from lamina.rounding import ignore_rounding
@@ -233,7 +232,7 @@ class Training:
     @property
     def model(self) -> nn.Module:
         """A copy of the trained module in evaluation mode; later rounds do not change it."""
-        return copy.deepcopy(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
+        return copy_module(self.objective.module_at(self.state.server.x, self.state.buffers)).eval()
 
     @property
     def metric(self) -> str:

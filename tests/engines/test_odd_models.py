@@ -366,6 +366,23 @@ def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
         simulation(model, numbers())
 
 
+class KeepsActivations(nn.Linear):
+    """A linear layer whose forward pass leaves a tensor of its graph in a list."""
+
+    def forward(self, x):
+        self.kept = [super().forward(x)]
+        return self.kept[0]
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.utils.spectral_norm(nn.Linear(5, 3)), lambda: KeepsActivations(5, 3)])
+def test_the_model_of_a_run_without_test_data_can_be_copied(layer):
+    """The last forward pass was a training step, whose graph torch refuses to copy."""
+    run = simulation(layer().double(), numbers(), test=None, engine="loop")
+    run.run(1)
+    inputs = torch.randn(4, 5, dtype=torch.float64)
+    assert torch.equal(run.model(inputs), run.model(inputs))
+
+
 def test_scripted_models_are_compared():
     """A second run looks for an engine of the first one's, if their models are alike."""
     with warnings.catch_warnings():
