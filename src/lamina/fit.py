@@ -79,7 +79,7 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         shape, reason = map_batch(lambda values: tuple(values.shape[1:]), data.x), " ".join(str(error).split())
         if isinstance(error, KeyError):
             reason = f"it looks for {reason}, which they do not have"
-        elif tensors(data.x)[0].dtype == torch.int64 and INTEGER_REFUSED.search(reason):
+        elif tensors(inputs)[0].dtype == torch.int64 and INTEGER_REFUSED.search(reason):
             reason += "; integers reach the model as they are: give features as floats, x.astype('float32')"
         positions = getattr(getattr(objective.module, "config", None), "max_position_embeddings", None)
         if positions is not None and any(v.dim() > 1 and v.shape[1] > positions for v in tensors(data.x)):

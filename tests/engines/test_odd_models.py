@@ -367,8 +367,6 @@ def test_a_model_that_cannot_be_copied_is_refused_in_one_line():
 
 
 class KeepsActivations(nn.Linear):
-    """A linear layer whose forward pass leaves a tensor of its graph in a list."""
-
     def forward(self, x):
         self.kept = [super().forward(x)]
         return self.kept[0]

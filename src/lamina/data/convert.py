@@ -68,7 +68,7 @@ def convert_targets(
         raise BadInput(f"{name}: y is a dict; give one array of targets")
     names = None if class_names is None else tuple(map(str, class_names))
     if isinstance(y, Tensor):
-        return y.detach(), names, False
+        return signed(name, "y", y.detach()), names, False
     array = _text_labels(name, y)
     if array is None:
         return convert(name, "y", y, IGNORED).values, names, False
@@ -87,7 +87,7 @@ def convert_targets(
 def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
     """Return a tensor, in writable memory, of anything numpy or torch can read; sequences are padded with `fill`."""
     if isinstance(values, Tensor):
-        return Padded(values.detach(), None)
+        return Padded(signed(name, what, values.detach()), None)
     if isinstance(values, Mapping):
         raise BadInput(f"{name}: {what} is a dict; only x may be one, with a tensor under every name")
     if is_frame(values):
@@ -95,7 +95,7 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
     if isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.dtype.kind == "O"):
         values = list(values)
         if values and all(isinstance(item, Tensor) for item in values) and len({item.shape for item in values}) == 1:
-            return Padded(torch.stack([item.detach() for item in values]), None)
+            return Padded(signed(name, what, torch.stack([item.detach() for item in values])), None)
         if values and _is_sequence(values[0]) and len({len(item) if _is_sequence(item) else -1 for item in values}) > 1:
             return _pad(name, what, values, fill)
         if values and hasattr(values[0], "convert"):
@@ -107,18 +107,41 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
             raise BadInput(f"{name}: {what} holds text; {advice}")  # not the text: a node's messages reach the server
         if array.dtype.kind == "O":
             array = np.asarray(array.tolist())  # perhaps a column of Python's numbers
+        if array.dtype.kind == "O" and any(is_whole(value) and not -(2**63) <= value < 2**63 for value in array.flat):
+            raise too_large(name, what)
         if array.dtype.kind == "O":
             raise BadInput(
                 f"{name}: {what} holds something else than numbers, such as None; fill or drop those samples"
             )
-        if array.dtype.kind == "u" and array.dtype != np.uint8:
-            array = array.astype(np.int64)  # torch computes little with the larger unsigned types
+        array = signed(name, what, array)
         return Padded(torch.from_numpy(array if array.flags.writeable else array.copy()), None)
     except BadInput:
         raise
+    except OverflowError as error:  # a whole number beyond all floats, next to a float
+        raise too_large(name, what) from error
     except (TypeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise BadInput(f"{name}: {what} is not an array of numbers of one shape ({reason})") from error
+
+
+def signed(name: str, what: str, values: Any) -> Any:
+    """Return an array or a tensor with its unsigned integers as int64, except uint8; refuse those that do not fit.
+
+    torch computes little with the larger unsigned types.
+    """
+    if str(values.dtype).removeprefix("torch.") not in ("uint16", "uint32", "uint64"):
+        return values
+    wide = values.astype(np.int64) if isinstance(values, np.ndarray) else values.to(torch.int64)
+    if bool((wide < 0).any()):  # it has wrapped around
+        raise too_large(name, what)
+    return wide
+
+
+def too_large(name: str, what: str) -> BadInput:
+    """Return the error for whole numbers that int64 does not hold."""
+    return BadInput(
+        f"{name}: {what} holds a whole number beyond 2^63, too large for int64: renumber it, or give floats"
+    )
 
 
 def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:

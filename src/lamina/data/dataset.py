@@ -35,8 +35,8 @@ class Dataset:
         x: [n, ...]: uint8 images [n, channels, height, width], other integers for tokens, or floating-point features. A
             tuple or a dict of such tensors if the model takes several, called as ``model(x)``, ``model(*x)``,
             ``model(**x)``. Arrays, lists and tables are converted; sequences of different length are padded at the end
-            with 0 (see `mask`). uint8 with one or two axes is a table or tokens: it is stored as int64 and reaches the
-            model unchanged.
+            with 0 (see `mask`). All integers reach the model as int64, except uint8 with three or more axes: those are
+            images. uint8 with one or two axes is a table or tokens. Booleans stay booleans.
         y: [n] int64 labels, or text labels, which are numbered; integer maps [n, ...] (pixels, tokens), in which -100
             does not count; or floating-point targets [n, ...] (regression, soft labels).
         classes: Number of classes; the largest label + 1 unless given, None for floating-point targets.

@@ -31,14 +31,16 @@ def prepare(
 
     uint8 is read as intensity, because a `Dataset` keeps nothing but images in it: x / 255, then (x - mean) / std per
     channel, computed in float32 or better and rounded to `dtype` once. Floating-point features are only cast. Other
-    integers are tokens: untouched.
+    integers become int64, as an embedding needs them. Booleans, such as masks, are untouched.
     """
     if not isinstance(x, Tensor):
         return map_batch(lambda values: prepare(values, mean, std, dtype), x)
     if x.is_floating_point():
         return x.to(dtype)
-    if x.dtype != torch.uint8:
+    if x.dtype == torch.bool:
         return x
+    if x.dtype != torch.uint8:
+        return x.to(torch.int64)
     scaled = x.to(torch.promote_types(dtype, torch.float32)) / 255
     if mean is not None and std is not None:
         scaled = (scaled - _per_channel(mean, scaled)) / _per_channel(std, scaled)

@@ -10,7 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.errors import BadInput, missing_extra
+from lamina.limits import check_memory
 from lamina.paths import refuse_special
+from lamina.text import plural
 
 _GREY_MODES = ("1", "L", "LA")
 _WIDE_MODES = ("I", "F")  # the beginnings of PIL's modes of 16 and 32 bits: I, I;16, I;16B, F
@@ -32,6 +34,8 @@ def stack_pictures(pictures: Iterable[Any], count: int, what: str, colour: bool 
             return stack_pictures(pictures, count, what, colour=True)
         pixels = np.asarray(picture.convert(mode), dtype=np.uint8)
         if index == 0:
+            size = f"{pixels.shape[0]}x{pixels.shape[1]} pixels"
+            check_memory(f"{what}: {plural(count, 'picture')} of {size}", count * pixels.size, "make them smaller")
             # Allocated once: a list of 100,000 arrays and its stack would need the memory twice.
             stacked = np.empty((count, channels, *pixels.shape[:2]), np.uint8)
         if pixels.shape[:2] != stacked.shape[2:]:
@@ -82,6 +86,8 @@ class Pictures:
                         picture = picture.resize((self.size[1], self.size[0]))
             except BadInput:
                 raise
+            except MemoryError as error:
+                raise BadInput(f"{file} does not fit the memory of this machine: make the pictures smaller") from error
             except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
                 raise BadInput(f"{file} is not a readable picture ({error}): {self.advice}") from error
             first = first or picture.size

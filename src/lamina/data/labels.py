@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from lamina import rng
 from lamina.batch import map_batch
-from lamina.data.convert import convert, refuse_missing_labels
+from lamina.data.convert import convert, refuse_missing_labels, signed, too_large
 from lamina.data.dataset import Dataset, Splits, held_out_count
-from lamina.errors import BadInput
+from lamina.errors import BadInput, is_whole
 from lamina.losses import IGNORED
 from lamina.text import listed
 
@@ -70,13 +70,12 @@ def make_splits(
     if is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
         raise BadInput(f"{where}: there are no {part} data; give at least one sample")
-    is_per_token = isinstance(y, list) and isinstance(y[0], list)  # perhaps of different length
-    y = convert(where, "the labels", y, IGNORED).values.numpy() if is_per_token else np.asarray(y)
+    y = _as_array(where, y)
     classes, are_names = None, False
     if class_names is not None:
         targets, classes = y.astype(np.int64), len(class_names)
     elif y.ndim > 1 and y.dtype.kind in "iub" and task != "regression":
-        targets = y.astype(np.int64)  # one class per token or pixel, numbered already
+        targets = signed(where, "the label", y).astype(np.int64)  # one class per token or pixel, numbered already
     elif (task or ("regression" if y.dtype.kind == "f" else "classification")) == "regression":
         if y.dtype.kind not in "iufb":
             raise BadInput(f"{where}: the label holds text, but data.task = 'regression' needs numbers")
@@ -99,6 +98,19 @@ def make_splits(
     return refuse_unseen_classes(where, Splits(*splits))
 
 
+def _as_array(where: str, y: Any) -> NDArray[Any]:
+    """Return labels or targets as an array; the lists of a file may be of different length, or hold anything."""
+    if not isinstance(y, list):
+        return np.asarray(y)
+    if any(isinstance(label, list) for label in y):
+        return np.asarray(convert(where, "the label", y, IGNORED).values)
+    if any(isinstance(label, dict) for label in y):
+        raise BadInput(f"{where}: a label is a table; give a number, a text or a list for each sample")
+    if any(is_whole(label) and not -(2**63) <= label < 2**63 for label in y):
+        raise too_large(where, "the label")
+    return np.asarray(y)
+
+
 def _as_tensor(where: str, values: NDArray[Any]) -> torch.Tensor:
     """Return the inputs as a tensor; grey images that lack their only channel get it."""
     kind = values.dtype.kind
@@ -107,7 +119,7 @@ def _as_tensor(where: str, values: NDArray[Any]) -> torch.Tensor:
     if kind == "f":
         values = values.astype(np.float32)
     elif values.dtype != np.uint8:
-        values = values.astype(np.int64)
+        values = signed(where, "x", values).astype(np.int64)
     x = torch.from_numpy(np.ascontiguousarray(values))
     return x.unsqueeze(1) if x.dtype == torch.uint8 and x.dim() == 3 else x
 
@@ -119,6 +131,8 @@ def number_classes(where: str, labels: NDArray[Any]) -> tuple[NDArray[np.int64],
     (array([1, 0, 1]), ('cat', 'dog'))
     """
     if labels.dtype.kind == "f" and np.isfinite(labels).all() and (labels == np.rint(labels)).all():
+        if (np.abs(labels) >= 2.0**63).any():
+            raise too_large(where, "the label")
         labels = labels.astype(np.int64)  # a format without integers, or a table with missing values, now dropped
     if labels.dtype.kind == "f":
         raise BadInput(f"{where}: the label holds fractions, but data.task = 'classification' needs classes")

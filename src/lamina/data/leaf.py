@@ -14,7 +14,7 @@ from lamina.data.convert import convert
 from lamina.data.dataset import Splits
 from lamina.data.files import read_own_parts
 from lamina.data.labels import Task, make_splits, mark_test_rows
-from lamina.errors import BadInput
+from lamina.errors import BadInput, short_repr
 from lamina.paths import refuse_special
 from lamina.text import listed, plural
 
@@ -56,6 +56,8 @@ def read(
             inputs = values.numpy()
         else:
             inputs = np.asarray(x, dtype=np.float32)
+    except OverflowError as error:
+        raise BadInput(f"{place}: x holds a whole number that is too large for float32; scale or drop it") from error
     except (TypeError, ValueError) as error:
         raise BadInput(
             f"{place}: the samples of x are not numbers of one shape; token ids need data.tokens = true"
@@ -63,9 +65,9 @@ def read(
     if shape is not None:
         try:
             inputs = inputs.reshape(len(inputs), *shape)
-        except ValueError as error:
-            found = list(inputs.shape[1:])
-            raise BadInput(f"{place}: data.shape = {shape} does not fit samples of shape {found}") from error
+        except (ValueError, OverflowError, TypeError) as error:  # such as too many axes, or lengths beyond int64
+            found = f"does not fit samples of shape {list(inputs.shape[1:])}"
+            raise BadInput(f"{place}: data.shape = {short_repr(shape)} {found}") from error
     columns = {USER_COLUMN: np.asarray(users, dtype=np.str_)}
     return make_splits(str(place), inputs, y, is_test, task=task, columns=columns, name=place.stem, mask=mask)
 
@@ -103,14 +105,18 @@ def _read_file(file: Path) -> Mapping[str, Any]:
     users = content.get("user_data") if isinstance(content, dict) else None
     if not isinstance(users, dict):
         raise BadInput(f"{file} is not in LEAF's format: it lacks the table 'user_data'")
-    missing = [user for user in content.get("users", []) if user not in users]
+    named = content.get("users", [])
+    if not isinstance(named, list) or not all(isinstance(user, str) for user in named):
+        raise BadInput(f"{file}: 'users' must be a list of names, as in LEAF's files: correct it, or leave it out")
+    missing = [user for user in named if user not in users]
     if missing:
-        raise BadInput(f"{file}: user '{missing[0]}' has no entry in 'user_data': the file is incomplete")
+        raise BadInput(f"{file}: user {short_repr(missing[0])} has no entry in 'user_data': the file is incomplete")
     counts = content.get("num_samples")
-    for user, count in zip(content.get("users", []), counts if isinstance(counts, list) else [], strict=False):
+    for user, count in zip(named, counts if isinstance(counts, list) else [], strict=False):
         _, labels = _samples(file, user, users[user])
         if len(labels) != count:
-            raise BadInput(f"{file}: user '{user}' has {plural(len(labels), 'label')}, but num_samples says {count}")
+            found = f"user {short_repr(user)} has {plural(len(labels), 'label')}"
+            raise BadInput(f"{file}: {found}, but num_samples says {short_repr(count)}")
     return users
 
 

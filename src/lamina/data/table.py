@@ -268,7 +268,7 @@ def _plain(column: Any) -> NDArray[Any]:
     """Return a column as a numpy array of integers, floats or text."""
     kind = column.dtype.kind
     values = column.to_numpy() if kind in "iufb" else column.astype(str).to_numpy(dtype=np.str_)
-    return np.asarray(values.astype(np.int64) if kind in "ub" else values)
+    return np.asarray(values.astype(np.int64) if kind == "b" else values)
 
 
 def _check_numbers(where: str, frame: Any, name: str) -> None:
@@ -278,7 +278,16 @@ def _check_numbers(where: str, frame: Any, name: str) -> None:
     column = without_gaps(where, frame, name)
     if column.dtype.kind in "iufb":
         return
-    wrong = np.flatnonzero(pandas.to_numeric(column.astype(object), errors="coerce").isna())
+    values = column.astype(object)
+    try:
+        numbers = pandas.to_numeric(values, errors="coerce")
+    except OverflowError as error:  # a whole number of hundreds of digits
+        row = next(row for row, value in enumerate(values) if _is_beyond_floats(value))
+        raise BadInput(
+            f"{where}: column '{name}' has a number too large for a float in row {row + 1} (counted from 1 below the "
+            "header): scale it, drop the row, or leave the column out"
+        ) from error
+    wrong = np.flatnonzero(numbers.isna())
     if not 0 < len(wrong) < len(column):
         raise BadInput(
             f"{where}: column '{name}' holds text or dates: list it in data.categorical, or name the numeric columns "
@@ -288,6 +297,15 @@ def _check_numbers(where: str, frame: Any, name: str) -> None:
     more = f", and {plural(len(wrong) - 1, 'other row')}" if len(wrong) > 1 else ""
     advice = f"{more}: correct it or drop the row, or list the column in data.categorical"
     raise BadInput(f"{what}, {short_repr(column.iloc[wrong[0]])}{advice}", without_data=what + advice)
+
+
+def _is_beyond_floats(value: Any) -> bool:
+    try:
+        return bool(np.isinf(float(value)))
+    except (TypeError, ValueError):
+        return False
+    except OverflowError:  # an int; a text becomes an infinity
+        return True
 
 
 def _standardised(values: NDArray[np.float64], is_test: NDArray[np.bool_]) -> NDArray[np.float64]:
