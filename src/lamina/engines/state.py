@@ -58,7 +58,8 @@ class Sums:
     up: Any = None  # the weighted sum of the Ups: their mean
     buffers: Buffers = field(default_factory=dict)  # the weighted sum of the floating buffers
     steps: float = 0.0  # mean K_i
-    square: float = 0.0  # mean ||delta_i||^2
+    weight: float = 0.0  # of the clients that are in `up`; 1 at the end
+    spread: float = 0.0  # sum_i w_i ||delta_i - mean||^2 over these clients, with the mean of theirs
     loss: float = 0.0  # mean over clients of their mean mini-batch loss
     bytes_up: int = 0
     trust: Tensor | None = None  # mean trust ratio of every layer
@@ -89,6 +90,8 @@ class Sums:
     ) -> None:
         """Add the upload and the figures of the c-th active client, with its weight."""
         weight = self.weights[c]
+        gap = up.delta.double() - (0.0 if self.up is None else self.up.delta.double() / self.weight)
+        self.add_spread(weight, 0.0, 0.0 if self.up is None else float(torch.dot(gap, gap)))
         self.keep(c, up, buffers)  # a robust aggregation weights by itself; the mean needs only the sums
         if by_examples:  # `algorithm.state_changes` add up over all clients (SCAFFOLD's c): each counts the same
             up = undo_weighting(algorithm, up, weight * len(self.weights))
@@ -96,7 +99,20 @@ class Sums:
         self.loss += weight * loss
         self.bytes_up += sum(payload_bytes(up).values())
         self.steps += weight * steps
-        self.square += weight * float(torch.sum(up.delta.double() ** 2))
+
+    def add_spread(self, weight: float, within: float, gap: float) -> None:
+        """Add clients to `spread`, before their uploads are added to `up`.
+
+        Nothing cancels in this form, unlike in the difference of the mean square and the square of the mean
+        (Chan, Golub & LeVeque 1983).
+
+        Args:
+            weight: their weights' sum.
+            within: sum_i w_i ||delta_i - mean||^2 over these clients, with the mean of theirs.
+            gap: the squared distance of that mean from the mean of the clients added so far.
+        """
+        self.spread += within + (gap * self.weight * weight / (self.weight + weight) if self.weight else 0.0)
+        self.weight += weight
 
     def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
         """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
@@ -124,7 +140,7 @@ class ServerStep(NamedTuple):
     server: Any  # the algorithm's new Server record
     buffers: Buffers
     displacement: Tensor  # mean delta_i, as the aggregation combined it
-    measured: Tensor  # ||x+ - x||, <mean delta_i, x+ - x>, and whether x+ is finite; float64
+    measured: Tensor  # ||x+ - x||, ||mean delta_i - (x+ - x)||^2, and whether x+ is finite; float64
 
 
 def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: Round, sums: Sums) -> ServerStep:
@@ -133,8 +149,9 @@ def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: Round,
     up, buffers = sums.combined(algorithm)
     server = algorithm.update(state.server, up, info)
     moved = (server.x - state.server.x).double()
-    measured = [torch.linalg.vector_norm(moved), torch.dot(sums.up.delta.double(), moved)]
-    return ServerStep(server, buffers, up.delta, torch.stack([*measured, torch.isfinite(server.x).all().double()]))
+    gap = sums.up.delta.double() - moved
+    measured = [torch.linalg.vector_norm(moved), torch.dot(gap, gap), torch.isfinite(server.x).all().double()]
+    return ServerStep(server, buffers, up.delta, torch.stack(measured))
 
 
 def close_round(
@@ -142,16 +159,14 @@ def close_round(
 ) -> tuple[State, RoundReport]:
     """Return the state after the server's step and the round's report. All engines end a round here."""
     step, measured = sums.server_step or (step_server(algorithm, layers, state, plan, sums), None)
-    update_norm, along, finite = step.measured.tolist() if measured is None else measured
+    update_norm, gap, finite = step.measured.tolist() if measured is None else measured
     if not finite:
         raise diverged(layers, step.server.x, plan.number, plan.lr, client=None)
-    # mean_i ||y_i - x+||^2 = mean_i ||delta_i||^2 - 2 <mean_i delta_i, x+ - x> + ||x+ - x||^2
-    consistency = sums.square - 2 * along + update_norm**2
     extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
     names = [name or "model" for name in layers.group_names(algorithm.grouping)]
     report = RoundReport(
         train_loss=sums.loss,
-        consistency=max(0.0, consistency),
+        consistency=sums.spread + gap,  # mean_i ||delta_i - m||^2 = mean_i ||delta_i - D||^2 + ||D - m||^2, m = x+ - x
         update_norm=update_norm,
         bytes_down=state.ledger.down(down, algorithm.down_versions(plan.number), plan.cohort)
         + extra * len(plan.cohort),

@@ -51,9 +51,9 @@ from lamina.engines.stacked.rows import (
     row_sums,
     rows_of,
     send,
-    squares,
     stack_records,
 )
+from lamina.engines.stacked.spread import chunk_distances
 from lamina.engines.stacked.steps import (
     Batches,
     LocalWork,
@@ -235,32 +235,33 @@ class Stacked:
             ]
 
         # Wait. A sum is finite only if all its terms are.
-        length = squares(up.delta)
+        distances, between = chunk_distances(chunk, up.delta, now.sums, totals, self._vector_in_layout)
         checks = [trained.losses, *row_sums(up._replace(delta=None)), *row_sums(client)]
-        check = torch.stack([length, *(total.to(length.device) for total in checks)]).sum(0)
-        by_row = torch.stack([trained.losses, length, check])
-        numbers = torch.cat([by_row.double().flatten(), *(step.measured for step in steps.values())])
+        check = torch.stack([distances, *(total.to(distances.device) for total in checks)]).sum(0)
+        by_row = torch.stack([trained.losses, distances, check])
+        numbers = torch.cat([by_row.double().flatten(), between, *(step.measured for step in steps.values())])
         if numbers.is_cuda:
             self.feed.look_ahead(now, chunk)
-        measured = numbers.tolist()
-        loss, square, checked = np.array(measured[: 3 * len(chunk)]).reshape(3, len(chunk))
+        of_rows, gaps, of_steps = np.split(np.array(numbers.tolist()), np.cumsum([by_row.numel(), len(between)]))
+        loss, spread, checked = of_rows.reshape(3, len(chunk))
         is_finite = np.isfinite(checked)
         if not is_finite.all():  # the square of a finite number may be too large for float32
-            total = torch.stack([total.to(length.device) for total in (*checks, up.delta.sum(-1))]).sum(0)
+            total = torch.stack([total.to(distances.device) for total in (*checks, up.delta.sum(-1))]).sum(0)
             is_finite = np.isfinite(total.double().tolist())
-            square = np.array(squares(up.delta.double()).tolist())
-        for r in map(int, np.flatnonzero(~is_finite)):
-            if chunk[r].member not in now.failed:
-                now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
-        if not is_finite.all():  # again, without the members that diverged
-            totals, steps = self._totals(now, chunk, trained, self._shares(now, chunk)), {}
+            for r in map(int, np.flatnonzero(~is_finite)):
+                if chunk[r].member not in now.failed:
+                    now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
+            if not is_finite.all():  # again, without the members that diverged
+                totals, steps = self._totals(now, chunk, trained, self._shares(now, chunk)), {}
+            again = chunk_distances(chunk, up.delta.double(), now.sums, totals, self._vector_in_layout)
+            spread, gaps = (np.array(values.tolist()) for values in again)
 
         # Add; from here on nothing can fail.
         owner, weight = members_and_weights(chunk)
-        for e in set(owner.tolist()):
+        for e, gap in zip(dict.fromkeys(owner.tolist()), gaps, strict=True):
             mine = is_finite & (owner == e)
             now.sums[e].loss += float(np.dot(weight[mine], loss[mine]))
-            now.sums[e].square += float(np.dot(weight[mine], square[mine]))
+            now.sums[e].add_spread(float(weight[mine].sum()), float(np.dot(weight[mine], spread[mine])), float(gap))
         keeps_rows = keeps_state or uploads or trained.ratios is not None
         for r in np.flatnonzero(is_finite).tolist() if keeps_rows else ():
             row = chunk[r]
@@ -273,7 +274,7 @@ class Stacked:
         for e, (total_up, total_buffers) in totals.items():
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
         now.trained_rows += len(chunk)
-        values = iter(measured[3 * len(chunk) :])
+        values = iter(of_steps.tolist())
         for e, step in steps.items():
             now.sums[e].server_step = step, [next(values) for _ in range(len(step.measured))]
 

@@ -75,7 +75,7 @@ class Ranks(NamedTuple):
                 total.uploads[c] = up, {name: values[c] for name, values in buffers.items()}
 
     def combine(self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged]) -> None:
-        """Add up every member's sums over the ranks in one all-reduce.
+        """Add up every member's sums over the ranks in one all-reduce, and their spreads in a second, tiny one.
 
         Args:
             sums: every member's sums over this rank's rows; completed in place.
@@ -89,7 +89,7 @@ class Ranks(NamedTuple):
             up = zero_up if total.up is None else total.up
             packed += [value for value in up if value is not None]
             packed += [total.buffers[name] for name in sorted(total.buffers)]
-            numbers = [total.square, total.loss, float(e in failed)]
+            numbers = [total.loss, float(e in failed)]
             packed.append(torch.tensor(numbers, dtype=zero_up.delta.dtype, device=zero_up.delta.device))
             packed.append(zero_trust if total.trust is None else total.trust)
         flat = self.add(torch.cat([value.reshape(-1).to(packed[0].dtype) for value in packed]))
@@ -98,14 +98,16 @@ class Ranks(NamedTuple):
             for piece, value in zip(torch.split(flat, [value.numel() for value in packed]), packed, strict=True)
         )
         somewhere = False
+        own_ups = [total.up for total in sums]
         for total, (zero_up, _) in zip(sums, layouts, strict=True):
             total.up = type(zero_up)(*(None if value is None else next(pieces) for value in zero_up))
             for name in sorted(total.buffers):
                 total.buffers[name] = next(pieces)
-            total.square, total.loss, flag = next(pieces).tolist()
+            total.loss, flag = next(pieces).tolist()
             trust = next(pieces)
             total.trust = trust if len(trust) else None
             somewhere = somewhere or flag > 0
+        self._combine_spreads(sums, own_ups)
         if somewhere:
             everyones: list[Any] = [None] * self.world
             own = {e: (str(error), error.round, error.client, error.layer) for e, error in failed.items()}
@@ -113,3 +115,13 @@ class Ranks(NamedTuple):
             for theirs in everyones:
                 for e, (text, number, client, layer) in theirs.items():
                     failed.setdefault(e, Diverged(text, round=number, client=client, layer=layer))
+
+    def _combine_spreads(self, sums: list[Sums], own_ups: list[Any]) -> None:
+        """Add up every member's spread around the mean of all ranks; `own_ups` are the sums over this rank's rows."""
+        spreads = []
+        for total, own in zip(sums, own_ups, strict=True):
+            gap = None if own is None else own.delta.double() / total.weight - total.up.delta.double()
+            spreads.append(total.spread + (0.0 if gap is None else total.weight * float(torch.dot(gap, gap))))
+        summed = self.add(torch.tensor(spreads, dtype=torch.float64, device=sums[0].up.delta.device))
+        for total, spread in zip(sums, summed.tolist(), strict=True):
+            total.spread, total.weight = spread, 1.0

@@ -126,14 +126,6 @@ def row_sums(record: Any) -> list[Tensor]:
     return [value.sum(-1) for value in record if value is not None]
 
 
-def squares(rows: Tensor) -> Tensor:
-    """Every row's squared length, by the dot products of the BLAS: torch's norms are slow on a CPU."""
-    if rows.is_cuda:
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=-1)
-        return norms**2
-    return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
-
-
 def row_buffers(buffers: Buffers, r: int) -> Buffers:
     """Return the buffers of one row."""
     return {name: buffer[r] for name, buffer in buffers.items()}
