@@ -69,7 +69,8 @@ def key(seed: int, purpose: str, *counters: int) -> int:
 def fork(stream: Ints, counter: Ints) -> Ints:
     """Return the streams below a stream: one new word for every ``stream`` x ``counter`` (numpy or torch, broadcast).
 
-    One of the two must be an array or a tensor: only those wrap around at 64 bits as the mixing needs.
+    One of the two must be an array or a tensor: only those wrap around at 64 bits as the mixing needs. Forking a key by
+    0 gives the key with a further counter 0, so no purpose may use both.
     """
     moved = _signed(counter * _MIX2) if isinstance(counter, int) else counter * _MIX2
     return _mix((stream ^ moved) + _GOLDEN)
