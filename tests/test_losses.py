@@ -216,6 +216,18 @@ def test_training_data_without_any_label_are_warned_of(caplog):
     ]
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (2, 4, 3), (2, 3, 3), (2, 4, 5, 3), (2, 3, 3, 3)], ids=str)
+def test_soft_labels_with_the_classes_on_the_last_axis(shape):
+    """The mean over all positions of -sum_c t_c log p_c, whatever the number of axes."""
+    outputs, targets = draw(*shape), draw(*shape).softmax(-1)
+    expected = -(targets * outputs.log_softmax(-1)).sum(-1).reshape(len(outputs), -1).mean(1)
+    torch.testing.assert_close(losses.token_cross_entropy(outputs, targets), expected)
+    torch.testing.assert_close(losses.CrossEntropy(class_axis=-1)(outputs, targets), expected)
+    weight = torch.tensor([1.0, 2.0, 3.0], dtype=outputs.dtype)
+    weighted = -(weight * targets * outputs.log_softmax(-1)).sum(-1).reshape(len(outputs), -1).mean(1)
+    torch.testing.assert_close(losses.CrossEntropy(weight, class_axis=-1).to(outputs)(outputs, targets), weighted)
+
+
 def test_soft_labels_may_be_rounded():
     soft = (100 * draw(12, 3).softmax(1)).round() / 100
     assert simulate(linear(3), (X, soft)).run(1)[0]["train_loss"] > 0

@@ -349,3 +349,30 @@ def test_dropout_in_place_stays_in_place_where_there_is_a_kernel():
     x = torch.ones(8)
     assert module(x) is x
     assert set(x.tolist()) == {0.0, 2.0}
+
+
+class Attends(nn.Module):
+    def __init__(self, p, need_weights):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(8, 2, dropout=p, batch_first=True), nn.Linear(8, 3)
+        self.need_weights = need_weights
+
+    def forward(self, x):
+        return self.head((x + self.attention(x, x, x, need_weights=self.need_weights)[0]).mean(1))
+
+
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_attention_that_drops_everything_gives_its_bias(need_weights):
+    """With dropout 1, only the bias of the output projection is left, in every engine."""
+    torch.manual_seed(0)
+    model, x = Attends(1.0, need_weights).double(), torch.randn(24, 5, 8, dtype=torch.float64)
+    ends = []
+    for engine in ("loop", "auto"):
+        run = lamina.Simulation(model, (x, torch.arange(24) % 3), "fedavg", clients=3, batch_size=4, lr=0.1,
+                                engine=engine, device="cpu")  # fmt: skip
+        run.run(2)
+        ends.append(run.model.attention)
+        assert torch.equal(ends[-1].in_proj_weight, model.attention.in_proj_weight)
+        assert torch.equal(ends[-1].out_proj.weight, model.attention.out_proj.weight)
+        assert not torch.equal(ends[-1].out_proj.bias, model.attention.out_proj.bias)
+    torch.testing.assert_close(ends[0].out_proj.bias, ends[1].out_proj.bias)

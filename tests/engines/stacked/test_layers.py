@@ -219,6 +219,41 @@ def test_bfloat16_of_own_and_frozen_parameters(monkeypatch):
     assert torch.allclose(exact.state.server.x, rounded.state.server.x, atol=0.05)
 
 
+class Chosen(nn.Module):
+    """Frozen parameters of all kinds: whole numbers, one axis in a layer that is trained, and in one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.order = nn.Parameter(torch.tensor([257, 259, 263, 1, 2, 3]), requires_grad=False)
+        self.norm, self.shared, self.head = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.norm.bias = nn.Parameter(torch.full((6,), 1.001), requires_grad=False)
+        self.shared.requires_grad_(False)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x):
+        wide = torch.cat([x, x.new_zeros(len(x), 300)], 1)
+        return self.head(self.norm(self.shared(x)) + wide[:, self.order])
+
+
+def test_bfloat16_rounds_frozen_parameters_as_it_rounds_trained_ones(monkeypatch):
+    """Whole numbers stay: bfloat16 has no 257. So do vectors of layers that add them in float32, such as norms."""
+    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
+    torch.manual_seed(0)
+    model, (x, y) = Chosen(), data((6,))
+    exact, rounded = (run(model, (x.float(), y), "stacked", precision=precision) for precision in ("fp32", "bf16"))
+    assert torch.allclose(exact.state.server.x, rounded.state.server.x, atol=0.05)
+    frozen = rounded.engine.forward.frozen()
+    assert {name: parameter.dtype for name, parameter in frozen.items()} == {
+        "order": torch.int64,
+        "norm.bias": torch.float32,
+        "shared.weight": torch.bfloat16,
+        "shared.bias": torch.bfloat16,
+        "head.weight": torch.bfloat16,
+    }
+    assert torch.equal(frozen["order"], model.order)
+    assert torch.equal(frozen["norm.bias"], model.norm.bias)
+
+
 def test_frozen_layers_are_shared_by_all_clients():
     class Frozen(nn.Module):
         """Everything is frozen but one norm, the projection of an attention, and a bias."""
