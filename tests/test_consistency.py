@@ -9,6 +9,8 @@ from torch import nn
 
 import lamina
 from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.stacked.rows import Row
+from lamina.engines.stacked.spread import chunk_distances
 from lamina.engines.state import Sums
 from small_simulations import set_chunk
 
@@ -56,6 +58,16 @@ def test_a_cohort_of_one_agrees_with_itself(name, engine):
 
 class Up(NamedTuple):
     delta: torch.Tensor
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_upload_that_is_not_finite_shows_in_the_distances(rows):
+    delta = torch.ones(rows, 4)
+    delta[0, -1] = torch.inf
+    chunk = [Row(0, c, 1 / rows) for c in range(rows)]
+    totals = {0: (Up(delta.mean(0)), {})}
+    by_row, _ = chunk_distances(chunk, delta, [Sums()], totals, lambda vector: vector)
+    assert not torch.isfinite(by_row[0])
 
 
 @pytest.mark.parametrize("shares", [[[0, 3], [1, 2, 4]], [[0, 1, 2, 3, 4], []], [[2], [0, 1, 3, 4]]], ids=str)
