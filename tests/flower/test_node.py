@@ -217,14 +217,14 @@ def test_a_malformed_message_gets_one_line_and_no_traceback(seed, tmp_path, capl
     templates["query"] = next(message for _, message in grid.seen if message.metadata.message_type == "query")
     templates["query"].metadata.__dict__["_dst_node_id"] = NODE + 1
     random, app, context = np.random.default_rng(seed), setup.client_app(), grid.contexts[NODE + 1]
-    issued, said, raised = itertools.count(2**52), 0, []
+    numbers, said, raised = itertools.count(2**62), 0, []
     for _ in range(50):
         kind = list(templates)[random.integers(len(templates))]
         message = over_the_wire(templates[kind])
         message.content = mangle(random, message.content)
         task = message.content.get("task")
-        if isinstance(task, ConfigRecord) and isinstance(task.get("issued"), int):
-            message.content["task"] = ConfigRecord({**task, "issued": next(issued)})
+        if isinstance(task, ConfigRecord) and isinstance(task.get("number"), int):
+            message.content["task"] = ConfigRecord({**task, "number": next(numbers)})
         if random.random() < 0.95:
             signed(message)
         reply = over_the_wire(app(over_the_wire(message), context))

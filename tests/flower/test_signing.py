@@ -48,8 +48,8 @@ def forged_by(make):
 def fresh(message):
     """A task of the server's that its node has not had yet."""
     made = over_the_wire(message)
-    issued = made.content["task"]["issued"] + 10**9
-    made.content["task"] = ConfigRecord({**made.content["task"], "issued": issued, "token": "1" * 16})
+    number = made.content["task"]["number"] + 10**9
+    made.content["task"] = ConfigRecord({**made.content["task"], "number": number, "token": "1" * 16})
     return signed(made)
 
 
@@ -62,7 +62,7 @@ def without_signature(messages, victim):
 def with_another_task(messages, victim):
     made = fresh(messages[victim][-1])
     task = dict(made.content["task"])
-    made.content["task"] = ConfigRecord({**task, "token": "0" * 16, "base": "", "keep": [], "issued": 2**52})
+    made.content["task"] = ConfigRecord({**task, "token": "0" * 16, "base": "", "keep": [], "number": 2**62})
     return made
 
 
@@ -143,7 +143,7 @@ def test_a_task_that_is_not_the_servers_is_refused_and_changes_nothing(forge, ru
     assert any("client-1" in str(path) for path in before)
     text = problem(victim(forge(sent, NODE + 1)))
     assert text.startswith("refused a ")
-    assert text.endswith("it is a replay") == forge.__name__.startswith("sent_")
+    assert ("it is a replay" in text) == forge.__name__.startswith("sent_")
     assert files(tmp_path / "state") == before
     assert "problem" not in victim(fresh(sent[NODE + 1][-1])).content
 
@@ -154,7 +154,7 @@ def test_the_servers_own_next_task_is_accepted_after_all_that(tmp_path):
     def on_send(grid, node, message):
         if is_train(message, 2) and client_of(node) == 1:
             forged = over_the_wire(message)
-            forged.content["task"] = ConfigRecord({**message.content["task"], "issued": 2**53, "keep": []})
+            forged.content["task"] = ConfigRecord({**message.content["task"], "number": 2**62, "keep": []})
             assert "forged" in problem(grid.apps[node](forged, grid.contexts[node]))
         return message
 
@@ -203,20 +203,6 @@ def test_keys_that_are_none_are_one_line(tmp_path):
         signing.load_key(tmp_path / "text", secret=True)
 
 
-def test_a_server_that_goes_back_a_round_is_not_taken_for_a_replay(tmp_path):
-    """Its clock may have been set back, too: the last task's number is in the checkpoint."""
-    setup = Setup(tmp_path, "scaffold", rounds=2, participation=1.0)
-    setup.run()
-    setup.rounds = 3
-    real = time.time_ns
-    try:
-        time.time_ns = lambda: real() - 10**15
-        setup.run()
-    finally:
-        time.time_ns = real
-    assert_like_the_simulation(setup)
-
-
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -236,7 +222,7 @@ def test_a_server_that_goes_back_a_round_is_not_taken_for_a_replay(tmp_path):
 )
 def test_what_a_task_may_ask_for_is_bounded(asked, why, run, victim, monkeypatch):
     message = over_the_wire(run[2][NODE + 1][0])
-    task = {**message.content["task"], "issued": message.content["task"]["issued"] + 10**9}
+    task = {**message.content["task"], "number": message.content["task"]["number"] + 10**9}
     settings = {**json.loads(task["settings"]), **{name: value for name, value in asked.items() if name not in task}}
     task |= {name: value for name, value in asked.items() if name in task} | {"settings": json.dumps(settings)}
     message.content["task"] = ConfigRecord(task)

@@ -10,7 +10,8 @@
 - ``diverged.json``: how the training diverged, if it did
 - ``lock``: held by the process that writes to the folder
 - ``tensorboard/``, ``mlflow.json``: see trackers.py
-- ``federation.jsonl``: which nodes took part in each round of a federation, see lamina.flower
+- ``federation.jsonl``, ``starts``: which nodes took part in each round of a federation, and how often its server was
+  started, see lamina.flower
 """
 
 from __future__ import annotations

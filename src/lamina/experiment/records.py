@@ -29,6 +29,7 @@ SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables o
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
     "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
+    "starts",
 }  # fmt: skip
 CHOOSE_ANOTHER = "choose another with --out (out=…), or give --overwrite (overwrite=True)"
 

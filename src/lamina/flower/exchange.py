@@ -172,12 +172,12 @@ class Exchange:
     def _message(self, state: State, down: Mapping[str, Array], number: int, client: int, **more: Any) -> RecordDict:
         """Return a message of round `number`; `more` are the entries of its task for a client that trains."""
         plan, memory = self.setup.plan, self.memory
-        memory.issued = max(memory.issued + 1, time.time_ns() // 1000)
+        memory.last_task += 1
         task = Task(
             run=memory.run,
             token=secrets.token_hex(8),
             app=self.app,
-            issued=memory.issued,
+            number=memory.last_task,
             round=number,
             client=client,
             clients=plan.clients.count,

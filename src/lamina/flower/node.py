@@ -171,7 +171,7 @@ class Node(ClientApp):
         root = context.node_config.get("state-dir") or self.setup.state_dir or default_folder()
         store = Store(Path(str(root)).expanduser(), task.run, task.client)
         if not signing.is_simulated():
-            store.refuse_replay(task.issued)
+            store.refuse_replay(task.number)
         return task, store
 
     def _given(self, content: RecordDict, task: Task, store: Store) -> tuple[Any, Buffers, Any]:

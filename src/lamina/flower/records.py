@@ -1,7 +1,7 @@
 """What the server of a federation keeps beside the model.
 
 ``federation.jsonl`` in the run's folder says who took part in each round, who did not, and why; a `Memory` of the
-earlier rounds is in every checkpoint.
+earlier rounds is in every checkpoint. ``starts`` counts how often the server was started.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from lamina.atomic import write_file
 from lamina.flower.outliers import Growth, Sizes
 from lamina.storage.files import writing_to
 
+# Every start of the server numbers its tasks from a block of its own. So a server that was killed after its last
+# checkpoint never uses a number twice, and nodes can refuse a number that is not larger than all before it.
+TASKS_PER_START = 2**32
+MAX_STARTS = 2**31 - 1  # so that numbers fit Flower's signed 64-bit integers
 IN_JOURNAL = ("round", "attempt", "complete", "took_part", "missing", "refused", "notes")
 
 
@@ -111,7 +115,7 @@ class Memory(BaseModel):
     """What the server remembers of earlier rounds, beside the model; by client where nothing else is said."""
 
     run: str  # lamina's name of the run
-    issued: int = 0  # of the last task, see `Task`
+    last_task: int = 0  # its number, see `TASKS_PER_START`
     base: dict[int, str] = {}  # the token of the exchange whose client state was accepted
     older: dict[int, str] = {}  # the same as of the checkpoint before the last
     examples: dict[int, int] = {}  # as of the last round it took part in
@@ -119,3 +123,21 @@ class Memory(BaseModel):
     accepted: dict[int, list[str]] = {}  # digests of its last updates
     largest_growth: dict[str, float] = {}  # by layer of a second moment: of any round's medians
     growth_by_client: dict[int, Growth] = {}  # over the rounds that it took part in
+
+
+def count_start(folder: Path, last_task: int) -> int:
+    """Count one more start of the server, and return the number before the one of its first task.
+
+    `last_task` is the last number that the checkpoint knows of; it counts if ``starts`` was lost or damaged.
+    """
+    path = folder / "starts"
+    try:
+        starts = int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        starts = 0
+    if not 0 <= starts < MAX_STARTS:
+        starts = 0
+    start = max(starts, last_task // TASKS_PER_START) + 1
+    with writing_to(folder):
+        write_file(path, f"{start}\n".encode())
+    return start * TASKS_PER_START

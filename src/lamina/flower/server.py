@@ -26,7 +26,7 @@ from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange
 from lamina.flower.judge import Judge
 from lamina.flower.mail import LATE, Mail, Traffic
-from lamina.flower.records import Attendance, Journal, Memory
+from lamina.flower.records import Attendance, Journal, Memory, count_start
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.history import History, Row
@@ -75,6 +75,8 @@ class Server:
         """Run the rounds that are left; each is in the records before the next begins."""
         self._resume()
         self.folder.begin()  # so that the records name missing clients from the first attempt on
+        memory = self.exchange.memory
+        memory.last_task = count_start(self.folder.path, memory.last_task)
         for client in self.roster.unlisted():
             log.warning("no node is listed for client %d: it takes no part", client)
         try:

@@ -4,7 +4,7 @@ Under the node's state folder every run has one of its own, and in it every clie
 
 - ``state-<round>-<token>.safetensors``: the client's state after that exchange. The server names the exchange it last
   accepted (the base), so a reply that was lost never lets the state run ahead;
-- ``issued``: when the server issued the newest task that was begun; an older one is a replay;
+- ``last-task``: the largest number of a task that was begun; a task whose number is not larger is a replay;
 - ``held-<field>-<digest>.safetensors``: a cached Down field, which the server need not send again.
 
 All of them carry a checksum. A damaged file counts as lost: the node says so, and the server starts the
@@ -40,16 +40,19 @@ class Store:
     def __init__(self, root: Path, run: str, client: int) -> None:
         self.folder = root / run / f"client-{client:d}"
 
-    def refuse_replay(self, issued: int) -> None:
+    def refuse_replay(self, number: int) -> None:
         """Refuse a task that is not newer than every one before it, and remember this one."""
-        path = self.folder / "issued"
+        path = self.folder / "last-task"
         try:
             last = int(path.read_text(encoding="ascii"))
         except (OSError, ValueError):
             last = 0
-        if issued <= last:
-            raise BadInput("refused a task that is older than one this node has already had: it is a replay")
-        self._write(path.name, str(issued).encode())
+        if number <= last:
+            raise BadInput(
+                "refused a task that is older than one this node has already had: it is a replay, or the server "
+                "resumes an old copy of its run folder (then start it again, until its tasks are newer)"
+            )
+        self._write(path.name, str(number).encode())
 
     def load_state(self, token: str, like: Any) -> Any | None:
         """Return the client's state after an exchange; None if it is missing or unusable."""

@@ -155,7 +155,7 @@ class Task(BaseModel):
     run: Hex  # lamina's name of the run, which survives a restart of the server
     token: Hex  # of this exchange: names the client state it makes
     app: Hex  # what server and node must agree on, see `fingerprint`
-    issued: int = Field(ge=1, le=2**53)  # microseconds since 1970; a node refuses a task that is not the latest so far
+    number: int = Field(ge=1, lt=2**63)  # grows from task to task; a node refuses a number that is not its largest
     round: int = Field(ge=1, le=10**9)
     client: Number
     clients: Number
