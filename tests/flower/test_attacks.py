@@ -1,4 +1,4 @@
-"""One hostile node of ten is refused, or costs little, with the default limits; honest nodes are never refused."""
+"""One node of ten with a crude attack is refused or costs little; a robust mean also holds what the limits let pass."""
 
 import dataclasses
 import functools
@@ -333,6 +333,26 @@ def test_an_attack_costs_at_most_two_points_after_15_rounds(algorithm, name, att
     accuracy, refused = attacks.run(algorithm, attack, **settings)
     assert set(refused) <= {attacks.HOSTILE}
     assert accuracy >= honest_accuracy(algorithm, **settings) - 0.02
+
+
+def test_a_robust_mean_holds_an_attack_that_passes_the_limits(attacks, honest_accuracy):
+    """The node uses only its own data; no limit refuses it, and with the plain mean it ruins the model."""
+    attack, _ = attacks.attacks(lamina.create("fedlamb"), attacks.RATES["fedlamb"])["own data: raise the loss"]
+    honest = honest_accuracy("fedlamb")
+    accuracy, refused = attacks.run("fedlamb", attack)
+    assert refused == {}
+    assert accuracy < honest - 0.2
+    for aggregation in ("trimmed_mean", "median"):
+        assert attacks.run("fedlamb", attack, aggregation=aggregation)[0] >= honest - 0.02
+
+
+@pytest.mark.long
+def test_a_suppressed_class_gets_its_honest_holders_refused(attacks):
+    attack, settings = attacks.attacks(lamina.create("mime"), attacks.RATES["mime"])["own data: suppress a class"]
+    settings = {**settings, "aggregation": "trimmed_mean"}
+    before, after = attacks.run("mime", **settings)[1], attacks.run("mime", attack, **settings)[1]
+    for holder in range(1, attacks.RARE_HOLDERS):
+        assert len(after.get(holder, [])) > len(before.get(holder, []))
 
 
 # --- what the server's judge knows of earlier rounds -----------------------------------------------------------------

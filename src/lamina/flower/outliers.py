@@ -1,9 +1,9 @@
-"""Find the answers of a round that stand out from the others, as a hostile node's harmful ones do.
+"""Find the answers of a round that stand out from the others, as those of broken nodes and of crude attacks do.
 
 An answer is compared with the other answers of the same round and with nothing else, because anything remembered or
 broadcast may be the work of an earlier attack. The statistics are medians and order statistics over the clients, which
-a minority cannot set. `Limits` has the factors; docs/explanation/hostile-nodes.md says which attacks they stop, and
-what honest nodes were measured to need.
+a minority cannot set. `Limits` has the factors; docs/explanation/hostile-nodes.md says which attacks they stop, which
+they do not, and what honest nodes were measured to need.
 """
 
 from __future__ import annotations
