@@ -6,10 +6,12 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
 import lamina
 from kinds import KINDS, PARTS, model
 from lamina import models
+from lamina.algorithms.contract import LocalModel
 from lamina.engines.stacked.memory import free_bytes
 from lamina.engines.stacked.steps import Problem
 from second_gradients import FedSam, VarianceReduced
@@ -248,3 +250,41 @@ print("torch._dynamo" in sys.modules)
 """
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip().endswith("False")
+
+
+class Slices(lamina.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * torch.cat([grad[..., :140], 0.1 * grad[..., 140:]], -1))
+
+
+class AsksForTheSize(lamina.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - (lr if grad.shape[-1] < 100 else 0.1 * lr) * grad)
+
+
+class DividesBySize(lamina.FedAvg):
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - 100 * lr * grad / layers.size**0.5)
+
+
+@pytest.mark.parametrize("model", ["mlp", "cnn"])
+@pytest.mark.parametrize("kind", [Slices, AsksForTheSize, DividesBySize])
+def test_coordinates_count_as_in_the_loop(kind, model):
+    run, loop = (simulation(kind(), engine, model, lr=0.1) for engine in ("auto", "loop"))
+    run.run(2)
+    loop.run(2)
+    assert run.engine.name == ("loop" if (kind, model) == (Slices, "cnn") else "stacked")
+    assert_same(run, loop)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_rounding_moves_no_bias_before_a_norm(precision):
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 8, 5), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten(), nn.Linear(288, 10)
+    data = torch.randn(120, 1, 28, 28), torch.arange(120) % 10
+    run = lamina.Simulation(
+        nn.Sequential(*layers), data, "fedlamb", clients=3, batch_size=10, lr=0.03, device="cuda", precision=precision
+    )
+    run.run(3)
+    assert run.engine.name == "stacked"
+    assert torch.equal(run.model[0].bias.cpu(), layers[0].bias)
