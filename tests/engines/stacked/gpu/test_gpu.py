@@ -254,7 +254,7 @@ print("torch._dynamo" in sys.modules)
 
 class Slices(lamina.FedAvg):
     def step(self, local, down, grad, lr, layers):
-        return LocalModel(local.y - lr * torch.cat([grad[..., :140], 0.1 * grad[..., 140:]], -1))
+        return LocalModel(local.y - lr * torch.cat([grad[..., :400], 0.1 * grad[..., 400:]], -1))
 
 
 class AsksForTheSize(lamina.FedAvg):

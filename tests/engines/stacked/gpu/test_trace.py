@@ -27,9 +27,15 @@ def traced(algorithm):
     return trace_step(algorithm, local, down, clipped=True, kinds=kinds, layers=LAYERS)
 
 
-@pytest.mark.parametrize("name", [*sorted(lamina.algorithms.BUILT_IN), "by module"])
+MORE = {
+    "by module": lamina.FedLamb(layers="module"),
+    "decay on matrices": lamina.FedLamb(decay=0.1, decay_on="matrices"),
+}
+
+
+@pytest.mark.parametrize("name", [*sorted(lamina.algorithms.BUILT_IN), *MORE])
 def test_our_steps_are_the_same_on_a_real_model_as_on_a_tiny_one(name):
-    ours = lamina.create("fedlamb", layers="module") if name == "by module" else lamina.create(name)
+    ours = MORE.get(name) or lamina.create(name)
     kind = type("Theirs", (type(ours),), {"__module__": "theirs"})  # only a user's step is traced on the real model
     theirs = kind(**{option: getattr(ours, option) for option in options(type(ours))})
     assert traced(theirs) == traced(ours)

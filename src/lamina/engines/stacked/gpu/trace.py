@@ -188,7 +188,7 @@ class TracedLayers(Layers):
 
     def __init__(self, layers: Layers, trace: Trace, device: str) -> None:
         super().__init__(layers.shapes)
-        self._trace = trace
+        self._trace, self._untraced = trace, Layers(layers.shapes)
         self.matrices = torch.zeros(TRACED_ROWS, len(layers.names), device=device)
         trace.add_input("matrices", self.matrices)
 
@@ -209,7 +209,7 @@ class TracedLayers(Layers):
     def matrix_mask(self, like: Tensor) -> Tensor:
         """Record a value per tensor that the kernels read: the shapes are those of the real model."""
         with _paused(self._trace):
-            flags = super().matrix_mask(like)
+            flags = self._untraced.matrix_mask(like)
         self._trace.add_copy(self.matrices, flags)
         return flags
 
