@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
+from lamina.columns import Columns
+from lamina.columns import Row as Row
 from lamina.errors import BadInput, missing_extra, nearest
 from lamina.metrics import DIAGNOSTICS, is_metric, smaller_is_better
 from lamina.text import html_table
-
-Row = Mapping[str, float | int]
 
 # What to do about a column that a run records only under some condition, by the start of its name.
 REMEDIES = {
@@ -23,6 +26,7 @@ REMEDIES = {
     "accuracy": "accuracy needs class labels, one output per class (or one logit for two classes), and a loss that is "
     "not 'mse'; use 'loss'",
 }
+LOST = "lost"  # the column, 1 in every round whose metrics were lost and could not be rebuilt
 LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
 NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
 
@@ -62,11 +66,14 @@ class History(Sequence[Row]):
     """
 
     def __init__(self, rows: Sequence[Row] = (), metric: str | None = None) -> None:
-        self.rows: list[Row] = list(rows)
+        # Rounds read from a file stay in columns, which take a tenth of the memory, until a round is added.
+        self.rows: Sequence[Row] = rows if isinstance(rows, Columns) else list(rows)
         self._metric = metric
 
     def append(self, row: Row) -> None:
         """Add the row of a finished round."""
+        if not isinstance(self.rows, list):
+            self.rows = list(self.rows)
         self.rows.append(row)
 
     @overload
@@ -79,9 +86,14 @@ class History(Sequence[Row]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
     @property
     def columns(self) -> list[str]:
         """All column names, in order of appearance."""
+        if isinstance(self.rows, Columns):
+            return self.rows.names
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     @property
@@ -98,9 +110,20 @@ class History(Sequence[Row]):
 
         A name that no row has is refused; with `optional` it is a column of NaN.
         """
-        if self.rows and not optional and not any(name in row for row in self.rows):
+        values: list[float] = self.array(name, optional=optional).tolist()
+        return values
+
+    def array(self, name: str, *, optional: bool = False) -> NDArray[np.float64]:
+        """Return one column as an array; the arguments are those of `column`."""
+        if isinstance(self.rows, Columns):
+            is_known = name in self.rows.names
+            values = self.rows.floats(name)
+        else:
+            is_known = any(name in row for row in self.rows)
+            values = np.array([float(row.get(name, math.nan)) for row in self.rows])
+        if len(self.rows) and not optional and not is_known:
             raise self._no_column(name)
-        return [float(row.get(name, math.nan)) for row in self.rows]
+        return values
 
     def best(self, name: str | None = None, *, optional: bool = False) -> float:
         """Return the best value of a column, NaN if there is none: the smallest loss, the largest accuracy.
@@ -108,24 +131,32 @@ class History(Sequence[Row]):
         The column is `metric` unless given.
         """
         name = self.metric if name is None else name
-        best = min if smaller_is_better(name) else max
-        return best((v for v in self.column(name, optional=optional) if not math.isnan(v)), default=math.nan)
+        values = self._finite(name, optional)
+        best = values.min if smaller_is_better(name) else values.max
+        return float(best()) if len(values) else math.nan
 
     def last(self, name: str | None = None, *, optional: bool = False) -> float:
         """Return the newest value of a column, `metric` unless given; NaN if there is none."""
         name = self.metric if name is None else name
-        return next((v for v in reversed(self.column(name, optional=optional)) if not math.isnan(v)), math.nan)
+        values = self._finite(name, optional)
+        return float(values[-1]) if len(values) else math.nan
 
     def total(self, name: str, *, optional: bool = False) -> float:
         """Return the sum of a column (bytes, seconds)."""
-        return sum(v for v in self.column(name, optional=optional) if not math.isnan(v))
+        values: list[float] = self._finite(name, optional).tolist()
+        return sum(values)
 
     def rounds_to(self, target: float, name: str | None = None, *, optional: bool = False) -> int | None:
         """Return the first round whose value reaches the target (a loss: falls to it), or None."""
         name = self.metric if name is None else name
         sign = -1 if smaller_is_better(name) else 1
-        pairs = zip(self.rows, self.column(name, optional=optional), strict=True)
-        return next((int(row["round"]) for row, value in pairs if sign * value >= sign * target), None)
+        reached = np.flatnonzero(sign * self.array(name, optional=optional) >= sign * target)
+        return int(self.rows[int(reached[0])]["round"]) if len(reached) else None
+
+    def _finite(self, name: str, optional: bool) -> NDArray[np.float64]:
+        """Return the values of a column without NaN."""
+        values = self.array(name, optional=optional)
+        return values[~np.isnan(values)]
 
     def collapse(self) -> str:
         """Return a warning if the run ended far worse than its best round, as with too large a rate; empty otherwise.
@@ -134,19 +165,19 @@ class History(Sequence[Row]):
         than half of the gain over the first value, and more than a third of the best one.
         """
         name = self.metric
-        pairs = zip(self.rows, self.column(name, optional=True), strict=True)
-        evaluated = [(row, value) for row, value in pairs if not math.isnan(value)]
+        values = self.array(name, optional=True)
+        evaluated = np.flatnonzero(~np.isnan(values))
         recent = max(5, len(evaluated) // 10)
         if len(evaluated) < 2 * recent:
             return ""
-        ranks = [rank(value, name) for _, value in evaluated]
-        best = max(ranks)
-        if best - max(ranks[-recent:]) <= max((best - ranks[0]) / 2, abs(best) / 3):
+        ranks = values[evaluated] * (-1 if smaller_is_better(name) else 1)
+        best = float(ranks.max())
+        if best - float(ranks[-recent:].max()) <= max((best - float(ranks[0])) / 2, abs(best) / 3):
             return ""
-        (row, value), (_, last) = evaluated[ranks.index(best)], evaluated[-1]
+        place, last = evaluated[ranks.argmax()], evaluated[-1]
         return (
-            f"the last {name}, {last:.4g}, is far worse than the best, {value:.4g} in round {row['round']}: lower the "
-            "learning rate or train fewer rounds"
+            f"the last {name}, {values[last]:.4g}, is far worse than the best, {values[place]:.4g} in round "
+            f"{self.rows[int(place)]['round']}: lower the learning rate or train fewer rounds"
         )
 
     def _no_column(self, name: str) -> BadInput:
@@ -174,7 +205,7 @@ class History(Sequence[Row]):
 
     def to_pandas(self) -> Any:
         """Return the table as a pandas DataFrame."""
-        return data_frame(self.rows, "history.to_pandas()")
+        return data_frame(list(self.rows), "history.to_pandas()")
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and cells of the usual columns; of a long history the first and last rows."""
@@ -182,9 +213,11 @@ class History(Sequence[Row]):
         metrics = [self.metric, *(name for name in columns if is_metric(name))]
         usual = dict.fromkeys(["round", *metrics, "train_loss", "consistency", "seconds"])
         names = [name for name in usual if name in columns]
-        shown: list[Row | None] = list(self.rows)
-        if len(shown) > LONGEST_SHOWN:
-            shown = [*shown[:SHOWN_AT_ENDS], None, *shown[-SHOWN_AT_ENDS:]]
+        shown: list[Row | None] = []
+        if len(self.rows) > LONGEST_SHOWN:
+            shown += [*self.rows[:SHOWN_AT_ENDS], None, *self.rows[-SHOWN_AT_ENDS:]]
+        else:
+            shown += self.rows
         cells = [["…"] * len(names) if row is None else [f"{row.get(n, math.nan):.5g}" for n in names] for row in shown]
         return names, cells
 

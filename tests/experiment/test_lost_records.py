@@ -10,7 +10,7 @@ import pytest
 
 from helpers import Killed, assert_same, call, rows, said_in_one_line, sets, skip_pictures
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.records import find_records, read_record
+from lamina.experiment.records import REPLACED, find_records, read_record
 from lamina.storage.checkpoint import Checkpoints
 
 TOML = """
@@ -281,7 +281,9 @@ def test_what_a_killed_overwrite_leaves_of_a_diverged_run_can_be_replaced(here, 
     wild = compare("train.schedule={name='exponential', gamma=1e30}", "compare.seeds=1")
     assert call(*wild) == 3
     Path("c/fedavg/seed0/metrics.jsonl").unlink()
+    Path("c/fedavg/seed0", REPLACED).touch()
     assert call(*wild) == 3
+    assert not Path("c/fedavg/seed0", REPLACED).exists()
     assert read_record("c/fedavg/seed0").diverged
 
 

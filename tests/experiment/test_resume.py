@@ -21,7 +21,7 @@ from lamina.experiment import folder as run_folder
 from lamina.experiment import run as running
 from lamina.experiment.config import load
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.records import read_metrics
+from lamina.experiment.metrics_file import MetricsFile
 from lamina.storage import checkpoint
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock
@@ -62,7 +62,7 @@ def test_killed_at_random_moments(here, algorithm, engine):
 
 
 def rows_so_far(path):
-    return read_metrics(path / "metrics.jsonl")[0]
+    return MetricsFile(path / "metrics.jsonl").read().rows
 
 
 def test_killed_at_every_write(here, monkeypatch):

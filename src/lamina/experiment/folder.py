@@ -33,16 +33,17 @@ from lamina.engines.state import State
 from lamina.errors import BadInput, Diverged, is_whole
 from lamina.experiment.environment import environment
 from lamina.experiment.log_lines import LogLines
+from lamina.experiment.metrics_file import MetricsFile
 from lamina.experiment.records import (
     CHOOSE_ANOTHER,
     FORMAT,
+    REPLACED,
     check_config,
     differences,
     names_in,
     read_diverged,
     read_environment,
     read_json,
-    read_metrics,
     refuse_foreign,
     refuse_format,
     remove_records,
@@ -91,7 +92,7 @@ class RunFolder:
         self.history = History(metric=self._metric)  # the rounds found in the folder
         self.complete = False
         self.diverged: Diverged | None = None
-        self._ends = [0]  # the byte at which each of those rounds ends in the metrics
+        self._file = MetricsFile(path / "metrics.jsonl")  # as found in the folder
         self._damage = ""  # what is wrong with the metrics
         self._model_round = 0  # the round of the saved model
         self._lines, self._trackers = lines, trackers or Trackers([], path)
@@ -127,25 +128,26 @@ class RunFolder:
 
     def _recognise(self) -> None:
         """Find out whether the folder holds this run and how far it got; refuse another run."""
-        if not names_in(self.path):
+        if not names_in(self.path) or (self.path / REPLACED).exists():  # the latter is left by a killed --overwrite
             return
         stored = read_json(self.path / "config.json")
         refuse_format(self.path, stored, CHOOSE_ANOTHER)
         check_config(self.path, stored)
-        metrics = self.path / "metrics.jsonl"
-        history, ends, damaged = read_metrics(metrics) if metrics.exists() else (History(), [0], None)
+        metrics = self._file.path
+        if metrics.exists():
+            self._file.read()
+        count, damaged = len(self._file.rows), self._file.damaged
         model = self.path / "model.safetensors"
         # Metrics may be lost or damaged: the trained model and the checkpoints count without them.
         self._model_round, damage = round_of(model)
-        finished = max(len(history), *self.checkpoints.rounds(), self._model_round)
-        # A run that diverged has metrics: without them, these are leftovers of a killed --overwrite.
+        finished = max(count, *self.checkpoints.rounds(), self._model_round)
         how = read_diverged(self.path) if metrics.exists() else None
         differing = differences(stored, self.config, finished)
         if not finished and damaged is None and not model.exists() and (differing or how is None):
             return
         if differing:
             raise BadInput(f"the folder '{self.path}' holds another run: {differing}; {CHOOSE_ANOTHER}")
-        self.history, self._ends = History(history, self._metric), ends
+        self.history = History(self._file.rows, self._metric)
         if damage:
             self._say(f"'{model}' is damaged ({damage}): it is written again", logging.WARNING)
         best = self.path / "best.safetensors"
@@ -154,18 +156,25 @@ class RunFolder:
             self._say(f"'{best}' is damaged ({damage}): the best model so far is lost", logging.WARNING)
         if damaged is not None:
             self._damage = f"line {damaged} of {metrics} is damaged"
-        elif finished > len(history):
-            self._damage = f"{metrics} has {len(history)} of {plural(finished, 'finished round')}"
+        elif finished and not metrics.exists():
+            self._damage = f"{metrics} is missing"
+        elif finished > count:
+            self._damage = f"{metrics} has {count} of {plural(finished, 'finished round')}"
         if how is not None:
-            number = how.get("round", len(history) + 1)
+            number = how.get("round", count + 1)
             self.diverged = Diverged(how["message"], round=number, client=how.get("client"), layer=how.get("layer", ""))
-        self.complete = len(history) == self._model_round == self.config["train"]["rounds"]
+        self.complete = count == self._model_round == self.config["train"]["rounds"]
         self._refuse_without_checkpoint(stored, finished)
 
     def _refuse_without_checkpoint(self, stored: Mapping[str, Any], finished: int) -> None:
-        """Refuse to start again at round 1, which would replace the records, because the checkpoints are gone."""
-        if self.ended or self.checkpoints.rounds():
+        """Refuse to start again at round 1, which would replace the records, because nothing can be resumed."""
+        if self.ended or self.rounds():
             return
+        if self.checkpoints.rounds():
+            raise BadInput(
+                f"{self._damage}, and all checkpoints are of later rounds: rebuild the history with "
+                f"`lamina rebuild {self.path}`, or start again with --overwrite (overwrite=True)"
+            )
         settings = stored.get("run", {})
         every = settings.get("checkpoint_every", 1) if isinstance(settings, Mapping) else 1
         # A run that was killed before its first checkpoint has never had one.
@@ -184,6 +193,12 @@ class RunFolder:
         if not len(self.history) and not self._damage:
             return self.history
         self.refuse_lost()
+        if number == 0 and self.checkpoints.rounds():
+            raise BadInput(
+                f"the folder '{self.path}' has {plural(len(self.history), 'finished round')} but no sound checkpoint "
+                f"to resume from: restore '{self.path / 'checkpoints'}', or start again with --overwrite "
+                "(overwrite=True) or without the folder"
+            )
         again = len(self.history) if number == 0 else 0
         self.history = self.history[:number]
         self._best = BestModel(self._best.path, self.history, self._metric)
@@ -192,7 +207,7 @@ class RunFolder:
             if self._model_round > number:  # it is of a round that is run again
                 (self.path / "model.safetensors").unlink(missing_ok=True)
             self._metrics = (self.path / "metrics.jsonl").open("ab")
-            self._metrics.truncate(self._ends[number])
+            self._metrics.truncate(self._file.end_of(number))
             os.fsync(self._metrics.fileno())
             if read_json(self.path / "config.json") != self.config:
                 write_json(self.path / "config.json", self.config)  # more rounds, say
@@ -226,6 +241,7 @@ class RunFolder:
             write_json(self.path / "config.json", self.config)
             write_json(self.path / "environment.json", environment(self.config["run"]["device"]))
             self._metrics = (self.path / "metrics.jsonl").open("ab")
+            (self.path / REPLACED).unlink()
             sync_folder(self.path)
         if self._lines is not None:
             self._lines.follow(self.path)

@@ -26,8 +26,9 @@ from lamina.experiment.build import resolved
 from lamina.experiment.config import Experiment, Run, Train, parse
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
+from lamina.experiment.metrics_file import MetricsFile
 from lamina.experiment.objects import Objects
-from lamina.experiment.records import read_metrics, read_record
+from lamina.experiment.records import read_record
 from lamina.experiment.run import RankFolder, open_folder, restore, resume, train
 from lamina.experiment.sections import Data, augment_keys
 from lamina.experiment.settings import shown
@@ -236,7 +237,7 @@ class Recorder:
         """Train up to a round, from where the folder says the run was; raise `Diverged` if it diverged, even before."""
         metrics = self.folder / "metrics.jsonl"
         if metrics.exists() and not self._overwrite:
-            last = max(last, len(read_metrics(metrics)[0]))
+            last = max(last, len(MetricsFile(metrics).read().rows))
         if last == 0:
             return
         with self._opened(simulation, last) as (folder, experiment):

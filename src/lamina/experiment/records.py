@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -12,9 +11,10 @@ from typing import Any
 
 from lamina import algorithms
 from lamina.atomic import PARTIAL, sync_folder
-from lamina.errors import BadInput, is_number
+from lamina.errors import BadInput
+from lamina.experiment.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
-from lamina.history import History, Row
+from lamina.history import History
 from lamina.metrics import read_primary
 from lamina.storage import identity
 from lamina.storage.files import check_writable, writing_to
@@ -31,6 +31,7 @@ FILES = {
     "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
     "starts",
 }  # fmt: skip
+REPLACED = f"replaced{PARTIAL}"  # a file in the folder of a run that is being deleted
 CHOOSE_ANOTHER = "choose another with --out (out=…), or give --overwrite (overwrite=True)"
 
 
@@ -95,8 +96,12 @@ class Record:
         return self.on_validation_data or "tuning" in self.folder.parts[-3:-1]
 
 
-def find_records(paths: Iterable[str | Path]) -> list[Record]:
-    """Return every run in the given folders, at any depth; a folder given twice counts once."""
+def find_records(paths: Iterable[str | Path], known: dict[Path, MetricsFile] | None = None) -> list[Record]:
+    """Return every run in the given folders, at any depth; a folder given twice counts once.
+
+    To look at growing runs again and again, pass the same dict as `known` every time: of metrics files in it, only the
+    new lines are read.
+    """
     folders: dict[Path, None] = {}
     for path in map(Path, paths):
         if not path.is_dir():
@@ -105,20 +110,22 @@ def find_records(paths: Iterable[str | Path]) -> list[Record]:
         if not parents:
             raise BadInput(f"no run in '{path}': a run's folder holds config.json and metrics.jsonl")
         folders |= dict.fromkeys(folder.resolve() for folder in parents)
-    return [read_record(folder) for folder in folders]
+    known = {} if known is None else known
+    return [read_record(folder, known.setdefault(folder, MetricsFile(folder / "metrics.jsonl"))) for folder in folders]
 
 
-def read_record(folder: str | Path) -> Record:
-    """Read one run's folder; it may be running now."""
+def read_record(folder: str | Path, metrics: MetricsFile | None = None) -> Record:
+    """Read one run's folder; it may be running now. Of metrics that were read before, only the new lines are read."""
     folder = Path(folder)
     config = read_json(folder / "config.json")
     refuse_format(folder, config, "read it with that one")
     check_config(folder, config)
     how = read_diverged(folder)
+    metrics = metrics or MetricsFile(folder / "metrics.jsonl")
     return Record(
         folder,
         config,
-        History(read_metrics(folder / "metrics.jsonl")[0], read_primary(config)),
+        History(metrics.read().rows, read_primary(config)),
         read_environment(folder),
         None if how is None else how["message"],
     )
@@ -189,27 +196,6 @@ def read_diverged(folder: Path) -> dict[str, Any] | None:
     return {**how, "message": str(how.get("message", "the training diverged, and diverged.json does not say how"))}
 
 
-def read_metrics(path: Path) -> tuple[History, list[int], int | None]:
-    """Return the rounds of a metrics file, the byte at which each ends (after a first 0), and the first damaged line.
-
-    That line and all after it are left out. A last line without its end is half-written and ignored.
-    """
-    rows: list[Row] = []
-    ends = [0]
-    for line in _read(path).split(b"\n")[:-1]:
-        try:
-            row = json.loads(line)
-            numbers = [value for value in row.values() if value is not None]
-            is_sound = row["round"] == len(rows) + 1 and all(is_number(n) and math.isfinite(n) for n in numbers)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            is_sound = False
-        if not is_sound:
-            return History(rows), ends, len(rows) + 1
-        rows.append({name: math.nan if value is None else value for name, value in row.items()})
-        ends.append(ends[-1] + len(line) + 1)
-    return History(rows), ends, None
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file, which must be a table."""
     try:
@@ -222,12 +208,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError as error:
-        raise BadInput(f"'{path.parent}' is not a run's folder: it has no {path.name}") from error
-    except OSError as error:
-        raise BadInput(f"cannot read '{path}': {error.strerror or error}") from error
+    with open_to_read(path) as file:
+        return file.read()
 
 
 # --- folders -----------------------------------------------------------------------------------------------------
@@ -236,8 +218,11 @@ def _read(path: Path) -> bytes:
 def remove_records(folder: Path) -> None:
     """Delete the files of a run except its lock and its config.json, which marks the folder as lamina's.
 
-    The files of a run that has ended go first: what a kill leaves behind must not look complete.
+    The files of a run that has ended go first: what a kill leaves behind must not look complete. A file `REPLACED`
+    stays until the caller deletes it: without it, what a kill leaves behind would look like a run with lost metrics.
     """
+    (folder / REPLACED).touch()
+    sync_folder(folder)
     first = ["metrics.jsonl", "diverged.json", "model.safetensors"]
     for name in [*first, *sorted(FILES - {"lock", "config.json", *first})]:
         old = folder / name

@@ -144,9 +144,14 @@ def restore(simulations: Sequence[Training], folders: Sequence[RunFolder | RankF
 def resume(simulations: Sequence[Training], folders: Sequence[RunFolder | RankFolder]) -> int:
     """Restore simulations from the newest round that all their folders have, and return its number."""
     restore(simulations, folders)
+    resume_histories(simulations, folders)
+    return simulations[0].state.round
+
+
+def resume_histories(simulations: Sequence[Training], folders: Sequence[RunFolder | RankFolder]) -> None:
+    """Give restored simulations the rounds that they have trained."""
     for simulation, folder in zip(simulations, folders, strict=True):
         simulation.history = folder.resume_after(simulation.state.round)
-    return simulations[0].state.round
 
 
 def train(

@@ -20,7 +20,7 @@ from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.records import Record, check_folder, read_record
-from lamina.experiment.run import resume, train
+from lamina.experiment.run import restore, resume_histories, train
 from lamina.experiment.settings import Settings, written
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row, rank, values
@@ -236,9 +236,12 @@ class Trials:
         return True
 
     def _train(self, group: list[_Open], stop: Callable[[], bool]) -> bool:
-        """Train runs side by side; return whether they finished."""
+        """Train runs side by side, if they can resume after the same round; return whether they finished."""
         simulations, folders = [run.simulation for run in group], [run.folder for run in group]
-        resume(simulations, folders)
+        restore(simulations, folders)
+        if len(group) > 1 and simulations[0].state.round == 0 and any(folder.rounds() for folder in folders):
+            return all(self._train(part, stop) for part in _apart(group))
+        resume_histories(simulations, folders)
         stopped = train(
             simulations,
             folders,
@@ -299,6 +302,14 @@ def stackable(runs: list[_Open]) -> list[list[_Open]]:
         else:
             groups.append([run])
     return groups
+
+
+def _apart(group: list[_Open]) -> list[list[_Open]]:
+    """Return runs without a sound checkpoint of the same round in groups that have one, or each alone."""
+    groups: dict[tuple[int, ...], list[_Open]] = {}
+    for run in group:
+        groups.setdefault(tuple(run.folder.rounds()), []).append(run)
+    return list(groups.values()) if len(groups) > 1 else [[run] for run in group]
 
 
 def _protocol(job: Job) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class Server:
         example = self.state.server.x if needs.full_gradient else None
         expected = self.judge.expect(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
         updates = self.exchange.updates(self.state, clients, record, down, expected, gradients)
-        last_loss = float(self.history[-1]["train_loss"]) if len(self.history) else None
+        last_loss = self.history[-1].get("train_loss") if len(self.history) else None  # None: the round was lost
         self.judge.remove_odd_updates(updates, record, last_loss)
         return down, updates
 

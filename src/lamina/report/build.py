@@ -16,6 +16,7 @@ from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trials import Trial
+from lamina.history import LOST
 from lamina.metrics import is_percent
 from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
@@ -94,6 +95,9 @@ def build(
         state = run.history.collapse() if run.complete else run.diverged or not_finished
         if state:
             notes.append(f"{folder_name(run)}: {state}")
+        if lost := int(run.history.total(LOST, optional=True)):
+            what = f"the metrics of {plural(lost, 'round')} were lost: sums of bytes and seconds lack them"
+            notes.append(f"{folder_name(run)}: {what}")
     tuned = responses(runs)
     notes += [response.warning for response in tuned if response.warning]
     data = dict.fromkeys(describe_data(run) for run in final)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lamina.data.picture import partition_picture
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
-from lamina.history import History
+from lamina.history import LOST, History
 from lamina.metrics import is_metric, is_percent, with_unit
 from lamina.report.build import Report
 from lamina.report.rates import Response, metrics_in
@@ -83,7 +83,9 @@ TITLES = {
     "extrapolation": "extrapolation ‖z − x⁺‖²",
 }
 # Columns that do not measure the quality of a model.
-NOT_DRAWN = {"round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds"}
+NOT_DRAWN = {
+    "round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds", LOST,
+}  # fmt: skip
 
 
 def metrics_of(curves: Sequence[Trial]) -> list[Metric]:
@@ -117,7 +119,7 @@ def by_round(histories: Sequence[History], column: str) -> NDArray[np.float64]:
     """Return [seeds, rounds]: a column of every history, NaN after its end."""
     values = np.full((len(histories), max(len(history) for history in histories)), np.nan)
     for row, history in zip(values, histories, strict=True):
-        row[: len(history)] = history.column(column, optional=True)
+        row[: len(history)] = history.array(column, optional=True)
     return values
 
 
@@ -126,7 +128,9 @@ def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     if axis == "round":
         return by_round(histories, "round")
     columns = ("bytes_down", "bytes_up") if axis == "bytes" else (axis,)
-    return np.cumsum(sum(by_round(histories, column) for column in columns), axis=1)
+    each: NDArray[np.float64] = np.sum([by_round(histories, column) for column in columns], axis=0)
+    each[by_round(histories, LOST) == 1] = 0.0  # the sum continues after a round whose metrics were lost
+    return np.cumsum(each, axis=1)
 
 
 def mean_spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:

@@ -14,7 +14,8 @@ from lamina.data.own import FORMATS
 from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import RunFolder
-from lamina.experiment.records import is_ours, read_diverged, read_json, read_metrics, remove_records
+from lamina.experiment.metrics_file import MetricsFile
+from lamina.experiment.records import is_ours, read_diverged, read_json, remove_records
 from lamina.flower.federation import Federation
 from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import FederationFailed
@@ -40,7 +41,7 @@ class Job:
     def history(self) -> History:
         """Return the finished rounds."""
         metrics = self.out / "metrics.jsonl"
-        return read_metrics(metrics)[0] if metrics.exists() else History()
+        return History(MetricsFile(metrics).read().rows) if metrics.exists() else History()
 
     def is_complete(self, *, overwrite: bool) -> bool:
         """Return whether nothing is left to do; raise an error for the folder of another run, or one that diverged."""

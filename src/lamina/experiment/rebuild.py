@@ -1,0 +1,82 @@
+"""Rebuild the history of a run whose ``metrics.jsonl`` is damaged or lost, so that it can resume from its checkpoints.
+
+A checkpoint holds the state after its round, not the rounds before. So all undamaged lines are kept, and every other
+round up to the newest checkpoint gets a line with its number and ``"lost": 1`` in place of its metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from lamina.atomic import write_file
+from lamina.errors import BadInput
+from lamina.experiment.folder import round_of
+from lamina.experiment.log_lines import LogLines
+from lamina.experiment.metrics_file import MetricsFile, sound_lines
+from lamina.experiment.records import REPLACED, check_config, read_json, refuse_format
+from lamina.history import LOST
+from lamina.storage.checkpoint import Checkpoints
+from lamina.storage.files import writing_to
+from lamina.storage.locks import Lock
+from lamina.text import plural
+
+log = logging.getLogger(__name__)
+
+
+def rebuild(folder: str | Path) -> str:
+    """Rebuild the history of the run in a folder, if that is needed; return what was done, in a line."""
+    folder = Path(folder)
+    config = read_json(folder / "config.json")
+    refuse_format(folder, config, "rebuild it with that one")
+    check_config(folder, config)
+    lock = Lock(folder)
+    try:
+        return _rebuild(folder)
+    finally:
+        lock.release()
+
+
+def _rebuild(folder: Path) -> str:
+    metrics, checkpoints = folder / "metrics.jsonl", Checkpoints(folder / "checkpoints")
+    resumable = [number for number in checkpoints.rounds() if checkpoints.is_sound(number)]
+    newest = max([*resumable, round_of(folder / "model.safetensors")[0]])
+    if metrics.exists():
+        file = MetricsFile(metrics).read()
+        if file.damaged is None and len(file.rows) >= newest:
+            return f"{folder}: the history is sound, with {plural(len(file.rows), 'round')}"
+    if not newest or (folder / REPLACED).exists():
+        raise BadInput(
+            f"'{folder}' has no sound checkpoint to rebuild the history from: restore '{metrics}' or "
+            f"'{checkpoints.folder}', or start again with --overwrite (overwrite=True)"
+        )
+    lines = sound_lines(metrics)
+    last = newest
+    while last + 1 in lines:  # of a run that was killed between two checkpoints
+        last += 1
+    lost = [number for number in range(1, last + 1) if number not in lines]
+    for number in lost:
+        lines[number] = json.dumps({"round": number, LOST: 1}).encode() + b"\n"
+    with writing_to(folder):
+        write_file(metrics, b"".join(lines[number] for number in range(1, last + 1)))
+    kept = f"{last - len(lost)} of {plural(last, 'round')} kept"
+    with LogLines() as log_lines:
+        log_lines.follow(folder)
+        log.info("%s: history rebuilt: %s; lost: %s", folder, kept, shown(lost))
+    return f"{folder}: {kept}; the metrics of these are lost: {shown(lost)}"
+
+
+def shown(rounds: list[int]) -> str:
+    """Return ascending numbers in words.
+
+    >>> shown([1, 2, 3, 7]), shown([])
+    ('1 to 3, 7', 'none')
+    """
+    ranges: list[list[int]] = []
+    for number in rounds:
+        if ranges and ranges[-1][-1] == number - 1:
+            ranges[-1][1:] = [number]
+        else:
+            ranges.append([number])
+    return ", ".join(" to ".join(map(str, ends)) for ends in ranges) or "none"
