@@ -16,8 +16,22 @@ from unittest import mock
 import pytest
 
 import lamina
-from helpers import HELD_UP, Killed, call, finish, kill, populations, rows, sets, skip_pictures, start, words
+from helpers import (
+    HELD_UP,
+    Killed,
+    call,
+    finish,
+    kill,
+    populations,
+    rows,
+    said_in_one_line,
+    sets,
+    skip_pictures,
+    start,
+    words,
+)  # fmt: skip
 from lamina import BadInput
+from lamina.cli import base
 from lamina.cli import tune as tune_command
 from lamina.errors import MissingExtra
 from lamina.experiment import study
@@ -214,7 +228,7 @@ def test_chosen_on_the_test_data(here, capsys):
     assert "best test accuracy" in Path("t/best.toml").read_text()
     assert json.loads(Path("t/lr0.1/seed0/config.json").read_text())["data"]["validation"] is None
     assert call(*tune("grid.toml", 'tune.grid={"train.lr" = [0.05, 0.1]}', out="t")) == 2  # other data, other runs
-    assert "data.validation" in capsys.readouterr().err
+    assert 'tuning.select = "test" (now "validation")' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["grid.toml", pytest.param("tpe.toml", marks=pytest.mark.long)])
@@ -239,6 +253,22 @@ def test_resuming_after_a_kill(here, monkeypatch, file):
     before = Path("b/trials.csv").stat().st_mtime_ns, Path("b", table("b")[0]["trial"], "seed0/log.txt").read_text()
     assert call(*tune(file, out="b")) == 0  # nothing is left to do
     assert Path("b", table("b")[0]["trial"], "seed0/log.txt").read_text() == before[1]
+
+
+def test_an_interrupted_grid_is_not_finished(here, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(base.Stop, "__call__", lambda stop: True)
+        assert call(*tune("grid.toml", out="t")) == 130
+    assert "stopped after a round; run the same command again" in said_in_one_line(capsys)
+    assert {row["remark"] for row in table("t")} == {"not finished"}
+    assert call(*tune("grid.toml", out="t")) == 0
+
+
+def test_the_ends_of_a_range_lie_on_its_scale():
+    """Of 0.001 to 1, 0.01 is a third of the way on a logarithmic scale, and 0.8 is 97 % of it."""
+    log, linear = Range(0.001, 1.0, log=True), Range(0.001, 1.0)
+    assert [log.ends(value) for value in (0.0011, 0.01, 0.8)] == [(True, False), (False, False), (False, True)]
+    assert [linear.ends(value) for value in (0.01, 0.8, 0.96)] == [(True, False), (False, False), (False, True)]
 
 
 @pytest.mark.long

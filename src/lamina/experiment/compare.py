@@ -21,7 +21,7 @@ from lamina import algorithms
 from lamina.errors import BadInput, is_whole
 from lamina.experiment.build import build_algorithm, build_schedule, chosen_target, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment
-from lamina.experiment.records import FORMAT, delete_runs, is_ours, read_json, read_record
+from lamina.experiment.records import FORMAT, REPLACED, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.sections import Named
 from lamina.experiment.settings import Range, Settings, folder_name, neighbours, points, written
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
@@ -74,10 +74,11 @@ class Comparison(Trials):
     def run(self) -> bool:
         """Run what is left; return whether all runs finished."""
         with self._locked():
-            if self._overwrite:  # all of them first, so that no old run is ever taken for a new one
-                delete_runs([*self.folder.glob("*/seed*"), *self.folder.glob("tuning/*/*")])
-            # the tables of an earlier comparison stay until its runs are known to be the same
-            if self._overwrite or not is_ours(self.folder):
+            if self._is_replaced:  # all of them first, so that no old run is ever taken for a new one
+                delete_runs(self.folder, [*self.folder.glob("*/seed*"), *self.folder.glob("tuning/*/*")])
+                self._save()
+                (self.folder / REPLACED).unlink()
+            elif not is_ours(self.folder):  # the tables of an earlier one stay until its runs are known to be the same
                 self._save()
             return all(self._run_algorithm(name) for name in self._choices)
 

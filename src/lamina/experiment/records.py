@@ -231,12 +231,18 @@ def remove_records(folder: Path) -> None:
             sync_folder(folder)
 
 
-def delete_runs(folders: Iterable[Path]) -> None:
-    """Delete run folders; refuse, before anything is deleted, one that is in use or holds anything else."""
-    runs = [folder for folder in folders if is_ours(folder)]
+def delete_runs(folder: Path, runs: Iterable[Path]) -> None:
+    """Delete runs in a folder; refuse, before anything is deleted, one that is in use or holds anything else.
+
+    A file `REPLACED` stays in the folder until the caller deletes it: without it, the next command would take the runs
+    that a kill leaves behind for its own.
+    """
+    runs = [run for run in runs if is_ours(run)]
     for run in runs:
         refuse_foreign(run)
         Lock(run).release()
+    (folder / REPLACED).touch()
+    sync_folder(folder)
     for run in runs:
         lock = Lock(run)
         try:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from lamina import rng
 from lamina.errors import BadInput, is_number, missing_extra, short_repr
-from lamina.experiment.records import delete_runs
 from lamina.experiment.settings import Range, Settings
 from lamina.storage.locks import Lock, Locked
 
@@ -104,14 +103,6 @@ class Study:
                 pruner=self._pruner,
             )
 
-    def remove(self) -> None:
-        """Delete the study and its trials' folders."""
-        delete_runs(self._folder.glob("trial[0-9]*/seed*"))
-        for path in self._folder.glob(f"{FILE}*"):  # a journal of a killed process would be played back into a new file
-            path.unlink()
-        for path in self._folder.glob("trial[0-9]*"):
-            shutil.rmtree(path)
-
     def claim(self, most: int) -> tuple[str, Settings] | None:
         """Lock a trial of a killed process, or a new one; return its folder name and settings, None if `most` exist."""
         trials = self._trials()
@@ -198,6 +189,14 @@ class Study:
             is_temporary = isinstance(cause, sqlite3.OperationalError) and "no such" not in str(cause)
             what = f"cannot use the study '{self._folder / FILE}': {str(cause).splitlines()[0]}"
             raise BadInput(f"{what}; {RESUME_LATER if is_temporary else START_AGAIN}") from error
+
+
+def remove_study(folder: Path) -> None:
+    """Delete the study in a tuning's folder, and its trials' folders."""
+    for path in folder.glob(f"{FILE}*"):  # a journal of a killed process would be played back into a new file
+        path.unlink()
+    for path in folder.glob("trial[0-9]*"):
+        shutil.rmtree(path)
 
 
 def trial_name(number: int) -> str:

@@ -19,7 +19,7 @@ from lamina.experiment.build import build, hold_out, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.log_lines import LogLines
-from lamina.experiment.records import Record, check_folder, read_record
+from lamina.experiment.records import REPLACED, Record, check_folder, read_record
 from lamina.experiment.run import restore, resume_histories, train
 from lamina.experiment.settings import Settings, written
 from lamina.experiment.trackers import Trackers
@@ -201,6 +201,11 @@ class Trials:
                     raise lost(folder)
         finally:
             self._lock.release()
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Return whether the runs in the folder are to be deleted, now or since an --overwrite that was killed."""
+        return self._overwrite or (self.folder / REPLACED).exists()
 
     def _refuse_lost(self) -> None:
         """Raise an error if the folder was removed, emptied or replaced."""

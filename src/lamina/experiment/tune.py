@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,18 @@ from lamina.atomic import write_file
 from lamina.errors import BadInput, unknown
 from lamina.experiment.build import build_model, build_parts, resolved
 from lamina.experiment.config import Experiment, parse
-from lamina.experiment.records import CHOOSE_ANOTHER, FORMAT, delete_runs, differences, flatten, is_ours, read_json
+from lamina.experiment.records import (
+    CHOOSE_ANOTHER,
+    FORMAT,
+    REPLACED,
+    delete_runs,
+    differences,
+    flatten,
+    is_ours,
+    read_json,
+)
 from lamina.experiment.settings import Grid, Range, Settings, folder_name, points, written
-from lamina.experiment.study import Study, find_space
+from lamina.experiment.study import Study, find_space, remove_study
 from lamina.experiment.toml import as_toml, fits_any_data, set_keys
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.history import Row
@@ -29,6 +39,7 @@ from lamina.storage.files import as_json, write_csv, write_json, writing_to
 from lamina.storage.locks import turn
 from lamina.text import plural
 
+TABLES = ("trials.csv", "best.toml", "learning-rates.png")
 NO_MORE_ROUNDS = 1 << 62  # trials of a study are compared after the same number of rounds, so that cannot grow
 # what tuning sets itself, or what would make scores incomparable
 NOT_TUNED = ("train.seed", "train.rounds", "data.name", "data.dir", "run", "compare", "tune")
@@ -167,10 +178,7 @@ class Tuning(Trials):
 
     def _run_grid(self) -> bool:
         with self._locked():
-            if self._overwrite:
-                delete_runs(self.folder.glob("*/seed*"))
-            if not is_ours(self.folder):  # the one of an earlier tuning stays until its runs are known to be the same
-                write_json(self.folder / "config.json", self._config)
+            self._recognise()
             named = [(folder_name(settings), settings) for settings in self._points]
             trials = [self._jobs(name, settings, written(settings)) for name, settings in named]
             # Seeds outside: runs that hold out different samples cannot be stacked, neighbours can.
@@ -184,7 +192,7 @@ class Tuning(Trials):
 
     def _run_study(self, study: Study) -> bool:
         with turn(self.folder):
-            self._recognise(study)
+            self._recognise()
             study.open(maximise=not smaller_is_better(self.metric))
         finished = True
         while finished:
@@ -202,16 +210,32 @@ class Tuning(Trials):
             refuse_nan("", self.metric, self.trials)
         return finished
 
-    def _recognise(self, study: Study) -> None:
+    def _recognise(self) -> None:
         """Refuse a folder whose trials cannot be compared with this tuning's; write the configuration of a new one."""
-        if self._overwrite:
-            study.remove()
-        elif is_ours(self.folder):
-            differing = differences(read_json(self.folder / "config.json"), self._config, NO_MORE_ROUNDS)
-            if differing:
+        if self._is_replaced:
+            delete_runs(self.folder, self.folder.glob("*/seed*"))
+            remove_study(self.folder)
+            for name in TABLES:
+                (self.folder / name).unlink(missing_ok=True)
+            write_json(self.folder / "config.json", self._config)
+            (self.folder / REPLACED).unlink()
+            return
+        has_runs = self._study is not None or any(self.folder.glob("*/seed*/metrics.jsonl"))
+        if has_runs and is_ours(self.folder):
+            stored = read_json(self.folder / "config.json")
+            rounds = 0 if self._study is None else NO_MORE_ROUNDS  # the runs of a grid refuse fewer than they have
+            if differing := differences(self._grown(stored), self._config, rounds):
                 raise BadInput(f"the folder '{self.folder}' holds another tuning: {differing}; {CHOOSE_ANOTHER}")
             return
         write_json(self.folder / "config.json", self._config)
+
+    def _grown(self, stored: dict[str, Any]) -> dict[str, Any]:
+        """Return the stored configuration of a grid with this one's values and seeds, which may be others or more."""
+        before, now = stored.get("tuning"), self._config["tuning"]
+        if self._study is not None or not isinstance(before, Mapping) or not isinstance(before.get("grid"), Mapping):
+            return stored
+        grid = {key: now["grid"].get(key, values) for key, values in before["grid"].items()}
+        return {**stored, "tuning": {**before, "grid": grid, "seeds": now["seeds"]}}
 
     def _run_trial(self, study: Study, name: str, settings: Settings) -> bool:
         """Run a trial's seeds and tell the study how it ended; return whether it did, and was not stopped."""
