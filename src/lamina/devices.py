@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import platform
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -61,3 +64,34 @@ def check_model_fits(model: nn.Module, device: torch.device) -> None:
     # one copy is the caller's own, which lies in the host's memory already
     copies = MODEL_COPIES - 1 if device.type == "cpu" else MODEL_COPIES
     check_memory(f"training a model of {count:,} parameters", copies * size, "take a smaller model", device)
+
+
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def arithmetic(precision: Precision, deterministic: bool = False, *, benchmark: bool = True) -> Iterator[None]:
+    """Set the arithmetic of convolutions and matrix products within a context, for one thread at a time.
+
+    The switches belong to the whole process, and simulations that are alike share a module: other threads wait.
+
+    Args:
+        precision: "fp32" allows float32 only; the others allow TensorFloat-32. (torch's default mixes them.)
+        deterministic: ask torch for reproducible kernels; it warns if a layer has none.
+        benchmark: let cuDNN try all its algorithms on every new shape.
+    """
+    with _one_at_a_time:
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+        was_deterministic = torch.are_deterministic_algorithms_enabled()
+        was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+        matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
+        cudnn.benchmark = benchmark and not deterministic
+        if deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+            if deterministic:  # otherwise unchanged: the call imports torch's compiler, which takes seconds
+                torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)

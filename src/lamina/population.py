@@ -10,9 +10,9 @@ from dataclasses import replace
 from lamina.algorithms.contract import options
 from lamina.contents import alike, same_inputs, same_tensor
 from lamina.data.dataset import Dataset
+from lamina.devices import arithmetic
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import arithmetic
 from lamina.engines.stacked.independence import work_together
 from lamina.engines.stacked.rows import Member
 from lamina.engines.state import RoundReport

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lamina import rng
 from lamina.data.dataset import Dataset
-from lamina.engines.stacked.forward import arithmetic
+from lamina.devices import arithmetic
 from lamina.objective import Objective
 from lamina.text import listed
 

@@ -25,12 +25,11 @@ from lamina.algorithms.rehearsal import rehearse_on
 from lamina.clients import Heldout, deal, reserve
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
-from lamina.devices import Precision, check_model_fits, usable_precision
+from lamina.devices import Precision, arithmetic, check_model_fits, usable_precision
 from lamina.diagnostics import Diagnostics, check_names
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.stacked.convolution import prepare_kernels
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import arithmetic
 from lamina.engines.state import RoundReport, State
 from lamina.errors import BadInput, unknown
 from lamina.evaluation import (

@@ -26,9 +26,10 @@ from torch import Tensor
 from lamina.aggregation import Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.data.dataset import Dataset
+from lamina.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK, Loop
 from lamina.engines.stacked.feed import BatchFeed
-from lamina.engines.stacked.forward import Forward, arithmetic
+from lamina.engines.stacked.forward import Forward
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory

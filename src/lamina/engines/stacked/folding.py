@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
@@ -9,6 +11,15 @@ from torch.nn import functional as F  # noqa: N812
 
 class CannotStack(Exception):
     """A module has a layer with no stacked form; the text names the layer and says why."""
+
+
+class NormOptions(NamedTuple):
+    """How to normalise, and what to do after it."""
+
+    groups: int
+    eps: float
+    relu: bool = False
+    twice: bool = False  # return the images twice, for two layers whose gradients the norm adds up
 
 
 class SharedInput:

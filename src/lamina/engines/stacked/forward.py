@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
-import threading
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +15,7 @@ from torch.func import functional_call
 
 from lamina import rng
 from lamina.batch import Inputs, arguments, map_batch, outputs_of
-from lamina.devices import Precision
+from lamina.devices import Precision, arithmetic
 from lamina.dropout import dropping_half, set_streams, stream_layers
 from lamina.engines.stacked.attention_masks import unread_masks
 from lamina.engines.stacked.convolution import kernels_for
@@ -28,37 +26,6 @@ from lamina.engines.stacked.per_module import PerModule, over_clients
 from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, value_read
 from lamina.layers import ChannelsLast
 from lamina.objective import Buffers, Objective
-
-_one_at_a_time = threading.RLock()
-
-
-@contextmanager
-def arithmetic(precision: Precision, deterministic: bool = False, *, benchmark: bool = True) -> Iterator[None]:
-    """Set the arithmetic of convolutions and matrix products within a context, for one thread at a time.
-
-    The switches belong to the whole process, and simulations that are alike share a module: other threads wait.
-
-    Args:
-        precision: "fp32" allows float32 only; the others allow TensorFloat-32. (torch's default mixes them.)
-        deterministic: ask torch for reproducible kernels; it warns if a layer has none.
-        benchmark: let cuDNN try all its algorithms on every new shape.
-    """
-    with _one_at_a_time:
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
-        was_deterministic = torch.are_deterministic_algorithms_enabled()
-        was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
-        matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
-        cudnn.benchmark = benchmark and not deterministic
-        if deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
-            if deterministic:  # otherwise unchanged: the call imports torch's compiler, which takes seconds
-                torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
-
 
 Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
 

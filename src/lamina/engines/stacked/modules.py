@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,14 @@ from lamina.engines.stacked.convolution import (
     kernels_apply,
 )
 from lamina.engines.stacked.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
-from lamina.engines.stacked.folding import CannotStack, at_least_float32, linear, per_client, unfold_clients
+from lamina.engines.stacked.folding import (
+    CannotStack,
+    NormOptions,
+    at_least_float32,
+    linear,
+    per_client,
+    unfold_clients,
+)
 from lamina.engines.stacked.per_module import PerModule, per_module
 from lamina.engines.stacked.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
 from lamina.errors import BadInput
@@ -57,15 +64,6 @@ class StackedConv2d(nn.Conv2d):
         if self.kernel is None:
             return convolve(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
         return self.kernel(input, self.weight, self.stride, self.padding, bias=self.bias)
-
-
-class NormOptions(NamedTuple):
-    """How to normalise, and what to do after it."""
-
-    groups: int
-    eps: float
-    relu: bool = False
-    twice: bool = False  # return the images twice, for two layers whose gradients the norm adds up
 
 
 class StackedGroupNorm(nn.GroupNorm):

@@ -17,12 +17,12 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from lamina.engines.stacked.folding import NormOptions
 from lamina.engines.stacked.gpu.copies import fill_rows, flatten
 from lamina.engines.stacked.gpu.local_step import LocalStep
 from lamina.engines.stacked.gpu.masks import drop
 from lamina.engines.stacked.gpu.norms import group_norm
 from lamina.engines.stacked.gpu.sums import sum_rows
-from lamina.engines.stacked.modules import NormOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter: 0 / 0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

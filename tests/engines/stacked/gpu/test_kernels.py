@@ -8,9 +8,9 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from lamina.engines.stacked.forward import arithmetic
+from lamina.devices import arithmetic
+from lamina.engines.stacked.folding import NormOptions
 from lamina.engines.stacked.gpu import kernels, ops
-from lamina.engines.stacked.modules import NormOptions
 from lamina.engines.stacked.side_stream import differentiate
 
 CASES = [  # clients, batch, in, out, height, width, kernel, stride, padding

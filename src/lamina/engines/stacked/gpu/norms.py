@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lamina.engines.stacked.folding import NormOptions
 from lamina.engines.stacked.gpu.launch import launch
 from lamina.engines.stacked.gpu.sums import sum_rows
-from lamina.engines.stacked.modules import NormOptions
 from lamina.engines.stacked.side_stream import claim, weight_gradients
 
 # Elements that a program holds at a time, from a sweep over the layers of ResNet-18 on an H200: a whole group of a
