@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamina.errors import LaminaError
+from lamina.base.errors import LaminaError
 from lamina.experiment import claims, reproduction
 from lamina.experiment.compare import label_folder
 from lamina.experiment.config import load

@@ -19,7 +19,7 @@ from typing import Any
 
 from lamina import models
 from lamina.algorithms import find as find_algorithm
-from lamina.atomic import write_file
+from lamina.base.atomic import write_file
 from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_partition, build_schedule
 from lamina.experiment.config import Claim, Experiment, load

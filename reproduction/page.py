@@ -34,7 +34,7 @@ from words import (
     verdict,
 )
 
-from lamina.errors import unknown
+from lamina.base.errors import unknown
 from lamina.experiment import reproduction
 from lamina.history import values
 from lamina.report.tables import mean_and_spread

@@ -28,9 +28,9 @@ import numpy as np
 from scipy import stats
 
 import lamina
+from lamina.base.errors import BadInput
 from lamina.data.dataset import Splits
 from lamina.devices import choose_device
-from lamina.errors import BadInput
 from lamina.experiment.build import build, load_data
 from lamina.experiment.compare import points_of, with_algorithm
 from lamina.experiment.config import Experiment, load

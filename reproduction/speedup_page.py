@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 from speedup import STUDIES, Best, Run, Slope, best, by_point, read, slopes
 from words import amount, escaped, markdown
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.experiment.config import load
 from lamina.experiment.sections import Named
 from lamina.report.curves import text

@@ -8,7 +8,7 @@ from torch import nn
 import lamina
 from lamina import aggregation
 from lamina.aggregation import CentredClipping, Mean, Median, NormClipping, TrimmedMean
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.experiment import build as building
 from lamina.experiment.config import parse
 

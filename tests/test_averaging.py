@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 import lamina
 from flower_setup import PARTS as NODES
 from flower_setup import Setup, small_model
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.storage.checkpoint import Checkpoints, unpack
 from small_simulations import PARTS, simulation
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import lamina
 from helpers import call
-from lamina import BadInput, Population, Simulation, limits, models
+from lamina import BadInput, Population, Simulation, models
+from lamina.base import limits
 from lamina.clients import Clients
 from lamina.experiment.settings import points
 from lamina.plan import Plan

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina import rng
+from lamina.base import rng
+from lamina.base.errors import BadInput
 from lamina.clients import Clients, deal
 from lamina.data.dataset import Dataset
-from lamina.errors import BadInput
 from lamina.plan import Plan
 from lamina.protocol import Protocol
 from lamina.schedules import Constant, Cosine, Exponential, Milestones, make_schedule

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import lamina
-from lamina import models, rng
+from lamina import models
+from lamina.base import rng
 from lamina.clients import Clients, reserve
 from lamina.data import IID, Classes, Dirichlet, Reallocate
 from lamina.data.dataset import Dataset

@@ -15,9 +15,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lamina.errors import BadInput
-from lamina.limits import check_count, check_number
-from lamina.named import create_named
+from lamina.base.errors import BadInput
+from lamina.base.limits import check_count, check_number
+from lamina.base.registry import create_named
 
 # The rounding error allowed in a sum of weights that is one half, by the weights' own precision.
 HALF_TOLERANCE, HALF_TOLERANCE_FLOAT32 = 1e-9, 1e-7

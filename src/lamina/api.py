@@ -9,8 +9,8 @@ from lamina import aggregation, data, losses, models, schedules
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
+from lamina.base.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.data.dataset import Dataset
-from lamina.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.history import History
 from lamina.layers import Layers
 from lamina.metrics import Metric

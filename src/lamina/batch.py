@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 
 Inputs = Tensor | tuple[Tensor, ...] | dict[str, Tensor]
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lamina.errors import BadInput
-from lamina.limits import MODEL_COPIES, check_memory
+from lamina.base.errors import BadInput
+from lamina.base.limits import MODEL_COPIES, check_memory
 
 Precision = Literal["fp32", "tf32", "bf16"]  # of matrix products and convolutions
 

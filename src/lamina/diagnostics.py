@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina import rng
 from lamina.algorithms.contract import Algorithm, ClientInfo
+from lamina.base import rng
+from lamina.base.errors import BadInput, short_repr, unknown
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import FIXED_CHUNK, FULL_GRADIENT_CHUNK, Loop
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State, client_weights
-from lamina.errors import BadInput, short_repr, unknown
 from lamina.metrics import DIAGNOSTICS
 from lamina.objective import Buffers, Objective
 from lamina.plan import Plan, Round

@@ -2,7 +2,7 @@
 
 torch's own dropout layers draw from a process-wide generator: a mask depends on everything drawn before it, hence on
 the clients and experiments that train beside this one. `with_streams` gives those layers another class, which draws
-from one random stream per client (see `lamina.rng`). Element i of a client's tensor always gets the i-th number of its
+from one random stream per client (see `lamina.base.rng`). Element i of a client's tensor always gets the i-th number of its
 stream. The padding of a short batch comes last, so it does not change the masks of the samples before it.
 """
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina import rng
-from lamina.errors import BadInput
+from lamina.base import rng
+from lamina.base.errors import BadInput
 
 CALL_BITS = 16  # of the counter that numbers all draws of a step: the layer, then the call of that layer
 

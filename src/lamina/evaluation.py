@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina import rng
 from lamina.algorithms.contract import Algorithm
+from lamina.base import rng
+from lamina.base.dispatch import WatchingMode
+from lamina.base.errors import BadInput, Diverged, LaminaError, describe_error
 from lamina.batch import tensors
 from lamina.clients import Reserved
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
-from lamina.dispatch import WatchingMode
 from lamina.engines.state import RoundReport
-from lamina.errors import BadInput, Diverged, LaminaError, describe_error
 from lamina.history import Row
 from lamina.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
 from lamina.metrics import (

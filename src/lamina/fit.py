@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lamina import rng
 from lamina.algorithms.contract import Algorithm
+from lamina.base import rng
+from lamina.base.errors import BadInput, LaminaError, describe_error, nearest, where_it_failed
+from lamina.base.limits import check_memory, in_bytes
+from lamina.base.registry import parameters_of
+from lamina.base.text import listed
 from lamina.batch import Inputs, map_batch, tensors
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
-from lamina.errors import BadInput, LaminaError, describe_error, nearest, where_it_failed
 from lamina.evaluation import EVALUATION_BATCH, Pairs
-from lamina.limits import check_memory, in_bytes
 from lamina.losses import (
     IGNORED,
     TORCH_LOSSES,
@@ -36,10 +38,8 @@ from lamina.losses import (
 )
 from lamina.masks import forward_of
 from lamina.models.allocation import LargestActivation
-from lamina.named import parameters_of
 from lamina.objective import Objective
 from lamina.plan import Plan
-from lamina.text import listed
 
 log = logging.getLogger(__name__)
 

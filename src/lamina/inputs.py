@@ -8,16 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from lamina import algorithms, models, rng
+from lamina import algorithms, models
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
+from lamina.base import rng
+from lamina.base.errors import BadInput, short_repr
+from lamina.base.text import listed
 from lamina.batch import map_batch
 from lamina.data import sources
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation
-from lamina.errors import BadInput, short_repr
 from lamina.models.registry import Factory
-from lamina.text import listed
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 
 Grouping = Literal["tensor", "module"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.errors import BadInput, unknown
-from lamina.named import import_named, refuse_unknown_options
+from lamina.base.errors import BadInput, unknown
+from lamina.base.registry import import_named, refuse_unknown_options
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 IGNORED = -100  # the target of a position that does not count, as in torch

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lamina.base.errors import BadInput
+from lamina.base.registry import parameters_of
 from lamina.batch import tensors
 from lamina.data.dataset import Dataset
-from lamina.errors import BadInput
-from lamina.named import parameters_of
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lamina.errors import BadInput, short_repr, unknown
-from lamina.named import import_named
+from lamina.base.errors import BadInput, short_repr, unknown
+from lamina.base.registry import import_named
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lamina import rng
+from lamina.base import rng
+from lamina.base.errors import BadInput
 from lamina.batch import Inputs, arguments, outputs_of
 from lamina.contents import alike, attributes_digest, module_difference, same_tensors
 from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
-from lamina.errors import BadInput
 from lamina.functional_dropout import FunctionalDropout
 from lamina.layers import Layers
 from lamina.losses import Loss, as_loss, hits

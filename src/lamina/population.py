@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from lamina.algorithms.contract import options
+from lamina.base.errors import BadInput, Diverged
+from lamina.base.limits import check_count
 from lamina.contents import alike, same_inputs, same_tensor
 from lamina.data.dataset import Dataset
 from lamina.devices import arithmetic
@@ -16,10 +18,8 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.independence import work_together
 from lamina.engines.stacked.rows import Member
 from lamina.engines.state import RoundReport
-from lamina.errors import BadInput, Diverged
 from lamina.evaluation import refuse_nonfinite
 from lamina.history import History, Row
-from lamina.limits import check_count
 from lamina.plan import Round
 from lamina.protocol import PER_MEMBER, Protocol
 from lamina.training import Training, evaluate_together

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from lamina.aggregation import MEAN, Aggregation, as_aggregation, name_of
 from lamina.algorithms.contract import Algorithm
+from lamina.base.errors import BadInput, nearest, short_repr, unknown
+from lamina.base.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
+from lamina.base.registry import field_values
 from lamina.contents import code_digest
 from lamina.data.feed import Augment
-from lamina.errors import BadInput, nearest, short_repr, unknown
-from lamina.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
 from lamina.losses import Loss, as_loss
-from lamina.named import field_values
 from lamina.schedules import CONSTANT, Schedule, make_schedule
 
 Sampling = Literal["exact", "bernoulli"]

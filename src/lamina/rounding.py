@@ -16,11 +16,11 @@ import logging
 import torch
 from torch import Tensor
 
-from lamina import rng
+from lamina.base import rng
+from lamina.base.text import listed
 from lamina.data.dataset import Dataset
 from lamina.devices import arithmetic
 from lamina.objective import Objective
-from lamina.text import listed
 
 log = logging.getLogger(__name__)
 

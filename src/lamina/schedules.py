@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lamina.errors import BadInput, is_whole, short_repr
-from lamina.limits import check_number
-from lamina.named import create_named
+from lamina.base.errors import BadInput, is_whole, short_repr
+from lamina.base.limits import check_number
+from lamina.base.registry import create_named
 
 
 class Schedule(Protocol):

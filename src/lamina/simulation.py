@@ -16,21 +16,21 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
+from lamina.base.errors import BadInput
+from lamina.base.limits import check_count
+from lamina.base.paths import checked_path
+from lamina.base.registry import field_values
+from lamina.base.text import html_table, plural
 from lamina.clients import Heldout
 from lamina.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
-from lamina.errors import BadInput
 from lamina.history import History, Row
 from lamina.inputs import as_algorithm, as_splits
-from lamina.limits import check_count
 from lamina.metrics import find_all
 from lamina.models.registry import Factory
-from lamina.named import field_values
-from lamina.paths import checked_path
 from lamina.progress import python_bars
 from lamina.protocol import Protocol, Settings
 from lamina.storage.identity import Identity, of_run
-from lamina.text import html_table, plural
 from lamina.training import RunOptions, Training
 
 if TYPE_CHECKING:

@@ -19,9 +19,11 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from lamina import rng
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse_on
+from lamina.base import rng
+from lamina.base.errors import BadInput, unknown
+from lamina.base.limits import check_count
 from lamina.clients import Heldout, deal, reserve
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
@@ -31,7 +33,6 @@ from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.stacked.convolution import prepare_kernels
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.state import RoundReport, State
-from lamina.errors import BadInput, unknown
 from lamina.evaluation import (
     ClientSamples,
     Evaluation,
@@ -50,7 +51,6 @@ from lamina.fit import (
 )
 from lamina.history import History, Row
 from lamina.inputs import as_model
-from lamina.limits import check_count
 from lamina.masks import warn_of_padding, with_mask
 from lamina.metrics import ACCURACY, LOSS, Metric
 from lamina.models.registry import Factory

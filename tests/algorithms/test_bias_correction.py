@@ -9,7 +9,7 @@ from torch import nn
 import lamina
 from flower_setup import Setup
 from lamina import algorithms
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 
 SIZES = (7, 12, 3, 9, 5)  # with batches of 4: K = 2, 3, 1, 3, 2
 PARTS = [list(range(sum(SIZES[:i]), sum(SIZES[: i + 1]))) for i in range(len(SIZES))]

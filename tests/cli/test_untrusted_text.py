@@ -16,14 +16,15 @@ import pytest
 from rich.table import Table
 
 from helpers import call
-from lamina import BadInput, interrupt
+from lamina import BadInput
+from lamina.base import interrupt
+from lamina.base.text import csv_cell, plural, printable
 from lamina.cli import base
 from lamina.data import sources, tinyimagenet
 from lamina.experiment.config import load
 from lamina.report.tables import Table as ReportTable
 from lamina.report.tables import to_csv
 from lamina.storage.files import write_csv
-from lamina.text import csv_cell, plural, printable
 
 NASTY = "a\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eb"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from data_setup import Attack, one_line, published_data
+from lamina.base.errors import BadInput
 from lamina.data import cifar, load
 from lamina.data.files import Content, PublishedFile
-from lamina.errors import BadInput
 
 
 def small(files, samples=3):

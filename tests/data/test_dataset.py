@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from data_setup import FakeHubSplit, one_line, pictures
+from lamina.base.errors import BadInput, MissingExtra
 from lamina.data import Dataset, as_dataset
-from lamina.errors import BadInput, MissingExtra
 
 
 def test_dataset_derives_classes_and_keeps_labels_as_int64():

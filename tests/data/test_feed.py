@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from lamina import rng
+from lamina.base import rng
+from lamina.base.errors import BadInput
 from lamina.data import Augment, augment, prepare
 from lamina.data.feed import training_inputs
-from lamina.errors import BadInput
 
 
 def words(seed: int, *shape: int) -> torch.Tensor:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from data_setup import one_line, published_data
+from lamina.base.errors import BadInput
 from lamina.data import idx, load
 from lamina.data.files import PublishedFile, verify_md5
-from lamina.errors import BadInput
 
 
 def idx_bytes(array):

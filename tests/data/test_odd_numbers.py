@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import lamina
+from lamina.base.errors import BadInput
 from lamina.data import as_dataset, load
 from lamina.data.dataset import Dataset
 from lamina.data.own import as_splits
-from lamina.errors import BadInput
 
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 TOO_LARGE = "holds a whole number beyond 2.63"
@@ -200,7 +200,7 @@ def test_pictures_that_do_not_fit_the_memory_are_refused(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
         for number in range(2):
             image.new("L", (8, 8)).save(tmp_path / name / f"{number}.png")
-    monkeypatch.setattr("lamina.limits.available_bytes", lambda device: 100 << 20)
+    monkeypatch.setattr("lamina.base.limits.available_bytes", lambda device: 100 << 20)
     with pytest.raises(BadInput, match=r"resizing 4 pictures to data\.size = \[5000, 5000\] needs at least 125 MB"):
         load("images", path=str(tmp_path), size=[5000, 5000])
     image.new("L", (6000, 6000)).save(tmp_path / "a" / "0.png")

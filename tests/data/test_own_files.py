@@ -11,9 +11,9 @@ import torch
 from safetensors.numpy import save_file
 
 from data_setup import FakeHubSplit, one_line, pictures
+from lamina.base.errors import BadInput, MissingExtra
 from lamina.data import Dataset, load
 from lamina.data.own import as_splits
-from lamina.errors import BadInput, MissingExtra
 
 ROWS = """age,weight,colour,clinic,part,grade
 30,70.5,red,north,train,mild

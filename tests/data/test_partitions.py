@@ -9,7 +9,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lamina import Simulation, rng
+from lamina import Simulation
+from lamina.base import rng
+from lamina.base.errors import BadInput
 from lamina.data import (
     IID,
     PARTITIONS,
@@ -25,7 +27,6 @@ from lamina.data import (
 )
 from lamina.data.partitions import Shards, describe
 from lamina.data.parts import Parts
-from lamina.errors import BadInput
 
 quick = settings(deadline=None, max_examples=60)
 seeds = st.integers(-(2**63), 2**64)

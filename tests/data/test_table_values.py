@@ -3,8 +3,8 @@
 import pytest
 
 from data_setup import one_line
+from lamina.base.errors import BadInput
 from lamina.data import load
-from lamina.errors import BadInput
 
 SEPARATE = {"path": "train.csv", "test": "test.csv", "label": "y", "categorical": ["c"]}
 

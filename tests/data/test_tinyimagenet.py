@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data_setup import Attack, one_line
+from lamina.base.errors import BadInput, MissingExtra
 from lamina.data import tinyimagenet
-from lamina.errors import BadInput, MissingExtra
 
 
 def set_size(monkeypatch, classes, train, test):

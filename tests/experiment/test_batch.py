@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lamina.base.errors import BadInput
 from lamina.cli import main
-from lamina.errors import BadInput
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "reproduction"))  # as a script there has it
 

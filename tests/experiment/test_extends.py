@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.experiment.config import load
 from lamina.experiment.toml import complete_text
 

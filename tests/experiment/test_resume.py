@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import HELD_UP, Killed, assert_same, call, finish, rows, start
-from lamina import atomic
+from lamina.base import atomic
 from lamina.experiment import build as building
 from lamina.experiment import folder as run_folder
 from lamina.experiment import run as running

@@ -31,9 +31,9 @@ from helpers import (
     words,
 )  # fmt: skip
 from lamina import BadInput
+from lamina.base.errors import MissingExtra
 from lamina.cli import base
 from lamina.cli import tune as tune_command
-from lamina.errors import MissingExtra
 from lamina.experiment import study
 from lamina.experiment import tune as tuning
 from lamina.experiment.config import load, parse

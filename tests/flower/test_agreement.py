@@ -23,8 +23,8 @@ from flower_setup import (
     other_weights,
     small_model,
 )
+from lamina.base.errors import BadInput
 from lamina.clients import Clients
-from lamina.errors import BadInput
 from lamina.experiment import build as building
 from lamina.experiment.config import parse
 from lamina.experiment.records import read_record

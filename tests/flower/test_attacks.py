@@ -19,8 +19,8 @@ import lamina
 from flower_grid import LoopGrid
 from lamina.algorithms.contract import ClientInfo, Displacement, ServerInfo
 from lamina.algorithms.scaffold import Up
+from lamina.base.errors import BadInput
 from lamina.engines.state import State
-from lamina.errors import BadInput
 from lamina.flower import Federation, Limits, outliers, wire
 from lamina.flower.checks import Update
 from lamina.flower.judge import Judge

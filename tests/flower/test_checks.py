@@ -23,7 +23,7 @@ from flower_setup import (
     with_delta,
 )
 from lamina.algorithms.contract import Displacement
-from lamina.errors import Diverged
+from lamina.base.errors import Diverged
 from lamina.flower import Limits, Stopped, checks, outliers, wire
 
 

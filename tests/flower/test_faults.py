@@ -21,7 +21,7 @@ from flower_setup import (
     reference,
     small_model,
 )
-from lamina.errors import BadInput, Diverged
+from lamina.base.errors import BadInput, Diverged
 from lamina.flower import Stopped, wire
 from lamina.flower.mail import Mail
 

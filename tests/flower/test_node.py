@@ -14,7 +14,7 @@ from torch import nn
 import lamina
 from flower_grid import over_the_wire, signed
 from flower_setup import NODE, Setup, client_of, is_train, problem, small_model
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.flower import Stopped, wire
 
 CELL = "Jane Doe 1962-03-04"

@@ -19,7 +19,7 @@ from flower_setup import (
     with_delta,
 )
 from helpers import Killed
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.flower.records import Journal
 
 ALGORITHMS = {

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from flower_setup import NODE, Setup, assert_like_the_simulation, is_train, nodes, small_model
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.flower import Stopped
 from lamina.flower.federation import read_nodes
 

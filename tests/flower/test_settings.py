@@ -11,7 +11,7 @@ from torch import nn
 import lamina
 from flower_grid import LoopGrid
 from flower_setup import NODE, PARTS, Setup, assert_like_the_simulation, change, nodes, part_of, small_model, the_data
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.experiment.python import describe
 from lamina.experiment.records import read_record
 from lamina.flower import Federation, Limits

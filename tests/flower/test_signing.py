@@ -13,7 +13,7 @@ from flwr.app import ArrayRecord, ConfigRecord
 
 from flower_grid import over_the_wire, signed
 from flower_setup import NODE, Setup, as_sent, assert_like_the_simulation, client_of, is_train, nodes, problem
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.flower import keys, signing, wire
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from lamina import models
-from lamina.errors import BadInput, LaminaError
+from lamina.base.errors import BadInput, LaminaError
 
 SHAPES: dict[str, list[tuple[int, ...]]] = {  # every model x shapes it must take
     "mlp": [(1, 28, 28), (1, 8, 8), (13,)],

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import lamina
 from flower_setup import NODE, Setup, assert_weights, client_of, is_train, reference
 from helpers import call, rows, sets
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.storage.checkpoint import UNREADABLE, pack, read_facts, read_model, unpack
 
 

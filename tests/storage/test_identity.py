@@ -16,9 +16,9 @@ from torch import nn
 import lamina
 from flower_setup import Setup
 from helpers import call, rows, sets
+from lamina.base.errors import BadInput
 from lamina.contents import attributes_digest
 from lamina.data.feed import Augment
-from lamina.errors import BadInput
 from lamina.schedules import Cosine, Exponential
 from lamina.storage import identity
 from lamina.storage.identity import content_digest

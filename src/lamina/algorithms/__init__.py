@@ -19,8 +19,8 @@ from lamina.algorithms.localadam import LocalAdam
 from lamina.algorithms.mime import Mime
 from lamina.algorithms.mimelamb import MimeLamb
 from lamina.algorithms.scaffold import Scaffold
-from lamina.errors import BadInput, unknown
-from lamina.named import import_named, refuse_unknown_options
+from lamina.base.errors import BadInput, unknown
+from lamina.base.registry import import_named, refuse_unknown_options
 
 __all__ = [
     "BUILT_IN",

@@ -45,7 +45,7 @@ from typing import (
 import torch
 from torch import Tensor
 
-from lamina.errors import BadInput, is_number, short_repr
+from lamina.base.errors import BadInput, is_number, short_repr
 from lamina.layers import Grouping, Layers
 
 Number = float | Tensor

@@ -41,7 +41,7 @@ from lamina.algorithms.primitives import (
     refuse_dead_moments,
     refuse_uncorrectable,
 )  # fmt: skip
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.layers import Layers
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, ClientInfo, Number, algorithm, hyper, per_layer
 from lamina.algorithms.fedams import FedAms
 from lamina.algorithms.primitives import is_exactly
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.layers import Grouping, Layers
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper, zeros
 from lamina.algorithms.fedams import Client, FedAms, LocalMomentum
 from lamina.algorithms.primitives import add_decoupled, add_l2, corrected, descend, ema, next_share, precondition
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.layers import Layers
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Number
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 
 
 def ema(old: Tensor, new: Tensor, beta: Number) -> Tensor:

@@ -16,6 +16,8 @@ import click
 import typer
 
 from lamina import __version__
+from lamina.base.errors import Diverged, LaminaError, short_repr
+from lamina.base.interrupt import guard
 from lamina.cli import (  # noqa: F401 (a module's commands enter the app when it is imported)
     compare,
     doctor,
@@ -30,8 +32,6 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     watch,
 )
 from lamina.cli.base import Interrupted, WarningLines, app, discard, echo, err, out, print_problem, this_rank
-from lamina.errors import Diverged, LaminaError, short_repr
-from lamina.interrupt import guard
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

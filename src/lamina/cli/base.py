@@ -19,9 +19,9 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from lamina.interrupt import end_guard
-from lamina.limits import in_bytes
-from lamina.text import plural, printable
+from lamina.base.interrupt import end_guard
+from lamina.base.limits import in_bytes
+from lamina.base.text import plural, printable
 
 if TYPE_CHECKING:
     from lamina.engines.stacked.ranks import Ranks
@@ -213,7 +213,7 @@ class Interrupted(Exception):
 
 
 def import_torch() -> None:
-    """Import torch. Until then Ctrl-C ends the process (`lamina.interrupt`); afterwards it is a KeyboardInterrupt."""
+    """Import torch. Until then Ctrl-C ends the process (`lamina.base.interrupt`); afterwards it is a KeyboardInterrupt."""
     import torch  # noqa: F401
 
     end_guard()

@@ -11,10 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lamina.base.text import plural
 from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, echo
 from lamina.cli.run import wanted_trackers
-from lamina.text import plural
 
 if TYPE_CHECKING:
     from lamina.experiment.compare import Comparison

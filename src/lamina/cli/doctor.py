@@ -13,9 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from lamina import __version__
+from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.cli.base import app, echo, echo_text, import_torch, out
-from lamina.errors import BadInput
-from lamina.text import plural
 
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
 EXTRAS = {  # extra: its package, and what for

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lamina.base.text import csv_text
 from lamina.cli.base import Runs, app, echo_text, import_torch
-from lamina.text import csv_text
 
 if TYPE_CHECKING:
     from lamina.experiment.records import Record

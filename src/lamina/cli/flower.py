@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lamina.base.errors import BadInput
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, echo_progress, how_to_resume
-from lamina.errors import BadInput
 from lamina.storage.files import check_writable
 
 if TYPE_CHECKING:

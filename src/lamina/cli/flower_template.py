@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 
 from lamina import models
+from lamina.base.errors import BadInput, unknown
 from lamina.data import sources
-from lamina.errors import BadInput, unknown
 from lamina.storage.files import check_writable, writing_to
 
 FLWR = "1.41.0"  # the tested version, which the template's README installs

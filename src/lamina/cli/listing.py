@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lamina.base.errors import unknown
 from lamina.cli.base import app, echo, out, table
-from lamina.errors import unknown
 
 if TYPE_CHECKING:  # imported in the functions that need them, because they import torch
     from lamina.algorithms.contract import Algorithm

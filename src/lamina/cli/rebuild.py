@@ -12,7 +12,7 @@ def rebuild(folders: Runs) -> None:
     Then the run's own command resumes from the last checkpoint.
     """
     import_torch()
-    from lamina.errors import BadInput
+    from lamina.base.errors import BadInput
     from lamina.experiment.rebuild import rebuild as rebuild_run
 
     for folder in folders:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from lamina.base.text import plural
 from lamina.cli.base import Quiet, Runs, app, echo, interruptible
-from lamina.text import plural
 
 
 @app.command()

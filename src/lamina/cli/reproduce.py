@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lamina.base.errors import BadInput
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
 from lamina.cli.compare import run_comparison
 from lamina.cli.listing import list_
-from lamina.errors import BadInput
 
 if TYPE_CHECKING:
     from lamina.experiment.claims import Finding
@@ -91,7 +91,7 @@ def reproduce(
 
 def write_copy(file: Path, copy: Path) -> None:
     """Write a complete copy of an experiment file, without `extends`, for the user to edit; replace nothing."""
-    from lamina.atomic import write_file
+    from lamina.base.atomic import write_file
     from lamina.experiment.toml import complete_text
 
     text = complete_text(file)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lamina.base.text import plural
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, out, print_problem
 from lamina.cli.compare import print_ending
-from lamina.text import plural
 
 if TYPE_CHECKING:
     from lamina.experiment.tune import Tuning

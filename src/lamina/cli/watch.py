@@ -20,11 +20,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.cli.base import app, import_torch, out, table
 from lamina.cli.export import short
-from lamina.errors import BadInput
 from lamina.metrics import is_metric
-from lamina.text import plural
 
 if TYPE_CHECKING:
     from lamina.experiment.records import Record

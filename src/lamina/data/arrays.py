@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.base.errors import BadInput, nearest
+from lamina.base.text import listed, plural
 from lamina.data.dataset import Splits
 from lamina.data.files import own_path
 from lamina.data.labels import Task, make_splits, mark_test_rows
-from lamina.errors import BadInput, nearest
 from lamina.losses import IGNORED
-from lamina.text import listed, plural
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from lamina.base.errors import BadInput
 from lamina.data.files import Arrays, Content, PublishedFile, PublishedSet, Release
-from lamina.errors import BadInput
 
 _IMAGE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32

@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lamina.base.errors import BadInput, is_whole, nearest
+from lamina.base.text import listed, plural
 from lamina.data.hub import LABEL_COLUMNS
 from lamina.data.images import stack_pictures
-from lamina.errors import BadInput, is_whole, nearest
 from lamina.losses import IGNORED
-from lamina.text import listed, plural
 
 log = logging.getLogger(__name__)
 

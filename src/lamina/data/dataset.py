@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lamina import rng
+from lamina.base import rng
+from lamina.base.errors import BadInput, is_number
+from lamina.base.text import plural
 from lamina.batch import Inputs, map_batch, named_tensors, tensors
 from lamina.data import convert, hub
 from lamina.data.feed import prepare
-from lamina.errors import BadInput, is_number
 from lamina.losses import IGNORED
-from lamina.text import plural
 
 
 @dataclass(frozen=True, eq=False)

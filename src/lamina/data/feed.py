@@ -12,12 +12,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from lamina.base.errors import BadInput, unknown
+from lamina.base.limits import check_count, check_number
 from lamina.batch import Inputs, map_batch, tensors
-from lamina.errors import BadInput, unknown
-from lamina.limits import check_count, check_number
 
 MOST_PADDING = 1024  # pixels
-WORD_BITS = 53  # of an image's random word; see `lamina.rng.bits`
+WORD_BITS = 53  # of an image's random word; see `lamina.base.rng.bits`
 
 Fill = Literal["black", "mean"]
 
@@ -56,7 +56,7 @@ def augment(x: Tensor, keys: Tensor, pad: int, flip: bool, crop_probability: flo
     """Crop images at random after zero padding, with `crop_probability`, and flip half of them horizontally.
 
     Zeros are black pixels in raw images and the mean colour in normalised ones. The crop and flip of an image of
-    `x` [..., n, channels, height, width] depend on its random word in `keys` [..., n] alone (see `lamina.rng.bits`).
+    `x` [..., n, channels, height, width] depend on its random word in `keys` [..., n] alone (see `lamina.base.rng.bits`).
     `pad` pixels are added on every side before a window of the original size is cut.
     """
     if x.dim() != keys.dim() + 3:

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lamina.base.errors import BadInput
+from lamina.base.paths import checked_path, refuse_special
 from lamina.data.dataset import Dataset, Splits
-from lamina.errors import BadInput
-from lamina.paths import checked_path, refuse_special
 
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
 Arrays = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images [n, channels, height, width], labels [n, 1] or [n, 2]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from lamina.base.errors import BadInput, short_repr
+from lamina.base.limits import check_memory
+from lamina.base.text import listed, plural
 from lamina.data.dataset import Splits
 from lamina.data.files import read_own_parts
 from lamina.data.images import Pictures, stack_pictures
 from lamina.data.labels import make_splits, mark_test_rows
-from lamina.errors import BadInput, short_repr
-from lamina.limits import check_memory
-from lamina.text import listed, plural
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.base.errors import BadInput, missing_extra, nearest
 from lamina.data.images import stack_pictures
-from lamina.errors import BadInput, missing_extra, nearest
 from lamina.losses import IGNORED
 
 _INPUT_COLUMNS = ("image", "img", "images", "pixel_values", "x", "input_ids", "features", "inputs")

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from lamina.base.errors import BadInput, missing_extra, nearest
+from lamina.base.paths import checked_path
 from lamina.data import hub
 from lamina.data.convert import convert, refuse_other_lengths
 from lamina.data.dataset import Splits
 from lamina.data.labels import Task, make_splits, mark_test_rows
-from lamina.errors import BadInput, missing_extra, nearest
 from lamina.losses import IGNORED
-from lamina.paths import checked_path
 
 SAVED_MARKS = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.errors import BadInput, missing_extra
-from lamina.limits import check_memory
-from lamina.paths import refuse_special
-from lamina.text import plural
+from lamina.base.errors import BadInput, missing_extra
+from lamina.base.limits import check_memory
+from lamina.base.paths import refuse_special
+from lamina.base.text import plural
 
 _GREY_MODES = ("1", "L", "LA")
 _WIDE_MODES = ("I", "F")  # the beginnings of PIL's modes of 16 and 32 bits: I, I;16, I;16B, F

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamina import rng
+from lamina.base import rng
+from lamina.base.errors import BadInput, is_whole
+from lamina.base.text import listed
 from lamina.batch import map_batch
 from lamina.data.convert import convert, refuse_missing_labels, signed, too_large
 from lamina.data.dataset import Dataset, Splits, held_out_count
-from lamina.errors import BadInput, is_whole
 from lamina.losses import IGNORED
-from lamina.text import listed
 
 Task = Literal["classification", "regression"]
 

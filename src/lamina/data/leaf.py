@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from lamina.base.errors import BadInput, short_repr
+from lamina.base.paths import refuse_special
+from lamina.base.text import listed, plural
 from lamina.data.convert import convert
 from lamina.data.dataset import Splits
 from lamina.data.files import read_own_parts
 from lamina.data.labels import Task, make_splits, mark_test_rows
-from lamina.errors import BadInput, short_repr
-from lamina.paths import refuse_special
-from lamina.text import listed, plural
 
 log = logging.getLogger(__name__)
 

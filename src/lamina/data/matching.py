@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lamina.base.errors import BadInput, nearest
 from lamina.batch import map_batch, named_tensors, tensors
 from lamina.data.dataset import Dataset
-from lamina.errors import BadInput, nearest
 
 
 def match(test: Dataset, train: Dataset) -> Dataset:

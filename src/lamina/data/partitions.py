@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina import rng
+from lamina.base import rng
+from lamina.base.errors import BadInput, nearest
+from lamina.base.limits import MOST_CLIENTS, check_count, check_number
+from lamina.base.registry import create_named, refuse_unknown_options
+from lamina.base.text import listed, plural
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Indices, Labels, Parts, stable_order
-from lamina.errors import BadInput, nearest
-from lamina.limits import MOST_CLIENTS, check_count, check_number
-from lamina.named import create_named, refuse_unknown_options
-from lamina.text import listed, plural
 
 Columns = Mapping[str, NDArray[Any]]
 

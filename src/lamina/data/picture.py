@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from lamina.atomic import write_file
+from lamina.base.atomic import write_file
+from lamina.base.errors import BadInput
 from lamina.data.partitions import label_counts
 from lamina.data.parts import Indices, Labels
-from lamina.errors import BadInput
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lamina import rng
+from lamina.base import rng
+from lamina.base.errors import BadInput, nearest, unknown
 from lamina.data import cifar, hub, idx, tinyimagenet
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.files import ENVIRONMENT_VARIABLE, Place, PublishedSet, data_directory
 from lamina.data.own import FORMATS, check_names, check_types, load_format, load_own
-from lamina.errors import BadInput, nearest, unknown
 
 
 @dataclass(frozen=True)

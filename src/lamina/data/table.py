@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.base.errors import BadInput, missing_extra, nearest, short_repr
+from lamina.base.text import listed, plural
 from lamina.data.convert import remaining_columns, without_gaps
 from lamina.data.dataset import Splits
 from lamina.data.files import own_path
 from lamina.data.labels import Task, make_splits, mark_test_rows
-from lamina.errors import BadInput, missing_extra, nearest, short_repr
-from lamina.text import listed, plural
 
 log = logging.getLogger(__name__)
 

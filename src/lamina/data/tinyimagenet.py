@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lamina.base.errors import BadInput
+from lamina.base.paths import refuse_special
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.files import Place
 from lamina.data.images import Pictures, stack_pictures
-from lamina.errors import BadInput
-from lamina.paths import refuse_special
 
 FOLDER = "tiny-imagenet-200"
 UNZIP_AGAIN = f"unzip {FOLDER}.zip again"

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lamina.algorithms.contract import Algorithm
+from lamina.base.errors import BadInput, unknown
+from lamina.base.registry import field_values
 from lamina.batch import same_kind
 from lamina.contents import same_inputs, same_tensor
 from lamina.data.dataset import Dataset
@@ -19,8 +21,6 @@ from lamina.engines.stacked.forward import choose_forward, is_random
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
-from lamina.errors import BadInput, unknown
-from lamina.named import field_values
 from lamina.objective import Objective
 
 UNCONTROLLED = (

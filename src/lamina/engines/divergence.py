@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.errors import Diverged
+from lamina.base.errors import Diverged
 from lamina.layers import Layers
 from lamina.objective import Buffers, Objective
 from lamina.plan import Round

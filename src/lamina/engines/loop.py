@@ -26,10 +26,10 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lamina import rng
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
+from lamina.base import rng
 from lamina.batch import Inputs, map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import training_inputs

@@ -9,7 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from lamina import aggregation, algorithms, models, rng
+from lamina import aggregation, algorithms, models
+from lamina.base import rng
+from lamina.base.errors import BadInput
+from lamina.base.registry import field_values
+from lamina.base.text import listed, plural
 from lamina.clients import DEFAULT_CLIENTS
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
@@ -17,16 +21,13 @@ from lamina.data.feed import Augment
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import BadInput
 from lamina.experiment.config import Experiment
 from lamina.experiment.objects import describe_code
 from lamina.inputs import as_algorithm, create_model
 from lamina.metrics import Metric, description, find_all
-from lamina.named import field_values
 from lamina.protocol import Protocol, Settings
 from lamina.schedules import Schedule, make_schedule
 from lamina.storage.identity import splits_digest
-from lamina.text import listed, plural
 from lamina.training import RunOptions, Training
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lamina.errors import BadInput, unknown
+from lamina.base.errors import BadInput, unknown
+from lamina.base.text import plural
 from lamina.experiment.config import Claim, Experiment
 from lamina.experiment.records import Record
 from lamina.experiment.trials import Trial
-from lamina.text import plural
 
 AS_GIVEN = ""  # the variant that changes nothing
 MINUS = " - "

@@ -18,7 +18,8 @@ from typing import Any
 
 import lamina
 from lamina import algorithms
-from lamina.errors import BadInput, is_whole
+from lamina.base.errors import BadInput, is_whole
+from lamina.base.text import listed, plural
 from lamina.experiment.build import build_algorithm, build_schedule, chosen_target, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment
 from lamina.experiment.records import FORMAT, REPLACED, delete_runs, is_ours, read_json, read_record
@@ -27,7 +28,6 @@ from lamina.experiment.settings import Range, Settings, folder_name, neighbours,
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.metrics import is_percent
 from lamina.storage.files import write_csv, write_json, writing_to
-from lamina.text import listed, plural
 
 TUNING_FOLDER = "tuning"
 CONTINUED_FRACTION, MIN_CONTINUED = 1 / 3, 3  # of the candidates, after each of several tuning_rounds

@@ -22,13 +22,13 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from lamina.errors import BadInput, is_whole, nearest, short_repr
+from lamina.base.errors import BadInput, is_whole, nearest, short_repr
+from lamina.base.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
+from lamina.base.paths import checked_path
 from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, PathText, default_name
 from lamina.experiment.toml import read_tree, set_keys
-from lamina.limits import LEAST_SEED, MOST, MOST_BATCH, MOST_SEED, MOST_SEEDS, MOST_THREADS
 from lamina.losses import LOSSES
-from lamina.paths import checked_path
 from lamina.protocol import Protocol
 
 NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal

@@ -28,9 +28,10 @@ from typing import Any, BinaryIO, Protocol
 from torch import Tensor
 
 import lamina
-from lamina.atomic import PARTIAL, sync_folder, write_file
+from lamina.base.atomic import PARTIAL, sync_folder, write_file
+from lamina.base.errors import BadInput, Diverged, is_whole
+from lamina.base.text import plural
 from lamina.engines.state import State
-from lamina.errors import BadInput, Diverged, is_whole
 from lamina.experiment.environment import environment
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.metrics_file import MetricsFile
@@ -55,7 +56,6 @@ from lamina.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
 from lamina.storage.locks import Lock, Locked, is_at, lost
-from lamina.text import plural
 
 log = logging.getLogger(__name__)
 

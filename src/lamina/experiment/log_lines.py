@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TextIO
 
-from lamina.text import printable
+from lamina.base.text import printable
 
 
 class LogLines(logging.Handler):

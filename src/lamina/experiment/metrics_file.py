@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
-from lamina.columns import Columns
-from lamina.errors import BadInput
+from lamina.base.columns import Columns
+from lamina.base.errors import BadInput
 
 CHUNK_BYTES = 1 << 19  # that are read at a time
 # what a line that is not a row of finite numbers may raise

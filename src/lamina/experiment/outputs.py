@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lamina.atomic import write_file
-from lamina.errors import BadInput
+from lamina.base.atomic import write_file
+from lamina.base.errors import BadInput
 from lamina.experiment.records import is_ours, unreadable_config
 
 ENDS_BYTES = 4096  # that are read at either end of a file to recognise it

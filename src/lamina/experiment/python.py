@@ -15,13 +15,13 @@ from torch import nn
 from lamina import algorithms
 from lamina.aggregation import AGGREGATIONS
 from lamina.aggregation import name_of as aggregation_name
+from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.clients import Clients, refuse_odd_clients
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.own import FORMATS
 from lamina.data.partitions import PARTITIONS, Reallocate
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import BadInput, is_whole, nearest, short_repr
 from lamina.experiment.build import resolved
 from lamina.experiment.config import Experiment, Run, Train, parse
 from lamina.experiment.folder import RunFolder

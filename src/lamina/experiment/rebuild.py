@@ -10,8 +10,9 @@ import json
 import logging
 from pathlib import Path
 
-from lamina.atomic import write_file
-from lamina.errors import BadInput
+from lamina.base.atomic import write_file
+from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.experiment.folder import round_of
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.metrics_file import MetricsFile, sound_lines
@@ -20,7 +21,6 @@ from lamina.history import LOST
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.files import writing_to
 from lamina.storage.locks import Lock
-from lamina.text import plural
 
 log = logging.getLogger(__name__)
 

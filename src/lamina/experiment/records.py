@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lamina import algorithms
-from lamina.atomic import PARTIAL, sync_folder
-from lamina.errors import BadInput
+from lamina.base.atomic import PARTIAL, sync_folder
+from lamina.base.errors import BadInput
 from lamina.experiment.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
 from lamina.history import History

@@ -7,9 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+from lamina.base.errors import unknown
 from lamina.data import sources
 from lamina.data.dataset import Dataset, Splits
-from lamina.errors import unknown
 from lamina.experiment import claims, compare
 from lamina.experiment.build import build_parts
 from lamina.experiment.config import Claim, Experiment, Tried, load

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
+from lamina.base.errors import BadInput, Diverged
 from lamina.devices import choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.ranks import Ranks
-from lamina.errors import BadInput, Diverged
 from lamina.evaluation import refuse_nonfinite
 from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
+from lamina.base.errors import BadInput, is_number, is_whole
+from lamina.base.limits import MOST_CLIENTS
+from lamina.base.paths import checked_path
+from lamina.base.registry import field_values
 from lamina.data import sources
 from lamina.data.feed import Augment, Fill
 from lamina.data.own import FORMATS
-from lamina.errors import BadInput, is_number, is_whole
-from lamina.limits import MOST_CLIENTS
-from lamina.named import field_values
-from lamina.paths import checked_path
 
 # The tables that name something, with the default name; their other keys are the options of the thing they name.
 DEFAULT_NAMES = {

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina import algorithms
-from lamina.errors import BadInput, is_number, is_whole
-from lamina.limits import MOST_POINTS
+from lamina.base.errors import BadInput, is_number, is_whole
+from lamina.base.limits import MOST_POINTS
 
 Settings = dict[str, Any]  # names, or dotted keys of an experiment, to values
 Grid = dict[str, list[Any]]

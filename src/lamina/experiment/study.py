@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from lamina import rng
-from lamina.errors import BadInput, is_number, missing_extra, short_repr
+from lamina.base import rng
+from lamina.base.errors import BadInput, is_number, missing_extra, short_repr
 from lamina.experiment.settings import Range, Settings
 from lamina.storage.locks import Lock, Locked
 

@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
+from lamina.base.limits import in_bytes
+from lamina.base.paths import checked_path
 from lamina.experiment.sections import DEFAULT_NAMES, Data
-from lamina.limits import in_bytes
-from lamina.paths import checked_path
 
 Tree = dict[str, Any]
 LONGEST_FILE_BYTES = 10_000_000

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import missing_extra
+from lamina.base.errors import missing_extra
 from lamina.experiment.records import Record, flatten, read_json, read_record
 from lamina.history import History, Row
 from lamina.storage.files import write_json

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lamina.base.errors import BadInput, Diverged
 from lamina.data.dataset import Splits
-from lamina.errors import BadInput, Diverged
 from lamina.experiment.build import build, hold_out, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
 from lamina.experiment.folder import RunFolder

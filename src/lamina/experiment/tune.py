@@ -15,8 +15,9 @@ from typing import Any
 
 import lamina
 from lamina import algorithms
-from lamina.atomic import write_file
-from lamina.errors import BadInput, unknown
+from lamina.base.atomic import write_file
+from lamina.base.errors import BadInput, unknown
+from lamina.base.text import plural
 from lamina.experiment.build import build_model, build_parts, resolved
 from lamina.experiment.config import Experiment, parse
 from lamina.experiment.records import (
@@ -37,7 +38,6 @@ from lamina.history import Row
 from lamina.metrics import smaller_is_better
 from lamina.storage.files import as_json, write_csv, write_json, writing_to
 from lamina.storage.locks import turn
-from lamina.text import plural
 
 TABLES = ("trials.csv", "best.toml", "learning-rates.png")
 NO_MORE_ROUNDS = 1 << 62  # trials of a study are compared after the same number of rounds, so that cannot grow

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from lamina.errors import missing_extra
+from lamina.base.errors import missing_extra
 
 try:
     from importlib.metadata import version

@@ -14,7 +14,7 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
-from lamina.errors import BadInput, is_number, is_whole, nearest, unknown
+from lamina.base.errors import BadInput, is_number, is_whole, nearest, unknown
 from lamina.evaluation import mean_name, weight_name
 from lamina.flower.wire import Unreadable, decode, entries_of, shorten, wire_bytes
 from lamina.metrics import ACCURACY, LOSS, METRICS, Metric

@@ -16,11 +16,11 @@ from torch import nn
 
 from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import options
+from lamina.base.errors import BadInput, LaminaError
 from lamina.clients import Reserved, deal, reserve
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
-from lamina.errors import BadInput, LaminaError
 from lamina.evaluation import ClientSamples, reserved_samples
 from lamina.experiment import build as building
 from lamina.experiment.config import Experiment

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.storage.files import writing_to
 
 AUTHORITY = "lamina federation authority"

@@ -15,11 +15,12 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo
+from lamina.base.errors import BadInput, Diverged, LaminaError
+from lamina.base.text import printable
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset
 from lamina.engines.divergence import all_finite, diverged
 from lamina.engines.loop import Loop
-from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.evaluation import check_metrics, sample_means
 from lamina.experiment.build import THREADED_FROM
 from lamina.fit import check_fit, evaluation_rows
@@ -30,7 +31,6 @@ from lamina.flower.wire import Task
 from lamina.objective import Buffers, Objective
 from lamina.plan import Plan, Round
 from lamina.rounding import ignore_rounding
-from lamina.text import printable
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on

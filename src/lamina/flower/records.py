@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from lamina.atomic import write_file
+from lamina.base.atomic import write_file
 from lamina.flower.outliers import Growth, Sizes
 from lamina.storage.files import writing_to
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from flwr.app import MessageType, RecordDict
 
-from lamina.errors import is_whole
+from lamina.base.errors import is_whole
 from lamina.flower import wire
 from lamina.flower.checks import read_problem
 from lamina.flower.mail import Mail

@@ -17,9 +17,9 @@ import numpy as np
 from lamina import evaluation
 from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
+from lamina.base.errors import Diverged, LaminaError
 from lamina.engines.divergence import went_nonfinite
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
-from lamina.errors import Diverged, LaminaError
 from lamina.experiment.folder import RunFolder
 from lamina.flower import wire
 from lamina.flower.checks import Update

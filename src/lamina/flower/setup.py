@@ -14,14 +14,14 @@ from torch import nn
 from lamina import algorithms
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse, rehearse_on
+from lamina.base.errors import BadInput, is_whole, unknown
+from lamina.base.limits import check_count, check_number
 from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation, match
 from lamina.devices import choose_device
-from lamina.errors import BadInput, is_whole, unknown
 from lamina.evaluation import ClientSamples
 from lamina.flower.checks import Limits
-from lamina.limits import check_count, check_number
 from lamina.masks import with_mask
 from lamina.metrics import Metric, find_all, is_function_of_mean
 from lamina.objective import Objective

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key, l
 from flwr.app import Array, ConfigRecord, Context, Message
 from flwr.serverapp import Grid
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.flower.wire import entries_of
 
 SIGNATURE = "signature"  # the record that holds it

@@ -21,8 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lamina.atomic import write_file
-from lamina.errors import BadInput
+from lamina.base.atomic import write_file
+from lamina.base.errors import BadInput
 from lamina.storage.checkpoint import UNREADABLE, pack, unpack
 from lamina.storage.files import writing_to
 

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, options
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.objective import Buffers, Objective
 from lamina.protocol import Protocol
 

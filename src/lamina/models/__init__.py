@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lamina.errors import BadInput, LaminaError, describe_error, is_whole, short_repr, unknown
+from lamina.base.errors import BadInput, LaminaError, describe_error, is_whole, short_repr, unknown
+from lamina.base.registry import import_named, parameters_of, refuse_unknown_options
 from lamina.models.allocation import BoundedMemory
 from lamina.models.plain import SMU, cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
 from lamina.models.registry import GIVEN, Card, Factory, registry
 from lamina.models.resnet import BasicBlock, resnet9, resnet18
-from lamina.named import import_named, parameters_of, refuse_unknown_options
 
 __all__ = [
     "SMU",

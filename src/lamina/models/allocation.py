@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.dispatch import WatchingMode
-from lamina.limits import MODEL_COPIES, check_memory
+from lamina.base.dispatch import WatchingMode
+from lamina.base.limits import MODEL_COPIES, check_memory
 
 
 class BoundedMemory(WatchingMode):

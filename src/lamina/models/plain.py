@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lamina.limits import check_number
+from lamina.base.limits import check_number
 from lamina.models.registry import checked_shape, choice, image, model, whole, wholes
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from lamina.errors import BadInput, short_repr, unknown
-from lamina.limits import MOST_UNITS, check_count
+from lamina.base.errors import BadInput, short_repr, unknown
+from lamina.base.limits import MOST_UNITS, check_count
 
 Factory = Callable[..., nn.Module]
 _F = TypeVar("_F", bound=Factory)

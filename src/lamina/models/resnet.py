@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.models.plain import chain
 from lamina.models.registry import choice, image, model, whole
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lamina.base.errors import BadInput, LaminaError, nearest
+from lamina.base.text import listed, plural
 from lamina.data import sources
 from lamina.data.partitions import Reallocate, label_counts, split_dataset
 from lamina.data.parts import Labels, Parts
-from lamina.errors import BadInput, LaminaError, nearest
 from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse
 from lamina.experiment.records import Record, find_records
@@ -22,7 +23,6 @@ from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
 from lamina.storage.identity import splits_digest
-from lamina.text import listed, plural
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lamina.base.text import printable
 from lamina.experiment.records import Record, flatten
 from lamina.experiment.settings import short_names
 from lamina.experiment.trials import Trial
-from lamina.text import printable
 
 SEED = "train.seed"
 RATE = "train.lr"

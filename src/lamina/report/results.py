@@ -12,8 +12,9 @@ from matplotlib.figure import Figure
 
 from lamina import algorithms as known
 from lamina.algorithms import Algorithm
+from lamina.base.errors import BadInput, nearest
+from lamina.base.paths import checked_path
 from lamina.data.picture import save_picture
-from lamina.errors import BadInput, nearest
 from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Train
 from lamina.experiment.python import algorithm_section, compared_algorithms, describe, kept_threads
@@ -21,7 +22,6 @@ from lamina.experiment.records import Record, find_records
 from lamina.experiment.trials import Job, refuse_all_diverged
 from lamina.experiment.tune import Tuning
 from lamina.history import History, Row, data_frame
-from lamina.paths import checked_path
 from lamina.progress import python_bars
 from lamina.report import tables
 from lamina.report.build import build, describe_data

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 
-from lamina.errors import is_number
+from lamina.base.errors import is_number
+from lamina.base.text import csv_text, html_table, plural, printable, text_table
 from lamina.experiment.records import flatten
 from lamina.experiment.settings import short_names, shown, shown_name
 from lamina.experiment.trials import Trial
@@ -17,7 +18,6 @@ from lamina.experiment.tune import Tuning
 from lamina.history import History, values
 from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.curves import differing, folder_name, sections, text
-from lamina.text import csv_text, html_table, plural, printable, text_table
 
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
 

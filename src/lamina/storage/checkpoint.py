@@ -27,9 +27,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lamina.atomic import write_file
+from lamina.base.atomic import write_file
+from lamina.base.errors import BadInput
 from lamina.engines.state import State
-from lamina.errors import BadInput
 from lamina.ledger import Ledger
 from lamina.storage.files import writing_to
 from lamina.storage.identity import Identity, differences

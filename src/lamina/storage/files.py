@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lamina.atomic import write_file
-from lamina.errors import BadInput
-from lamina.text import csv_text
+from lamina.base.atomic import write_file
+from lamina.base.errors import BadInput
+from lamina.base.text import csv_text
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

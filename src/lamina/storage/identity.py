@@ -16,8 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lamina import rng
 from lamina.algorithms.contract import Algorithm, options
+from lamina.base import rng
+from lamina.base.text import listed
 from lamina.batch import map_batch
 from lamina.clients import Clients
 from lamina.contents import code_digest, is_laminas
@@ -28,7 +29,6 @@ from lamina.objective import Objective
 from lamina.plan import Plan
 from lamina.protocol import Protocol
 from lamina.storage.files import as_json
-from lamina.text import listed
 
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
 

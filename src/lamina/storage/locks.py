@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
 from lamina.storage.files import writing_to
 
 

@@ -48,7 +48,7 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
     assert_same(run.state, alone.state, 1e-9)
 
     holds = 0
-    with pytest.raises(lamina.errors.BadInput, match="too small for one client: take smaller batches, or a CPU"):
+    with pytest.raises(lamina.BadInput, match="too small for one client: take smaller batches, or a CPU"):
         run.run(4)
 
 

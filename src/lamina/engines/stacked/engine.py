@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lamina.aggregation import Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
+from lamina.base.errors import Diverged
 from lamina.data.dataset import Dataset
 from lamina.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK, Loop
@@ -74,7 +75,6 @@ from lamina.engines.state import (
     step_server,
     undo_weighting,
 )
-from lamina.errors import Diverged
 from lamina.layers import Layers
 from lamina.ledger import payload_bytes
 from lamina.objective import Buffers, Objective

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lamina import rng
+from lamina.base import rng
 from lamina.data.parts import Indices
 from lamina.engines.stacked.rows import Member, RoundInProgress, Row, pad_plans, plan_rows, send
 from lamina.engines.stacked.steps import Batches

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from lamina import rng
+from lamina.base import rng
 from lamina.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.devices import Precision, arithmetic
 from lamina.dropout import dropping_half, set_streams, stream_layers

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
+from lamina.base.errors import BadInput
 from lamina.engines.stacked.gpu.launch import recording
 from lamina.engines.stacked.steps import Batches, Problem
-from lamina.errors import BadInput
 from lamina.ledger import payload_bytes
 from lamina.objective import Objective
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from lamina.base.errors import BadInput
 from lamina.dropout import StreamAttention, StreamDropout
 from lamina.engines.stacked.convolution import (
     StackedConv1d,
@@ -40,7 +41,6 @@ from lamina.engines.stacked.folding import (
 )
 from lamina.engines.stacked.per_module import PerModule, per_module
 from lamina.engines.stacked.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
-from lamina.errors import BadInput
 from lamina.objective import ONE_SAMPLE
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves
 
-from lamina import functional_dropout, rng
+from lamina import functional_dropout
 from lamina import objective as objective_module
+from lamina.base import rng
+from lamina.base.dispatch import WatchingMode
+from lamina.base.errors import LaminaError
 from lamina.batch import Inputs, map_batch, tensors
-from lamina.dispatch import WatchingMode
 from lamina.engines.stacked.attention_masks import unread_masks
-from lamina.errors import LaminaError
 from lamina.objective import Objective
 
 MOST_SCANNED = 1 << 24  # numbers of a data set that are searched for extreme samples

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lamina.base.errors import Diverged
 from lamina.engines.state import Sums
-from lamina.errors import Diverged
 
 
 class Ranks(NamedTuple):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Number, options
+from lamina.base.errors import Diverged
 from lamina.data.parts import Indices
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.state import RoundReport, State, Sums, client_weights
-from lamina.errors import Diverged
 from lamina.objective import Buffers
 from lamina.plan import Round
 from lamina.protocol import Protocol

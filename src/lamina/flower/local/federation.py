@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 
-from lamina.errors import BadInput
+from lamina.base.errors import BadInput
+from lamina.base.text import plural
 from lamina.flower import keys
 from lamina.flower.local import processes
 from lamina.flower.local.processes import HOST, FederationFailed, Process, Processes
 from lamina.flower.signing import NODE_OPTION
 from lamina.storage.locks import Lock
-from lamina.text import plural
 
 LINK = "federation"  # what the flwr command calls our SuperLink
 START_S, COMMAND_S = 90.0, 120.0  # for a process to come up, for a flwr command

@@ -10,8 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lamina.base.errors import BadInput, Diverged, LaminaError
+from lamina.base.text import plural
 from lamina.data.own import FORMATS
-from lamina.errors import BadInput, Diverged, LaminaError
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.metrics_file import MetricsFile
@@ -21,7 +22,6 @@ from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import FederationFailed
 from lamina.history import History
 from lamina.storage.files import check_writable
-from lamina.text import plural
 
 
 class Job:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from lamina.errors import LaminaError
+from lamina.base.errors import LaminaError
 from lamina.flower.local import guard
 from lamina.storage.files import writing_to
 

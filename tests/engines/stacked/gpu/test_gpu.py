@@ -188,7 +188,7 @@ def test_a_run_that_diverges_is_explained_wherever_its_clients_state_is(algorith
         run = simulation(algorithm, engine, schedule=ThenTooMuch())
         if engine == "stacked":
             run.engine.memory.client_home = torch.device(home)
-        with pytest.raises(lamina.errors.Diverged) as caught:
+        with pytest.raises(lamina.Diverged) as caught:
             run.run(3)
         assert caught.value.client is not None
         reports.append((caught.value.round, caught.value.layer))

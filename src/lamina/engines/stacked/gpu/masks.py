@@ -16,7 +16,7 @@ BLOCK = 1024
 
 @triton.jit
 def _mix(word):  # type: ignore[no-untyped-def]
-    """As in `lamina.rng`."""
+    """As in `lamina.base.rng`."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)
@@ -78,7 +78,7 @@ def drop(x: Tensor, streams: Tensor, counter: int, limit: int, scale: float) -> 
     Args:
         x: what to drop elements of.
         streams: one per client [C].
-        counter: forks the streams of this call off them (see `lamina.rng.fork`).
+        counter: forks the streams of this call off them (see `lamina.base.rng.fork`).
         limit: the smallest random number of an element that is kept.
         scale: factor of the elements that are kept.
     """

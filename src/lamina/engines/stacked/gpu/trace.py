@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.algorithms.rehearsal import TINY, is_user_defined
-from lamina.dispatch import WatchingMode
+from lamina.base.dispatch import WatchingMode
 from lamina.layers import Grouping, Layers
 
 TRACED_ROWS = 5

@@ -12,7 +12,7 @@ import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lamina.errors import BadInput, is_number, is_whole, short_repr
+from lamina.base.errors import BadInput, is_number, is_whole, short_repr
 
 if TYPE_CHECKING:
     import torch

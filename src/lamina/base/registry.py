@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import BadInput, extra_hint, nearest, unknown, where_it_failed
+from lamina.base.errors import BadInput, extra_hint, nearest, unknown, where_it_failed
 
 
 def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options: Mapping[str, Any]) -> Any:

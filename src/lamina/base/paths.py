@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from lamina.errors import BadInput, short_repr
+from lamina.base.errors import BadInput, short_repr
 
 
 def checked_path(path: str | os.PathLike[str], what: str) -> Path:

@@ -1,0 +1,1 @@
+"""What every other package builds on: errors, text, random numbers, limits, paths. It knows nothing of learning."""
