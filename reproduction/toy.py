@@ -21,7 +21,7 @@ from words import markdown
 
 from lamina import algorithms
 from lamina.algorithms.contract import ClientInfo, ServerInfo
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 from lamina.report.figures import COLOURS, STYLE
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "lada-fig6-toy.png"

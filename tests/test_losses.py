@@ -8,7 +8,7 @@ from torch.nn import functional as F  # noqa: N812
 
 import lamina
 from kinds import Text, Tokens, TwoInputs, conv, draw, integers, linear
-from lamina import losses
+from lamina.objective import losses
 
 X, Y = draw(12, 4), integers(3, 12)
 LOGITS, MAP = draw(2, 3, 4, 4), integers(3, 2, 4, 4)

@@ -11,7 +11,7 @@ from lamina.evaluation import measure, named
 from lamina.experiment.config import parse
 from lamina.history import History
 from lamina.metrics import LABEL_METRICS, Batch, find, find_all, read_primary, smaller_is_better
-from lamina.objective import Objective
+from lamina.objective.objective import Objective
 
 rng = np.random.default_rng(0)
 SCORES = rng.normal(size=(1500, 7))  # more than one evaluation batch

@@ -11,8 +11,8 @@ from torch.nn.utils import parametrizations
 
 import lamina
 from lamina.algorithms.primitives import clip_by_norm
-from lamina.contents import alike, module_difference
 from lamina.data import Augment, Dataset
+from lamina.objective.fingerprint import alike, module_difference
 from small_simulations import PARTS, assert_same, take_gpu_path
 
 IMAGES = torch.randint(0, 256, (48, 1, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))

@@ -16,10 +16,10 @@ from torch import nn
 import lamina
 from helpers import call
 from lamina import progress
-from lamina.contents import code_digest
 from lamina.experiment.records import read_record
-from lamina.losses import CrossEntropy
 from lamina.metrics import METRICS
+from lamina.objective.fingerprint import code_digest
+from lamina.objective.losses import CrossEntropy
 from lamina.progress import IntervalLines, NotebookBars
 
 X = torch.randn(120, 5, generator=torch.Generator().manual_seed(0))

@@ -22,7 +22,7 @@ from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment
 from lamina.data.labels import mark_test_rows
 from lamina.data.partitions import Shards
-from lamina.dropout import set_streams, with_streams
+from lamina.objective.dropout import set_streams, with_streams
 from lamina.plan import Plan, dropout_streams, sample_counters
 from lamina.protocol import Protocol
 

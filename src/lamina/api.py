@@ -5,15 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lamina import aggregation, data, losses, models, schedules
+from lamina import aggregation, data, models, schedules
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
 from lamina.base.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.data.dataset import Dataset
 from lamina.history import History
-from lamina.layers import Layers
 from lamina.metrics import Metric
+from lamina.objective import losses
+from lamina.objective.layers import Layers
 from lamina.population import Population
 from lamina.simulation import Simulation
 

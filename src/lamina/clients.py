@@ -13,11 +13,11 @@ from lamina.base import rng
 from lamina.base.errors import BadInput, is_number, is_whole, nearest, short_repr
 from lamina.base.limits import MOST_CLIENTS, check_count, check_number
 from lamina.base.text import listed, plural
-from lamina.contents import alike
 from lamina.data.dataset import Dataset
 from lamina.data.partitions import ByColumn, Partition, Reallocate, split_dataset
 from lamina.data.partitions import make as make_partition
 from lamina.data.parts import Indices, Parts
+from lamina.objective.fingerprint import alike
 
 log = logging.getLogger(__name__)
 

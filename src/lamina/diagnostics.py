@@ -25,7 +25,7 @@ from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State, client_weights
 from lamina.metrics import DIAGNOSTICS
-from lamina.objective import Buffers, Objective
+from lamina.objective.objective import Buffers, Objective
 from lamina.plan import Plan, Round
 
 

@@ -15,13 +15,11 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
 from lamina.base.errors import BadInput, Diverged, LaminaError, describe_error
-from lamina.batch import tensors
 from lamina.clients import Reserved
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
 from lamina.history import Row
-from lamina.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
 from lamina.metrics import (
     ACCURACY,
     AUROC,
@@ -35,7 +33,9 @@ from lamina.metrics import (
     Values,
     mean,
 )
-from lamina.objective import Buffers, Objective
+from lamina.objective.batch import tensors
+from lamina.objective.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
+from lamina.objective.objective import Buffers, Objective
 from lamina.plan import Round
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,13 @@ from lamina.base.errors import BadInput, LaminaError, describe_error, nearest, w
 from lamina.base.limits import check_memory, in_bytes
 from lamina.base.registry import parameters_of
 from lamina.base.text import listed
-from lamina.batch import Inputs, map_batch, tensors
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
 from lamina.evaluation import EVALUATION_BATCH, Pairs
-from lamina.losses import (
+from lamina.masks import forward_of
+from lamina.models.allocation import LargestActivation
+from lamina.objective.batch import Inputs, map_batch, tensors
+from lamina.objective.losses import (
     IGNORED,
     TORCH_LOSSES,
     Loss,
@@ -36,9 +38,7 @@ from lamina.losses import (
     mean_squared_error,
     nll,
 )
-from lamina.masks import forward_of
-from lamina.models.allocation import LargestActivation
-from lamina.objective import Objective
+from lamina.objective.objective import Objective
 from lamina.plan import Plan
 
 log = logging.getLogger(__name__)

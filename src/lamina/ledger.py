@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo, trial_step
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 def payload_bytes(payload: Any) -> dict[str, int]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lamina.base.errors import BadInput
 from lamina.base.registry import parameters_of
-from lamina.batch import tensors
 from lamina.data.dataset import Dataset
+from lamina.objective.batch import tensors
 
 log = logging.getLogger(__name__)
 

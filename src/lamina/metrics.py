@@ -199,7 +199,7 @@ def _scores(batch: Batch) -> Values:
 
 def _errors(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return outputs minus targets [n, numbers], and which of them count: all but integer targets of -100."""
-    from lamina.losses import IGNORED
+    from lamina.objective.losses import IGNORED
 
     outputs, targets = batch.outputs, batch.targets
     if outputs.numel() != targets.numel() or outputs.dim() - targets.dim() > 1:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from lamina.algorithms.contract import options
 from lamina.base.errors import BadInput, Diverged
 from lamina.base.limits import check_count
-from lamina.contents import alike, same_inputs, same_tensor
 from lamina.data.dataset import Dataset
 from lamina.devices import arithmetic
 from lamina.engines.loop import Loop
@@ -20,6 +19,7 @@ from lamina.engines.stacked.rows import Member
 from lamina.engines.state import RoundReport
 from lamina.evaluation import refuse_nonfinite
 from lamina.history import History, Row
+from lamina.objective.fingerprint import alike, same_inputs, same_tensor
 from lamina.plan import Round
 from lamina.protocol import PER_MEMBER, Protocol
 from lamina.training import Training, evaluate_together

@@ -20,9 +20,9 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.base.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
 from lamina.base.registry import field_values
-from lamina.contents import code_digest
 from lamina.data.feed import Augment
-from lamina.losses import Loss, as_loss
+from lamina.objective.fingerprint import code_digest
+from lamina.objective.losses import Loss, as_loss
 from lamina.schedules import CONSTANT, Schedule, make_schedule
 
 Sampling = Literal["exact", "bernoulli"]

@@ -20,7 +20,7 @@ from lamina.base import rng
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
 from lamina.devices import arithmetic
-from lamina.objective import Objective
+from lamina.objective.objective import Objective
 
 log = logging.getLogger(__name__)
 

@@ -54,7 +54,7 @@ from lamina.inputs import as_model
 from lamina.masks import warn_of_padding, with_mask
 from lamina.metrics import ACCURACY, LOSS, Metric
 from lamina.models.registry import Factory
-from lamina.objective import Objective, copy_module
+from lamina.objective.objective import Objective, copy_module
 from lamina.plan import Plan, Round
 from lamina.protocol import Protocol
 from lamina.rounding import ignore_rounding

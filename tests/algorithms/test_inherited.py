@@ -5,7 +5,7 @@ import torch
 
 import lamina
 from lamina.algorithms.contract import ClientInfo, ServerInfo
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 STEPS, LR = 3, 0.1
 X = torch.linspace(-1.0, 1.0, 6, dtype=torch.float64)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lamina
 from kinds import Functional
-from lamina.dropout import set_streams, with_streams
+from lamina.objective.dropout import set_streams, with_streams
 from small_simulations import PARTS, assert_same, form, set_chunk, take_gpu_path
 
 

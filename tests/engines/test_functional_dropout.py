@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import has_torch_function
 
 import lamina
-from lamina.dropout import set_streams
-from lamina.functional_dropout import FunctionalDropout
+from lamina.objective.dropout import set_streams
+from lamina.objective.functional_dropout import FunctionalDropout
 from small_simulations import PARTS, assert_same, form
 
 DOUBLE = {"dtype": torch.float64}

@@ -25,7 +25,7 @@ from lamina.flower import Federation, Limits, outliers, wire
 from lamina.flower.checks import Update
 from lamina.flower.judge import Judge
 from lamina.flower.records import Attendance, Memory
-from lamina.objective import Objective
+from lamina.objective.objective import Objective
 
 NODES, HOSTILE, ROUNDS = 10, 3, 2
 

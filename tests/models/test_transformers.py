@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 from small_simulations import form
 
 transformers = pytest.importorskip("transformers")

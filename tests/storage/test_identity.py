@@ -17,8 +17,8 @@ import lamina
 from flower_setup import Setup
 from helpers import call, rows, sets
 from lamina.base.errors import BadInput
-from lamina.contents import attributes_digest
 from lamina.data.feed import Augment
+from lamina.objective.fingerprint import attributes_digest
 from lamina.schedules import Cosine, Exponential
 from lamina.storage import identity
 from lamina.storage.identity import content_digest

@@ -142,7 +142,7 @@ def test_weights_and_collections_that_a_loss_uses_count():
     scope = {"__name__": "somewhere", "torch": torch}
     lines = "def loss(o, t):\n    return {} * torch.nn.functional.cross_entropy(o, t, reduction='none')"
     exec(lines.format("table['a'] * criterion(o, t)"), scope)
-    from lamina.contents import code_digest
+    from lamina.objective.fingerprint import code_digest
 
     def digest(a, weight):
         scope["table"] = {"a": a}

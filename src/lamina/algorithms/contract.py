@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from lamina.base.errors import BadInput, is_number, short_repr
-from lamina.layers import Grouping, Layers
+from lamina.objective.layers import Grouping, Layers
 
 Number = float | Tensor
 

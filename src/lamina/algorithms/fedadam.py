@@ -31,7 +31,7 @@ from lamina.algorithms.primitives import (
     refuse_dead_moments,
     refuse_uncorrectable,
 )
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 class Server(NamedTuple):

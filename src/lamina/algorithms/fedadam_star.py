@@ -13,7 +13,7 @@ from torch import Tensor
 from lamina.algorithms import fedcm
 from lamina.algorithms.contract import Displacement, Number, ServerInfo, algorithm, hyper, zeros
 from lamina.algorithms.fedadam import FedAdam, Server
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 @algorithm(

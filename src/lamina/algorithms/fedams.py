@@ -42,7 +42,7 @@ from lamina.algorithms.primitives import (
     refuse_uncorrectable,
 )  # fmt: skip
 from lamina.base.errors import BadInput
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 class Server(NamedTuple):

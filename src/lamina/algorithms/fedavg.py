@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Displacement, LocalModel, Model, Number, ServerInfo, algorithm, hyper
 from lamina.algorithms.primitives import add_decay, descend
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 @algorithm(

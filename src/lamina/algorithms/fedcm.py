@@ -23,7 +23,7 @@ from lamina.algorithms.contract import (
     zeros,
 )
 from lamina.algorithms.primitives import add_decoupled, add_l2, clip_by_norm, descend, is_exactly
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 class Server(NamedTuple):

@@ -26,7 +26,7 @@ from lamina.algorithms.contract import (
 )
 from lamina.algorithms.localadam import Local, LocalAms
 from lamina.algorithms.primitives import add_decoupled, descend
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 class Server(NamedTuple):

@@ -23,7 +23,7 @@ from lamina.algorithms.contract import Algorithm, ClientInfo, Number, algorithm,
 from lamina.algorithms.fedams import FedAms
 from lamina.algorithms.primitives import is_exactly
 from lamina.base.errors import BadInput
-from lamina.layers import Grouping, Layers
+from lamina.objective.layers import Grouping, Layers
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from lamina.algorithms.contract import LocalModel, Model, Number, algorithm, hyper
 from lamina.algorithms.fedavg import FedAvg
 from lamina.algorithms.primitives import add_decay, descend
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 @algorithm(

@@ -36,7 +36,7 @@ from lamina.algorithms.primitives import (
     precondition,
     refuse_dead_moments,
 )
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 class Server(NamedTuple):

@@ -17,7 +17,7 @@ from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, al
 from lamina.algorithms.fedams import Client, FedAms, LocalMomentum
 from lamina.algorithms.primitives import add_decoupled, add_l2, corrected, descend, ema, next_share, precondition
 from lamina.base.errors import BadInput
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 class Server(NamedTuple):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Needs, ServerInfo, has_second_point, step_kinds
 from lamina.base.errors import BadInput, LaminaError, where_it_failed
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 TINY = Layers({"a.weight": (3, 4), "a.bias": (3,), "b.weight": (2, 3)})  # its numbers of elements and layers differ
 

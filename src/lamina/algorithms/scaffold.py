@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Number, ServerInfo, algorithm, hyper, zeros
 from lamina.algorithms.primitives import add_decay, clip_by_norm, descend, is_exactly
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 
 class Server(NamedTuple):

@@ -110,7 +110,7 @@ def _show_experiment(file: Path) -> None:
     from lamina.experiment.compare import with_algorithm
     from lamina.experiment.config import load
     from lamina.ledger import wire_cost
-    from lamina.objective import Objective, buffer_bytes
+    from lamina.objective.objective import Objective, buffer_bytes
 
     experiment = load(file)
     if "compare" in experiment.model_fields_set:

@@ -14,7 +14,7 @@ from lamina.base.text import listed, plural
 from lamina.data.dataset import Splits
 from lamina.data.files import own_path
 from lamina.data.labels import Task, make_splits, mark_test_rows
-from lamina.losses import IGNORED
+from lamina.objective.losses import IGNORED
 
 Arrays = dict[str, NDArray[Any]]
 

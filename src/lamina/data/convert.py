@@ -16,7 +16,7 @@ from lamina.base.errors import BadInput, is_whole, nearest
 from lamina.base.text import listed, plural
 from lamina.data.hub import LABEL_COLUMNS
 from lamina.data.images import stack_pictures
-from lamina.losses import IGNORED
+from lamina.objective.losses import IGNORED
 
 log = logging.getLogger(__name__)
 

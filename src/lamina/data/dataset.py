@@ -15,10 +15,10 @@ from torch import Tensor
 from lamina.base import rng
 from lamina.base.errors import BadInput, is_number
 from lamina.base.text import plural
-from lamina.batch import Inputs, map_batch, named_tensors, tensors
 from lamina.data import convert, hub
 from lamina.data.feed import prepare
-from lamina.losses import IGNORED
+from lamina.objective.batch import Inputs, map_batch, named_tensors, tensors
+from lamina.objective.losses import IGNORED
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count, check_number
-from lamina.batch import Inputs, map_batch, tensors
+from lamina.objective.batch import Inputs, map_batch, tensors
 
 MOST_PADDING = 1024  # pixels
 WORD_BITS = 53  # of an image's random word; see `lamina.base.rng.bits`

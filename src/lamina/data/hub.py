@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from lamina.base.errors import BadInput, missing_extra, nearest
 from lamina.data.images import stack_pictures
-from lamina.losses import IGNORED
+from lamina.objective.losses import IGNORED
 
 _INPUT_COLUMNS = ("image", "img", "images", "pixel_values", "x", "input_ids", "features", "inputs")
 _OF_TOKENS = ("token_type_ids", "attention_mask")  # what tokenizers give beside the ids

@@ -14,7 +14,7 @@ from lamina.data import hub
 from lamina.data.convert import convert, refuse_other_lengths
 from lamina.data.dataset import Splits
 from lamina.data.labels import Task, make_splits, mark_test_rows
-from lamina.losses import IGNORED
+from lamina.objective.losses import IGNORED
 
 SAVED_MARKS = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 

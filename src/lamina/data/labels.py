@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from lamina.base import rng
 from lamina.base.errors import BadInput, is_whole
 from lamina.base.text import listed
-from lamina.batch import map_batch
 from lamina.data.convert import convert, refuse_missing_labels, signed, too_large
 from lamina.data.dataset import Dataset, Splits, held_out_count
-from lamina.losses import IGNORED
+from lamina.objective.batch import map_batch
+from lamina.objective.losses import IGNORED
 
 Task = Literal["classification", "regression"]
 

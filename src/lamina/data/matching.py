@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lamina.base.errors import BadInput, nearest
-from lamina.batch import map_batch, named_tensors, tensors
 from lamina.data.dataset import Dataset
+from lamina.objective.batch import map_batch, named_tensors, tensors
 
 
 def match(test: Dataset, train: Dataset) -> Dataset:

@@ -11,8 +11,6 @@ from typing import Any
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, unknown
 from lamina.base.registry import field_values
-from lamina.batch import same_kind
-from lamina.contents import same_inputs, same_tensor
 from lamina.data.dataset import Dataset
 from lamina.devices import Precision
 from lamina.engines.loop import Loop
@@ -21,7 +19,9 @@ from lamina.engines.stacked.forward import choose_forward, is_random
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
-from lamina.objective import Objective
+from lamina.objective.batch import same_kind
+from lamina.objective.fingerprint import same_inputs, same_tensor
+from lamina.objective.objective import Objective
 
 UNCONTROLLED = (
     "the module's forward draws random numbers itself (torch.rand, an LSTM's dropout, dropout in evaluation, in "

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lamina.base.errors import Diverged
-from lamina.layers import Layers
-from lamina.objective import Buffers, Objective
+from lamina.objective.layers import Layers
+from lamina.objective.objective import Buffers, Objective
 from lamina.plan import Round
 
 

@@ -30,12 +30,12 @@ from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.base import rng
-from lamina.batch import Inputs, map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import training_inputs
 from lamina.engines.divergence import StepCheck, all_finite, diverged_upload
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
-from lamina.objective import Buffers, Objective
+from lamina.objective.batch import Inputs, map_batch
+from lamina.objective.objective import Buffers, Objective
 from lamina.plan import Round
 from lamina.protocol import Protocol
 

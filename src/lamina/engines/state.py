@@ -12,9 +12,9 @@ from torch import Tensor
 from lamina.aggregation import MEAN, Aggregation, Mean, combine_uploads
 from lamina.algorithms.contract import Algorithm, ServerInfo
 from lamina.engines.divergence import diverged
-from lamina.layers import Layers
 from lamina.ledger import Ledger, payload_bytes
-from lamina.objective import Buffers, Objective, buffer_bytes
+from lamina.objective.layers import Layers
+from lamina.objective.objective import Buffers, Objective, buffer_bytes
 from lamina.plan import Round
 
 

@@ -28,7 +28,7 @@ from lamina.base.paths import checked_path
 from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, PathText, default_name
 from lamina.experiment.toml import read_tree, set_keys
-from lamina.losses import LOSSES
+from lamina.objective.losses import LOSSES
 from lamina.protocol import Protocol
 
 NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal

@@ -52,7 +52,7 @@ from lamina.experiment.records import (
 from lamina.experiment.trackers import Trackers
 from lamina.history import History, Row, rank
 from lamina.metrics import read_primary
-from lamina.objective import Buffers, Objective
+from lamina.objective.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
 from lamina.storage.locks import Lock, Locked, is_at, lost

@@ -9,14 +9,14 @@ from typing import Any
 
 from torch import nn
 
-from lamina.batch import map_batch
-from lamina.contents import code_digest, is_laminas
 from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
 from lamina.inputs import create_model
-from lamina.losses import as_loss
 from lamina.metrics import METRICS, Metric, description
 from lamina.models.registry import Factory
+from lamina.objective.batch import map_batch
+from lamina.objective.fingerprint import code_digest, is_laminas
+from lamina.objective.losses import as_loss
 from lamina.protocol import function_name
 from lamina.storage.identity import code_digests, content_digest, json_digest, splits_digest, structure_digest
 from lamina.training import Training

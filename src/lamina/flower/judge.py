@@ -15,7 +15,7 @@ from lamina.flower import outliers, wire
 from lamina.flower.checks import Evaluation, Expected, Update
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
-from lamina.objective import Objective
+from lamina.objective.objective import Objective
 
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
 

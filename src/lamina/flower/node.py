@@ -28,7 +28,7 @@ from lamina.flower import signing, wire
 from lamina.flower.setup import Setup
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
-from lamina.objective import Buffers, Objective
+from lamina.objective.objective import Buffers, Objective
 from lamina.plan import Plan, Round
 from lamina.rounding import ignore_rounding
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lamina.flower.checks import Limits, Update
-from lamina.layers import Layers
-from lamina.objective import Buffers
+from lamina.objective.layers import Layers
+from lamina.objective.objective import Buffers
 
 FEWEST_FOR_A_MEDIAN = 3  # answers
 FULL_COHORT = 10  # answers; with fewer, a median says less, and the limits are wider by as much

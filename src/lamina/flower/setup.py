@@ -24,7 +24,7 @@ from lamina.evaluation import ClientSamples
 from lamina.flower.checks import Limits
 from lamina.masks import with_mask
 from lamina.metrics import Metric, find_all, is_function_of_mean
-from lamina.objective import Objective
+from lamina.objective.objective import Objective
 from lamina.plan import Plan
 from lamina.protocol import Protocol, Settings
 

@@ -19,13 +19,13 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, options
 from lamina.base import rng
 from lamina.base.text import listed
-from lamina.batch import map_batch
 from lamina.clients import Clients
-from lamina.contents import code_digest, is_laminas
 from lamina.data.dataset import Dataset
 from lamina.data.partitions import Partition, columns_read
-from lamina.losses import LOSSES, Loss
-from lamina.objective import Objective
+from lamina.objective.batch import map_batch
+from lamina.objective.fingerprint import code_digest, is_laminas
+from lamina.objective.losses import LOSSES, Loss
+from lamina.objective.objective import Objective
 from lamina.plan import Plan
 from lamina.protocol import Protocol
 from lamina.storage.files import as_json

@@ -17,7 +17,7 @@ from lamina.engines.stacked.independence import (
     works_by_layer,
     works_by_row,
 )
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 MODEL = Layers({"a.weight": (30, 8), "a.bias": (30,), "b.weight": (5, 30)}), torch.device("cpu")
 X, Y = torch.randn(40, 4, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 2

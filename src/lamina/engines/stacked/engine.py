@@ -75,9 +75,9 @@ from lamina.engines.state import (
     step_server,
     undo_weighting,
 )
-from lamina.layers import Layers
 from lamina.ledger import payload_bytes
-from lamina.objective import Buffers, Objective
+from lamina.objective.layers import Layers
+from lamina.objective.objective import Buffers, Objective
 from lamina.plan import Round
 from lamina.protocol import Protocol
 

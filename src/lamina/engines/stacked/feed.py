@@ -12,7 +12,7 @@ from lamina.base import rng
 from lamina.data.parts import Indices
 from lamina.engines.stacked.rows import Member, RoundInProgress, Row, pad_plans, plan_rows, send
 from lamina.engines.stacked.steps import Batches
-from lamina.objective import Objective
+from lamina.objective.objective import Objective
 from lamina.plan import Round, dropout_streams, sample_counters
 from lamina.protocol import Protocol
 

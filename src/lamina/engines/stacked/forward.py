@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lamina.base import rng
-from lamina.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.devices import Precision, arithmetic
-from lamina.dropout import dropping_half, set_streams, stream_layers
 from lamina.engines.stacked.attention_masks import unread_masks
 from lamina.engines.stacked.convolution import kernels_for
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
@@ -24,8 +22,10 @@ from lamina.engines.stacked.fusion import fuse
 from lamina.engines.stacked.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
 from lamina.engines.stacked.per_module import PerModule, over_clients
 from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, value_read
-from lamina.layers import ChannelsLast
-from lamina.objective import Buffers, Objective
+from lamina.objective.batch import Inputs, arguments, map_batch, outputs_of
+from lamina.objective.dropout import dropping_half, set_streams, stream_layers
+from lamina.objective.layers import ChannelsLast
+from lamina.objective.objective import Buffers, Objective
 
 Parameters = Mapping[str, Tensor]  # by name, each [C, ...]
 

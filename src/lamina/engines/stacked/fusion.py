@@ -16,8 +16,8 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.dropout import FromStreams
 from lamina.engines.stacked.modules import PlainMaxPool2d, StackedConv2d, StackedGroupNorm
+from lamina.objective.dropout import FromStreams
 
 ADDITIONS = (operator.add, torch.add)
 RELUS = (F.relu, torch.relu)

@@ -28,7 +28,7 @@ from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import Batches, LocalWork, Problem, copy_buffers, where_active
-from lamina.objective import Buffers
+from lamina.objective.objective import Buffers
 
 log = logging.getLogger(__name__)
 

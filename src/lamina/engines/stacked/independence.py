@@ -21,7 +21,7 @@ from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo
 from lamina.algorithms.rehearsal import TINY, is_user_defined
 from lamina.engines.stacked.probe import reads_values
 from lamina.engines.stacked.rows import map_record
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 SIZES = tuple(10.0**exponent for exponent in range(-6, 7, 2))  # of the states and gradients that are tried
 MAX_REMEMBERED = 256  # answers per check

@@ -19,7 +19,7 @@ from lamina.base.errors import BadInput
 from lamina.engines.stacked.gpu.launch import recording
 from lamina.engines.stacked.steps import Batches, Problem
 from lamina.ledger import payload_bytes
-from lamina.objective import Objective
+from lamina.objective.objective import Objective
 
 log = logging.getLogger(__name__)
 

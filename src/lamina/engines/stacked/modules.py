@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.base.errors import BadInput
-from lamina.dropout import StreamAttention, StreamDropout
 from lamina.engines.stacked.convolution import (
     StackedConv1d,
     StackedConv3d,
@@ -41,7 +40,8 @@ from lamina.engines.stacked.folding import (
 )
 from lamina.engines.stacked.per_module import PerModule, per_module
 from lamina.engines.stacked.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
-from lamina.objective import ONE_SAMPLE
+from lamina.objective.dropout import StreamAttention, StreamDropout
+from lamina.objective.objective import ONE_SAMPLE
 
 
 class StackedLinear(nn.Linear):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from lamina.dropout import FromStreams, stream_layers
 from lamina.engines.stacked.folding import CannotStack, SharedInput, at_least_float32, unfold_clients
+from lamina.objective.dropout import FromStreams, stream_layers
 
 
 class PerModule(SharedInput):

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_leaves
 
-from lamina import functional_dropout
-from lamina import objective as objective_module
 from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
 from lamina.base.errors import LaminaError
-from lamina.batch import Inputs, map_batch, tensors
 from lamina.engines.stacked.attention_masks import unread_masks
-from lamina.objective import Objective
+from lamina.objective import functional_dropout
+from lamina.objective import objective as objective_module
+from lamina.objective.batch import Inputs, map_batch, tensors
+from lamina.objective.objective import Objective
 
 MOST_SCANNED = 1 << 24  # numbers of a data set that are searched for extreme samples
 PROBE_CLIENTS, PROBE_BATCH = 4, 5

@@ -16,7 +16,7 @@ from lamina.base.errors import Diverged
 from lamina.data.parts import Indices
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.state import RoundReport, State, Sums, client_weights
-from lamina.objective import Buffers
+from lamina.objective.objective import Buffers
 from lamina.plan import Round
 from lamina.protocol import Protocol
 

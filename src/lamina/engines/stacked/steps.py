@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from lamina.algorithms.contract import Number
-from lamina.batch import map_batch
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment, training_inputs
 from lamina.engines.stacked.forward import Forward
 from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
-from lamina.layers import Grouping, Layers
-from lamina.objective import Buffers, Objective
+from lamina.objective.batch import map_batch
+from lamina.objective.layers import Grouping, Layers
+from lamina.objective.objective import Buffers, Objective
 
 
 class Batches(NamedTuple):

@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 import lamina
 from lamina.algorithms.contract import ClientInfo, ServerInfo, options
 from lamina.algorithms.primitives import clip_by_norm
-from lamina.dropout import FromStreams, lowest_kept
-from lamina.layers import Layers
+from lamina.objective.dropout import FromStreams, lowest_kept
+from lamina.objective.layers import Layers
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

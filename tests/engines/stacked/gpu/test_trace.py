@@ -7,7 +7,7 @@ import lamina
 from lamina.algorithms.contract import ClientInfo, LocalModel, ServerInfo, options
 from lamina.engines.stacked.gpu.trace import CannotFuse, trace_step
 from lamina.engines.stacked.independence import number_options
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 LAYERS = Layers({"a.weight": (30, 8, 3, 3), "a.bias": (30,), "b.weight": (5, 30)}).channels_last()
 

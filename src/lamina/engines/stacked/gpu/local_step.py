@@ -25,7 +25,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, options
 from lamina.engines.stacked.gpu.launch import launch
 from lamina.engines.stacked.gpu.trace import CannotFuse, Value, trace_step
-from lamina.layers import Layers
+from lamina.objective.layers import Layers
 
 BLOCK = 1024  # elements that a program works on
 MAX_GRID_AXIS = 65535  # programs along the second or third axis of a launch

@@ -20,7 +20,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.algorithms.rehearsal import TINY, is_user_defined
 from lamina.base.dispatch import WatchingMode
-from lamina.layers import Grouping, Layers
+from lamina.objective.layers import Grouping, Layers
 
 TRACED_ROWS = 5
 

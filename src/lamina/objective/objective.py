@@ -13,12 +13,12 @@ from torch.func import functional_call
 
 from lamina.base import rng
 from lamina.base.errors import BadInput
-from lamina.batch import Inputs, arguments, outputs_of
-from lamina.contents import alike, attributes_digest, module_difference, same_tensors
-from lamina.dropout import FromStreams, set_streams, stream_layers, with_streams
-from lamina.functional_dropout import FunctionalDropout
-from lamina.layers import Layers
-from lamina.losses import Loss, as_loss, hits
+from lamina.objective.batch import Inputs, arguments, outputs_of
+from lamina.objective.dropout import FromStreams, set_streams, stream_layers, with_streams
+from lamina.objective.fingerprint import alike, attributes_digest, module_difference, same_tensors
+from lamina.objective.functional_dropout import FunctionalDropout
+from lamina.objective.layers import Layers
+from lamina.objective.losses import Loss, as_loss, hits
 
 Buffers = dict[str, Tensor]
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from lamina.dropout import LAYERS, FromStreams, additive_mask
+from lamina.objective.dropout import LAYERS, FromStreams, additive_mask
 
 # the layer that computes the same as a function, and whether the function drops unless `training` is given
 FUNCTIONS: dict[Any, tuple[type[nn.Module], bool]] = {

@@ -1,0 +1,1 @@
+"""A module and a loss as a function of one flat vector: gradients, layers, batches, losses, dropout, fingerprints."""
