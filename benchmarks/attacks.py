@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 import lamina
-from lamina.aggregation import make as make_aggregation
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.data import load, partitions
 from lamina.engines.stacked import engine as stacked
 from lamina.engines.state import Sums, close_round, undo_weighting
 from lamina.flower import Limits, outliers
 from lamina.flower.checks import CONTRADICTION, Update
+from lamina.rounds.aggregation import make as make_aggregation
 
 RATES = {
     "fedadam": 0.1, "fedadam_star": 0.3, "fedams": 1e-3, "fedavg": 0.1, "fedcm": 0.3, "fedlada": 0.01,

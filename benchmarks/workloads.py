@@ -128,9 +128,9 @@ def data(w: Workload, x: np.ndarray | None = None, y: np.ndarray | None = None) 
 
 def cohort(w: Workload, number: int) -> np.ndarray:
     """Return the users that lamina's round plan selects in a round, counted from 1."""
-    from lamina.clients import Clients
-    from lamina.plan import Plan
-    from lamina.protocol import Protocol
+    from lamina.rounds.clients import Clients
+    from lamina.rounds.plan import Plan
+    from lamina.rounds.settings import Protocol
 
     protocol = Protocol(lr=w.lr, participation=w.active / w.users, sampling=w.sampling)
     return Plan(Clients.elsewhere(w.users), protocol).cohort(number)

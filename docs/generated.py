@@ -20,7 +20,7 @@ from docutils.statemachine import StringList
 from lamina import algorithms
 from lamina.algorithms.contract import allowed, options
 from lamina.cli import app
-from lamina.ledger import wire_cost
+from lamina.rounds.ledger import wire_cost
 
 
 class Generated(Directive):

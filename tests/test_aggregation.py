@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 import lamina
-from lamina import aggregation
-from lamina.aggregation import CentredClipping, Mean, Median, NormClipping, TrimmedMean
 from lamina.base.errors import BadInput
 from lamina.experiment import build as building
 from lamina.experiment.config import parse
+from lamina.rounds import aggregation
+from lamina.rounds.aggregation import CentredClipping, Mean, Median, NormClipping, TrimmedMean
 
 ROBUST = [Median(), TrimmedMean(0.2), NormClipping(), NormClipping(0.05), CentredClipping(), CentredClipping(0.1, 2)]
 EQUAL = torch.full((5,), 0.2, dtype=torch.float64)

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.clients import Clients
 from lamina.data import Augment
 from lamina.experiment import config
 from lamina.experiment.build import build, settings_of
 from lamina.experiment.python import describe
 from lamina.experiment.toml import as_toml
 from lamina.experiment.tune import with_settings
-from lamina.plan import Plan
-from lamina.protocol import Protocol
+from lamina.rounds.clients import Clients
+from lamina.rounds.plan import Plan
+from lamina.rounds.settings import Protocol
 from lamina.training import RunOptions
 
 X, Y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3

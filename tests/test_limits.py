@@ -12,11 +12,11 @@ import lamina
 from helpers import call
 from lamina import BadInput, Population, Simulation, models
 from lamina.base import limits
-from lamina.clients import Clients
 from lamina.experiment.settings import points
-from lamina.plan import Plan
-from lamina.protocol import Protocol
-from lamina.schedules import Exponential, Milestones
+from lamina.rounds.clients import Clients
+from lamina.rounds.plan import Plan
+from lamina.rounds.schedules import Exponential, Milestones
+from lamina.rounds.settings import Protocol
 
 X, Y = torch.randn(40, 8), torch.arange(40) % 4
 ABSURD = ("1000000000", "2147483648", "9223372036854775808", "1" + "0" * 30, "-1", "0", "nan", "inf", "-inf")
@@ -170,7 +170,7 @@ def test_the_estimate_of_a_round_is_a_lower_bound(monkeypatch):
     import tracemalloc
 
     asked = []
-    monkeypatch.setattr("lamina.plan.check_memory", lambda what, needed, advice: asked.append(needed))
+    monkeypatch.setattr("lamina.rounds.plan.check_memory", lambda what, needed, advice: asked.append(needed))
     for size, batch_size, epochs, steps in ((1000, 10, 50, None), (1000, 1, None, 5000), (20, 32, None, 5000)):
         plan = Plan(
             Clients([range(i * size, (i + 1) * size) for i in range(4)], 4 * size),

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from lamina.base import rng
 from lamina.base.errors import BadInput
-from lamina.clients import Clients, deal
 from lamina.data.dataset import Dataset
-from lamina.plan import Plan
-from lamina.protocol import Protocol
-from lamina.schedules import Constant, Cosine, Exponential, Milestones, make_schedule
+from lamina.rounds.clients import Clients, deal
+from lamina.rounds.plan import Plan
+from lamina.rounds.schedules import Constant, Cosine, Exponential, Milestones, make_schedule
+from lamina.rounds.settings import Protocol
 
 
 def ragged(sizes):

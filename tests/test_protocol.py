@@ -7,12 +7,12 @@ from typing import get_args, get_type_hints
 import numpy as np
 import pytest
 
-from lamina.aggregation import Median
-from lamina.clients import Clients
 from lamina.data.feed import Augment
-from lamina.plan import Plan
-from lamina.protocol import SERVER_ONLY, UNPLANNED, Protocol, Settings
-from lamina.schedules import Cosine
+from lamina.rounds.aggregation import Median
+from lamina.rounds.clients import Clients
+from lamina.rounds.plan import Plan
+from lamina.rounds.schedules import Cosine
+from lamina.rounds.settings import SERVER_ONLY, UNPLANNED, Protocol, Settings
 
 # another value of every setting
 OTHER = {

@@ -12,9 +12,9 @@ from torch import nn
 import lamina
 from lamina import algorithms
 from lamina.data import Augment, Classes, Dirichlet, Reallocate
-from lamina.plan import Plan
-from lamina.protocol import Protocol
-from lamina.schedules import Cosine, Exponential, Milestones
+from lamina.rounds.plan import Plan
+from lamina.rounds.schedules import Cosine, Exponential, Milestones
+from lamina.rounds.settings import Protocol
 
 
 def blobs(n=240, classes=3, features=4, seed=0):

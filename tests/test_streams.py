@@ -16,15 +16,15 @@ from torch import nn
 import lamina
 from lamina import models
 from lamina.base import rng
-from lamina.clients import Clients, reserve
 from lamina.data import IID, Classes, Dirichlet, Reallocate
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment
 from lamina.data.labels import mark_test_rows
 from lamina.data.partitions import Shards
 from lamina.objective.dropout import set_streams, with_streams
-from lamina.plan import Plan, dropout_streams, sample_counters
-from lamina.protocol import Protocol
+from lamina.rounds.clients import Clients, reserve
+from lamina.rounds.plan import Plan, dropout_streams, sample_counters
+from lamina.rounds.settings import Protocol
 
 SOURCES = Path(lamina.__file__).parent
 PURPOSE = re.compile(r'rng\.(?:key|torch_seed|generator)\([^"\n]*"([^"]+)"')

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lamina import aggregation, data, models, schedules
+from lamina import data, models
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
@@ -16,6 +16,7 @@ from lamina.metrics import Metric
 from lamina.objective import losses
 from lamina.objective.layers import Layers
 from lamina.population import Population
+from lamina.rounds import aggregation, schedules
 from lamina.simulation import Simulation
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State, client_weights
 from lamina.metrics import DIAGNOSTICS
 from lamina.objective.objective import Buffers, Objective
-from lamina.plan import Plan, Round
+from lamina.rounds.plan import Plan, Round
 
 
 def check_names(names: Any) -> tuple[str, ...]:

@@ -15,7 +15,6 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
 from lamina.base.errors import BadInput, Diverged, LaminaError, describe_error
-from lamina.clients import Reserved
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
@@ -36,7 +35,8 @@ from lamina.metrics import (
 from lamina.objective.batch import tensors
 from lamina.objective.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
 from lamina.objective.objective import Buffers, Objective
-from lamina.plan import Round
+from lamina.rounds.clients import Reserved
+from lamina.rounds.plan import Round
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ from lamina.objective.losses import (
     nll,
 )
 from lamina.objective.objective import Objective
-from lamina.plan import Plan
+from lamina.rounds.plan import Plan
 
 log = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from lamina.engines.state import RoundReport
 from lamina.evaluation import refuse_nonfinite
 from lamina.history import History, Row
 from lamina.objective.fingerprint import alike, same_inputs, same_tensor
-from lamina.plan import Round
-from lamina.protocol import PER_MEMBER, Protocol
+from lamina.rounds.plan import Round
+from lamina.rounds.settings import PER_MEMBER, Protocol
 from lamina.training import Training, evaluate_together
 
 

@@ -21,7 +21,6 @@ from lamina.base.limits import check_count
 from lamina.base.paths import checked_path
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
-from lamina.clients import Heldout
 from lamina.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.history import History, Row
@@ -29,7 +28,8 @@ from lamina.inputs import as_algorithm, as_splits
 from lamina.metrics import find_all
 from lamina.models.registry import Factory
 from lamina.progress import python_bars
-from lamina.protocol import Protocol, Settings
+from lamina.rounds.clients import Heldout
+from lamina.rounds.settings import Protocol, Settings
 from lamina.storage.identity import Identity, of_run
 from lamina.training import RunOptions, Training
 

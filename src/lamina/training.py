@@ -24,7 +24,6 @@ from lamina.algorithms.rehearsal import rehearse_on
 from lamina.base import rng
 from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count
-from lamina.clients import Heldout, deal, reserve
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
 from lamina.devices import Precision, arithmetic, check_model_fits, usable_precision
@@ -55,9 +54,10 @@ from lamina.masks import warn_of_padding, with_mask
 from lamina.metrics import ACCURACY, LOSS, Metric
 from lamina.models.registry import Factory
 from lamina.objective.objective import Objective, copy_module
-from lamina.plan import Plan, Round
-from lamina.protocol import Protocol
 from lamina.rounding import ignore_rounding
+from lamina.rounds.clients import Heldout, deal, reserve
+from lamina.rounds.plan import Plan, Round
+from lamina.rounds.settings import Protocol
 
 log = logging.getLogger(__name__)
 

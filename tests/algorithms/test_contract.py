@@ -13,7 +13,7 @@ from lamina import BadInput, Layers, algorithms
 from lamina.algorithms import contract
 from lamina.algorithms.contract import ClientInfo, ServerInfo, options, registry
 from lamina.algorithms.rehearsal import rehearse
-from lamina.ledger import payload_bytes, wire_cost
+from lamina.rounds.ledger import payload_bytes, wire_cost
 
 LAYERS = Layers({"a.weight": (3, 2), "a.bias": (3,), "b.weight": (2, 2)})
 P = LAYERS.size

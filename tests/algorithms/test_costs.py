@@ -10,7 +10,7 @@ import torch
 
 import lamina
 import transcriptions as T  # noqa: N812
-from lamina import ledger
+from lamina.rounds import ledger
 from paper_problem import BYTES, CLIENTS, INPUTS, START, TRAIN, close, make, simulate, transcribe
 
 

@@ -11,8 +11,8 @@ import transcriptions as T  # noqa: N812
 from engines.test_dropout import simulation as dropout_simulation
 from flower_setup import Setup, small_model
 from lamina.engines.stacked.independence import works_by_layer, works_by_row
-from lamina.ledger import WireCost, wire_cost
 from lamina.objective.layers import Layers
+from lamina.rounds.ledger import WireCost, wire_cost
 from paper_problem import INPUTS, LABELS, START, close, simulate
 from second_gradients import ControlledSam, ControlVariate, FedSam, SamInEvenRounds, VarianceReduced
 from small_simulations import assert_as_in_the_loop, assert_same, form, simulation, take_gpu_path

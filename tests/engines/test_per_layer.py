@@ -11,7 +11,7 @@ from flower_setup import Setup, assert_like_the_simulation
 from lamina.algorithms.contract import per_client, per_layer
 from lamina.algorithms.rehearsal import rehearse
 from lamina.flower import wire
-from lamina.ledger import wire_cost
+from lamina.rounds.ledger import wire_cost
 from small_simulations import assert_same, reference, simulation, take_gpu_path
 
 TENSORS = 4  # of an MLP

@@ -18,7 +18,7 @@ from lamina.flower.keys import private_folder
 from lamina.flower.local import guard
 from lamina.flower.local.jobs import write_app
 from lamina.flower.local.processes import HOST, free_port
-from lamina.plan import Plan
+from lamina.rounds.plan import Plan
 
 NODES = 3
 

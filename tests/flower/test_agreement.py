@@ -24,13 +24,13 @@ from flower_setup import (
     small_model,
 )
 from lamina.base.errors import BadInput
-from lamina.clients import Clients
 from lamina.experiment import build as building
 from lamina.experiment.config import parse
 from lamina.experiment.records import read_record
 from lamina.flower import Federation
-from lamina.plan import Plan
-from lamina.protocol import Protocol
+from lamina.rounds.clients import Clients
+from lamina.rounds.plan import Plan
+from lamina.rounds.settings import Protocol
 
 
 @pytest.mark.parametrize("algorithm", sorted(lamina.algorithms.registry()))

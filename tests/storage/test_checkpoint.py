@@ -13,7 +13,7 @@ from helpers import without_times
 from lamina import BadInput
 from lamina.algorithms.contract import Model
 from lamina.engines.state import State
-from lamina.ledger import Ledger
+from lamina.rounds.ledger import Ledger
 from lamina.storage import checkpoint
 from lamina.storage.checkpoint import Checkpoints, load_newest, pack, unpack
 

@@ -19,7 +19,7 @@ from helpers import call, rows, sets
 from lamina.base.errors import BadInput
 from lamina.data.feed import Augment
 from lamina.objective.fingerprint import attributes_digest
-from lamina.schedules import Cosine, Exponential
+from lamina.rounds.schedules import Cosine, Exponential
 from lamina.storage import identity
 from lamina.storage.identity import content_digest
 

@@ -17,7 +17,7 @@ from lamina.base.errors import BadInput, extra_hint, nearest, unknown, where_it_
 def create_named(what: str, classes: Mapping[str, type[Any]], name: str, options: Mapping[str, Any]) -> Any:
     """Return an object of the class with this name; refuse an unknown name, an unknown and a missing option.
 
-    >>> from lamina.schedules import SCHEDULES
+    >>> from lamina.rounds.schedules import SCHEDULES
     >>> create_named("schedule", SCHEDULES, "exponential", {"gamma": 0.9})
     Exponential(gamma=0.9)
     """

@@ -62,7 +62,7 @@ def rows_of(what: str) -> list[list[str]]:
 
 
 def _algorithm_row(kind: type[Algorithm]) -> list[str]:
-    from lamina.ledger import wire_cost
+    from lamina.rounds.ledger import wire_cost
 
     cost, card = wire_cost(kind()), kind.card
     sizes = [f"{size:g}" for size in (cost.down, cost.up, cost.client_state)]
@@ -109,8 +109,8 @@ def _show_experiment(file: Path) -> None:
     from lamina.experiment.build import build_algorithm, build_model, load_data
     from lamina.experiment.compare import with_algorithm
     from lamina.experiment.config import load
-    from lamina.ledger import wire_cost
     from lamina.objective.objective import Objective, buffer_bytes
+    from lamina.rounds.ledger import wire_cost
 
     experiment = load(file)
     if "compare" in experiment.model_fields_set:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lamina.base.errors import Diverged
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective
-from lamina.plan import Round
+from lamina.rounds.plan import Round
 
 
 @dataclass(frozen=True)

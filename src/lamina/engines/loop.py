@@ -26,7 +26,6 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.base import rng
@@ -36,8 +35,9 @@ from lamina.engines.divergence import StepCheck, all_finite, diverged_upload
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
 from lamina.objective.batch import Inputs, map_batch
 from lamina.objective.objective import Buffers, Objective
-from lamina.plan import Round
-from lamina.protocol import Protocol
+from lamina.rounds.aggregation import combine_vectors
+from lamina.rounds.plan import Round
+from lamina.rounds.settings import Protocol
 
 FULL_GRADIENT_CHUNK = 512  # samples at a time in a gradient over all of a client's data
 # The same for BatchNorm without running statistics: its output for a sample depends on the samples evaluated with it,

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.aggregation import MEAN, Aggregation, Mean, combine_uploads
 from lamina.algorithms.contract import Algorithm, ServerInfo
 from lamina.engines.divergence import diverged
-from lamina.ledger import Ledger, payload_bytes
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective, buffer_bytes
-from lamina.plan import Round
+from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
+from lamina.rounds.ledger import Ledger, payload_bytes
+from lamina.rounds.plan import Round
 
 
 @dataclass

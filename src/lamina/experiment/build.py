@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from lamina import aggregation, algorithms, models
+from lamina import algorithms, models
 from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.registry import field_values
 from lamina.base.text import listed, plural
-from lamina.clients import DEFAULT_CLIENTS
 from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
@@ -25,8 +24,10 @@ from lamina.experiment.config import Experiment
 from lamina.experiment.objects import describe_code
 from lamina.inputs import as_algorithm, create_model
 from lamina.metrics import Metric, description, find_all
-from lamina.protocol import Protocol, Settings
-from lamina.schedules import Schedule, make_schedule
+from lamina.rounds import aggregation
+from lamina.rounds.clients import DEFAULT_CLIENTS
+from lamina.rounds.schedules import Schedule, make_schedule
+from lamina.rounds.settings import Protocol, Settings
 from lamina.storage.identity import splits_digest
 from lamina.training import RunOptions, Training
 

@@ -29,7 +29,7 @@ from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, PathText, default_name
 from lamina.experiment.toml import read_tree, set_keys
 from lamina.objective.losses import LOSSES
-from lamina.protocol import Protocol
+from lamina.rounds.settings import Protocol
 
 NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal
 Positive = Annotated[float, Field(gt=0)]

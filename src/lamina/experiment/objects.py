@@ -17,7 +17,7 @@ from lamina.models.registry import Factory
 from lamina.objective.batch import map_batch
 from lamina.objective.fingerprint import code_digest, is_laminas
 from lamina.objective.losses import as_loss
-from lamina.protocol import function_name
+from lamina.rounds.settings import function_name
 from lamina.storage.identity import code_digests, content_digest, json_digest, splits_digest, structure_digest
 from lamina.training import Training
 

@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 from lamina import algorithms
-from lamina.aggregation import AGGREGATIONS
-from lamina.aggregation import name_of as aggregation_name
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
-from lamina.clients import Clients, refuse_odd_clients
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.own import FORMATS
@@ -35,8 +32,11 @@ from lamina.experiment.settings import shown
 from lamina.history import Row
 from lamina.inputs import as_splits
 from lamina.metrics import find_all
-from lamina.protocol import as_table, function_name, schedule_name
-from lamina.schedules import SCHEDULES
+from lamina.rounds.aggregation import AGGREGATIONS
+from lamina.rounds.aggregation import name_of as aggregation_name
+from lamina.rounds.clients import Clients, refuse_odd_clients
+from lamina.rounds.schedules import SCHEDULES
+from lamina.rounds.settings import as_table, function_name, schedule_name
 from lamina.training import Training
 
 Table = dict[str, Any]

@@ -17,7 +17,6 @@ from torch import nn
 from lamina.algorithms import BUILT_IN
 from lamina.algorithms.contract import options
 from lamina.base.errors import BadInput, LaminaError
-from lamina.clients import Reserved, deal, reserve
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.devices import choose_device
@@ -33,6 +32,7 @@ from lamina.flower.server import Server
 from lamina.flower.setup import Setup
 from lamina.flower.signing import SERVER_OPTION, read_signing_key
 from lamina.metrics import description
+from lamina.rounds.clients import Reserved, deal, reserve
 
 log = logging.getLogger(__name__)
 

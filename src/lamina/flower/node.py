@@ -17,7 +17,6 @@ from torch import Tensor
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import BadInput, Diverged, LaminaError
 from lamina.base.text import printable
-from lamina.clients import Clients
 from lamina.data.dataset import Dataset
 from lamina.engines.divergence import all_finite, diverged
 from lamina.engines.loop import Loop
@@ -29,8 +28,9 @@ from lamina.flower.setup import Setup
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
 from lamina.objective.objective import Buffers, Objective
-from lamina.plan import Plan, Round
 from lamina.rounding import ignore_rounding
+from lamina.rounds.clients import Clients
+from lamina.rounds.plan import Plan, Round
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from lamina import evaluation
-from lamina.aggregation import combine_vectors
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import Diverged, LaminaError
 from lamina.engines.divergence import went_nonfinite
@@ -32,7 +31,8 @@ from lamina.flower.setup import Setup
 from lamina.history import History, Row
 from lamina.masks import with_mask
 from lamina.metrics import ACCURACY
-from lamina.plan import Round
+from lamina.rounds.aggregation import combine_vectors
+from lamina.rounds.plan import Round
 from lamina.storage.checkpoint import load_newest
 from lamina.storage.identity import of_run
 

@@ -16,7 +16,6 @@ from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse, rehearse_on
 from lamina.base.errors import BadInput, is_whole, unknown
 from lamina.base.limits import check_count, check_number
-from lamina.clients import Clients
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation, match
 from lamina.devices import choose_device
@@ -25,8 +24,9 @@ from lamina.flower.checks import Limits
 from lamina.masks import with_mask
 from lamina.metrics import Metric, find_all, is_function_of_mean
 from lamina.objective.objective import Objective
-from lamina.plan import Plan
-from lamina.protocol import Protocol, Settings
+from lamina.rounds.clients import Clients
+from lamina.rounds.plan import Plan
+from lamina.rounds.settings import Protocol, Settings
 
 PLACES = ("central", "nodes", "both")
 

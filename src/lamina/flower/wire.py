@@ -29,7 +29,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, options
 from lamina.base.errors import BadInput
 from lamina.objective.objective import Buffers, Objective
-from lamina.protocol import Protocol
+from lamina.rounds.settings import Protocol
 
 RAW = "lamina.raw"  # how the bytes of an array are to be read: the numbers one after another, little-endian
 ANSWER = "answer"  # the record of a reply that says to which message it is one

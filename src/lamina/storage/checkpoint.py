@@ -30,7 +30,7 @@ from torch import Tensor
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
 from lamina.engines.state import State
-from lamina.ledger import Ledger
+from lamina.rounds.ledger import Ledger
 from lamina.storage.files import writing_to
 from lamina.storage.identity import Identity, differences
 

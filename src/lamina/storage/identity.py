@@ -19,15 +19,15 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, options
 from lamina.base import rng
 from lamina.base.text import listed
-from lamina.clients import Clients
 from lamina.data.dataset import Dataset
 from lamina.data.partitions import Partition, columns_read
 from lamina.objective.batch import map_batch
 from lamina.objective.fingerprint import code_digest, is_laminas
 from lamina.objective.losses import LOSSES, Loss
 from lamina.objective.objective import Objective
-from lamina.plan import Plan
-from lamina.protocol import Protocol
+from lamina.rounds.clients import Clients
+from lamina.rounds.plan import Plan
+from lamina.rounds.settings import Protocol
 from lamina.storage.files import as_json
 
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.aggregation import Mean, combine_vectors
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.base.errors import Diverged
 from lamina.data.dataset import Dataset
@@ -75,11 +74,12 @@ from lamina.engines.state import (
     step_server,
     undo_weighting,
 )
-from lamina.ledger import payload_bytes
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective
-from lamina.plan import Round
-from lamina.protocol import Protocol
+from lamina.rounds.aggregation import Mean, combine_vectors
+from lamina.rounds.ledger import payload_bytes
+from lamina.rounds.plan import Round
+from lamina.rounds.settings import Protocol
 
 
 @dataclass

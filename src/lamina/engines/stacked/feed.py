@@ -13,8 +13,8 @@ from lamina.data.parts import Indices
 from lamina.engines.stacked.rows import Member, RoundInProgress, Row, pad_plans, plan_rows, send
 from lamina.engines.stacked.steps import Batches
 from lamina.objective.objective import Objective
-from lamina.plan import Round, dropout_streams, sample_counters
-from lamina.protocol import Protocol
+from lamina.rounds.plan import Round, dropout_streams, sample_counters
+from lamina.rounds.settings import Protocol
 
 
 class SentBatches(NamedTuple):

@@ -18,8 +18,8 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput
 from lamina.engines.stacked.gpu.launch import recording
 from lamina.engines.stacked.steps import Batches, Problem
-from lamina.ledger import payload_bytes
 from lamina.objective.objective import Objective
+from lamina.rounds.ledger import payload_bytes
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from lamina.data.parts import Indices
 from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.state import RoundReport, State, Sums, client_weights
 from lamina.objective.objective import Buffers
-from lamina.plan import Round
-from lamina.protocol import Protocol
+from lamina.rounds.plan import Round
+from lamina.rounds.settings import Protocol
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.limits import check_memory
 from lamina.base.text import plural
-from lamina.clients import Clients
 from lamina.data.parts import Indices
-from lamina.protocol import Protocol
+from lamina.rounds.clients import Clients
+from lamina.rounds.settings import Protocol
 
 MOST_REDRAWS = 10_000  # draws of a Bernoulli cohort, which may be empty
 PLAN_COPIES = 2.5  # copies of a round's orders and batches in memory while it is planned, as measured

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypedDict, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.aggregation import MEAN, Aggregation, as_aggregation, name_of
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.base.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
@@ -23,7 +22,8 @@ from lamina.base.registry import field_values
 from lamina.data.feed import Augment
 from lamina.objective.fingerprint import code_digest
 from lamina.objective.losses import Loss, as_loss
-from lamina.schedules import CONSTANT, Schedule, make_schedule
+from lamina.rounds.aggregation import MEAN, Aggregation, as_aggregation, name_of
+from lamina.rounds.schedules import CONSTANT, Schedule, make_schedule
 
 Sampling = Literal["exact", "bernoulli"]
 Weighting = Literal["clients", "examples"]

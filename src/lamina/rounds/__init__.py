@@ -1,0 +1,1 @@
+"""What a round is before anything runs: settings, clients, the plan, aggregation, schedules, bytes."""
