@@ -30,7 +30,7 @@ from scipy import stats
 import lamina
 from lamina.base.errors import BadInput
 from lamina.data.dataset import Splits
-from lamina.devices import choose_device
+from lamina.engines.devices import choose_device
 from lamina.experiment.build import build, load_data
 from lamina.experiment.compare import points_of, with_algorithm
 from lamina.experiment.config import Experiment, load

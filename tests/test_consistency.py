@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.rows import Row
 from lamina.engines.stacked.spread import chunk_distances
 from lamina.engines.state import Sums

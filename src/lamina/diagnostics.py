@@ -21,7 +21,7 @@ from lamina.base import rng
 from lamina.base.errors import BadInput, short_repr, unknown
 from lamina.data.dataset import Dataset
 from lamina.engines.loop import FIXED_CHUNK, FULL_GRADIENT_CHUNK, Loop
-from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State, client_weights
 from lamina.metrics import DIAGNOSTICS

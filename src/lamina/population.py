@@ -11,7 +11,7 @@ from lamina.algorithms.contract import options
 from lamina.base.errors import BadInput, Diverged
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
-from lamina.devices import arithmetic
+from lamina.engines.devices import arithmetic
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.independence import work_together

@@ -19,7 +19,7 @@ from torch import Tensor
 from lamina.base import rng
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
-from lamina.devices import arithmetic
+from lamina.engines.devices import arithmetic
 from lamina.objective.objective import Objective
 
 log = logging.getLogger(__name__)

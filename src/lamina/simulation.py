@@ -21,7 +21,7 @@ from lamina.base.limits import check_count
 from lamina.base.paths import checked_path
 from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
-from lamina.devices import Precision, choose_device
+from lamina.engines.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.history import History, Row
 from lamina.inputs import as_algorithm, as_splits

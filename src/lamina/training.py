@@ -26,11 +26,11 @@ from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
-from lamina.devices import Precision, arithmetic, check_model_fits, usable_precision
 from lamina.diagnostics import Diagnostics, check_names
 from lamina.engines.choice import Engine, choose_engine
-from lamina.engines.stacked.convolution import prepare_kernels
+from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
 from lamina.engines.stacked.engine import Stacked
+from lamina.engines.stacked.layers.convolution import prepare_kernels
 from lamina.engines.state import RoundReport, State
 from lamina.evaluation import (
     ClientSamples,

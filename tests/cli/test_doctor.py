@@ -86,7 +86,7 @@ def test_gpus(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: facts)
-    monkeypatch.setattr("lamina.engines.stacked.convolution.kernels_for", lambda device, dtype: None)
+    monkeypatch.setattr("lamina.engines.stacked.layers.convolution.kernels_for", lambda device, dtype: None)
     assert call("doctor") == 0
     shown = capsys.readouterr().out
     assert "H200, 139.0 GiB, capability 9.0, without lamina's kernels" in shown

@@ -24,7 +24,7 @@ from lamina.base.limits import in_bytes
 from lamina.base.text import plural, printable
 
 if TYPE_CHECKING:
-    from lamina.engines.stacked.ranks import Ranks
+    from lamina.engines.ranks import Ranks
     from lamina.history import History
     from lamina.progress import Bars
 
@@ -213,7 +213,7 @@ class Interrupted(Exception):
 
 
 def import_torch() -> None:
-    """Import torch. Until then Ctrl-C ends the process (`lamina.base.interrupt`); afterwards it is a KeyboardInterrupt."""
+    """Import torch. Until then Ctrl-C ends the process (base/interrupt.py); then it raises KeyboardInterrupt."""
     import torch  # noqa: F401
 
     end_guard()
@@ -239,7 +239,7 @@ resumable = interruptible(f"finished rounds are kept; {how_to_resume()}")  # dec
 
 def this_rank() -> Ranks:
     """Return the place of this process among those that torchrun started."""
-    from lamina.engines.stacked.ranks import Ranks
+    from lamina.engines.ranks import Ranks
 
     return Ranks.current()
 

@@ -89,7 +89,7 @@ def devices(advice: list[str]) -> dict[str, Any]:
     """Return processor and GPUs, and whether lamina's own kernels run on them."""
     import torch
 
-    from lamina.engines.stacked.convolution import kernels_for
+    from lamina.engines.stacked.layers.convolution import kernels_for
     from lamina.experiment.environment import processor
 
     gpus = []

@@ -56,7 +56,7 @@ def augment(x: Tensor, keys: Tensor, pad: int, flip: bool, crop_probability: flo
     """Crop images at random after zero padding, with `crop_probability`, and flip half of them horizontally.
 
     Zeros are black pixels in raw images and the mean colour in normalised ones. The crop and flip of an image of
-    `x` [..., n, channels, height, width] depend on its random word in `keys` [..., n] alone (see `lamina.base.rng.bits`).
+    `x` [..., n, channels, height, width] depend on its random word in `keys` [..., n] alone (see `rng.bits`).
     `pad` pixels are added on every side before a window of the original size is cut.
     """
     if x.dim() != keys.dim() + 3:

@@ -12,7 +12,7 @@ from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput, unknown
 from lamina.base.registry import field_values
 from lamina.data.dataset import Dataset
-from lamina.devices import Precision
+from lamina.engines.devices import Precision
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.forward import choose_forward, is_random

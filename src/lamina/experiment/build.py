@@ -18,8 +18,8 @@ from lamina.data import partitions, sources
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.partitions import Partition
-from lamina.devices import choose_device
-from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.devices import choose_device
+from lamina.engines.ranks import Ranks
 from lamina.experiment.config import Experiment
 from lamina.experiment.objects import describe_code
 from lamina.inputs import as_algorithm, create_model

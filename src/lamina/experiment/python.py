@@ -18,7 +18,7 @@ from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.own import FORMATS
 from lamina.data.partitions import PARTITIONS, Reallocate
-from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.ranks import Ranks
 from lamina.experiment.build import resolved
 from lamina.experiment.config import Experiment, Run, Train, parse
 from lamina.experiment.folder import RunFolder

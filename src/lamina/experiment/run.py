@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from lamina.base.errors import BadInput, Diverged
-from lamina.devices import choose_device
+from lamina.engines.devices import choose_device
+from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.ranks import Ranks
 from lamina.evaluation import refuse_nonfinite
 from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment

@@ -19,7 +19,7 @@ from lamina.algorithms.contract import options
 from lamina.base.errors import BadInput, LaminaError
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
-from lamina.devices import choose_device
+from lamina.engines.devices import choose_device
 from lamina.evaluation import ClientSamples, reserved_samples
 from lamina.experiment import build as building
 from lamina.experiment.config import Experiment

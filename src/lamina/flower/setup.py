@@ -18,7 +18,7 @@ from lamina.base.errors import BadInput, is_whole, unknown
 from lamina.base.limits import check_count, check_number
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation, match
-from lamina.devices import choose_device
+from lamina.engines.devices import choose_device
 from lamina.evaluation import ClientSamples
 from lamina.flower.checks import Limits
 from lamina.masks import with_mask

@@ -2,7 +2,7 @@
 
 torch's own dropout layers draw from a process-wide generator: a mask depends on everything drawn before it, hence on
 the clients and experiments that train beside this one. `with_streams` gives those layers another class, which draws
-from one random stream per client (see `lamina.base.rng`). Element i of a client's tensor always gets the i-th number of its
+from one random stream per client (see base/rng.py). Element i of a client's tensor always gets the i-th number of its
 stream. The padding of a short batch comes last, so it does not change the masks of the samples before it.
 """
 

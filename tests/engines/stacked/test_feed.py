@@ -4,7 +4,7 @@ import torch
 
 import lamina
 from lamina.data import Augment
-from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.rows import Member, RoundInProgress
 
 X, Y = torch.randn(40, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lamina
-from lamina.devices import has_bf16_instructions
+from lamina.engines.devices import has_bf16_instructions
 from small_simulations import PARTS, form, simulation
 
 
@@ -102,14 +102,14 @@ def test_a_module_that_keeps_statistics_of_its_own_runs_in_the_loop(dropout):
 
 def test_a_cpu_without_bf16_instructions_computes_in_fp32_and_says_so(caplog, monkeypatch):
     net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
-    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: False)
+    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: False)
     run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", precision="bf16")
     assert run.precision == "fp32"
     assert "this CPU has no bf16 instructions, so the run uses fp32" in caplog.text
 
 
 def test_bf16_is_never_dropped_in_silence(caplog, monkeypatch):
-    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
+    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)
     net, data = nn.Linear(8, 3), (torch.randn(48, 8), torch.arange(48) % 3)
     with pytest.raises(lamina.BadInput, match="bf16"):
         lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu", engine="loop", precision="bf16")

@@ -201,7 +201,7 @@ def test_a_model_with_parameters_of_its_own_runs_under_vmap():
 
 @pytest.mark.parametrize("make", [WORDS["LSTM"], Places], ids=["LSTM", "positions"])
 def test_bfloat16(make, monkeypatch):
-    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
+    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)
     torch.manual_seed(0)
     model, (x, y) = make(), data()
     exact, rounded = (run(model, (x, y), "stacked", precision=precision) for precision in ("fp32", "bf16"))
@@ -210,7 +210,7 @@ def test_bfloat16(make, monkeypatch):
 
 
 def test_bfloat16_of_own_and_frozen_parameters(monkeypatch):
-    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
+    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)
     torch.manual_seed(0)
     model, (x, y) = Masked(), data((6,))
     model.scaled.inner.requires_grad_(False)
@@ -237,7 +237,7 @@ class Chosen(nn.Module):
 
 def test_bfloat16_rounds_frozen_parameters_as_it_rounds_trained_ones(monkeypatch):
     """Whole numbers stay: bfloat16 has no 257. So do vectors of layers that add them in float32, such as norms."""
-    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
+    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)
     torch.manual_seed(0)
     model, (x, y) = Chosen(), data((6,))
     exact, rounded = (run(model, (x.float(), y), "stacked", precision=precision) for precision in ("fp32", "bf16"))

@@ -104,7 +104,7 @@ def test_models_that_differ_cannot_be_stacked():
 
 
 def test_a_simulation_lends_its_engine_to_one_of_the_same_model_only(monkeypatch):
-    monkeypatch.setattr("lamina.devices.has_bf16_instructions", lambda: True)
+    monkeypatch.setattr("lamina.engines.devices.has_bf16_instructions", lambda: True)
     first = noise(lr=0.1)
     like, own = noise(1, lr=0.2, engine=first), noise(1, lr=0.2)
     assert like.engine.forward is first.engine.forward

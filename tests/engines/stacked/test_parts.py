@@ -11,10 +11,10 @@ from torch.nn import functional as F  # noqa: N812
 
 import lamina
 from engines.test_per_layer import PerLayer, PerModule
-from lamina.engines.stacked import convolution
-from lamina.engines.stacked.fusion import fuse
 from lamina.engines.stacked.independence import works_by_layer
-from lamina.engines.stacked.modules import PlainMaxPool2d, stack, use_kernels
+from lamina.engines.stacked.layers import convolution
+from lamina.engines.stacked.layers.fusion import fuse
+from lamina.engines.stacked.layers.modules import PlainMaxPool2d, stack, use_kernels
 from lamina.engines.stacked.probe import PROBE_BATCH, PROBE_CLIENTS, probe_samples
 from lamina.objective.dropout import set_streams, stream_layers, with_streams
 from lamina.objective.layers import Layers

@@ -26,14 +26,14 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, ClientInfo, ServerInfo
 from lamina.base.errors import Diverged
 from lamina.data.dataset import Dataset
-from lamina.devices import arithmetic
+from lamina.engines.devices import arithmetic
 from lamina.engines.loop import FIXED_CHUNK, Loop
+from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.feed import BatchFeed
 from lamina.engines.stacked.forward import Forward
 from lamina.engines.stacked.graphs import Graphs
 from lamina.engines.stacked.independence import parts_of
 from lamina.engines.stacked.memory import Memory
-from lamina.engines.stacked.ranks import Ranks
 from lamina.engines.stacked.rows import (
     Member,
     Outcome,

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lamina.base import rng
-from lamina.devices import Precision, arithmetic
-from lamina.engines.stacked.attention_masks import unread_masks
-from lamina.engines.stacked.convolution import kernels_for
+from lamina.engines.devices import Precision, arithmetic
 from lamina.engines.stacked.folding import CannotStack, SharedInput, unfold_clients
-from lamina.engines.stacked.fusion import fuse
-from lamina.engines.stacked.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
-from lamina.engines.stacked.per_module import PerModule, over_clients
+from lamina.engines.stacked.layers.attention_masks import unread_masks
+from lamina.engines.stacked.layers.convolution import kernels_for
+from lamina.engines.stacked.layers.fusion import fuse
+from lamina.engines.stacked.layers.modules import for_vmap, frozen_per_client, is_batch_norm, stack, use_kernels
+from lamina.engines.stacked.layers.per_module import PerModule, over_clients
 from lamina.engines.stacked.probe import FULL, PADDED, PROBE_CLIENTS, ProbeCase, value_read
 from lamina.objective.batch import Inputs, arguments, map_batch, outputs_of
 from lamina.objective.dropout import dropping_half, set_streams, stream_layers

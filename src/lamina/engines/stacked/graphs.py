@@ -23,9 +23,9 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Number, options
 from lamina.algorithms.primitives import clip_by_norm
-from lamina.engines.stacked.convolution import kernels_for, wait_for_kernels
 from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.independence import number_options
+from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
 from lamina.engines.stacked.rows import map_record
 from lamina.engines.stacked.steps import Batches, LocalWork, Problem, copy_buffers, where_active
 from lamina.objective.objective import Buffers

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
 from lamina.base.errors import LaminaError
-from lamina.engines.stacked.attention_masks import unread_masks
+from lamina.engines.stacked.layers.attention_masks import unread_masks
 from lamina.objective import functional_dropout
 from lamina.objective import objective as objective_module
 from lamina.objective.batch import Inputs, map_batch, tensors

@@ -14,7 +14,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm, Number, options
 from lamina.base.errors import Diverged
 from lamina.data.parts import Indices
-from lamina.engines.stacked.ranks import Ranks
+from lamina.engines.ranks import Ranks
 from lamina.engines.state import RoundReport, State, Sums, client_weights
 from lamina.objective.objective import Buffers
 from lamina.rounds.plan import Round

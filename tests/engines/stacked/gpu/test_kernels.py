@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 pytest.importorskip("triton")
 
-from lamina.devices import arithmetic
+from lamina.engines.devices import arithmetic
 from lamina.engines.stacked.folding import NormOptions
 from lamina.engines.stacked.gpu import kernels, ops
 from lamina.engines.stacked.side_stream import differentiate

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812
 
-from lamina.engines.stacked.modules import PlainMaxPool2d, StackedConv2d, StackedGroupNorm
+from lamina.engines.stacked.layers.modules import PlainMaxPool2d, StackedConv2d, StackedGroupNorm
 from lamina.objective.dropout import FromStreams
 
 ADDITIONS = (operator.add, torch.add)

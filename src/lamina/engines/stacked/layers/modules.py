@@ -20,16 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.base.errors import BadInput
-from lamina.engines.stacked.convolution import (
-    StackedConv1d,
-    StackedConv3d,
-    StackedConvTranspose1d,
-    StackedConvTranspose2d,
-    StackedConvTranspose3d,
-    convolve,
-    kernels_apply,
-)
-from lamina.engines.stacked.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
 from lamina.engines.stacked.folding import (
     CannotStack,
     NormOptions,
@@ -38,8 +28,18 @@ from lamina.engines.stacked.folding import (
     per_client,
     unfold_clients,
 )
-from lamina.engines.stacked.per_module import PerModule, per_module
-from lamina.engines.stacked.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
+from lamina.engines.stacked.layers.convolution import (
+    StackedConv1d,
+    StackedConv3d,
+    StackedConvTranspose1d,
+    StackedConvTranspose2d,
+    StackedConvTranspose3d,
+    convolve,
+    kernels_apply,
+)
+from lamina.engines.stacked.layers.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
+from lamina.engines.stacked.layers.per_module import PerModule, per_module
+from lamina.engines.stacked.layers.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
 from lamina.objective.dropout import StreamAttention, StreamDropout
 from lamina.objective.objective import ONE_SAMPLE
 

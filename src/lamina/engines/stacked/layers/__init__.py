@@ -1,0 +1,1 @@
+"""Stacked forms of torch's layers: one layer that computes all clients."""
