@@ -19,8 +19,8 @@ from lamina.base import rng
 from lamina.data import IID, Classes, Dirichlet, Reallocate
 from lamina.data.dataset import Dataset
 from lamina.data.feed import Augment
-from lamina.data.labels import mark_test_rows
 from lamina.data.partitions import Shards
+from lamina.data.readers.labels import mark_test_rows
 from lamina.objective.dropout import set_streams, with_streams
 from lamina.rounds.clients import Clients, reserve
 from lamina.rounds.plan import Plan, dropout_streams, sample_counters

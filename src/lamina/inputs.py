@@ -14,9 +14,9 @@ from lamina.algorithms.rehearsal import rehearse
 from lamina.base import rng
 from lamina.base.errors import BadInput, short_repr
 from lamina.base.text import listed
-from lamina.data import sources
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation
+from lamina.data.readers import sources
 from lamina.models.registry import Factory
 from lamina.objective.batch import map_batch
 

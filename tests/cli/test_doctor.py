@@ -11,8 +11,8 @@ import torch
 from helpers import call
 from lamina import BadInput, __version__
 from lamina.cli import doctor
-from lamina.data import cifar, idx, tinyimagenet
-from lamina.data.sources import SOURCES
+from lamina.data.readers import cifar, idx, tinyimagenet
+from lamina.data.readers.sources import SOURCES
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from lamina import BadInput
 from lamina.base import interrupt
 from lamina.base.text import csv_cell, plural, printable
 from lamina.cli import base
-from lamina.data import sources, tinyimagenet
+from lamina.data.readers import sources, tinyimagenet
 from lamina.experiment.config import load
 from lamina.report.tables import Table as ReportTable
 from lamina.report.tables import to_csv

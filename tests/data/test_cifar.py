@@ -13,8 +13,9 @@ import torch
 
 from data_setup import Attack, one_line, published_data
 from lamina.base.errors import BadInput
-from lamina.data import cifar, load
-from lamina.data.files import Content, PublishedFile
+from lamina.data import load
+from lamina.data.readers import cifar
+from lamina.data.readers.files import Content, PublishedFile
 
 
 def small(files, samples=3):

@@ -10,8 +10,9 @@ import pytest
 
 from data_setup import one_line, published_data
 from lamina.base.errors import BadInput
-from lamina.data import idx, load
-from lamina.data.files import PublishedFile, verify_md5
+from lamina.data import load
+from lamina.data.readers import idx
+from lamina.data.readers.files import PublishedFile, verify_md5
 
 
 def idx_bytes(array):

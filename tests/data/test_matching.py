@@ -9,7 +9,7 @@ from torch import nn
 
 import lamina
 from lamina.data import as_dataset
-from lamina.data.own import as_splits
+from lamina.data.readers.own import as_splits
 from lamina.experiment.python import describe
 
 LABELS = np.arange(12) % 3

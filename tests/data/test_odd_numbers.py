@@ -12,7 +12,7 @@ import lamina
 from lamina.base.errors import BadInput
 from lamina.data import as_dataset, load
 from lamina.data.dataset import Dataset
-from lamina.data.own import as_splits
+from lamina.data.readers.own import as_splits
 
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 TOO_LARGE = "holds a whole number beyond 2.63"

@@ -8,7 +8,7 @@ from torch import nn
 import lamina
 from lamina.data import as_dataset
 from lamina.data.feed import prepare
-from lamina.data.own import as_splits
+from lamina.data.readers.own import as_splits
 
 
 class Seen(nn.Module):

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from data_setup import FakeHubSplit, one_line, pictures
 from lamina.base.errors import BadInput, MissingExtra
 from lamina.data import Dataset, load
-from lamina.data.own import as_splits
+from lamina.data.readers.own import as_splits
 
 ROWS = """age,weight,colour,clinic,part,grade
 30,70.5,red,north,train,mild

@@ -9,8 +9,9 @@ import torch
 
 from data_setup import FakeHubSplit, one_line, pictures
 from lamina.base.errors import BadInput
-from lamina.data import SOURCES, cifar, load
-from lamina.data.files import data_directory
+from lamina.data import SOURCES, load
+from lamina.data.readers import cifar
+from lamina.data.readers.files import data_directory
 
 
 def test_digits_keep_their_seventeen_grey_levels():

@@ -9,7 +9,7 @@ import torch
 
 from data_setup import Attack, one_line
 from lamina.base.errors import BadInput, MissingExtra
-from lamina.data import tinyimagenet
+from lamina.data.readers import tinyimagenet
 
 
 def set_size(monkeypatch, classes, train, test):

@@ -11,7 +11,7 @@ import lamina
 from helpers import call, sets, skip_pictures
 from lamina.base.errors import BadInput
 from lamina.data import load as load_data
-from lamina.data.own import as_splits
+from lamina.data.readers.own import as_splits
 from lamina.experiment import build
 from lamina.experiment.config import load, parse
 from lamina.experiment.tune import with_settings

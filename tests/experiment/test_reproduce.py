@@ -13,8 +13,8 @@ import pytest
 
 import helpers
 from lamina.algorithms import find
-from lamina.data import idx, sources
-from lamina.data.files import PublishedFile
+from lamina.data.readers import idx, sources
+from lamina.data.readers.files import PublishedFile
 from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_algorithm
 from lamina.experiment.compare import with_algorithm

@@ -19,7 +19,7 @@ from PIL import Image
 import helpers
 from helpers import cells
 from lamina import BadInput
-from lamina.data import sources
+from lamina.data.readers import sources
 from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_algorithm, resolved, settings_of
 from lamina.experiment.compare import with_algorithm

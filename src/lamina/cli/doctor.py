@@ -143,8 +143,8 @@ def threads(advice: list[str]) -> dict[str, Any]:
 
 def data(advice: list[str]) -> dict[str, Any]:
     """Return the data directory and the data sets found in it; None for a set without files."""
-    from lamina.data.files import ENVIRONMENT_VARIABLE, data_directory
-    from lamina.data.sources import SOURCES
+    from lamina.data.readers.files import ENVIRONMENT_VARIABLE, data_directory
+    from lamina.data.readers.sources import SOURCES
 
     try:
         root = data_directory()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lamina import models
 from lamina.base.errors import BadInput, unknown
-from lamina.data import sources
+from lamina.data.readers import sources
 from lamina.storage.files import check_writable, writing_to
 
 FLWR = "1.41.0"  # the tested version, which the template's README installs

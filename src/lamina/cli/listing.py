@@ -42,8 +42,9 @@ def rows_of(what: str) -> list[list[str]]:
     """Return the rows of a list."""
     from lamina import models
     from lamina.algorithms import BUILT_IN, find
-    from lamina.data import partitions, sources
-    from lamina.data.own import FORMATS
+    from lamina.data import partitions
+    from lamina.data.readers import sources
+    from lamina.data.readers.own import FORMATS
     from lamina.experiment.config import load
     from lamina.experiment.reproduction import papers
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.feed import Augment, augment, prepare
-from lamina.data.files import data_directory
-from lamina.data.own import FORMATS, Format
 from lamina.data.partitions import (
     IID,
     PARTITIONS,
@@ -20,7 +18,9 @@ from lamina.data.partitions import (
     split_dataset,
 )
 from lamina.data.picture import partition_picture
-from lamina.data.sources import SOURCES, Source, load
+from lamina.data.readers.files import data_directory
+from lamina.data.readers.own import FORMATS, Format
+from lamina.data.readers.sources import SOURCES, Source, load
 
 __all__ = [
     "FORMATS",

@@ -14,10 +14,11 @@ from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.registry import field_values
 from lamina.base.text import listed, plural
-from lamina.data import partitions, sources
+from lamina.data import partitions
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
 from lamina.data.partitions import Partition
+from lamina.data.readers import sources
 from lamina.engines.devices import choose_device
 from lamina.engines.ranks import Ranks
 from lamina.experiment.config import Experiment

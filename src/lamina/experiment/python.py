@@ -16,8 +16,8 @@ from lamina import algorithms
 from lamina.base.errors import BadInput, is_whole, nearest, short_repr
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.feed import Augment
-from lamina.data.own import FORMATS
 from lamina.data.partitions import PARTITIONS, Reallocate
+from lamina.data.readers.own import FORMATS
 from lamina.engines.ranks import Ranks
 from lamina.experiment.build import resolved
 from lamina.experiment.config import Experiment, Run, Train, parse

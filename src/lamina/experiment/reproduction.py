@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from lamina.base.errors import unknown
-from lamina.data import sources
 from lamina.data.dataset import Dataset, Splits
+from lamina.data.readers import sources
 from lamina.experiment import claims, compare
 from lamina.experiment.build import build_parts
 from lamina.experiment.config import Claim, Experiment, Tried, load

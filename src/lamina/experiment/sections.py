@@ -12,9 +12,9 @@ from lamina.base.errors import BadInput, is_number, is_whole
 from lamina.base.limits import MOST_CLIENTS
 from lamina.base.paths import checked_path
 from lamina.base.registry import field_values
-from lamina.data import sources
 from lamina.data.feed import Augment, Fill
-from lamina.data.own import FORMATS
+from lamina.data.readers import sources
+from lamina.data.readers.own import FORMATS
 
 # The tables that name something, with the default name; their other keys are the options of the thing they name.
 DEFAULT_NAMES = {

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from lamina.base.errors import BadInput, LaminaError, nearest
 from lamina.base.text import listed, plural
-from lamina.data import sources
 from lamina.data.partitions import Reallocate, label_counts, split_dataset
 from lamina.data.parts import Labels, Parts
+from lamina.data.readers import sources
 from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse
 from lamina.experiment.records import Record, find_records

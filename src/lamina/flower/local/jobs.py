@@ -12,7 +12,7 @@ from typing import Any
 
 from lamina.base.errors import BadInput, Diverged, LaminaError
 from lamina.base.text import plural
-from lamina.data.own import FORMATS
+from lamina.data.readers.own import FORMATS
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.folder import RunFolder
 from lamina.experiment.metrics_file import MetricsFile

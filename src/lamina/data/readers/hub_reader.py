@@ -13,7 +13,7 @@ from lamina.base.paths import checked_path
 from lamina.data import hub
 from lamina.data.convert import convert, refuse_other_lengths
 from lamina.data.dataset import Splits
-from lamina.data.labels import Task, make_splits, mark_test_rows
+from lamina.data.readers.labels import Task, make_splits, mark_test_rows
 from lamina.objective.losses import IGNORED
 
 SAVED_MARKS = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes

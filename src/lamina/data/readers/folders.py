@@ -9,9 +9,9 @@ from lamina.base.errors import BadInput, short_repr
 from lamina.base.limits import check_memory
 from lamina.base.text import listed, plural
 from lamina.data.dataset import Splits
-from lamina.data.files import read_own_parts
 from lamina.data.images import Pictures, stack_pictures
-from lamina.data.labels import make_splits, mark_test_rows
+from lamina.data.readers.files import read_own_parts
+from lamina.data.readers.labels import make_splits, mark_test_rows
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lamina.base.errors import BadInput
-from lamina.data.files import Arrays, Content, PublishedFile, PublishedSet, Release
+from lamina.data.readers.files import Arrays, Content, PublishedFile, PublishedSet, Release
 
 _IMAGE = (3, 32, 32)
 _PIXELS = 3 * 32 * 32

@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from lamina.base import rng
 from lamina.base.errors import BadInput, nearest, unknown
-from lamina.data import cifar, hub, idx, tinyimagenet
+from lamina.data import hub
 from lamina.data.dataset import Dataset, Splits, as_dataset
-from lamina.data.files import ENVIRONMENT_VARIABLE, Place, PublishedSet, data_directory
-from lamina.data.own import FORMATS, check_names, check_types, load_format, load_own
+from lamina.data.readers import cifar, idx, tinyimagenet
+from lamina.data.readers.files import ENVIRONMENT_VARIABLE, Place, PublishedSet, data_directory
+from lamina.data.readers.own import FORMATS, check_names, check_types, load_format, load_own
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamina.data.files import Arrays, Content, PublishedFile, PublishedSet, Release
+from lamina.data.readers.files import Arrays, Content, PublishedFile, PublishedSet, Release
 
 
 def decode_idx(contents: Sequence[Content], classes: int) -> Arrays:

@@ -12,11 +12,11 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from lamina.base.errors import BadInput, LaminaError, describe_error, is_number, nearest, short_repr
 from lamina.base.registry import import_named, parameters_of
-from lamina.data import arrays, folders, hub_reader, leaf, table
 from lamina.data.dataset import Dataset, Splits, as_dataset
-from lamina.data.files import data_directory
-from lamina.data.labels import refuse_unseen_classes
 from lamina.data.matching import inherit_normalisation, match
+from lamina.data.readers import arrays, folders, hub_reader, leaf, table
+from lamina.data.readers.files import data_directory
+from lamina.data.readers.labels import refuse_unseen_classes
 
 _NOUNS = {str: "text", float: "a number", int: "a whole number", bool: "true or false"}
 GIVE_A_PAIR = "return (train, test), each a lamina.Dataset, a pair (x, y) or (x, y, {'column': values})"

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from lamina.base.errors import BadInput
 from lamina.base.paths import refuse_special
 from lamina.data.dataset import Dataset, Splits
-from lamina.data.files import Place
 from lamina.data.images import Pictures, stack_pictures
+from lamina.data.readers.files import Place
 
 FOLDER = "tiny-imagenet-200"
 UNZIP_AGAIN = f"unzip {FOLDER}.zip again"

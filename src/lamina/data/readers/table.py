@@ -15,8 +15,8 @@ from lamina.base.errors import BadInput, missing_extra, nearest, short_repr
 from lamina.base.text import listed, plural
 from lamina.data.convert import remaining_columns, without_gaps
 from lamina.data.dataset import Splits
-from lamina.data.files import own_path
-from lamina.data.labels import Task, make_splits, mark_test_rows
+from lamina.data.readers.files import own_path
+from lamina.data.readers.labels import Task, make_splits, mark_test_rows
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from lamina.base.errors import BadInput, nearest
 from lamina.base.text import listed, plural
 from lamina.data.dataset import Splits
-from lamina.data.files import own_path
-from lamina.data.labels import Task, make_splits, mark_test_rows
+from lamina.data.readers.files import own_path
+from lamina.data.readers.labels import Task, make_splits, mark_test_rows
 from lamina.objective.losses import IGNORED
 
 Arrays = dict[str, NDArray[Any]]

@@ -15,8 +15,8 @@ from lamina.base.paths import refuse_special
 from lamina.base.text import listed, plural
 from lamina.data.convert import convert
 from lamina.data.dataset import Splits
-from lamina.data.files import read_own_parts
-from lamina.data.labels import Task, make_splits, mark_test_rows
+from lamina.data.readers.files import read_own_parts
+from lamina.data.readers.labels import Task, make_splits, mark_test_rows
 
 log = logging.getLogger(__name__)
 
