@@ -26,9 +26,9 @@ from lamina.experiment.config import Claim, Experiment, load
 from lamina.experiment.records import Record, find_records, flatten, read_json
 from lamina.experiment.settings import Range
 from lamina.experiment.trials import Trial
-from lamina.history import History, Row
-from lamina.metrics import DIAGNOSTICS
 from lamina.storage.files import as_json, write_json
+from lamina.training.history import History, Row
+from lamina.training.metrics import DIAGNOSTICS
 
 MIME_IS = " (in the Fed-LAMB paper's sense)"  # the index explains it once, so labels leave it out
 RESULTS = Path(__file__).parent / "results"

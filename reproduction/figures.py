@@ -16,8 +16,8 @@ from PIL.PngImagePlugin import PngInfo
 from record import Result, labelled
 
 from lamina.experiment import reproduction
-from lamina.history import History
 from lamina.report.figures import COLOURS, DASHES, STYLE, described, draw_line
+from lamina.training.history import History
 
 # A method as given has the same colour in every figure; no two methods of one comparison share one.
 COLOUR = {

@@ -36,8 +36,8 @@ from words import (
 
 from lamina.base.errors import unknown
 from lamina.experiment import reproduction
-from lamina.history import values
 from lamina.report.tables import mean_and_spread
+from lamina.training.history import values
 
 HERE = Path(__file__).parent
 PAGES = HERE.parent / "docs" / "reproduction"

@@ -12,7 +12,7 @@ from collect import called
 
 from lamina.experiment import reproduction
 from lamina.experiment.records import read_json
-from lamina.history import History
+from lamina.training.history import History
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from lamina import algorithms
 from lamina.experiment import reproduction
 from lamina.experiment.settings import shown
 from lamina.experiment.toml import complete_text
-from lamina.history import History, values
-from lamina.metrics import is_percent
 from lamina.report.tables import NONE, mean_and_spread, significant
+from lamina.training.history import History, values
+from lamina.training.metrics import is_percent
 
 FIGURES = Path("figures")  # below the folder of the pages
 

@@ -35,8 +35,8 @@ from lamina.experiment.build import build, load_data
 from lamina.experiment.compare import points_of, with_algorithm
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.environment import environment
-from lamina.history import History
 from lamina.simulation import Simulation
+from lamina.training.history import History
 
 HERE = Path(__file__).parent
 STUDIES = HERE / "speedup"

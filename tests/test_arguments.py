@@ -18,7 +18,7 @@ from lamina.experiment.tune import with_settings
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.settings import Protocol
-from lamina.training import RunOptions
+from lamina.training.training import RunOptions
 
 X, Y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
 

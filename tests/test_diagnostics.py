@@ -10,7 +10,7 @@ import pytest
 
 import lamina
 import transcriptions as T  # noqa: N812
-from lamina.metrics import DIAGNOSTICS, smaller_is_better
+from lamina.training.metrics import DIAGNOSTICS, smaller_is_better
 from paper_problem import CLIENTS, INPUTS, LABELS, NAMES, START, close, make, simulate, transcribe
 
 ALL = list(DIAGNOSTICS)

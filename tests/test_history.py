@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import lamina
-from lamina.history import History
+from lamina.training.history import History
 
 RISE_AND_FALL = [0.1, 0.6, 0.9, 0.8, 0.9, *[0.3, 0.2, 0.4, 0.1, 0.2]]
 ROWS = [

@@ -7,11 +7,11 @@ from torch import nn
 
 import lamina
 from lamina.data.dataset import as_dataset
-from lamina.evaluation import measure, named
 from lamina.experiment.config import parse
-from lamina.history import History
-from lamina.metrics import LABEL_METRICS, Batch, find, find_all, read_primary, smaller_is_better
 from lamina.objective.objective import Objective
+from lamina.training.evaluation import measure, named
+from lamina.training.history import History
+from lamina.training.metrics import LABEL_METRICS, Batch, find, find_all, read_primary, smaller_is_better
 
 rng = np.random.default_rng(0)
 SCORES = rng.normal(size=(1500, 7))  # more than one evaluation batch
@@ -429,7 +429,7 @@ def test_a_smaller_is_better_metric_has_its_worst_clients_at_the_top():
 
 def test_find_returns_a_metric_as_it_is():
     assert find(COST) is COST
-    assert find("lamina.metrics:AUROC") is find("auroc")
+    assert find("lamina.training.metrics:AUROC") is find("auroc")
 
 
 @pytest.mark.parametrize("name", ["my_rmse", "valid_MSE", "mse", "log_mae", "word_perplexity", "worst_error", "nll"])

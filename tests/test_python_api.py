@@ -15,12 +15,12 @@ from torch import nn
 
 import lamina
 from helpers import call
-from lamina import progress
 from lamina.experiment.records import read_record
-from lamina.metrics import METRICS
 from lamina.objective.fingerprint import code_digest
 from lamina.objective.losses import CrossEntropy
-from lamina.progress import IntervalLines, NotebookBars
+from lamina.training import progress
+from lamina.training.metrics import METRICS
+from lamina.training.progress import IntervalLines, NotebookBars
 
 X = torch.randn(120, 5, generator=torch.Generator().manual_seed(0))
 Y = (X[:, 0] > 0).long()

@@ -11,13 +11,13 @@ from lamina.algorithms import __all__ as _algorithm_names
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
 from lamina.base.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.data.dataset import Dataset
-from lamina.history import History
-from lamina.metrics import Metric
 from lamina.objective import losses
 from lamina.objective.layers import Layers
-from lamina.population import Population
 from lamina.rounds import aggregation, schedules
 from lamina.simulation import Simulation
+from lamina.training.history import History
+from lamina.training.metrics import Metric
+from lamina.training.population import Population
 
 if TYPE_CHECKING:
     from lamina.report.results import compare, tune

@@ -23,15 +23,15 @@ from lamina.base.registry import field_values
 from lamina.base.text import html_table, plural
 from lamina.engines.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
-from lamina.history import History, Row
-from lamina.inputs import as_algorithm, as_splits
-from lamina.metrics import find_all
 from lamina.models.registry import Factory
-from lamina.progress import python_bars
 from lamina.rounds.clients import Heldout
 from lamina.rounds.settings import Protocol, Settings
 from lamina.storage.identity import Identity, of_run
-from lamina.training import RunOptions, Training
+from lamina.training.history import History, Row
+from lamina.training.inputs import as_algorithm, as_splits
+from lamina.training.metrics import find_all
+from lamina.training.progress import python_bars
+from lamina.training.training import RunOptions, Training
 
 if TYPE_CHECKING:
     from lamina.experiment.python import Recorder

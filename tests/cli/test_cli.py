@@ -19,8 +19,8 @@ from lamina.cli import base
 from lamina.experiment import build as building
 from lamina.experiment.config import load, parse
 from lamina.experiment.folder import RunFolder
-from lamina.history import History
-from lamina.training import Training
+from lamina.training.history import History
+from lamina.training.training import Training
 
 
 def rounds_in(path):

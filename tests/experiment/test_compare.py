@@ -20,7 +20,7 @@ from rich.console import Console
 import lamina
 from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, table
 from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
-from lamina import BadInput, progress
+from lamina import BadInput
 from lamina.cli import base
 from lamina.experiment import compare as comparing
 from lamina.experiment import trials
@@ -28,7 +28,8 @@ from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock
-from lamina.training import Training
+from lamina.training import progress
+from lamina.training.training import Training
 
 
 @pytest.fixture(scope="module")

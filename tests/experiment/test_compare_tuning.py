@@ -20,7 +20,7 @@ from lamina.experiment.config import load
 from lamina.experiment.records import find_records, read_record
 from lamina.experiment.settings import folder_name, neighbours, points
 from lamina.report.rates import responses
-from lamina.training import Training
+from lamina.training.training import Training
 
 
 @pytest.fixture

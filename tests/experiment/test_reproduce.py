@@ -20,7 +20,7 @@ from lamina.experiment.build import build_algorithm
 from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
 from lamina.experiment.toml import complete_text
-from lamina.training import Training
+from lamina.training.training import Training
 
 PAPERS = reproduction.papers()
 RESULTS = Path(__file__).parents[2] / "reproduction" / "results"

@@ -13,9 +13,9 @@ from helpers import cells
 from lamina import algorithms
 from lamina.experiment import claims, reproduction
 from lamina.experiment.config import load
-from lamina.history import History
-from lamina.metrics import DIAGNOSTICS
 from lamina.report.figures import described
+from lamina.training.history import History
+from lamina.training.metrics import DIAGNOSTICS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it

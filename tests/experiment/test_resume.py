@@ -25,7 +25,7 @@ from lamina.experiment.metrics_file import MetricsFile
 from lamina.storage import checkpoint
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock
-from lamina.training import Training
+from lamina.training.training import Training
 from small_run import command
 
 

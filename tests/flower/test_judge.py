@@ -8,7 +8,7 @@ from flower_setup import NODE, Setup, altered, assert_weights, client_of, is_tra
 from lamina.flower import wire
 from lamina.flower.checks import Limits, Refused, read_evaluation
 from lamina.flower.outliers import absurd_losses
-from lamina.metrics import Metric, find_all, mean
+from lamina.training.metrics import Metric, find_all, mean
 
 
 @pytest.mark.parametrize("how", ["the whole reply", "only its arrays"])

@@ -25,8 +25,8 @@ from lamina.base.text import plural, printable
 
 if TYPE_CHECKING:
     from lamina.engines.ranks import Ranks
-    from lamina.history import History
-    from lamina.progress import Bars
+    from lamina.training.history import History
+    from lamina.training.progress import Bars
 
 # Commands import torch, pydantic and the experiment package inside their functions, so that --help needs none of them.
 UNFOLDED_CHARACTERS = 20  # longer text in a cell may be folded
@@ -200,7 +200,7 @@ def print_complete(folder: Path, history: History, more: str = "train.rounds") -
 
 def round_bars(names: Iterable[str], **options: Any) -> Bars:
     """Return live bars, one for each name, with the last score and the time left; shown on a terminal only."""
-    from lamina.progress import Bars
+    from lamina.training.progress import Bars
 
     return Bars(names, err, is_shown=not out.quiet and err.is_terminal, **options)
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lamina.experiment.config import Experiment
     from lamina.experiment.records import Record
     from lamina.experiment.trials import Job, Trial
-    from lamina.history import Row
     from lamina.report.results import ComparisonResult
+    from lamina.training.history import Row
 
 
 @base.app.command()

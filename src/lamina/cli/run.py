@@ -12,7 +12,7 @@ from lamina.cli import base
 from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBoard, echo
 
 if TYPE_CHECKING:
-    from lamina.history import Row
+    from lamina.training.history import Row
 
 
 def wanted_trackers(tensorboard: bool, mlflow: bool) -> list[str]:
@@ -38,7 +38,7 @@ def run(
     from lamina.experiment.folder import RunFolder
     from lamina.experiment.log_lines import LogLines
     from lamina.experiment.trackers import Trackers
-    from lamina.progress import IntervalLines
+    from lamina.training.progress import IntervalLines
 
     experiment = load(file, overrides or [])
     name, seed, rounds = experiment.algorithm.name, experiment.train.seed, experiment.train.rounds

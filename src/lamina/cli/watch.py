@@ -24,7 +24,7 @@ from lamina.base.errors import BadInput
 from lamina.base.text import plural
 from lamina.cli.base import app, import_torch, out, table
 from lamina.cli.export import short
-from lamina.metrics import is_metric
+from lamina.training.metrics import is_metric
 
 if TYPE_CHECKING:
     from lamina.experiment.records import Record

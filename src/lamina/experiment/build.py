@@ -23,14 +23,14 @@ from lamina.engines.devices import choose_device
 from lamina.engines.ranks import Ranks
 from lamina.experiment.config import Experiment
 from lamina.experiment.objects import describe_code
-from lamina.inputs import as_algorithm, create_model
-from lamina.metrics import Metric, description, find_all
 from lamina.rounds import aggregation
 from lamina.rounds.clients import DEFAULT_CLIENTS
 from lamina.rounds.schedules import Schedule, make_schedule
 from lamina.rounds.settings import Protocol, Settings
 from lamina.storage.identity import splits_digest
-from lamina.training import RunOptions, Training
+from lamina.training.inputs import as_algorithm, create_model
+from lamina.training.metrics import Metric, description, find_all
+from lamina.training.training import RunOptions, Training
 
 THREADED_FROM = 1_000_000  # parameters; below this a second thread costs more than it brings
 

@@ -26,8 +26,8 @@ from lamina.experiment.records import FORMAT, REPLACED, delete_runs, is_ours, re
 from lamina.experiment.sections import Named
 from lamina.experiment.settings import Range, Settings, folder_name, neighbours, points, written
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
-from lamina.metrics import is_percent
 from lamina.storage.files import write_csv, write_json, writing_to
+from lamina.training.metrics import is_percent
 
 TUNING_FOLDER = "tuning"
 CONTINUED_FRACTION, MIN_CONTINUED = 1 / 3, 3  # of the candidates, after each of several tuning_rounds

@@ -50,12 +50,12 @@ from lamina.experiment.records import (
     remove_records,
 )
 from lamina.experiment.trackers import Trackers
-from lamina.history import History, Row, rank
-from lamina.metrics import read_primary
 from lamina.objective.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
 from lamina.storage.locks import Lock, Locked, is_at, lost
+from lamina.training.history import History, Row, rank
+from lamina.training.metrics import read_primary
 
 log = logging.getLogger(__name__)
 

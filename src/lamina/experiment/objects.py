@@ -11,15 +11,15 @@ from torch import nn
 
 from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
-from lamina.inputs import create_model
-from lamina.metrics import METRICS, Metric, description
 from lamina.models.registry import Factory
 from lamina.objective.batch import map_batch
 from lamina.objective.fingerprint import code_digest, is_laminas
 from lamina.objective.losses import as_loss
 from lamina.rounds.settings import function_name
 from lamina.storage.identity import code_digests, content_digest, json_digest, splits_digest, structure_digest
-from lamina.training import Training
+from lamina.training.inputs import create_model
+from lamina.training.metrics import METRICS, Metric, description
+from lamina.training.training import Training
 
 
 @dataclass(frozen=True, eq=False)

@@ -29,15 +29,15 @@ from lamina.experiment.records import read_record
 from lamina.experiment.run import RankFolder, open_folder, restore, resume, train
 from lamina.experiment.sections import Data, augment_keys
 from lamina.experiment.settings import shown
-from lamina.history import Row
-from lamina.inputs import as_splits
-from lamina.metrics import find_all
 from lamina.rounds.aggregation import AGGREGATIONS
 from lamina.rounds.aggregation import name_of as aggregation_name
 from lamina.rounds.clients import Clients, refuse_odd_clients
 from lamina.rounds.schedules import SCHEDULES
 from lamina.rounds.settings import as_table, function_name, schedule_name
-from lamina.training import Training
+from lamina.training.history import Row
+from lamina.training.inputs import as_splits
+from lamina.training.metrics import find_all
+from lamina.training.training import Training
 
 Table = dict[str, Any]
 SECTIONS: dict[str, Any] = {"train": Train, "data": Data, "run": Run}

@@ -17,10 +17,10 @@ from lamina.experiment.folder import round_of
 from lamina.experiment.log_lines import LogLines
 from lamina.experiment.metrics_file import MetricsFile, sound_lines
 from lamina.experiment.records import REPLACED, check_config, read_json, refuse_format
-from lamina.history import LOST
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.files import writing_to
 from lamina.storage.locks import Lock
+from lamina.training.history import LOST
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from lamina.base.atomic import PARTIAL, sync_folder
 from lamina.base.errors import BadInput
 from lamina.experiment.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
-from lamina.history import History
-from lamina.metrics import read_primary
 from lamina.storage import identity
 from lamina.storage.files import check_writable, writing_to
 from lamina.storage.locks import Lock
+from lamina.training.history import History
+from lamina.training.metrics import read_primary
 
 FORMAT = 1  # of a run's folder; others are refused
 # keys that do not change the result, and so do not tell one run from another

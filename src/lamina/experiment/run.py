@@ -20,16 +20,16 @@ from lamina.base.errors import BadInput, Diverged
 from lamina.engines.devices import choose_device
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.engine import Stacked
-from lamina.evaluation import refuse_nonfinite
 from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
-from lamina.history import History, Row
-from lamina.population import Population
 from lamina.storage.checkpoint import Checkpoints, load_newest
 from lamina.storage.identity import of_run
 from lamina.storage.locks import is_at, lost
-from lamina.training import Training
+from lamina.training.evaluation import refuse_nonfinite
+from lamina.training.history import History, Row
+from lamina.training.population import Population
+from lamina.training.training import Training
 
 log = logging.getLogger(__name__)
 

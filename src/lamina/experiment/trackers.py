@@ -17,8 +17,8 @@ from typing import Any
 
 from lamina.base.errors import missing_extra
 from lamina.experiment.records import Record, flatten, read_json, read_record
-from lamina.history import History, Row
 from lamina.storage.files import write_json
+from lamina.training.history import History, Row
 
 EVENTS, MLFLOW_RUN = "tensorboard", "mlflow.json"
 SECTIONS = ("data", "model", "algorithm", "train", "run")  # of a run's configuration

@@ -23,10 +23,10 @@ from lamina.experiment.records import REPLACED, Record, check_folder, read_recor
 from lamina.experiment.run import restore, resume_histories, train
 from lamina.experiment.settings import Settings, written
 from lamina.experiment.trackers import Trackers
-from lamina.history import History, Row, rank, values
-from lamina.population import mismatch
 from lamina.storage.locks import Lock, lost
-from lamina.training import Training
+from lamina.training.history import History, Row, rank, values
+from lamina.training.population import mismatch
+from lamina.training.training import Training
 
 MAX_OPEN_RUNS = 64  # each holds a few files and its model
 

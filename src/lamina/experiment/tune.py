@@ -34,10 +34,10 @@ from lamina.experiment.settings import Grid, Range, Settings, folder_name, point
 from lamina.experiment.study import Study, find_space, remove_study
 from lamina.experiment.toml import as_toml, fits_any_data, set_keys
 from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
-from lamina.history import Row
-from lamina.metrics import smaller_is_better
 from lamina.storage.files import as_json, write_csv, write_json, writing_to
 from lamina.storage.locks import turn
+from lamina.training.history import Row
+from lamina.training.metrics import smaller_is_better
 
 TABLES = ("trials.csv", "best.toml", "learning-rates.png")
 NO_MORE_ROUNDS = 1 << 62  # trials of a study are compared after the same number of rounds, so that cannot grow

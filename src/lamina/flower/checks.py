@@ -15,10 +15,10 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
 from lamina.base.errors import BadInput, is_number, is_whole, nearest, unknown
-from lamina.evaluation import mean_name, weight_name
 from lamina.flower.wire import Unreadable, decode, entries_of, shorten, wire_bytes
-from lamina.metrics import ACCURACY, LOSS, METRICS, Metric
 from lamina.objective.objective import Buffers
+from lamina.training.evaluation import mean_name, weight_name
+from lamina.training.metrics import ACCURACY, LOSS, METRICS, Metric
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
 CONTRADICTION = 0.01  # of its norm: how far a field may be from what the others imply

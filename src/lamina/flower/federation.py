@@ -20,7 +20,6 @@ from lamina.base.errors import BadInput, LaminaError
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition
 from lamina.engines.devices import choose_device
-from lamina.evaluation import ClientSamples, reserved_samples
 from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
 from lamina.experiment.folder import RunFolder
@@ -31,8 +30,9 @@ from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
 from lamina.flower.setup import Setup
 from lamina.flower.signing import SERVER_OPTION, read_signing_key
-from lamina.metrics import description
 from lamina.rounds.clients import Reserved, deal, reserve
+from lamina.training.evaluation import ClientSamples, reserved_samples
+from lamina.training.metrics import description
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
-from lamina.evaluation import WEIGHT
 from lamina.flower import outliers, wire
 from lamina.flower.checks import Evaluation, Expected, Update
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
 from lamina.objective.objective import Objective
+from lamina.training.evaluation import WEIGHT
 
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
 

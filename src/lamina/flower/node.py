@@ -20,17 +20,17 @@ from lamina.base.text import printable
 from lamina.data.dataset import Dataset
 from lamina.engines.divergence import all_finite, diverged
 from lamina.engines.loop import Loop
-from lamina.evaluation import check_metrics, sample_means
 from lamina.experiment.build import THREADED_FROM
-from lamina.fit import check_fit, evaluation_rows
 from lamina.flower import signing, wire
 from lamina.flower.setup import Setup
 from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
 from lamina.objective.objective import Buffers, Objective
-from lamina.rounding import ignore_rounding
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan, Round
+from lamina.training.evaluation import check_metrics, sample_means
+from lamina.training.preflight import check_fit, evaluation_rows
+from lamina.training.rounding import ignore_rounding
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from lamina import evaluation
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import Diverged, LaminaError
 from lamina.engines.divergence import went_nonfinite
@@ -28,13 +27,14 @@ from lamina.flower.mail import LATE, Mail, Traffic
 from lamina.flower.records import Attendance, Journal, Memory, count_start
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
-from lamina.history import History, Row
-from lamina.masks import with_mask
-from lamina.metrics import ACCURACY
 from lamina.rounds.aggregation import combine_vectors
 from lamina.rounds.plan import Round
 from lamina.storage.checkpoint import load_newest
 from lamina.storage.identity import of_run
+from lamina.training import evaluation
+from lamina.training.history import History, Row
+from lamina.training.masks import with_mask
+from lamina.training.metrics import ACCURACY
 
 log = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from lamina.base.limits import check_count, check_number
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation, match
 from lamina.engines.devices import choose_device
-from lamina.evaluation import ClientSamples
 from lamina.flower.checks import Limits
-from lamina.masks import with_mask
-from lamina.metrics import Metric, find_all, is_function_of_mean
 from lamina.objective.objective import Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.settings import Protocol, Settings
+from lamina.training.evaluation import ClientSamples
+from lamina.training.masks import with_mask
+from lamina.training.metrics import Metric, find_all, is_function_of_mean
 
 PLACES = ("central", "nodes", "both")
 

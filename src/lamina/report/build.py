@@ -17,12 +17,12 @@ from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trials import Trial
-from lamina.history import LOST
-from lamina.metrics import is_percent
 from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
 from lamina.storage.identity import splits_digest
+from lamina.training.history import LOST
+from lamina.training.metrics import is_percent
 
 
 @dataclass(frozen=True)

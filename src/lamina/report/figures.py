@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from lamina.data.picture import partition_picture
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
-from lamina.history import LOST, History
-from lamina.metrics import is_metric, is_percent, with_unit
 from lamina.report.build import Report
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
+from lamina.training.history import LOST, History
+from lamina.training.metrics import is_metric, is_percent, with_unit
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")

@@ -18,11 +18,11 @@ from lamina.base.errors import missing_extra
 from lamina.base.text import html_table as plain_table
 from lamina.base.text import plural
 from lamina.experiment.trials import Trial
-from lamina.history import History, rank
-from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.build import Report
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.tables import Table, metric_of, unit_of_bytes
+from lamina.training.history import History, rank
+from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
 MOST_NUMBERS = 100_000  # of all curves together; the curves of longer runs are thinned, so that the page stays small

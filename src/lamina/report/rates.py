@@ -11,9 +11,9 @@ from lamina.experiment.records import Record
 from lamina.experiment.settings import written
 from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
-from lamina.metrics import with_unit
 from lamina.report.curves import RATE, SEED, algorithm_of, group, identity
 from lamina.report.tables import NONE, Table, metric_of, score_text
+from lamina.training.metrics import with_unit
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,14 @@ from lamina.experiment.python import algorithm_section, compared_algorithms, des
 from lamina.experiment.records import Record, find_records
 from lamina.experiment.trials import Job, refuse_all_diverged
 from lamina.experiment.tune import Tuning
-from lamina.history import History, Row, data_frame
-from lamina.progress import python_bars
 from lamina.report import tables
 from lamina.report.build import build, describe_data
 from lamina.report.curves import group
 from lamina.report.figures import comparison_figure, curve_figure, metrics_of, rates_figure
 from lamina.report.rates import tuning_responses
 from lamina.report.save import save_page
+from lamina.training.history import History, Row, data_frame
+from lamina.training.progress import python_bars
 
 Rates = float | Sequence[float] | Mapping[str, float | Sequence[float]]
 

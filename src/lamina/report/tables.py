@@ -15,9 +15,9 @@ from lamina.experiment.records import flatten
 from lamina.experiment.settings import short_names, shown, shown_name
 from lamina.experiment.trials import Trial
 from lamina.experiment.tune import Tuning
-from lamina.history import History, values
-from lamina.metrics import is_percent, smaller_is_better, with_unit
 from lamina.report.curves import differing, folder_name, sections, text
+from lamina.training.history import History, values
+from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
 

@@ -17,7 +17,7 @@ import lamina
 from engines.test_dropout import simulation as dropout_simulation
 from engines.test_per_layer import PerLayer
 from helpers import processes
-from lamina.metrics import DIAGNOSTICS
+from lamina.training.metrics import DIAGNOSTICS
 from second_gradients import FedSam
 from small_simulations import simulation
 

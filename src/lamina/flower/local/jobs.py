@@ -20,8 +20,8 @@ from lamina.experiment.records import is_ours, read_diverged, read_json, remove_
 from lamina.flower.federation import Federation
 from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import FederationFailed
-from lamina.history import History
 from lamina.storage.files import check_writable
+from lamina.training.history import History
 
 
 class Job:

@@ -20,8 +20,6 @@ from lamina.base.registry import parameters_of
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
 from lamina.data.feed import prepare
-from lamina.evaluation import EVALUATION_BATCH, Pairs
-from lamina.masks import forward_of
 from lamina.models.allocation import LargestActivation
 from lamina.objective.batch import Inputs, map_batch, tensors
 from lamina.objective.losses import (
@@ -40,6 +38,8 @@ from lamina.objective.losses import (
 )
 from lamina.objective.objective import Objective
 from lamina.rounds.plan import Plan
+from lamina.training.evaluation import EVALUATION_BATCH, Pairs
+from lamina.training.masks import forward_of
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from lamina.base.text import printable
-from lamina.history import History, Row
+from lamina.training.history import History, Row
 
 MIN_SILENCE_S, MAX_SILENCE_S = 10, 60  # between two lines of a log
 LINES_PER_RUN = 10  # of a log

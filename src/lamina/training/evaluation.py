@@ -18,8 +18,13 @@ from lamina.base.errors import BadInput, Diverged, LaminaError, describe_error
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
-from lamina.history import Row
-from lamina.metrics import (
+from lamina.objective.batch import tensors
+from lamina.objective.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
+from lamina.objective.objective import Buffers, Objective
+from lamina.rounds.clients import Reserved
+from lamina.rounds.plan import Round
+from lamina.training.history import Row
+from lamina.training.metrics import (
     ACCURACY,
     AUROC,
     LABEL_METRICS,
@@ -32,11 +37,6 @@ from lamina.metrics import (
     Values,
     mean,
 )
-from lamina.objective.batch import tensors
-from lamina.objective.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
-from lamina.objective.objective import Buffers, Objective
-from lamina.rounds.clients import Reserved
-from lamina.rounds.plan import Round
 
 log = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.independence import work_together
 from lamina.engines.stacked.rows import Member
 from lamina.engines.state import RoundReport
-from lamina.evaluation import refuse_nonfinite
-from lamina.history import History, Row
 from lamina.objective.fingerprint import alike, same_inputs, same_tensor
 from lamina.rounds.plan import Round
 from lamina.rounds.settings import PER_MEMBER, Protocol
-from lamina.training import Training, evaluate_together
+from lamina.training.evaluation import refuse_nonfinite
+from lamina.training.history import History, Row
+from lamina.training.training import Training, evaluate_together
 
 
 class Population:

@@ -15,7 +15,7 @@ from lamina.base.columns import Columns
 from lamina.base.columns import Row as Row
 from lamina.base.errors import BadInput, missing_extra, nearest
 from lamina.base.text import html_table
-from lamina.metrics import DIAGNOSTICS, is_metric, smaller_is_better
+from lamina.training.metrics import DIAGNOSTICS, is_metric, smaller_is_better
 
 # What to do about a column that a run records only under some condition, by the start of its name.
 REMEDIES = {

@@ -26,13 +26,18 @@ from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset
 from lamina.data.matching import match
-from lamina.diagnostics import Diagnostics, check_names
 from lamina.engines.choice import Engine, choose_engine
 from lamina.engines.devices import Precision, arithmetic, check_model_fits, usable_precision
 from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.layers.convolution import prepare_kernels
 from lamina.engines.state import RoundReport, State
-from lamina.evaluation import (
+from lamina.models.registry import Factory
+from lamina.objective.objective import Objective, copy_module
+from lamina.rounds.clients import Heldout, deal, reserve
+from lamina.rounds.plan import Plan, Round
+from lamina.rounds.settings import Protocol
+from lamina.training.diagnostics import Diagnostics, check_names
+from lamina.training.evaluation import (
     ClientSamples,
     Evaluation,
     check_metrics,
@@ -41,23 +46,12 @@ from lamina.evaluation import (
     round_row,
     warn_of_nan,
 )
-from lamina.fit import (
-    check_clients,
-    check_fit,
-    evaluation_rows,
-    training_rows,
-    warn_of_unseen_classes,
-)
-from lamina.history import History, Row
-from lamina.inputs import as_model
-from lamina.masks import warn_of_padding, with_mask
-from lamina.metrics import ACCURACY, LOSS, Metric
-from lamina.models.registry import Factory
-from lamina.objective.objective import Objective, copy_module
-from lamina.rounding import ignore_rounding
-from lamina.rounds.clients import Heldout, deal, reserve
-from lamina.rounds.plan import Plan, Round
-from lamina.rounds.settings import Protocol
+from lamina.training.history import History, Row
+from lamina.training.inputs import as_model
+from lamina.training.masks import warn_of_padding, with_mask
+from lamina.training.metrics import ACCURACY, LOSS, Metric
+from lamina.training.preflight import check_clients, check_fit, evaluation_rows, training_rows, warn_of_unseen_classes
+from lamina.training.rounding import ignore_rounding
 
 log = logging.getLogger(__name__)
 

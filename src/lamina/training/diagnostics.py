@@ -24,9 +24,9 @@ from lamina.engines.loop import FIXED_CHUNK, FULL_GRADIENT_CHUNK, Loop
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State, client_weights
-from lamina.metrics import DIAGNOSTICS
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.plan import Plan, Round
+from lamina.training.metrics import DIAGNOSTICS
 
 
 def check_names(names: Any) -> tuple[str, ...]:
