@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lamina.base.errors import LaminaError
-from lamina.experiment import claims, reproduction
-from lamina.experiment.compare import label_folder
 from lamina.experiment.config import load
+from lamina.experiment.trials import claims, reproduction
+from lamina.experiment.trials.compare import label_folder
 
 PARTS = ".parts"  # folder of the comparisons of one method each
 

@@ -20,12 +20,12 @@ from typing import Any
 from lamina import models
 from lamina.algorithms import find as find_algorithm
 from lamina.base.atomic import write_file
-from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_partition, build_schedule
 from lamina.experiment.config import Claim, Experiment, load
-from lamina.experiment.records import Record, find_records, flatten, read_json
-from lamina.experiment.settings import Range
-from lamina.experiment.trials import Trial
+from lamina.experiment.runs.records import Record, find_records, flatten, read_json
+from lamina.experiment.trials import claims, reproduction
+from lamina.experiment.trials.settings import Range
+from lamina.experiment.trials.trials import Trial
 from lamina.storage.files import as_json, write_json
 from lamina.training.history import History, Row
 from lamina.training.metrics import DIAGNOSTICS

@@ -15,7 +15,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from record import Result, labelled
 
-from lamina.experiment import reproduction
+from lamina.experiment.trials import reproduction
 from lamina.report.figures import COLOURS, DASHES, STYLE, described, draw_line
 from lamina.training.history import History
 

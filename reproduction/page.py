@@ -35,7 +35,7 @@ from words import (
 )
 
 from lamina.base.errors import unknown
-from lamina.experiment import reproduction
+from lamina.experiment.trials import reproduction
 from lamina.report.tables import mean_and_spread
 from lamina.training.history import values
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from collect import called
 
-from lamina.experiment import reproduction
-from lamina.experiment.records import read_json
+from lamina.experiment.runs.records import read_json
+from lamina.experiment.trials import reproduction
 from lamina.training.history import History
 
 

@@ -16,9 +16,9 @@ from record import Result, labelled
 from words import JUDGED, NEVER, amount, either, escaped, markdown, named, number, shortened, spent, unreached, verdict
 
 from lamina import algorithms
-from lamina.experiment import reproduction
-from lamina.experiment.settings import shown
 from lamina.experiment.toml import complete_text
+from lamina.experiment.trials import reproduction
+from lamina.experiment.trials.settings import shown
 from lamina.report.tables import NONE, mean_and_spread, significant
 from lamina.training.history import History, values
 from lamina.training.metrics import is_percent

@@ -32,9 +32,9 @@ from lamina.base.errors import BadInput
 from lamina.data.dataset import Splits
 from lamina.engines.devices import choose_device
 from lamina.experiment.build import build, load_data
-from lamina.experiment.compare import points_of, with_algorithm
 from lamina.experiment.config import Experiment, load
-from lamina.experiment.environment import environment
+from lamina.experiment.runs.environment import environment
+from lamina.experiment.trials.compare import points_of, with_algorithm
 from lamina.simulation import Simulation
 from lamina.training.history import History
 

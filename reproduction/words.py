@@ -10,8 +10,8 @@ from typing import Any
 from collect import called
 from record import Result
 
-from lamina.experiment import reproduction
-from lamina.experiment.claims import named_in, written
+from lamina.experiment.trials import reproduction
+from lamina.experiment.trials.claims import named_in, written
 from lamina.report.tables import NONE
 
 JUDGED = ("holds", "holds in part", "does not hold")

@@ -12,7 +12,7 @@ from torch import nn
 
 import lamina
 from flower_grid import LoopGrid
-from lamina.experiment.records import read_record
+from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation, wire
 
 SAMPLES = 60

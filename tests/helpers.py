@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from lamina import cli
-from lamina.experiment import trials
-from lamina.experiment.records import Record
+from lamina.experiment.runs.records import Record
+from lamina.experiment.trials import trials
 
 HELD_UP = 60  # seconds; nothing here takes so long
 
 # Children are forked from a server that has imported torch, and what the commands import, once.
 processes = multiprocessing.get_context("forkserver")
-PRELOADED = ["lamina.experiment.compare", "lamina.experiment.tune", "lamina.report.save", "helpers"]
+PRELOADED = ["lamina.experiment.trials.compare", "lamina.experiment.trials.tune", "lamina.report.save", "helpers"]
 processes.set_forkserver_preload(PRELOADED)
 
 

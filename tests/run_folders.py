@@ -2,7 +2,7 @@
 
 import json
 
-from lamina.experiment.records import FORMAT
+from lamina.experiment.runs.records import FORMAT
 
 EVIL = '<b><img src=x onerror="window.hacked=1"></b>'  # a name that must stay text
 

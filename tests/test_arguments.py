@@ -14,7 +14,7 @@ from lamina.experiment import config
 from lamina.experiment.build import build, settings_of
 from lamina.experiment.python import describe
 from lamina.experiment.toml import as_toml
-from lamina.experiment.tune import with_settings
+from lamina.experiment.trials.tune import with_settings
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.settings import Protocol

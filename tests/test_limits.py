@@ -12,7 +12,7 @@ import lamina
 from helpers import call
 from lamina import BadInput, Population, Simulation, models
 from lamina.base import limits
-from lamina.experiment.settings import points
+from lamina.experiment.trials.settings import points
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.schedules import Exponential, Milestones

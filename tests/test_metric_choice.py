@@ -12,7 +12,7 @@ from flower_grid import LoopGrid
 from helpers import call
 from lamina.experiment.build import build
 from lamina.experiment.config import load
-from lamina.experiment.records import read_record
+from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation
 from lamina.report.build import build as build_report
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import lamina
 from helpers import call
-from lamina.experiment.records import read_record
+from lamina.experiment.runs.records import read_record
 from lamina.objective.fingerprint import code_digest
 from lamina.objective.losses import CrossEntropy
 from lamina.training import progress

@@ -18,7 +18,7 @@ from lamina import BadInput, __version__, algorithms
 from lamina.cli import base
 from lamina.experiment import build as building
 from lamina.experiment.config import load, parse
-from lamina.experiment.folder import RunFolder
+from lamina.experiment.runs.folder import RunFolder
 from lamina.training.history import History
 from lamina.training.training import Training
 

@@ -8,7 +8,7 @@ import pytest
 import lamina
 from helpers import call
 from lamina import __version__
-from lamina.experiment.tune import paper_grids
+from lamina.experiment.trials.tune import paper_grids
 
 HEAVY = ("torch", "numpy", "pydantic", "matplotlib", "sklearn", "lamina.experiment")
 

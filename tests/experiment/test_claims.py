@@ -7,8 +7,8 @@ import pytest
 import helpers
 from lamina import BadInput, History
 from lamina.cli import reproduce
-from lamina.experiment import claims, reproduction
 from lamina.experiment.config import load, parse
+from lamina.experiment.trials import claims, reproduction
 
 PAPERS = reproduction.papers()
 

@@ -22,10 +22,10 @@ from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, tab
 from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
 from lamina import BadInput
 from lamina.cli import base
-from lamina.experiment import compare as comparing
-from lamina.experiment import trials
 from lamina.experiment.config import load
-from lamina.experiment.records import find_records, read_record
+from lamina.experiment.runs.records import find_records, read_record
+from lamina.experiment.trials import compare as comparing
+from lamina.experiment.trials import trials
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock
 from lamina.training import progress

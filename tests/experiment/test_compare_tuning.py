@@ -14,11 +14,11 @@ import pytest
 
 from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command
 from helpers import call, populations, rows, skip_pictures
-from lamina.experiment import compare as comparing
-from lamina.experiment import trials
 from lamina.experiment.config import load
-from lamina.experiment.records import find_records, read_record
-from lamina.experiment.settings import folder_name, neighbours, points
+from lamina.experiment.runs.records import find_records, read_record
+from lamina.experiment.trials import compare as comparing
+from lamina.experiment.trials import trials
+from lamina.experiment.trials.settings import folder_name, neighbours, points
 from lamina.report.rates import responses
 from lamina.training.training import Training
 

@@ -11,9 +11,9 @@ import torch
 import lamina
 from helpers import Killed, assert_same, call, rows, said_in_one_line, skip_pictures, words
 from lamina import BadInput
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.rebuild import rebuild, shown
-from lamina.experiment.records import read_record
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.rebuild import rebuild, shown
+from lamina.experiment.runs.records import read_record
 from lamina.report import build, figures, page
 from lamina.storage.checkpoint import Checkpoints
 from small_run import command

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import lamina
-from lamina.experiment.environment import environment, git_commit, own_commit
+from lamina.experiment.runs.environment import environment, git_commit, own_commit
 
 
 def commit_in(folder):

@@ -14,7 +14,7 @@ from lamina.data import load as load_data
 from lamina.data.readers.own import as_splits
 from lamina.experiment import build
 from lamina.experiment.config import load, parse
-from lamina.experiment.tune import with_settings
+from lamina.experiment.trials.tune import with_settings
 
 TABLE = """
 [data]

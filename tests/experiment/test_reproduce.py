@@ -15,11 +15,11 @@ import helpers
 from lamina.algorithms import find
 from lamina.data.readers import idx, sources
 from lamina.data.readers.files import PublishedFile
-from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_algorithm
-from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
 from lamina.experiment.toml import complete_text
+from lamina.experiment.trials import claims, reproduction
+from lamina.experiment.trials.compare import with_algorithm
 from lamina.training.training import Training
 
 PAPERS = reproduction.papers()

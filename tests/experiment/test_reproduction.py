@@ -20,10 +20,10 @@ import helpers
 from helpers import cells
 from lamina import BadInput
 from lamina.data.readers import sources
-from lamina.experiment import claims, reproduction
 from lamina.experiment.build import build_algorithm, resolved, settings_of
-from lamina.experiment.compare import with_algorithm
 from lamina.experiment.config import load
+from lamina.experiment.trials import claims, reproduction
+from lamina.experiment.trials.compare import with_algorithm
 from lamina.storage.files import as_json
 
 ROOT = Path(__file__).parents[2]

@@ -11,8 +11,8 @@ from PIL import Image
 
 from helpers import cells
 from lamina import algorithms
-from lamina.experiment import claims, reproduction
 from lamina.experiment.config import load
+from lamina.experiment.trials import claims, reproduction
 from lamina.report.figures import described
 from lamina.training.history import History
 from lamina.training.metrics import DIAGNOSTICS

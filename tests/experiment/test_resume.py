@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from helpers import HELD_UP, Killed, assert_same, call, finish, rows, start
 from lamina.base import atomic
 from lamina.experiment import build as building
-from lamina.experiment import folder as run_folder
-from lamina.experiment import run as running
 from lamina.experiment.config import load
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.metrics_file import MetricsFile
+from lamina.experiment.runs import folder as run_folder
+from lamina.experiment.runs import run as running
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.metrics_file import MetricsFile
 from lamina.storage import checkpoint
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock

@@ -14,8 +14,8 @@ from PIL import Image
 
 from lamina import BadInput
 from lamina.experiment.build import build, load_data
-from lamina.experiment.compare import points_of, with_algorithm
 from lamina.experiment.config import Experiment, load
+from lamina.experiment.trials.compare import points_of, with_algorithm
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "reproduction"))  # as a script there has it
 

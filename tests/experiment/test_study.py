@@ -2,9 +2,9 @@
 
 import pytest
 
-from lamina.experiment import study
-from lamina.experiment.settings import Range
-from lamina.experiment.study import Study
+from lamina.experiment.trials import study
+from lamina.experiment.trials.settings import Range
+from lamina.experiment.trials.study import Study
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import pytest
 
 from helpers import call, sets
 from lamina.experiment import build as building
-from lamina.experiment import run as running
-from lamina.experiment import trackers
 from lamina.experiment.config import load
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.records import read_record
-from lamina.experiment.trackers import Trackers
+from lamina.experiment.runs import run as running
+from lamina.experiment.runs import trackers
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.records import read_record
+from lamina.experiment.runs.trackers import Trackers
 
 TOML = """
 [data]

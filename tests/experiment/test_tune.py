@@ -34,13 +34,13 @@ from lamina import BadInput
 from lamina.base.errors import MissingExtra
 from lamina.cli import base
 from lamina.cli import tune as tune_command
-from lamina.experiment import study
-from lamina.experiment import tune as tuning
 from lamina.experiment.config import load, parse
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.settings import Range
+from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.toml import as_toml
-from lamina.experiment.trials import Trial
+from lamina.experiment.trials import study
+from lamina.experiment.trials import tune as tuning
+from lamina.experiment.trials.settings import Range
+from lamina.experiment.trials.trials import Trial
 from lamina.report import figures
 
 TOML = """

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from helpers import Killed, call, said_in_one_line, skip_pictures, words
-from lamina.experiment import records
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.records import find_records
+from lamina.experiment.runs import records
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.records import find_records
 
 TOML = """
 [data]

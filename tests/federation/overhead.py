@@ -23,8 +23,8 @@ import torch
 import lamina
 from federation.harness import NODES, Say
 from lamina import Simulation
-from lamina.experiment.environment import processor
-from lamina.experiment.records import read_record
+from lamina.experiment.runs.environment import processor
+from lamina.experiment.runs.records import read_record
 from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import HOST, free_port
 

@@ -26,7 +26,7 @@ from flower_setup import (
 from lamina.base.errors import BadInput
 from lamina.experiment import build as building
 from lamina.experiment.config import parse
-from lamina.experiment.records import read_record
+from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan

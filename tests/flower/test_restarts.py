@@ -92,7 +92,7 @@ def test_the_server_knows_the_sum_of_a_clients_changes_after_a_restart(tmp_path)
 @pytest.mark.long
 @pytest.mark.parametrize("moment", ["after the row", "after the attendance"])
 def test_a_server_killed_between_two_writes_never_mixes_rounds(restartable, moment, monkeypatch):
-    from lamina.experiment.folder import RunFolder
+    from lamina.experiment.runs.folder import RunFolder
     from lamina.storage.checkpoint import Checkpoints
 
     with monkeypatch.context() as patch:

@@ -13,7 +13,7 @@ from flower_grid import LoopGrid
 from flower_setup import NODE, PARTS, Setup, assert_like_the_simulation, change, nodes, part_of, small_model, the_data
 from lamina.base.errors import BadInput
 from lamina.experiment.python import describe
-from lamina.experiment.records import read_record
+from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation, Limits
 from lamina.report import build as report
 

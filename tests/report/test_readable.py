@@ -14,8 +14,8 @@ from helpers import call, trial
 from lamina import History, algorithms
 from lamina.cli import base, watch
 from lamina.cli.compare import comparison_table
-from lamina.experiment.records import Record, find_records
-from lamina.experiment.trials import Trial
+from lamina.experiment.runs.records import Record, find_records
+from lamina.experiment.trials.trials import Trial
 from lamina.report import figures
 from lamina.report.build import build
 from lamina.report.figures import curve_figure, metrics_of, rates_figure

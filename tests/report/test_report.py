@@ -15,7 +15,7 @@ from lamina import BadInput, History
 from lamina.base.errors import MissingExtra
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.readers import sources
-from lamina.experiment.records import FORMAT, find_records
+from lamina.experiment.runs.records import FORMAT, find_records
 from lamina.report import build, figures, page, tables
 from lamina.report.curves import differing, group, without_repeats
 from lamina.report.rates import rates_table, responses

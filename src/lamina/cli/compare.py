@@ -17,10 +17,10 @@ from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBo
 from lamina.cli.run import wanted_trackers
 
 if TYPE_CHECKING:
-    from lamina.experiment.compare import Comparison
     from lamina.experiment.config import Experiment
-    from lamina.experiment.records import Record
-    from lamina.experiment.trials import Job, Trial
+    from lamina.experiment.runs.records import Record
+    from lamina.experiment.trials.compare import Comparison
+    from lamina.experiment.trials.trials import Job, Trial
     from lamina.report.results import ComparisonResult
     from lamina.training.history import Row
 
@@ -43,7 +43,7 @@ def compare(
     Started again, it skips the runs that are complete and resumes the others.
     """
     from lamina.experiment.config import load
-    from lamina.experiment.trials import refuse_all_diverged
+    from lamina.experiment.trials.trials import refuse_all_diverged
 
     chosen = list(overrides or [])
     if names is not None:
@@ -67,7 +67,7 @@ def run_comparison(
 
     Progress is a bar for every algorithm on a terminal, else a line for every run that has ended.
     """
-    from lamina.experiment.compare import Comparison
+    from lamina.experiment.trials.compare import Comparison
 
     settings = experiment.compare
     best: dict[str, dict[int, float]] = {name: {} for name in settings.algorithms}  # by algorithm and seed

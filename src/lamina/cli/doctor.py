@@ -90,7 +90,7 @@ def devices(advice: list[str]) -> dict[str, Any]:
     import torch
 
     from lamina.engines.stacked.layers.convolution import kernels_for
-    from lamina.experiment.environment import processor
+    from lamina.experiment.runs.environment import processor
 
     gpus = []
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

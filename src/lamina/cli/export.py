@@ -14,7 +14,7 @@ from lamina.base.text import csv_text
 from lamina.cli.base import Runs, app, echo_text, import_torch
 
 if TYPE_CHECKING:
-    from lamina.experiment.records import Record
+    from lamina.experiment.runs.records import Record
 
 IDENTITY = {
     "data": "data.name",
@@ -33,8 +33,8 @@ def export(
 ) -> None:
     """Write all rounds of all runs as one CSV table, with the settings in which the runs differ."""
     import_torch()
-    from lamina.experiment.outputs import write_output
-    from lamina.experiment.records import find_records
+    from lamina.experiment.runs.outputs import write_output
+    from lamina.experiment.runs.records import find_records
 
     text = table(find_records(folders))
     if out_file is None:
@@ -45,8 +45,8 @@ def export(
 
 def table(records: Sequence[Record]) -> str:
     """Return a CSV row for every round: its run, the settings that identify it or differ, and the metrics."""
-    from lamina.experiment.records import NO_PART_OF_IDENTITY
-    from lamina.experiment.trackers import settings
+    from lamina.experiment.runs.records import NO_PART_OF_IDENTITY
+    from lamina.experiment.runs.trackers import settings
 
     all_settings = [settings(record.config) for record in records]
     usual = {*IDENTITY.values(), *NO_PART_OF_IDENTITY}

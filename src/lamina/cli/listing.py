@@ -46,7 +46,7 @@ def rows_of(what: str) -> list[list[str]]:
     from lamina.data.readers import sources
     from lamina.data.readers.own import FORMATS
     from lamina.experiment.config import load
-    from lamina.experiment.reproduction import papers
+    from lamina.experiment.trials.reproduction import papers
 
     if what == "algorithms":
         return [_algorithm_row(find(name)) for name in sorted(BUILT_IN)]
@@ -108,8 +108,8 @@ def _show_algorithm(kind: type[Algorithm]) -> None:
 def _show_experiment(file: Path) -> None:
     """Show how many parameters of an experiment's model are trained, and what a client receives and sends."""
     from lamina.experiment.build import build_algorithm, build_model, load_data
-    from lamina.experiment.compare import with_algorithm
     from lamina.experiment.config import load
+    from lamina.experiment.trials.compare import with_algorithm
     from lamina.objective.objective import Objective, buffer_bytes
     from lamina.rounds.ledger import wire_cost
 

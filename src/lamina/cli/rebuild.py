@@ -13,7 +13,7 @@ def rebuild(folders: Runs) -> None:
     """
     import_torch()
     from lamina.base.errors import BadInput
-    from lamina.experiment.rebuild import rebuild as rebuild_run
+    from lamina.experiment.runs.rebuild import rebuild as rebuild_run
 
     for folder in folders:
         runs = sorted(checkpoints.parent for checkpoints in folder.rglob("checkpoints") if checkpoints.is_dir())

@@ -17,8 +17,8 @@ from lamina.cli.compare import run_comparison
 from lamina.cli.listing import list_
 
 if TYPE_CHECKING:
-    from lamina.experiment.claims import Finding
-    from lamina.experiment.trials import Trial
+    from lamina.experiment.trials.claims import Finding
+    from lamina.experiment.trials.trials import Trial
 
 Scale = Literal["full", "small"]
 
@@ -54,9 +54,9 @@ def reproduce(
     """
     if name is None:
         raise BadInput("say which: lamina reproduce NAME; lamina reproduce --list has the names")
-    from lamina.experiment import claims, reproduction
     from lamina.experiment.config import load
-    from lamina.experiment.trials import refuse_all_diverged
+    from lamina.experiment.trials import claims, reproduction
+    from lamina.experiment.trials.trials import refuse_all_diverged
 
     file = reproduction.find(name)
     if copy is not None:
@@ -106,7 +106,7 @@ def write_copy(file: Path, copy: Path) -> None:
 
 def show(findings: list[Finding], scale: Scale) -> None:
     """Print the paper's numbers beside ours and, at full scale, a verdict for every claim."""
-    from lamina.experiment import claims, reproduction
+    from lamina.experiment.trials import claims, reproduction
 
     for finding in findings:
         claim = finding.claim

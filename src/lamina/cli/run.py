@@ -32,12 +32,12 @@ def run(
     mlflow: MLflow = False,
 ) -> None:
     """Train one experiment; its metrics and the trained model go to a folder. Started again, it resumes."""
-    from lamina.experiment import run as running
     from lamina.experiment.build import build, resolved
     from lamina.experiment.config import load
-    from lamina.experiment.folder import RunFolder
-    from lamina.experiment.log_lines import LogLines
-    from lamina.experiment.trackers import Trackers
+    from lamina.experiment.runs import run as running
+    from lamina.experiment.runs.folder import RunFolder
+    from lamina.experiment.runs.log_lines import LogLines
+    from lamina.experiment.runs.trackers import Trackers
     from lamina.training.progress import IntervalLines
 
     experiment = load(file, overrides or [])

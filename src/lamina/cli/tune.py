@@ -13,7 +13,7 @@ from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, out, print
 from lamina.cli.compare import print_ending
 
 if TYPE_CHECKING:
-    from lamina.experiment.tune import Tuning
+    from lamina.experiment.trials.tune import Tuning
 
 
 @base.app.command()
@@ -35,8 +35,8 @@ def tune(
     commands at once share the work.
     """
     from lamina.experiment.config import load
-    from lamina.experiment.trials import refuse_all_diverged
-    from lamina.experiment.tune import Tuning
+    from lamina.experiment.trials.trials import refuse_all_diverged
+    from lamina.experiment.trials.tune import Tuning
     from lamina.storage.locks import turn
 
     chosen = list(overrides or [])
@@ -66,7 +66,7 @@ def tune(
 
 def show(tuning: Tuning, finished: bool) -> None:
     """Print every trial, the choice, and notes about it."""
-    from lamina.experiment.settings import written
+    from lamina.experiment.trials.settings import written
     from lamina.report.tables import trials_table
 
     _, headings, rows, _ = trials_table(tuning)

@@ -27,7 +27,7 @@ from lamina.cli.export import short
 from lamina.training.metrics import is_metric
 
 if TYPE_CHECKING:
-    from lamina.experiment.records import Record
+    from lamina.experiment.runs.records import Record
 
 EVERY = 1.0  # seconds between two frames
 START_TIMEOUT_S = 20.0  # to wait for a run that was just started: importing torch and reading data takes time
@@ -66,7 +66,7 @@ class View:
 
     def frame(self) -> RenderableType:
         """Return the present state of the runs."""
-        from lamina.experiment.records import find_records
+        from lamina.experiment.runs.records import find_records
 
         # before the records, so that a run that ends in between is read as ended
         busy = any(is_locked(lock.parent) for lock in self.folder.rglob("lock"))
@@ -91,7 +91,7 @@ class View:
 
     def _details(self, how: str, record: Record) -> RenderableType:
         """Return everything about a single run."""
-        from lamina.experiment.settings import shown_name
+        from lamina.experiment.trials.settings import shown_name
 
         history, rounds = record.history, int(record.config["train"]["rounds"])
         finished, speed, left, checkpoint = self._progress(how, record)

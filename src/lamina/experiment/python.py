@@ -21,14 +21,14 @@ from lamina.data.readers.own import FORMATS
 from lamina.engines.ranks import Ranks
 from lamina.experiment.build import resolved
 from lamina.experiment.config import Experiment, Run, Train, parse
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.log_lines import LogLines
-from lamina.experiment.metrics_file import MetricsFile
 from lamina.experiment.objects import Objects
-from lamina.experiment.records import read_record
-from lamina.experiment.run import RankFolder, open_folder, restore, resume, train
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.log_lines import LogLines
+from lamina.experiment.runs.metrics_file import MetricsFile
+from lamina.experiment.runs.records import read_record
+from lamina.experiment.runs.run import RankFolder, open_folder, restore, resume, train
 from lamina.experiment.sections import Data, augment_keys
-from lamina.experiment.settings import shown
+from lamina.experiment.trials.settings import shown
 from lamina.rounds.aggregation import AGGREGATIONS
 from lamina.rounds.aggregation import name_of as aggregation_name
 from lamina.rounds.clients import Clients, refuse_odd_clients

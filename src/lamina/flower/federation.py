@@ -22,8 +22,8 @@ from lamina.data.partitions import Partition
 from lamina.engines.devices import choose_device
 from lamina.experiment import build as building
 from lamina.experiment.config import Experiment
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.log_lines import LogLines
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.log_lines import LogLines
 from lamina.experiment.sections import augment_keys
 from lamina.flower.mail import Mail
 from lamina.flower.node import Node, client_number

@@ -18,7 +18,7 @@ from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import Diverged, LaminaError
 from lamina.engines.divergence import went_nonfinite
 from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
-from lamina.experiment.folder import RunFolder
+from lamina.experiment.runs.folder import RunFolder
 from lamina.flower import wire
 from lamina.flower.checks import Update
 from lamina.flower.exchange import Exchange

@@ -15,8 +15,8 @@ from lamina.data.parts import Labels, Parts
 from lamina.data.readers import sources
 from lamina.experiment.build import build_partition, count_clients
 from lamina.experiment.config import parse
-from lamina.experiment.records import Record, find_records
-from lamina.experiment.trials import Trial
+from lamina.experiment.runs.records import Record, find_records
+from lamina.experiment.trials.trials import Trial
 from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses

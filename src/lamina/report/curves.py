@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lamina.base.text import printable
-from lamina.experiment.records import Record, flatten
-from lamina.experiment.settings import short_names
-from lamina.experiment.trials import Trial
+from lamina.experiment.runs.records import Record, flatten
+from lamina.experiment.trials.settings import short_names
+from lamina.experiment.trials.trials import Trial
 
 SEED = "train.seed"
 RATE = "train.lr"

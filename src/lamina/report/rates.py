@@ -7,10 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lamina.experiment.records import Record
-from lamina.experiment.settings import written
-from lamina.experiment.trials import Trial
-from lamina.experiment.tune import Tuning
+from lamina.experiment.runs.records import Record
+from lamina.experiment.trials.settings import written
+from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.tune import Tuning
 from lamina.report.curves import RATE, SEED, algorithm_of, group, identity
 from lamina.report.tables import NONE, Table, metric_of, score_text
 from lamina.training.metrics import with_unit

@@ -15,12 +15,12 @@ from lamina.algorithms import Algorithm
 from lamina.base.errors import BadInput, nearest
 from lamina.base.paths import checked_path
 from lamina.data.picture import save_picture
-from lamina.experiment.compare import Comparison
 from lamina.experiment.config import Train
 from lamina.experiment.python import algorithm_section, compared_algorithms, describe, kept_threads
-from lamina.experiment.records import Record, find_records
-from lamina.experiment.trials import Job, refuse_all_diverged
-from lamina.experiment.tune import Tuning
+from lamina.experiment.runs.records import Record, find_records
+from lamina.experiment.trials.compare import Comparison
+from lamina.experiment.trials.trials import Job, refuse_all_diverged
+from lamina.experiment.trials.tune import Tuning
 from lamina.report import tables
 from lamina.report.build import build, describe_data
 from lamina.report.curves import group

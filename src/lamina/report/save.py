@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lamina.experiment.outputs import refuse_in_run_folder, write_output
+from lamina.experiment.runs.outputs import refuse_in_run_folder, write_output
 from lamina.report import figures, page
 from lamina.report.build import Report
 from lamina.report.tables import to_csv, to_latex

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 from lamina.base.errors import is_number
 from lamina.base.text import csv_text, html_table, plural, printable, text_table
-from lamina.experiment.records import flatten
-from lamina.experiment.settings import short_names, shown, shown_name
-from lamina.experiment.trials import Trial
-from lamina.experiment.tune import Tuning
+from lamina.experiment.runs.records import flatten
+from lamina.experiment.trials.settings import short_names, shown, shown_name
+from lamina.experiment.trials.trials import Trial
+from lamina.experiment.trials.tune import Tuning
 from lamina.report.curves import differing, folder_name, sections, text
 from lamina.training.history import History, values
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit

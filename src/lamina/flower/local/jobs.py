@@ -14,9 +14,9 @@ from lamina.base.errors import BadInput, Diverged, LaminaError
 from lamina.base.text import plural
 from lamina.data.readers.own import FORMATS
 from lamina.experiment.config import Experiment, load
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.metrics_file import MetricsFile
-from lamina.experiment.records import is_ours, read_diverged, read_json, remove_records
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.metrics_file import MetricsFile
+from lamina.experiment.runs.records import is_ours, read_diverged, read_json, remove_records
 from lamina.flower.federation import Federation
 from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import FederationFailed

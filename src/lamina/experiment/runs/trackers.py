@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.base.errors import missing_extra
-from lamina.experiment.records import Record, flatten, read_json, read_record
+from lamina.experiment.runs.records import Record, flatten, read_json, read_record
 from lamina.storage.files import write_json
 from lamina.training.history import History, Row
 

@@ -20,7 +20,7 @@ from lamina.base.errors import BadInput, unknown
 from lamina.base.text import plural
 from lamina.experiment.build import build_model, build_parts, resolved
 from lamina.experiment.config import Experiment, parse
-from lamina.experiment.records import (
+from lamina.experiment.runs.records import (
     CHOOSE_ANOTHER,
     FORMAT,
     REPLACED,
@@ -30,10 +30,10 @@ from lamina.experiment.records import (
     is_ours,
     read_json,
 )
-from lamina.experiment.settings import Grid, Range, Settings, folder_name, points, written
-from lamina.experiment.study import Study, find_space, remove_study
 from lamina.experiment.toml import as_toml, fits_any_data, set_keys
-from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
+from lamina.experiment.trials.settings import Grid, Range, Settings, folder_name, points, written
+from lamina.experiment.trials.study import Study, find_space, remove_study
+from lamina.experiment.trials.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.storage.files import as_json, write_csv, write_json, writing_to
 from lamina.storage.locks import turn
 from lamina.training.history import Row

@@ -22,10 +22,10 @@ from lamina.base.errors import BadInput, is_whole
 from lamina.base.text import listed, plural
 from lamina.experiment.build import build_algorithm, build_schedule, chosen_target, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment
-from lamina.experiment.records import FORMAT, REPLACED, delete_runs, is_ours, read_json, read_record
+from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.sections import Named
-from lamina.experiment.settings import Range, Settings, folder_name, neighbours, points, written
-from lamina.experiment.trials import Job, Trial, Trials, read_begun, refuse_nan
+from lamina.experiment.trials.settings import Range, Settings, folder_name, neighbours, points, written
+from lamina.experiment.trials.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.training.metrics import is_percent
 

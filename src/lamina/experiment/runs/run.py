@@ -22,7 +22,7 @@ from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.engine import Stacked
 from lamina.experiment.build import choose_threads
 from lamina.experiment.config import Experiment
-from lamina.experiment.folder import RunFolder
+from lamina.experiment.runs.folder import RunFolder
 from lamina.storage.checkpoint import Checkpoints, load_newest
 from lamina.storage.identity import of_run
 from lamina.storage.locks import is_at, lost

@@ -17,12 +17,12 @@ from lamina.base.errors import BadInput, Diverged
 from lamina.data.dataset import Splits
 from lamina.experiment.build import build, hold_out, load_data, resolved
 from lamina.experiment.config import Compare, Experiment, Tune
-from lamina.experiment.folder import RunFolder
-from lamina.experiment.log_lines import LogLines
-from lamina.experiment.records import REPLACED, Record, check_folder, read_record
-from lamina.experiment.run import restore, resume_histories, train
-from lamina.experiment.settings import Settings, written
-from lamina.experiment.trackers import Trackers
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.log_lines import LogLines
+from lamina.experiment.runs.records import REPLACED, Record, check_folder, read_record
+from lamina.experiment.runs.run import restore, resume_histories, train
+from lamina.experiment.runs.trackers import Trackers
+from lamina.experiment.trials.settings import Settings, written
 from lamina.storage.locks import Lock, lost
 from lamina.training.history import History, Row, rank, values
 from lamina.training.population import mismatch

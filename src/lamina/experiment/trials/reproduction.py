@@ -10,10 +10,10 @@ from typing import Literal
 from lamina.base.errors import unknown
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.readers import sources
-from lamina.experiment import claims, compare
 from lamina.experiment.build import build_parts
 from lamina.experiment.config import Claim, Experiment, Tried, load
 from lamina.experiment.sections import Named
+from lamina.experiment.trials import claims, compare
 from lamina.storage.files import write_json, writing_to
 
 FOLDER_AS_GIVEN = "as-given"  # of the variant that changes nothing

@@ -32,10 +32,10 @@ from lamina.base.atomic import PARTIAL, sync_folder, write_file
 from lamina.base.errors import BadInput, Diverged, is_whole
 from lamina.base.text import plural
 from lamina.engines.state import State
-from lamina.experiment.environment import environment
-from lamina.experiment.log_lines import LogLines
-from lamina.experiment.metrics_file import MetricsFile
-from lamina.experiment.records import (
+from lamina.experiment.runs.environment import environment
+from lamina.experiment.runs.log_lines import LogLines
+from lamina.experiment.runs.metrics_file import MetricsFile
+from lamina.experiment.runs.records import (
     CHOOSE_ANOTHER,
     FORMAT,
     REPLACED,
@@ -49,7 +49,7 @@ from lamina.experiment.records import (
     refuse_format,
     remove_records,
 )
-from lamina.experiment.trackers import Trackers
+from lamina.experiment.runs.trackers import Trackers
 from lamina.objective.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to

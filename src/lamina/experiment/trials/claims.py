@@ -17,8 +17,8 @@ from typing import Literal
 from lamina.base.errors import BadInput, unknown
 from lamina.base.text import plural
 from lamina.experiment.config import Claim, Experiment
-from lamina.experiment.records import Record
-from lamina.experiment.trials import Trial
+from lamina.experiment.runs.records import Record
+from lamina.experiment.trials.trials import Trial
 
 AS_GIVEN = ""  # the variant that changes nothing
 MINUS = " - "

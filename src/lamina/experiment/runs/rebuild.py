@@ -13,10 +13,10 @@ from pathlib import Path
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
-from lamina.experiment.folder import round_of
-from lamina.experiment.log_lines import LogLines
-from lamina.experiment.metrics_file import MetricsFile, sound_lines
-from lamina.experiment.records import REPLACED, check_config, read_json, refuse_format
+from lamina.experiment.runs.folder import round_of
+from lamina.experiment.runs.log_lines import LogLines
+from lamina.experiment.runs.metrics_file import MetricsFile, sound_lines
+from lamina.experiment.runs.records import REPLACED, check_config, read_json, refuse_format
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.files import writing_to
 from lamina.storage.locks import Lock

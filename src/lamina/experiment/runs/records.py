@@ -12,7 +12,7 @@ from typing import Any
 from lamina import algorithms
 from lamina.base.atomic import PARTIAL, sync_folder
 from lamina.base.errors import BadInput
-from lamina.experiment.metrics_file import MetricsFile, open_to_read
+from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
 from lamina.storage import identity
 from lamina.storage.files import check_writable, writing_to

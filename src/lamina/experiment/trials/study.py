@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from lamina.base import rng
 from lamina.base.errors import BadInput, is_number, missing_extra, short_repr
-from lamina.experiment.settings import Range, Settings
+from lamina.experiment.trials.settings import Range, Settings
 from lamina.storage.locks import Lock, Locked
 
 FILE = "study.db"

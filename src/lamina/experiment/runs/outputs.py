@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
-from lamina.experiment.records import is_ours, unreadable_config
+from lamina.experiment.runs.records import is_ours, unreadable_config
 
 ENDS_BYTES = 4096  # that are read at either end of a file to recognise it
 

@@ -1,0 +1,1 @@
+"""One run on disk: its folder, its records and what follows it."""

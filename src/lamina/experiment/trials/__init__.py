@@ -1,0 +1,1 @@
+"""Several runs: comparisons, tuning, claims, reproductions."""
