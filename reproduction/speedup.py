@@ -28,6 +28,7 @@ import numpy as np
 from scipy import stats
 
 import lamina
+from lamina.api.simulation import Simulation
 from lamina.base.errors import BadInput
 from lamina.data.dataset import Splits
 from lamina.engines.devices import choose_device
@@ -35,7 +36,6 @@ from lamina.experiment.build import build, load_data
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.runs.environment import environment
 from lamina.experiment.trials.compare import points_of, with_algorithm
-from lamina.simulation import Simulation
 from lamina.training.history import History
 
 HERE = Path(__file__).parent

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import lamina
+from lamina.api.describe import describe
 from lamina.data import Augment
 from lamina.experiment import config
 from lamina.experiment.build import build, settings_of
-from lamina.experiment.python import describe
 from lamina.experiment.toml import as_toml
 from lamina.experiment.trials.tune import with_settings
 from lamina.rounds.clients import Clients

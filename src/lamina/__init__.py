@@ -25,7 +25,7 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from lamina.algorithms import *  # noqa: F403
-    from lamina.api import *  # noqa: F403
+    from lamina.api.names import *  # noqa: F403
 
 __version__ = "0.1.0"
 _MODULES = frozenset(module.name for module in _pkgutil.iter_modules(__path__)) - {"__main__"}  # noqa: F405
@@ -36,7 +36,7 @@ def _public_name(name: str) -> _Any:
     if name in _MODULES:
         return _importlib.import_module(f"lamina.{name}")
     if not name.startswith("__") or name == "__all__":
-        api = _importlib.import_module("lamina.api")
+        api = _importlib.import_module("lamina.api.names")
         if hasattr(api, name):
             return getattr(api, name)
     raise AttributeError(f"module 'lamina' has no attribute '{name}'", name=name, obj=_sys.modules[__name__])

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import lamina
+from lamina.api.describe import describe
 from lamina.data import as_dataset
 from lamina.data.readers.own import as_splits
-from lamina.experiment.python import describe
 
 LABELS = np.arange(12) % 3
 X = np.random.default_rng(0).normal(size=(12, 2)).astype("float32")

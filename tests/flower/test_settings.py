@@ -11,8 +11,8 @@ from torch import nn
 import lamina
 from flower_grid import LoopGrid
 from flower_setup import NODE, PARTS, Setup, assert_like_the_simulation, change, nodes, part_of, small_model, the_data
+from lamina.api.describe import describe
 from lamina.base.errors import BadInput
-from lamina.experiment.python import describe
 from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation, Limits
 from lamina.report import build as report

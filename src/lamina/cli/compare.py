@@ -17,11 +17,11 @@ from lamina.cli.base import Interrupted, MLflow, Overwrite, Quiet, Set, TensorBo
 from lamina.cli.run import wanted_trackers
 
 if TYPE_CHECKING:
+    from lamina.api.results import ComparisonResult
     from lamina.experiment.config import Experiment
     from lamina.experiment.runs.records import Record
     from lamina.experiment.trials.compare import Comparison
     from lamina.experiment.trials.trials import Job, Trial
-    from lamina.report.results import ComparisonResult
     from lamina.training.history import Row
 
 
@@ -110,7 +110,7 @@ def print_ending(run: str, record: Record, score_name: str) -> None:
 
 def show(comparison: Comparison) -> None:
     """Save the picture and the report of the finished runs; print their table and notes about them."""
-    from lamina.report.results import ComparisonResult  # imported here: matplotlib takes a second
+    from lamina.api.results import ComparisonResult
 
     result = ComparisonResult(comparison)
     result.plot(result.folder / "comparison.png")

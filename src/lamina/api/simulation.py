@@ -34,7 +34,7 @@ from lamina.training.progress import python_bars
 from lamina.training.training import RunOptions, Training
 
 if TYPE_CHECKING:
-    from lamina.experiment.python import Recorder
+    from lamina.api.describe import Recorder
     from lamina.storage.checkpoint import Checkpoints
 
 log = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Simulation(Training):
         self._recorder: Recorder | None = None
         self.out = None if out is None else checked_path(out, "out")
         if self.out is not None:
-            from lamina.experiment.python import Recorder  # here: it is not needed to simulate
+            from lamina.api.describe import Recorder
 
             self._recorder = Recorder(
                 self.out,

@@ -9,18 +9,18 @@ from lamina import data, models
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
 from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
+from lamina.api.simulation import Simulation
 from lamina.base.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.data.dataset import Dataset
 from lamina.objective import losses
 from lamina.objective.layers import Layers
 from lamina.rounds import aggregation, schedules
-from lamina.simulation import Simulation
 from lamina.training.history import History
 from lamina.training.metrics import Metric
 from lamina.training.population import Population
 
 if TYPE_CHECKING:
-    from lamina.report.results import compare, tune
+    from lamina.api.results import compare, tune
 
 __all__ = [
     "BadInput",
@@ -53,5 +53,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import comparisons and tuning when they are first used: a simulation needs neither them nor matplotlib."""
     if name in ("compare", "tune"):
-        return getattr(importlib.import_module("lamina.report.results"), name)
-    raise AttributeError(f"module 'lamina.api' has no attribute '{name}'")
+        return getattr(importlib.import_module("lamina.api.results"), name)
+    raise AttributeError(f"module 'lamina.api.names' has no attribute '{name}'")

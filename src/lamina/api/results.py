@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 
 from lamina import algorithms as known
 from lamina.algorithms import Algorithm
+from lamina.api.describe import algorithm_section, compared_algorithms, describe, kept_threads
 from lamina.base.errors import BadInput, nearest
 from lamina.base.paths import checked_path
 from lamina.data.picture import save_picture
 from lamina.experiment.config import Train
-from lamina.experiment.python import algorithm_section, compared_algorithms, describe, kept_threads
 from lamina.experiment.runs.records import Record, find_records
 from lamina.experiment.trials.compare import Comparison
 from lamina.experiment.trials.trials import Job, refuse_all_diverged

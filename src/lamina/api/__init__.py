@@ -1,0 +1,1 @@
+"""What ``import lamina`` offers: `Simulation`, `compare`, `tune`, and the list of public names."""
