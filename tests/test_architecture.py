@@ -1,4 +1,4 @@
-"""The layers: every import in src points downwards in the table of docs/explanation/architecture.md."""
+"""The packages: every import in src points downwards in the table of docs/explanation/architecture.md."""
 
 import ast
 import graphlib
@@ -16,12 +16,18 @@ FILES = {
 TOP = {"lamina", "lamina.__main__"}  # the package itself, which loads `api` when a name is first used
 
 
-def layer_of(module):
+def package_of(module):
     return module.split(".")[1]
 
 
+def folder_of(module):
+    """Return the innermost folder of a module, or the module itself if it lies directly in a package."""
+    parts = module.split(".")
+    return ".".join(parts[:3]) if len(parts) > 3 else module
+
+
 def imports(module):
-    """Return the modules of lamina that a module imports anywhere, in functions and for type checking, too."""
+    """Return the modules of lamina that a module imports: also in functions, for type checking, and by name."""
     for node in ast.walk(ast.parse(FILES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in FILES)
@@ -29,14 +35,16 @@ def imports(module):
             assert node.level == 0, f"{module}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from {name if name in FILES else node.module for name in names if node.module in FILES}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            yield from (word.value for word in node.args if isinstance(word, ast.Constant) and word.value in FILES)
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """Return the row of every layer in the page's table, counted from the top."""
-    table = PAGE.read_text().partition("## The layers")[2].partition("\n\n`")[0]
-    lines = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
-    return {name: number for number, names in enumerate(lines) for name in names}
+    """Return the row of every package in the page's table, counted from the top."""
+    table = PAGE.read_text().partition("## The packages")[2].partition("\n\n`")[0]
+    names = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in table.splitlines() if line.startswith("| `")]
+    return {name: number for number, (name,) in enumerate(names)}
 
 
 @pytest.fixture(scope="module")
@@ -44,22 +52,32 @@ def edges():
     return {(module, other) for module in FILES.keys() - TOP for other in imports(module) if other not in TOP}
 
 
-def test_the_table_names_every_layer_once(rows):
-    assert set(rows) == {layer_of(module) for module in FILES.keys() - TOP}
+def test_the_table_names_every_package_once(rows):
+    assert set(rows) == {package_of(module) for module in FILES.keys() - TOP}
+
+
+def test_every_file_has_a_room():
+    assert {module for module in FILES if module.count(".") == 1 and FILES[module].name != "__init__.py"} == {
+        "lamina.__main__"
+    }
 
 
 def test_imports_point_downwards(rows, edges):
-    upwards = {(one, other) for one, other in edges if rows[layer_of(one)] > rows[layer_of(other)]}
+    upwards = {(one, other) for one, other in edges if rows[package_of(one)] > rows[package_of(other)]}
     assert not upwards
 
 
-def test_layers_and_modules_do_not_import_each_other(edges):
-    layers = {(layer_of(one), layer_of(other)) for one, other in edges if layer_of(one) != layer_of(other)}
-    for pairs in (layers, edges):
-        graph = graphlib.TopologicalSorter()
-        for one, other in pairs:
-            graph.add(one, other)
-        graph.prepare()  # raises CycleError
+@pytest.mark.parametrize("part", [package_of, folder_of, lambda module: module])
+def test_packages_folders_and_modules_do_not_import_each_other(edges, part):
+    graph = graphlib.TopologicalSorter()
+    for one, other in edges:
+        if part(one) != part(other):
+            graph.add(part(one), part(other))
+    graph.prepare()  # raises CycleError
+
+
+def test_imports_by_name_are_seen():
+    assert "lamina.engines.stacked.gpu.ops" in set(imports("lamina.engines.stacked.layers.convolution"))
 
 
 def test_only_facts_about_the_package_are_read_from_it():

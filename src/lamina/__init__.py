@@ -47,4 +47,4 @@ if not _TYPE_CHECKING:  # a type checker knows the names and should report other
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_public_name("__all__")})
+    return sorted(_public_name("__all__"))
