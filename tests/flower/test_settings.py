@@ -85,7 +85,7 @@ def test_the_run_folder_is_that_of_a_simulation(tmp_path):
     assert made.tables()
     from lamina.cli.export import table
 
-    assert "wire_bytes_down" in table([read_record(setup.out)]).splitlines()[0]
+    assert "wire_bytes_down" in next(table([read_record(setup.out)]))
 
 
 class Forgetful(lamina.FedAvg):

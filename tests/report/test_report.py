@@ -4,13 +4,14 @@ import csv
 import io
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from helpers import call
+from helpers import call, said_in_one_line
 from lamina import BadInput, History
 from lamina.base.errors import MissingExtra
 from lamina.data.dataset import Dataset, Splits
@@ -275,7 +276,7 @@ def test_csv_has_numbers_in_columns_of_their_own():
 
 
 def test_the_partition_is_dealt_again(two):
-    (dealt,) = build.build([two]).dealt
+    (dealt,) = build.build([two], read_data=True).dealt
     counts = np.array(dealt.counts)
     assert counts.shape == (8, 10)
     assert ((counts > 0).sum(axis=1) <= 2).all()  # two classes per client
@@ -284,9 +285,41 @@ def test_the_partition_is_dealt_again(two):
 
 def test_a_partition_that_cannot_be_recomputed_is_noted(tmp_path):
     write_run(tmp_path / "a", [0.5], data={"name": "cifar10", "dir": str(tmp_path / "nowhere")})
-    report = build.build([tmp_path])
+    report = build.build([tmp_path], read_data=True)
     assert report.dealt == []
     assert any("partition of cifar10" in note and "not shown" in note for note in report.notes)
+
+
+def test_files_that_a_folder_names_are_opened_only_on_request(tmp_path, monkeypatch, capsys):
+    """A folder may be from somebody else, and name any file of this machine."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    data = {"name": "table", "path": "/etc/shadow", "label": "kind"}
+    write_run(tmp_path / "a", [0.5], data=data)
+    opened = []
+
+    def load(*names, **options):
+        opened.append(options["path"])
+        raise BadInput("not now")
+
+    monkeypatch.setattr(sources, "load", load)
+    for command in (("report", "a"), ("export", "a"), ("watch", "a", "--once")):
+        assert call(*command) == 0
+    assert opened == []
+    assert call("report", "a", "--read-data") == 0
+    assert opened == ["/etc/shadow"]
+    assert "is not shown: not now" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "diverged.json"])
+def test_a_pipe_in_a_folder_is_not_read(tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("a"), [0.5])
+    Path("a", name).unlink(missing_ok=True)
+    os.mkfifo(Path("a", name))
+    for command in (("report", "a"), ("export", "a"), ("watch", "a", "--once")):
+        assert call(*command) == 2
+        assert f"{name}': it is not a file" in said_in_one_line(capsys)
 
 
 # --- files -------------------------------------------------------------------------------------------------------
@@ -301,7 +334,7 @@ def test_a_real_run_and_its_report(tmp_path, monkeypatch, capsys):
         '[model]\nname = "mlp"\nhidden = 8\n[algorithm]\nname = "fedlamb"\n[train]\nrounds = 2\n'
     )
     assert call("run", "small.toml", "--out", "runs/one", "-q") == 0
-    assert call("report", "runs", "--figures", "figures", "--target", "0.05", "--title", "Tiny") == 0
+    assert call("report", "runs", "--figures", "figures", "--target", "0.05", "--title", "Tiny", "--read-data") == 0
     assert "report in report.html" in capsys.readouterr().out
     text = Path("report.html").read_text()
     assert "<h1>Tiny</h1>" in text

@@ -57,7 +57,8 @@ class Result:
         """Write an interactive page with curves, tables and configurations of all runs; return its path."""
         page = checked_path(path, "the page")
         target = self._trials.target
-        save_page(build(self._trials.runs, targets=[] if target is None else [target], title=title), page)
+        targets = [] if target is None else [target]
+        save_page(build(self._trials.runs, targets=targets, title=title, read_data=True), page)
         return page
 
     def __repr__(self) -> str:

@@ -6,20 +6,21 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 PARTIAL = ".partial"  # how the name of a file ends that is being written
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Replace a file at once; it is on disk when this returns.
+def write_file(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Replace a file at once by some bytes, or by many parts of it; it is on disk when this returns.
 
     A link stays and its target is replaced. A pipe, a device or an open file (``/dev/stdout``) is written into.
     """
-    target = _replaceable(path)
+    target, parts = _replaceable(path), [data] if isinstance(data, bytes) else data
     if target is None:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND), "wb") as file:
-            file.write(data)
+            file.writelines(parts)
         return
     if target.is_dir():  # "." and "/" have no name that a partial file's could be made of
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -27,7 +28,7 @@ def write_file(path: Path, data: bytes) -> None:
     try:
         partial.unlink(missing_ok=True)  # of a killed process
         with partial.open("xb") as file:
-            file.write(data)
+            file.writelines(parts)
             file.flush()
             if target.exists():
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from lamina.cli.base import Runs, app, echo_text, import_torch
 
 if TYPE_CHECKING:
     from lamina.experiment.runs.records import Record
+    from lamina.training.history import History
 
 IDENTITY = {
     "data": "data.name",
@@ -23,6 +24,7 @@ IDENTITY = {
     "learning_rate": "train.lr",
     "seed": "train.seed",
 }
+ROUNDS_AT_ONCE = 10_000
 FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # of every exported table
 
 
@@ -36,15 +38,17 @@ def export(
     from lamina.experiment.runs.outputs import write_output
     from lamina.experiment.runs.records import find_records
 
-    text = table(find_records(folders))
+    parts = table(find_records(folders))
     if out_file is None:
-        echo_text(text)
+        for part in parts:
+            echo_text(part)
         return
-    write_output(out_file, text.encode(), is_ours=lambda head: head.startswith(FIRST_COLUMNS), kind="exported table")
+    encoded = (part.encode() for part in parts)
+    write_output(out_file, encoded, is_ours=lambda head: head.startswith(FIRST_COLUMNS), kind="exported table")
 
 
-def table(records: Sequence[Record]) -> str:
-    """Return a CSV row for every round: its run, the settings that identify it or differ, and the metrics."""
+def table(records: Sequence[Record]) -> Iterator[str]:
+    """Yield, many lines at a time, a CSV row for every round: its run, settings that identify it or differ, metrics."""
     from lamina.experiment.runs.records import NO_PART_OF_IDENTITY
     from lamina.experiment.runs.trackers import settings
 
@@ -55,11 +59,23 @@ def table(records: Sequence[Record]) -> str:
         texts.setdefault(name, set()).add(json.dumps(value))
     identity = IDENTITY | {name: name for name in texts if len(texts[name]) > 1 and name not in usual}
     metrics = dict.fromkeys(name for record in records for name in record.history.columns)
-    rows: list[list[Any]] = [["run", *identity, *metrics]]
+    yield csv_text([["run", *identity, *metrics]])
     for record, values in zip(records, all_settings, strict=True):
-        run = [short(record.folder), *(_cell(values.get(name)) for name in identity.values())]
-        rows += [[*run, *(_cell(row.get(name)) for name in metrics)] for row in record.history]
-    return csv_text(rows)
+        run = csv_text([[short(record.folder), *(_cell(values.get(name)) for name in identity.values())]]).rstrip("\n")
+        for start in range(0, len(record.history), ROUNDS_AT_ONCE):
+            yield _lines(run, record.history[start : start + ROUNDS_AT_ONCE], list(metrics))
+
+
+def _lines(run: str, history: History, metrics: Sequence[str]) -> str:
+    """Return CSV lines that begin with the cells of the run; missing and non-finite numbers are empty.
+
+    Numbers are written as JSON, which is ten times faster than Python's own `csv`, and brackets then become lines.
+    """
+    from pydantic_core import to_json
+
+    rows = list(zip(*map(history.cells, metrics), strict=True))
+    text = to_json(rows, inf_nan_mode="null").decode()[2:-2]
+    return f"{run}," + text.replace("null", "").replace("],[", f"\n{run},") + "\n"
 
 
 def short(folder: Path) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import fcntl
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -27,10 +30,12 @@ from lamina.cli.export import short
 from lamina.training.metrics import is_metric
 
 if TYPE_CHECKING:
+    from lamina.experiment.runs.metrics_file import MetricsFile
     from lamina.experiment.runs.records import Record
 
 EVERY = 1.0  # seconds between two frames
 START_TIMEOUT_S = 20.0  # to wait for a run that was just started: importing torch and reading data takes time
+LONGEST_SHOWN_S = 1e9  # of the time left
 RECENT = 20  # rounds, or frames, that the speed is measured over
 BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best", "left", "round")  # on a narrow terminal
@@ -62,6 +67,7 @@ class View:
         self._no_run_until = no_run_until  # a time before which there need not be any run
         self.is_active = False  # whether any process writes here, as of the last frame
         self._records: list[Record] = []
+        self._files: dict[Path, MetricsFile] = {}  # so that a frame reads only what is new
         self._looks: dict[Path, deque[tuple[float, int]]] = {}  # when, and how many rounds there were
 
     def frame(self) -> RenderableType:
@@ -71,7 +77,7 @@ class View:
         # before the records, so that a run that ends in between is read as ended
         busy = any(is_locked(lock.parent) for lock in self.folder.rglob("lock"))
         try:
-            self._records = find_records([self.folder])
+            self._records = find_records([self.folder], self._files)
         except BadInput:
             starting = time.monotonic() < self._no_run_until and not any(self.folder.rglob("metrics.jsonl"))
             if not busy and not starting:  # else a run that is about to begin, or to be replaced
@@ -101,8 +107,8 @@ class View:
         metrics = dict.fromkeys([history.metric, *filter(is_metric, history.columns)])
         titles = {name: f"{data} {name}" for name in metrics} | {"train_loss": "training loss"}
         for name, title in titles.items():
-            values = finite(history.column(name, optional=True))
-            if values:
+            values = finite(history.array(name, optional=True))
+            if len(values):
                 best = history.best(name, optional=True)
                 lines.add_row(title, f"{sparkline(values, 40)}  {values[-1]:.4g}, best {best:.4g}")
         lines.add_row("speed", f"{speed} rounds/s")
@@ -123,8 +129,8 @@ class View:
         headings = ("run", "state", "round", metric, "best", "curve", "rounds/s", "left", "checkpoint")
         rows: list[list[str | Text]] = []
         for how, record in states:
-            scores = finite(record.history.column(metric, optional=True))
-            last, best = (scores[-1], record.history.best(metric)) if scores else (math.nan, math.nan)
+            scores = finite(record.history.array(metric, optional=True))
+            last, best = (scores[-1], record.history.best(metric)) if len(scores) else (math.nan, math.nan)
             finished, *progress = self._progress(how, record)
             name = str(record.folder.relative_to(self.folder.resolve()))
             numbers = ["–" if math.isnan(value) else f"{value:.4f}" for value in (last, best)]
@@ -141,7 +147,7 @@ class View:
         from lamina.storage.checkpoint import Checkpoints
 
         finished, rounds, speed = len(record.history), int(record.config["train"]["rounds"]), self._speed(record)
-        left = str(datetime.timedelta(seconds=round((rounds - finished) / speed))) if speed else "–"
+        left = duration((rounds - finished) / speed) if speed else "–"
         # A file of a round that has not been run is not a checkpoint.
         checkpoints = [number for number in Checkpoints(record.folder / "checkpoints").rounds() if number <= finished]
         newest = str(checkpoints[-1]) if checkpoints else "–"
@@ -158,6 +164,15 @@ class View:
         return len(recent) / seconds if seconds else 0.0
 
 
+def duration(seconds: float) -> str:
+    """Return a time in words.
+
+    >>> duration(3661.2), duration(1e5), duration(1e20)
+    ('1:01:01', '1 day, 3:46:40', 'years')
+    """
+    return str(datetime.timedelta(seconds=round(seconds))) if seconds < LONGEST_SHOWN_S else "years"
+
+
 def state(record: Record) -> str:
     """Return the state of a run, one of COLOURS."""
     if record.diverged is not None:
@@ -170,7 +185,8 @@ def state(record: Record) -> str:
 def is_locked(folder: Path) -> bool:
     """Return whether a process writes to the folder; the kernel frees its lock however it ends."""
     try:
-        with (folder / "lock").open("rb") as file:
+        # A pipe of this name, which lamina has not made, must not block.
+        with os.fdopen(os.open(folder / "lock", os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -179,21 +195,23 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
-def finite(values: Sequence[float]) -> list[float]:
+def finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the values that can be drawn."""
-    return [value for value in values if math.isfinite(value)]
+    return values[np.isfinite(values)]
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def sparkline(values: Sequence[float] | NDArray[np.float64], width: int) -> str:
     """Return a curve of one line; with more values than characters, each shows the mean of a few.
 
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20), sparkline([0, 0, 1, 1], 2), sparkline([5.0], 9), sparkline([], 9)
     ('▁▂▃▄▅▆▇█', '▁█', '▁', '')
     """
+    values = np.asarray(values, np.float64)
     heights = BARS if out.encoding.startswith("utf") else ASCII_BARS
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    means = [sum(values[a:b].tolist()) / (b - a) for a, b in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(heights) - 1) / (high - low) if high > low else 0.0
-    return "".join(heights[round((mean - low) * scale)] for mean in means)
+    places = ((mean - low) * scale for mean in means)
+    return "".join(heights[round(place) if math.isfinite(place) else 0] for place in places)

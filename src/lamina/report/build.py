@@ -71,7 +71,12 @@ class Report:
 
 
 def build(
-    folders: Sequence[Path], *, targets: Sequence[float] = (), baseline: str | None = None, title: str | None = None
+    folders: Sequence[Path],
+    *,
+    targets: Sequence[float] = (),
+    baseline: str | None = None,
+    title: str | None = None,
+    read_data: bool = False,
 ) -> Report:
     """Return the report of some runs.
 
@@ -80,6 +85,8 @@ def build(
         targets: Values of the first metric to reach on the test data; by default chosen from the accuracies.
         baseline: The algorithm or curve that ratios refer to; by default FedAvg, or else the first curve.
         title: The heading; by default a description of the data.
+        read_data: Read the data of the runs, to show how they were split. Their configurations say which files are
+            opened, so the folders must be from somebody you trust.
     """
     runs, notes = without_repeats(find_records(folders))
     final = [run for run in runs if not run.tuning] or runs  # tuning runs are shown if there are no others
@@ -106,7 +113,7 @@ def build(
     judged = sorted({history.metric for curve in curves for history in curve.histories if len(history)} - {metric})
     if judged:
         notes.append(f"some runs have another first metric ({listed(judged)}), but all are judged by '{metric}' here")
-    dealt, missing = deal_again(curves)
+    dealt, missing = deal_again(curves) if read_data else ([], [])
     return Report(
         title or " · ".join(list(data)[:3]) + (" …" if len(data) > 3 else ""),
         curves,
@@ -148,6 +155,8 @@ def deal_again(curves: Sequence[Trial]) -> tuple[list[Dealt], list[str]]:
 
 def _deal(run: Record) -> Dealt:
     data = run.config["data"]
+    if "name" not in data:
+        raise BadInput("the configuration names no data")
     if "content" in data or "content" in data.get("partition", {}):
         raise BadInput("the data or the partition were passed from Python as objects")
     if ":" in str(data["name"]):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 import re
-import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +21,8 @@ from lamina.experiment.trials.trials import Trial
 from lamina.report.build import Report
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
-from lamina.training.history import LOST, History
+from lamina.report.thinning import thinned
+from lamina.training.history import LOST, History, mean
 from lamina.training.metrics import is_metric, is_percent, with_unit
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
@@ -32,6 +32,7 @@ DASHES = ("-", "--", ":", "-.")
 MARKS = {False: ("x", "cross: diverged or not finished"), True: ("v", "triangle: pruned")}
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
 MOST_RATE_LABELS = 7  # below a figure of this width
+STRETCHES = 500  # of a long curve, whose extremes are drawn
 FORMATS = ("pdf", "svg", "png")
 MARK = "lamina report"  # in the metadata of a figure, which may then be replaced
 # Without a date, the same figure is the same file.
@@ -92,7 +93,7 @@ def metrics_of(curves: Sequence[Trial]) -> list[Metric]:
     """Return the metrics of the curves: the usual ones in their order, then others by their column's name."""
     histories = [history for curve in curves for history in curve.histories]
     columns = dict.fromkeys(column for history in histories for column in history.columns)
-    scheduled = any(len(set(history.column("lr", optional=True))) > 1 for history in histories)
+    scheduled = any(len(np.unique(history.array("lr", optional=True))) > 1 for history in histories)
     hidden = NOT_DRAWN | (set() if scheduled else {"lr"})
     listed = [metric_of(curves), *filter(is_metric, columns), *TITLES]
     usual = [described(column) for column in dict.fromkeys(listed) if column in columns]
@@ -123,6 +124,7 @@ def by_round(histories: Sequence[History], column: str) -> NDArray[np.float64]:
     return values
 
 
+@np.errstate(over="ignore")
 def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     """Return [seeds, rounds]: rounds, bytes in both directions or seconds of training since the start."""
     if axis == "round":
@@ -133,11 +135,13 @@ def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     return np.cumsum(each, axis=1)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def mean_spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
     """Return [rounds]: the mean over seeds, summed round by round, so that it grows even where a seed ends."""
     return np.cumsum(mean_of_seen(np.diff(spent(histories, axis), axis=1, prepend=0.0)))
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def mean_of_seen(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return [rounds]: the mean over the seeds that have a value; NaN, without a warning, where none has."""
     means: NDArray[np.float64] = np.ma.masked_invalid(values).mean(axis=0).filled(np.nan)
@@ -169,9 +173,11 @@ def draw_line(
     seen, x = values[:, drawn], mean_spent(histories, axis)[drawn] / unit
     marker = "o" if drawn.sum() == 1 else ""  # a line of one point is invisible
     style = look(index)
-    low, high = np.nanmin(seen, axis=0), np.nanmax(seen, axis=0)
-    axes.fill_between(x, low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.plot(x, mean_of_seen(seen), linewidth=1.8, label=label, marker=marker, **style)
+    lines = np.stack([np.nanmin(seen, axis=0), np.nanmax(seen, axis=0), mean_of_seen(seen)])
+    kept = thinned(lines, STRETCHES)
+    low, high, middle = lines[:, kept]
+    axes.fill_between(x[kept], low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.plot(x[kept], middle, linewidth=1.8, label=label, marker=marker, **style)
 
 
 # --- whole figures -----------------------------------------------------------------------------------------------
@@ -237,17 +243,17 @@ def _draw_response(axes: Axes, response: Response, style: dict[str, Any]) -> Non
     for rate, trial in response.tried:
         if not trial.best:
             continue
-        mean = scale * statistics.fmean(trial.best)
+        score = scale * mean(trial.best)
         axes.plot([rate] * 2, [scale * min(trial.best), scale * max(trial.best)], color=colour, linewidth=1)
         if trial.remark:
-            axes.plot(rate, mean, MARKS[trial.remark == "pruned"][0], color=colour)
+            axes.plot(rate, score, MARKS[trial.remark == "pruned"][0], color=colour)
             continue
-        finished.append((rate, mean))
+        finished.append((rate, score))
         if rate == response.chosen:
-            axes.plot(rate, mean, "o", markersize=10, markerfacecolor="none", color=colour)
+            axes.plot(rate, score, "o", markersize=10, markerfacecolor="none", color=colour)
     line = style if response.joined else {**style, "linestyle": "none"}
-    rates, means = [rate for rate, _ in finished], [mean for _, mean in finished]
-    axes.plot(rates, means, marker="o", markersize=4, label=response.label, **line)
+    rates, scores = [rate for rate, _ in finished], [score for _, score in finished]
+    axes.plot(rates, scores, marker="o", markersize=4, label=response.label, **line)
 
 
 def rates_to_label(rates: Sequence[float]) -> list[float]:

@@ -16,7 +16,7 @@ from lamina.experiment.trials.settings import short_names, shown, shown_name
 from lamina.experiment.trials.trials import Trial
 from lamina.experiment.trials.tune import Tuning
 from lamina.report.curves import differing, folder_name, sections, text
-from lamina.training.history import History, values
+from lamina.training.history import History, mean, values
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
 NEVER, NONE, SPREAD, TIMES = "∞", "–", " ± ", "×"
@@ -58,9 +58,9 @@ def cost_to_target(histories: Sequence[History], target: float, metric: str | No
         nothing = math.inf if any(len(history) for history in histories) else math.nan
         return Cost(nothing, nothing, nothing, len(reached))
     return Cost(
-        statistics.fmean(int(history[-1]["round"]) for history in reached),
-        statistics.fmean(sent(history) for history in reached),
-        statistics.fmean(history.total("seconds", optional=True) for history in reached),
+        mean(int(history[-1]["round"]) for history in reached),
+        mean(sent(history) for history in reached),
+        mean(history.total("seconds", optional=True) for history in reached),
         len(reached),
     )
 
@@ -95,6 +95,8 @@ def fixed(value: float, digits: int = 1) -> str:
     """Return a number with so many decimals; infinity (never reached) is the infinity sign."""
     if not math.isfinite(value):
         return NONE if math.isnan(value) else NEVER
+    if abs(value) >= 1e21:
+        return repr(float(value))  # as JavaScript writes it
     # Halves go up, as in JavaScript; Python's own formatting rounds them to even.
     return str(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
@@ -114,7 +116,17 @@ def mean_and_spread(numbers: Sequence[float], write: Callable[[float], str] = fi
     """Return the mean and, of several numbers, the standard deviation."""
     if not numbers:
         return NONE
-    return write(statistics.fmean(numbers)) + (SPREAD + write(statistics.stdev(numbers)) if len(numbers) > 1 else "")
+    return write(mean(numbers)) + (SPREAD + write(spread(numbers)) if len(numbers) > 1 else "")
+
+
+def spread(numbers: Sequence[float]) -> float:
+    """Return the standard deviation; infinity if it is beyond the range of a float."""
+    if not all(map(math.isfinite, numbers)):
+        return math.inf
+    try:
+        return statistics.stdev(numbers)
+    except OverflowError:
+        return math.inf
 
 
 class Unit(NamedTuple):
@@ -151,7 +163,7 @@ def default_targets(curves: Sequence[Trial]) -> list[float]:
     }
     if is_percent(metric) and not smaller_is_better(metric):
         best = [values(curve.histories, lambda history: history.best(metric, optional=True)) for curve in curves]
-        worst_seeds = [min(accuracies, default=0.0) for accuracies in best] or [0.0]
+        worst_seeds = [min(1.0, max(0.0, min(accuracies, default=0.0))) for accuracies in best] or [0.0]
         targets |= {math.floor(20 * value + 1e-9) * 5 / 100 for value in (min(worst_seeds), max(worst_seeds))} - {0.0}
     return sorted(targets)
 
@@ -194,7 +206,7 @@ def results_table(curves: Sequence[Trial]) -> Table:
             lambda history: history.total("seconds", optional=True) / len(history),
         ):
             numbers = values(histories, of)
-            row.append(significant(statistics.fmean(numbers)) if numbers else NONE)
+            row.append(significant(mean(numbers)) if numbers else NONE)
         rows.append(row)
     return Table("results", head, rows)
 
@@ -226,7 +238,7 @@ def algorithms_table(entries: Sequence[Trial], target: float | None) -> Table:
                 fixed(cost.rounds),
                 fixed(cost.bytes / size.bytes),
                 *(cell.replace(SPREAD, "±") for cell in best_and_last(entry.histories, metric)),
-                fixed(statistics.fmean(in_all)) if in_all else NONE,
+                fixed(mean(in_all)) if in_all else NONE,
             ]
         )
     if target is None:
@@ -238,7 +250,7 @@ def trials_table(tuning: Tuning) -> Table:
     """Return every trial's values, best and last score, and how it ended."""
     scale, unit = (100, ", %") if is_percent(tuning.metric) else (1, "")
 
-    def mean(numbers: list[float]) -> str:
+    def cell(numbers: list[float]) -> str:
         return mean_and_spread([scale * number for number in numbers], "{:.4g}".format)
 
     head = [*short_names(tuning.keys), f"{tuning.score_name}{unit}", f"last{unit}", ""]
@@ -246,7 +258,7 @@ def trials_table(tuning: Tuning) -> Table:
     for trial in tuning.trials:
         cells = [shown(trial.settings[key]) if key in trial.settings else "" for key in tuning.keys]
         remark = "best" if trial is tuning.best else trial.remark
-        rows.append([*cells, mean(trial.best), mean(trial.last), remark])
+        rows.append([*cells, cell(trial.best), cell(trial.last), remark])
     return Table("trials", head, rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -49,6 +50,19 @@ def data_frame(rows: Sequence[Mapping[str, Any]], purpose: str) -> Any:
     except ImportError as error:
         raise missing_extra("pandas", "table", purpose) from error
     return pandas.DataFrame(rows)
+
+
+def mean(numbers: Iterable[float]) -> float:
+    """Return the mean; infinity or NaN if the sum is beyond the range of a float.
+
+    >>> mean([1.0, 2.0]), mean([1e308, 1e308])
+    (1.5, inf)
+    """
+    numbers = list(numbers)
+    try:
+        return statistics.fmean(numbers)
+    except (OverflowError, ValueError):  # the latter: of infinite numbers
+        return sum(numbers) / len(numbers)
 
 
 def values(histories: Iterable[History], of: Callable[[History], float]) -> list[float]:
@@ -125,6 +139,12 @@ class History(Sequence[Row]):
             raise self._no_column(name)
         return values
 
+    def cells(self, name: str) -> list[float | int | None]:
+        """Return one column with whole numbers as they are, None where a round has no such value."""
+        if isinstance(self.rows, Columns):
+            return self.rows.cells(name)
+        return [row.get(name) for row in self.rows]
+
     def best(self, name: str | None = None, *, optional: bool = False) -> float:
         """Return the best value of a column, NaN if there is none: the smallest loss, the largest accuracy.
 
@@ -143,8 +163,9 @@ class History(Sequence[Row]):
 
     def total(self, name: str, *, optional: bool = False) -> float:
         """Return the sum of a column (bytes, seconds)."""
-        values: list[float] = self._finite(name, optional).tolist()
-        return sum(values)
+        values = self._finite(name, optional)
+        with np.errstate(over="ignore"):
+            return float(np.cumsum(values)[-1]) if len(values) else 0.0  # one by one: `np.sum` rounds differently
 
     def rounds_to(self, target: float, name: str | None = None, *, optional: bool = False) -> int | None:
         """Return the first round whose value reaches the target (a loss: falls to it), or None."""

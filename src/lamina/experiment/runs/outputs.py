@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from lamina.base.atomic import write_file
@@ -14,13 +14,13 @@ ENDS_BYTES = 4096  # that are read at either end of a file to recognise it
 
 
 def write_output(
-    path: Path, data: bytes, *, is_ours: Callable[[bytes], bool], kind: str, option: str = "--out"
+    path: Path, data: bytes | Iterable[bytes], *, is_ours: Callable[[bytes], bool], kind: str, option: str = "--out"
 ) -> None:
     """Write a file the user named; refuse the files of a run, and files that lamina did not write.
 
     Args:
         path: The file; a link is followed, and a pipe or a device is written into.
-        data: Its content.
+        data: Its content, whole or in parts.
         is_ours: Whether a file with these bytes at its beginning and end is an earlier output of the same kind.
         kind: What lamina writes there, for the error: "report".
         option: The option that names the file or its folder, for the error.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from lamina import algorithms
 from lamina.base.atomic import PARTIAL, sync_folder
 from lamina.base.errors import BadInput
+from lamina.base.limits import MOST
 from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
 from lamina.storage import identity
@@ -122,10 +124,14 @@ def read_record(folder: str | Path, metrics: MetricsFile | None = None) -> Recor
     check_config(folder, config)
     how = read_diverged(folder)
     metrics = metrics or MetricsFile(folder / "metrics.jsonl")
+    try:
+        primary = read_primary(config)
+    except BadInput as error:
+        raise BadInput(f"'{folder / 'config.json'}' describes a metric that cannot be used: {error}") from error
     return Record(
         folder,
         config,
-        History(metrics.read().rows, read_primary(config)),
+        History(metrics.read().rows[:], primary),
         read_environment(folder),
         None if how is None else how["message"],
     )
@@ -137,10 +143,28 @@ def check_config(folder: Path, config: Mapping[str, Any]) -> None:
         for section in SECTIONS:
             if not isinstance(config.get(section, {}), Mapping):
                 raise TypeError(f"a table [{section}]")
+        if not isinstance(config.get("data", {}).get("partition", {}), Mapping):
+            raise TypeError("a table [data.partition]")
+        _check_compare(config.get("compare", {}))
         record = Record(folder, dict(config), History(), {})
-        _ = record.algorithm, record.lr, record.seed, record.complete, record.tuning
+        _ = record.algorithm, record.seed, record.complete, record.tuning
+        if not 0 < record.lr < math.inf:
+            raise ValueError("a learning rate, train.lr")
+        if int(config["train"]["rounds"]) > MOST:
+            raise ValueError(f"a number of rounds up to {MOST}, train.rounds")
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise BadInput(f"'{folder / 'config.json'}' is not a run's configuration: it lacks {error}") from error
+
+
+def _check_compare(section: Mapping[str, Any]) -> None:
+    """Raise an error if the comparison that a run was part of is not described as reports read it."""
+    algorithms = section.get("algorithms", [])
+    if not isinstance(algorithms, list) or not all(isinstance(name, str) for name in algorithms):
+        raise TypeError("a list of names, compare.algorithms")
+    for key in ("options", "grid"):
+        tables = section.get(key, {})
+        if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
+            raise TypeError(f"tables in compare.{key}")
 
 
 def refuse_format(folder: Path, config: Mapping[str, Any], otherwise: str) -> None:

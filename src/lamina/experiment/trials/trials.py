@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ from lamina.experiment.runs.run import restore, resume_histories, train
 from lamina.experiment.runs.trackers import Trackers
 from lamina.experiment.trials.settings import Settings, written
 from lamina.storage.locks import Lock, lost
-from lamina.training.history import History, Row, rank, values
+from lamina.training.history import History, Row, mean, rank, values
 from lamina.training.population import mismatch
 from lamina.training.training import Training
 
@@ -103,7 +102,7 @@ class Trial:
     @property
     def score(self) -> float:
         """Return the mean of the best values, by which trials are chosen; NaN if the trial does not count."""
-        return statistics.fmean(self.best) if self.best and not self.remark else math.nan
+        return mean(self.best) if self.best and not self.remark else math.nan
 
     @property
     def rank(self) -> float:

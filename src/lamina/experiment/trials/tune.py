@@ -8,7 +8,6 @@ loss), on held-out *training* data unless ``tune.select = "test"``, and the mean
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from lamina.experiment.trials.study import Study, find_space, remove_study
 from lamina.experiment.trials.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.storage.files import as_json, write_csv, write_json, writing_to
 from lamina.storage.locks import turn
-from lamina.training.history import Row
+from lamina.training.history import Row, mean
 from lamina.training.metrics import smaller_is_better
 
 TABLES = ("trials.csv", "best.toml", "learning-rates.png")
@@ -307,8 +306,8 @@ class Tuning(Trials):
                 "trial": trial.name,
                 **{key: trial.settings.get(key, "") for key in self.keys},
                 "seeds": len(trial.records),
-                score: statistics.fmean(trial.best) if trial.best else "",
-                last: statistics.fmean(trial.last) if trial.last else "",
+                score: mean(trial.best) if trial.best else "",
+                last: mean(trial.last) if trial.last else "",
                 "remark": "chosen" if trial is self.best else trial.remark,
             }
             for trial in self.trials

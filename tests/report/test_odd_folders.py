@@ -1,0 +1,96 @@
+"""Run folders with odd settings and numbers: every reader shows them, or refuses them in one line with their name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers import call, said_in_one_line
+from lamina.cli import watch
+from lamina.report import tables
+from run_folders import write_run
+
+READERS = [("watch", "odd", "--once"), ("export", "odd"), ("report", "odd", "--out", "page.html")]
+
+
+def change(folder, key, value):
+    path = Path(folder, "config.json")
+    config = json.loads(path.read_text())
+    *outer, last = key.split(".")
+    section = config
+    for name in outer:
+        section = section.setdefault(name, {})
+    section[last] = value
+    path.write_text(json.dumps(config))
+
+
+@pytest.fixture
+def odd(empty_folder):
+    return write_run(Path("odd"), [0.1, 0.5, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.rounds", 10**18),
+        ("train.rounds", 10**400),
+        ("train.rounds", 1e308),
+        ("train.lr", 1e999),
+        ("train.lr", 0),
+        ("train.lr", 10**400),
+        ("compare.algorithms", [{"name": "fedavg"}]),
+        ("compare.algorithms", {"fedavg": {}}),
+        ("compare.algorithms", [["fedavg"]]),
+        ("compare.algorithms", 10**400),
+        ("compare.algorithms", None),
+        ("compare.options", ["fedavg"]),
+        ("compare.options", {"fedavg": 5}),
+        ("compare.grid", {"fedavg": 10**400}),
+        ("data.partition", 5),
+    ],
+)
+def test_a_setting_that_no_run_has_is_one_line_with_the_folder(odd, capsys, key, value):
+    change(odd, key, value)
+    for reader in READERS:
+        assert call(*reader) == 2
+        said = said_in_one_line(capsys)
+        assert "odd/config.json' is not a run's configuration: it lacks" in said
+        assert key in said or "[data.partition]" in said or "convert" in said
+
+
+@pytest.mark.parametrize("name", ["", "a b", "../x", "round"])
+def test_a_bad_metric_name_is_one_line_with_the_folder(odd, capsys, name):
+    write_run(Path("good"), [0.5])
+    change(odd, "metrics", [{"name": name, "larger_is_better": True, "percent": True}])
+    for reader in READERS:
+        assert call(reader[0], "good", "odd", *reader[2:]) == 2 if reader[0] != "watch" else call(*reader) == 2
+        assert "odd/config.json' describes a metric that cannot be used: " in said_in_one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    "key", ["compare.target", "data.clients", "algorithm.decay", "data.partition.k", "compare.seeds"]
+)
+@pytest.mark.parametrize("value", [10**18, 10**400, 1e308, [10**400], None, "x"])
+def test_huge_numbers_in_other_settings_are_shown(odd, capsys, key, value):
+    change(odd, key, value)
+    for reader in READERS:
+        assert call(*reader) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, 10**300, 1e30, 5e-324])
+@pytest.mark.parametrize("column", ["accuracy", "loss", "seconds", "bytes_up", "drift"])
+def test_huge_metrics_are_shown(odd, capsys, column, value):
+    write_run(odd / "second", [0.1, 0.5, 0.4], seed=1)
+    for metrics in odd.rglob("metrics.jsonl"):
+        rows = [{**json.loads(line), column: value} for line in metrics.read_text().splitlines()]
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for reader in READERS:
+        assert call(*reader) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_numbers_beyond_a_page_of_digits_are_written_as_in_the_browser():
+    assert [tables.fixed(1e21), tables.fixed(-1.5e300), tables.significant(1e30)] == ["1e+21", "-1.5e+300", "1e+30"]
+    assert tables.mean_and_spread([1e308, 1e308], tables.significant) == "∞ ± 0"
+    assert watch.duration(float("inf")) == "years"
