@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lamina.experiment.runs import metrics_file
-from lamina.experiment.runs.metrics_file import MetricsFile
+from lamina.experiment.runs.metrics_file import MetricsFile, read_rows
 
 
 def line(number, **more):
@@ -61,7 +61,7 @@ def test_a_file_that_was_cut_back_or_replaced_is_read_as_a_whole(file):
 DAMAGE = [
     "", "x", "5", "[1]", "\x00\x00", '{"round": 4}, {"round": 5}', '{"round": 5, "loss": 1}', '{"loss": 1}',
     '{"round": 4,', '{"round": 4, "loss": "0.5"}', '{"round": 4, "loss": true}', '{"round": 4, "loss": NaN}',
-    '{"round": 4, "loss": 1e999}', '{"round": 4, "loss": {}}',
+    '{"round": 4, "loss": 1e999}', '{"round": 4, "loss": {}}', '{"round": 4, "loss": 1' + "0" * 400 + "}",
 ]  # fmt: skip
 
 
@@ -73,6 +73,7 @@ def test_rows_stop_before_a_damaged_line(file, monkeypatch, damage, chunk):
     file.path.write_text("".join([*lines[:3], damage + "\n", *lines[4:]]))
     file.read()
     assert (len(file.rows), file.damaged) == (3, 4)
+    assert [row["round"] for rows in read_rows(file.path) for row in rows] == [1, 2, 3]
     assert file.path.read_text()[: file.end_of(3)] == "".join(lines[:3])
     file.path.write_text("".join(lines))  # repaired
     assert (len(file.read().rows), file.damaged) == (10, None)

@@ -62,8 +62,8 @@ def test_a_setting_that_no_run_has_is_one_line_with_the_folder(odd, capsys, key,
 def test_a_bad_metric_name_is_one_line_with_the_folder(odd, capsys, name):
     write_run(Path("good"), [0.5])
     change(odd, "metrics", [{"name": name, "larger_is_better": True, "percent": True}])
-    for reader in READERS:
-        assert call(reader[0], "good", "odd", *reader[2:]) == 2 if reader[0] != "watch" else call(*reader) == 2
+    for reader in (("watch", "odd", "--once"), ("report", "good", "odd", "--out", "page.html")):
+        assert call(*reader) == 2
         assert "odd/config.json' describes a metric that cannot be used: " in said_in_one_line(capsys)
 
 

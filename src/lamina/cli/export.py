@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+import operator
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import typer
 
 from lamina.base.text import csv_text
 from lamina.cli.base import Runs, app, echo_text, import_torch
-
-if TYPE_CHECKING:
-    from lamina.experiment.runs.records import Record
-    from lamina.training.history import History
 
 IDENTITY = {
     "data": "data.name",
@@ -24,7 +24,7 @@ IDENTITY = {
     "learning_rate": "train.lr",
     "seed": "train.seed",
 }
-ROUNDS_AT_ONCE = 10_000
+COPIED_BYTES = 1 << 20  # at a time
 FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # of every exported table
 
 
@@ -36,45 +36,64 @@ def export(
     """Write all rounds of all runs as one CSV table, with the settings in which the runs differ."""
     import_torch()
     from lamina.experiment.runs.outputs import write_output
-    from lamina.experiment.runs.records import find_records
+    from lamina.experiment.runs.records import find_folders
+    from lamina.storage.files import writing_to
 
-    parts = table(find_records(folders))
-    if out_file is None:
-        for part in parts:
-            echo_text(part)
-        return
-    encoded = (part.encode() for part in parts)
-    write_output(out_file, encoded, is_ours=lambda head: head.startswith(FIRST_COLUMNS), kind="exported table")
+    with tempfile.TemporaryFile() as file:
+        with writing_to(Path(tempfile.gettempdir())):
+            head = write_table(find_folders(folders), file)
+        parts = itertools.chain([head], iter(lambda: b"".join(file.readlines(COPIED_BYTES)), b""))
+        if out_file is None:
+            for part in parts:
+                echo_text(part.decode())
+            return
+        write_output(out_file, parts, is_ours=lambda ends: ends.startswith(FIRST_COLUMNS), kind="exported table")
 
 
-def table(records: Sequence[Record]) -> Iterator[str]:
-    """Yield, many lines at a time, a CSV row for every round: its run, settings that identify it or differ, metrics."""
-    from lamina.experiment.runs.records import NO_PART_OF_IDENTITY
+def write_table(folders: Sequence[Path], file: BinaryIO) -> bytes:
+    """Write a CSV row for every round to a file: its run, the settings that identify it or differ, and the metrics.
+
+    Return the heading. The file is then at its first row.
+    """
+    from lamina.experiment.runs.metrics_file import read_rows
+    from lamina.experiment.runs.records import NO_PART_OF_IDENTITY, read_config
     from lamina.experiment.runs.trackers import settings
 
-    all_settings = [settings(record.config) for record in records]
+    all_settings = [settings(read_config(folder)) for folder in folders]
     usual = {*IDENTITY.values(), *NO_PART_OF_IDENTITY}
     texts: dict[str, set[str]] = {}
     for name, value in (item for values in all_settings for item in values.items()):
         texts.setdefault(name, set()).add(json.dumps(value))
     identity = IDENTITY | {name: name for name in texts if len(texts[name]) > 1 and name not in usual}
-    metrics = dict.fromkeys(name for record in records for name in record.history.columns)
-    yield csv_text([["run", *identity, *metrics]])
-    for record, values in zip(records, all_settings, strict=True):
-        run = csv_text([[short(record.folder), *(_cell(values.get(name)) for name in identity.values())]]).rstrip("\n")
-        for start in range(0, len(record.history), ROUNDS_AT_ONCE):
-            yield _lines(run, record.history[start : start + ROUNDS_AT_ONCE], list(metrics))
+    metrics: list[str] = []
+    known = -1
+    while known < len(metrics):  # start again if there was a new name below rows that have no cell for it
+        known = len(metrics)
+        file.seek(0)
+        file.truncate()
+        for folder, values in zip(folders, all_settings, strict=True):
+            cells = [short(folder), *(_cell(values.get(name)) for name in identity.values())]
+            for rows in read_rows(folder / "metrics.jsonl"):
+                metrics += [name for name in dict.fromkeys(itertools.chain.from_iterable(rows)) if name not in metrics]
+                known = len(metrics) if file.tell() == 0 else known
+                file.write(_lines(csv_text([cells]).rstrip("\n"), rows, metrics).encode())
+    file.seek(0)
+    return csv_text([["run", *identity, *metrics]]).encode()
 
 
-def _lines(run: str, history: History, metrics: Sequence[str]) -> str:
+def _lines(run: str, rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
     """Return CSV lines that begin with the cells of the run; missing and non-finite numbers are empty.
 
     Numbers are written as JSON, which is ten times faster than Python's own `csv`, and brackets then become lines.
     """
     from pydantic_core import to_json
 
-    rows = list(zip(*map(history.cells, metrics), strict=True))
-    text = to_json(rows, inf_nan_mode="null").decode()[2:-2]
+    cells: list[tuple[Any, ...]] = []
+    if len(metrics) > 1:
+        with contextlib.suppress(KeyError):  # all rows have all metrics, as is usual: faster
+            cells = list(map(operator.itemgetter(*metrics), rows))
+    cells = cells or [tuple(map(row.get, metrics)) for row in rows]
+    text = to_json(cells).decode()[2:-2]
     return f"{run}," + text.replace("null", "").replace("],[", f"\n{run},") + "\n"
 
 

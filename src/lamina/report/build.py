@@ -21,7 +21,6 @@ from lamina.report import tables
 from lamina.report.curves import folder_name, group, text, without_repeats
 from lamina.report.rates import Response, rates_table, responses
 from lamina.storage.identity import splits_digest
-from lamina.training.history import LOST
 from lamina.training.metrics import is_percent
 
 
@@ -102,9 +101,8 @@ def build(
         state = run.history.collapse() if run.complete else run.diverged or not_finished
         if state:
             notes.append(f"{folder_name(run)}: {state}")
-        if lost := int(run.history.total(LOST, optional=True)):
-            what = f"the metrics of {plural(lost, 'round')} were lost: sums of bytes and seconds lack them"
-            notes.append(f"{folder_name(run)}: {what}")
+        if lost := run.history.lost_rounds():
+            notes.append(f"{folder_name(run)}: {lost}")
     tuned = responses(runs)
     notes += [response.warning for response in tuned if response.warning]
     data = dict.fromkeys(describe_data(run) for run in final)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lamina.base.columns import Columns
 from lamina.base.columns import Row as Row
 from lamina.base.errors import BadInput, missing_extra, nearest
-from lamina.base.text import html_table
+from lamina.base.text import html_table, plural
 from lamina.training.metrics import DIAGNOSTICS, is_metric, smaller_is_better
 
 # What to do about a column that a run records only under some condition, by the start of its name.
@@ -139,12 +139,6 @@ class History(Sequence[Row]):
             raise self._no_column(name)
         return values
 
-    def cells(self, name: str) -> list[float | int | None]:
-        """Return one column with whole numbers as they are, None where a round has no such value."""
-        if isinstance(self.rows, Columns):
-            return self.rows.cells(name)
-        return [row.get(name) for row in self.rows]
-
     def best(self, name: str | None = None, *, optional: bool = False) -> float:
         """Return the best value of a column, NaN if there is none: the smallest loss, the largest accuracy.
 
@@ -200,6 +194,11 @@ class History(Sequence[Row]):
             f"the last {name}, {values[last]:.4g}, is far worse than the best, {values[place]:.4g} in round "
             f"{self.rows[int(place)]['round']}: lower the learning rate or train fewer rounds"
         )
+
+    def lost_rounds(self) -> str:
+        """Return a remark if the metrics of some rounds were lost; empty otherwise."""
+        lost = int(self.total(LOST, optional=True))
+        return f"the metrics of {plural(lost, 'round')} were lost: sums of bytes and seconds lack them" if lost else ""
 
     def _no_column(self, name: str) -> BadInput:
         """Build the error for a column that no row has: what to do, or the nearest name."""

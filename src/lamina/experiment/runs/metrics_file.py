@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
-from lamina.base.columns import Columns
+from lamina.base.columns import NOT_FINITE, Columns
 from lamina.base.errors import BadInput
 
 CHUNK_BYTES = 1 << 19  # that are read at a time
@@ -69,27 +71,60 @@ class MetricsFile:
     def _parse(self, lines: bytes, before: int) -> Columns:
         """Return the rows of some lines, up to a damaged one."""
         with contextlib.suppress(*DAMAGE):
-            return _rows(lines, before)
+            return Columns.from_rows(_rows(lines, before))
         table = Columns()
         for number, line in enumerate(lines.split(b"\n")[:-1], before):
             try:
-                table.extend(_rows(line + b"\n", number))
+                table.extend(Columns.from_rows(_rows(line + b"\n", number)))
             except DAMAGE:
                 self.damaged = number + 1
                 break
         return table
 
 
-def _rows(lines: bytes, before: int) -> Columns:
-    """Return the rows of lines that follow so many others; raise one of `DAMAGE` if one of them is not such a row."""
+def read_rows(path: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of a metrics file, many at a time, as `MetricsFile` has them; null stands for NaN."""
+    before = 0
+    with open_to_read(path) as file:
+        for lines in _whole_lines(file):
+            try:
+                rows = _numbers(_rows(lines, before))
+            except DAMAGE:
+                yield from _rows_one_by_one(lines, before)
+                return
+            yield rows
+            before += len(rows)
+
+
+def _rows_one_by_one(lines: bytes, before: int) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of some lines, up to a damaged one."""
+    with contextlib.suppress(*DAMAGE):
+        for number, line in enumerate(lines.split(b"\n")[:-1], before):
+            yield _numbers(_rows(line + b"\n", number))
+
+
+def _rows(lines: bytes, before: int) -> list[dict[str, Any]]:
+    """Return the rows of lines that follow so many others; raise one of `DAMAGE` if one of them is no such row."""
     # One call for many lines is several times faster than one for each.
-    rows = from_json(b"[" + lines[:-1].replace(b"\n", b",") + b"]", allow_inf_nan=False)
+    rows: list[dict[str, Any]] = from_json(b"[" + lines[:-1].replace(b"\n", b",") + b"]", allow_inf_nan=False)
     if len(rows) != lines.count(b"\n") or set(map(type, rows)) != {dict}:
         raise ValueError("a line is not a row")
-    table = Columns.from_rows(rows)
-    if not np.array_equal(table.floats("round"), np.arange(before + 1, before + 1 + len(rows))):
+    if [row["round"] for row in rows] != list(range(before + 1, before + 1 + len(rows))):
         raise ValueError("a round is missing")
-    return table
+    return rows
+
+
+def _numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows if all their values are finite numbers or None; otherwise raise an error, as `Columns` does."""
+    values = list(itertools.chain.from_iterable(map(dict.values, rows)))
+    kinds = set(map(type, values))
+    if not kinds <= {int, float, NOT_FINITE}:
+        raise TypeError("a row holds something that is not a number")
+    if NOT_FINITE in kinds:
+        values = [value for value in values if value is not None]
+    if not math.isfinite(sum(values)) and not all(map(math.isfinite, values)):  # the sum alone is much faster
+        raise ValueError("a row holds a number that is not finite")
+    return rows
 
 
 def _line_ends(lines: bytes) -> NDArray[np.int64]:
@@ -117,7 +152,7 @@ def sound_lines(path: Path) -> dict[int, bytes]:
             for line in file:
                 with contextlib.suppress(*DAMAGE):
                     number = from_json(line)["round"]
-                    _rows(line.rstrip(b"\n") + b"\n", number - 1)
+                    Columns.from_rows(_rows(line.rstrip(b"\n") + b"\n", number - 1))
                     lines[int(number)] = line.rstrip(b"\n") + b"\n"
     return lines
 

@@ -99,11 +99,18 @@ class Record:
 
 
 def find_records(paths: Iterable[str | Path], known: dict[Path, MetricsFile] | None = None) -> list[Record]:
-    """Return every run in the given folders, at any depth; a folder given twice counts once.
+    """Return every run in the given folders, at any depth.
 
     To look at growing runs again and again, pass the same dict as `known` every time: of metrics files in it, only the
     new lines are read.
     """
+    known = {} if known is None else known
+    folders = find_folders(paths)
+    return [read_record(folder, known.setdefault(folder, MetricsFile(folder / "metrics.jsonl"))) for folder in folders]
+
+
+def find_folders(paths: Iterable[str | Path]) -> list[Path]:
+    """Return the folder of every run in the given folders, at any depth; one that is given twice counts once."""
     folders: dict[Path, None] = {}
     for path in map(Path, paths):
         if not path.is_dir():
@@ -112,16 +119,13 @@ def find_records(paths: Iterable[str | Path], known: dict[Path, MetricsFile] | N
         if not parents:
             raise BadInput(f"no run in '{path}': a run's folder holds config.json and metrics.jsonl")
         folders |= dict.fromkeys(folder.resolve() for folder in parents)
-    known = {} if known is None else known
-    return [read_record(folder, known.setdefault(folder, MetricsFile(folder / "metrics.jsonl"))) for folder in folders]
+    return list(folders)
 
 
 def read_record(folder: str | Path, metrics: MetricsFile | None = None) -> Record:
     """Read one run's folder; it may be running now. Of metrics that were read before, only the new lines are read."""
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    refuse_format(folder, config, "read it with that one")
-    check_config(folder, config)
+    config = read_config(folder)
     how = read_diverged(folder)
     metrics = metrics or MetricsFile(folder / "metrics.jsonl")
     try:
@@ -135,6 +139,14 @@ def read_record(folder: str | Path, metrics: MetricsFile | None = None) -> Recor
         read_environment(folder),
         None if how is None else how["message"],
     )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a run."""
+    config = read_json(folder / "config.json")
+    refuse_format(folder, config, "read it with that one")
+    check_config(folder, config)
+    return config
 
 
 def check_config(folder: Path, config: Mapping[str, Any]) -> None:
