@@ -41,6 +41,11 @@ def here(empty_folder, monkeypatch):
     skip_pictures(monkeypatch)
 
 
+def times_in(folder):
+    """The seconds of all rounds, which no run shares with another."""
+    return {seconds for record in find_records([folder]) for seconds in record.history.column("seconds")}
+
+
 def tune(file, *more, out):
     return words("tune", out, *more, file=file)
 
@@ -115,11 +120,10 @@ def test_runs_that_a_killed_overwrite_left_are_not_taken_for_new_ones(here, monk
         patch.setattr(records, "remove_records", dying)
         with pytest.raises(Killed):
             call(*arguments([0.2, 0.3]), "--overwrite")
-    started = {record.folder: record.environment["started"] for record in find_records(["t"])}
+    left_over = times_in("t")
     assert call(*arguments([0.2, 0.3])) == 0  # as `lamina` says: without --overwrite
-    now = {record.folder: record.environment["started"] for record in find_records(["t"])}
     assert {record.lr for record in find_records(["t"])} == {0.2, 0.3}
-    assert not started.items() & now.items()
+    assert not left_over & times_in("t")
 
 
 @pytest.mark.parametrize("files", [("grid.toml", "tpe.toml"), ("tpe.toml", "grid.toml")])
