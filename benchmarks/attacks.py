@@ -121,7 +121,7 @@ class Server:
             self.largest_growth[name] = max(value, self.largest_growth.get(name, 0.0))
         shares = [update.examples if self.by_examples else 1 for update in updates.values()]
         weights = [share / sum(shares) for share in shares]
-        kept = Sums(loss=sums.loss, square=sums.square, weights=weights, aggregation=self.aggregation)
+        kept = Sums(loss=sums.loss, weight=1.0, spread=sums.spread, weights=weights, aggregation=self.aggregation)
         for c, (update, share) in enumerate(zip(updates.values(), shares, strict=True)):
             relative = share / sum(shares) * len(shares)
             kept.add(undo_weighting(algorithm, update.up, relative), update.buffers, share / sum(shares))

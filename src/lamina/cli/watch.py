@@ -7,6 +7,7 @@ import datetime
 import fcntl
 import math
 import os
+import statistics
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,9 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -30,6 +29,9 @@ from lamina.cli.export import short
 from lamina.training.metrics import is_metric
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from lamina.experiment.runs.metrics_file import MetricsFile
     from lamina.experiment.runs.records import Record
 
@@ -197,7 +199,7 @@ def is_locked(folder: Path) -> bool:
 
 def finite(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the values that can be drawn."""
-    return values[np.isfinite(values)]
+    return values[abs(values) < math.inf]  # which a NaN is not
 
 
 def sparkline(values: Sequence[float] | NDArray[np.float64], width: int) -> str:
@@ -206,11 +208,10 @@ def sparkline(values: Sequence[float] | NDArray[np.float64], width: int) -> str:
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20), sparkline([0, 0, 1, 1], 2), sparkline([5.0], 9), sparkline([], 9)
     ('▁▂▃▄▅▆▇█', '▁█', '▁', '')
     """
-    values = np.asarray(values, np.float64)
     heights = BARS if out.encoding.startswith("utf") else ASCII_BARS
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
-    means = [sum(values[a:b].tolist()) / (b - a) for a, b in pairwise(edges)]
+    means = [statistics.fmean(values[a:b]) for a, b in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     scale = (len(heights) - 1) / (high - low) if high > low else 0.0
     places = ((mean - low) * scale for mean in means)

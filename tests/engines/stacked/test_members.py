@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import lamina
+from lamina.rounds.plan import Plan
 from small_simulations import assert_same, form, reference, set_chunk, simulation, take_gpu_path
 
 
@@ -63,7 +64,7 @@ def noise(seed=0, **settings):
 
 def test_members_that_differ_in_rates_alone_share_one_plan(monkeypatch):
     plans = []
-    plan_round = lamina.plan.Plan.round
+    plan_round = Plan.round
 
     def counted(self, number):
         plans.append((self.protocol.seed, number))
@@ -74,7 +75,7 @@ def test_members_that_differ_in_rates_alone_share_one_plan(monkeypatch):
     alone = [noise(lr=0.1), noise(lr=0.2), noise(1, lr=0.1), noise(lr=0.1, clients=parts)]
     population = lamina.Population(members)
     with monkeypatch.context() as patch:
-        patch.setattr(lamina.plan.Plan, "round", counted)
+        patch.setattr(Plan, "round", counted)
         population.run(2)
     assert len(plans) == 2 * 3  # the first two share theirs; another seed and other clients have their own
     for member, own in zip(members, alone, strict=True):

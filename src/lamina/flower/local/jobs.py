@@ -16,7 +16,7 @@ from lamina.data.readers.own import FORMATS
 from lamina.experiment.config import Experiment, load
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.metrics_file import MetricsFile
-from lamina.experiment.runs.records import is_ours, read_diverged, read_json, remove_records
+from lamina.experiment.runs.records import REPLACED, is_ours, read_diverged, read_json, remove_records
 from lamina.flower.federation import Federation
 from lamina.flower.local.federation import LocalFederation
 from lamina.flower.local.processes import FederationFailed
@@ -58,6 +58,7 @@ class Job:
         if overwrite and is_ours(self.out):
             remove_records(self.out)
             (self.out / "config.json").unlink()
+            (self.out / REPLACED).unlink()
         say("submitting the run")
         nodes = federation.folder / "nodes.json"
         nodes.write_text(json.dumps(federation.node_ids))
