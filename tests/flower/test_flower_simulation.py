@@ -43,7 +43,7 @@ def test_flowers_simulation_engine_gives_the_same_numbers(tmp_path, short_folder
     (home / "ray_bootstrap_config.yaml").write_text("provider: {type: local}\n")  # else Ray looks for a cloud
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]),
         "HOME": str(home),
         "RAY_TMPDIR": short_folder,
         "FLWR_HOME": str(tmp_path / "flwr"),

@@ -1,0 +1,488 @@
+"""Data of the user's own in files: one test of every format, and damaged files, which are told in one line."""
+
+import gzip
+import json
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from data_setup import FakeHubSplit, one_line, pictures
+from safetensors.numpy import save_file
+
+from lamina.base.errors import BadInput, MissingExtra
+from lamina.data import Dataset, load
+from lamina.data.readers.own import as_splits
+
+ROWS = """age,weight,colour,clinic,part,grade
+30,70.5,red,north,train,mild
+40,80.5,blue,south,train,severe
+50,60.5,red,north,test,mild
+60,90.5,green,west,train,mild
+70,50.5,blue,west,test,severe
+"""
+TABLE = {"path": "rows.csv", "label": "grade", "client": "clinic", "split": "part", "categorical": ["colour"]}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refusal(name, **options):
+    with pytest.raises(BadInput) as refused:
+        load(name, **options)
+    return one_line(refused)
+
+
+# --- table -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_has_numbers_categories_classes_and_clients(folder):
+    (folder / "rows.csv").write_text(ROWS)
+    train, test = load("table", **TABLE)
+    assert train.x.dtype == torch.float32
+    assert train.x.tolist() == [[30, 70.5, 0, 0, 1], [40, 80.5, 1, 0, 0], [60, 90.5, 0, 1, 0]]  # blue, green, red
+    assert (train.y.tolist(), test.y.tolist(), test.class_names) == ([0, 1, 0], [0, 1], ("mild", "severe"))
+    assert train.columns["clinic"].tolist() == ["north", "south", "west"]
+    (folder / "rows.csv.gz").write_bytes(gzip.compress(ROWS.encode()))
+    assert load("table", **TABLE | {"path": "rows.csv.gz"}).test.y.tolist() == [0, 1]
+
+
+def test_a_table_for_regression_with_a_held_out_fraction(folder):
+    (folder / "rows.csv").write_text(ROWS)
+    options = {"path": "rows.csv", "label": "weight", "features": ["age"], "standardise": True, "test": 0.4}
+    train, test = load("table", **options)
+    assert (train.classes, len(train), len(test), train.y.dtype) == (None, 3, 2, torch.float32)
+    assert abs(float(train.x.mean())) < 1e-6
+    assert abs(float(train.x.std(correction=0)) - 1) < 1e-6
+    assert torch.equal(load("table", **options).test.y, test.y)
+    whole = load("table", path="rows.csv", label="age", features=["weight"], test=0.4, task="regression")
+    assert whole.train.classes is None
+    assert set(whole.train.y.tolist() + whole.test.y.tolist()) == {30.0, 40.0, 50.0, 60.0, 70.0}
+
+
+def test_a_parquet_table_and_a_file_of_test_data(folder):
+    pytest.importorskip("pyarrow")
+    import pandas
+
+    frame = pandas.DataFrame({"x": [1.0, 2.0, 3.0], "y": [3, 7, 3], "who": [1, 1, 2]})
+    frame.to_parquet(folder / "train.parquet")
+    frame[:1].to_parquet(folder / "test.parquet")
+    train, test = load("table", path="train.parquet", test="test.parquet", label="y", client="who")
+    assert (train.y.tolist(), train.class_names, test.x.tolist()) == ([0, 1, 0], ("3", "7"), [[1.0]])
+    assert train.columns["who"].tolist() == [1, 1, 2]
+    content = (folder / "train.parquet").read_bytes()
+    (folder / "train.parquet").write_bytes(content[: len(content) // 2])
+    assert "not a readable Parquet file" in refusal("table", path="train.parquet", label="y")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "expected"),
+    [
+        ("", {}, "not a readable CSV file"),
+        ("age,grade,part,clinic,colour\n", {}, "has no rows"),
+        (ROWS, {"label": "grad"}, "no column 'grad' (data.label); did you mean 'grade'?"),
+        (ROWS, {"client": "hospital"}, "no column 'hospital' (data.client)"),
+        (ROWS, {"split": "parts"}, "no column 'parts' (data.split); did you mean 'part'?"),
+        (ROWS, {"split": "grade"}, "must say 'train' or 'test', found 'mild'"),
+        (ROWS, {"categorical": []}, "column 'colour' holds text or dates: list it in data.categorical"),
+        (ROWS.replace("40,", "n/a.,"), {}, "column 'age' holds text in row 2 (counted from 1 below the header), "
+         "'n/a.': correct it or drop the row, or list the column in data.categorical"),
+        (ROWS.replace("green,west", "green,"), {}, "column 'clinic' has a missing value in row 4 (counted from 1 below "
+         "the header): fill it, or drop the row"),
+        (ROWS, {"features": ["age", "grade"]}, "'grade' is a feature and has another role"),
+        (ROWS, {"test": 0.2}, "data.test and data.split both say"),
+        (ROWS, {"split": None, "test": 0.01}, "leaves the training or the test data empty"),
+        (ROWS, {"task": "regression"}, "the label holds text"),
+        (ROWS, {"path": "nowhere.csv"}, "there is no file or folder"),
+        (ROWS, {"path": "."}, "is a folder"),
+        (ROWS.replace("70,50.5,blue,west,test,severe", "70,50.5,blue,west,test,fatal"), {},
+         "the class 'fatal' appears only in the test data"),
+        (ROWS[:-20], {}, "column 'part' has a missing value in row 5 (counted from 1 below the header): "),  # it is cut
+        (ROWS.replace("80.5", "inf").replace("90.5", "-inf"), {"standardise": True},
+         "column 'weight' has an infinite value in row 2 (counted from 1 below the header), and 1 other row: "),
+        (ROWS.replace(",", ";"), {}, "has ';' between its columns: convert it, as with pandas.read_csv('rows.csv', "),
+        (ROWS.replace(",", ";").replace(".", ","), {}, "add decimal=','"),
+        (ROWS.replace("\n", ",\n").replace(",", "\t"), {}, r"sep='\t'"),
+        (ROWS.replace("red", "wei\xdf"), {}, "is not UTF-8 text: convert it, as with pandas.read_csv('rows.csv', "
+         "encoding='latin-1')"),
+        (ROWS.encode("utf-16").decode("latin-1"), {}, "encoding='utf-16'"),
+        (ROWS + "1,2,3,4,5,6,7,8\n", {}, "not a readable CSV file"),
+        (ROWS.replace("test", "train"), {}, "there are no test data"),
+        ("\x00\xff", {}, ""),
+    ],
+)  # fmt: skip
+def test_damaged_and_wrong_tables(folder, content, options, expected):
+    (folder / "rows.csv").write_bytes(content.encode("latin-1"))
+    given = {key: value for key, value in (TABLE | options).items() if value is not None}
+    assert expected in refusal("table", **given)
+
+
+def test_the_row_numbers_that_pandas_saves_are_no_feature(folder, caplog):
+    numbered = [f"{'' if i == 0 else i + 6},{line}" for i, line in enumerate(ROWS.splitlines())]
+    (folder / "rows.csv").write_text("\n".join(numbered))
+    train = load("table", **TABLE).train
+    assert train.x[0].tolist() == [30, 70.5, 0, 0, 1]
+    assert "rows.csv: the first column has no name and holds row numbers" in caplog.text
+    assert load("table", **TABLE | {"features": ["Unnamed: 0"]}).train.x[:, 0].tolist() == [7, 8, 10]
+    (folder / "rows.csv").write_text("\n".join(line.replace(",", ".5,", 1) for line in numbered).replace(".5,", ",", 1))
+    assert load("table", **TABLE).train.x[:, 0].tolist() == [7.5, 8.5, 10.5]  # these are no row numbers
+
+
+def test_a_truncated_gzip_table(folder):
+    (folder / "rows.csv.gz").write_bytes(gzip.compress(ROWS.encode() * 50)[:60])
+    assert "not a readable CSV file" in refusal("table", **TABLE | {"path": "rows.csv.gz"})
+
+
+def test_test_data_need_the_columns_of_the_training_data(folder):
+    (folder / "a.csv").write_text("x,y\n1,0\n2,1\n")
+    (folder / "b.csv").write_text("x,z\n1,0\n")
+    assert "b.csv has no column 'y', which a.csv has" in refusal("table", path="a.csv", test="b.csv", label="y")
+    (folder / "b.csv").write_text("x,y\n1,0\n?,1\n")
+    with pytest.raises(BadInput, match=r"^b\.csv: column 'x' holds text in row 2 .*, '\?':") as refused:
+        load("table", path="a.csv", test="b.csv", label="y")
+    assert "?" not in refused.value.without_data  # which a federation's server may read
+
+
+def test_a_category_with_a_value_for_almost_every_row_is_logged(folder, caplog):
+    days = "\n".join(f"2024-01-{day},{day % 2},{day}" for day in range(1, 31))
+    (folder / "days.csv").write_text(f"day,x,y\n{days}\n")
+    load("table", path="days.csv", label="x", categorical=["day"])
+    assert "column 'day' has 24 different values for 30 rows" in caplog.text
+
+
+# --- images ----------------------------------------------------------------------------------------------------------
+
+
+def save_pictures(folder, **modes):
+    for place, mode in modes.items():
+        for number, picture in enumerate(pictures(*mode)):
+            (folder / place).mkdir(parents=True, exist_ok=True)
+            picture.save(folder / place / f"{number}.png")
+
+
+def test_a_folder_of_pictures_per_class(folder, caplog):
+    save_pictures(folder / "pets" / "train", dog=["L", "L"], cat=["L"])
+    save_pictures(folder / "pets" / "test", dog=["RGB"])
+    (folder / "pets" / "train" / "dog" / "notes.txt").write_text("good dogs")
+    train, test = load("images", path="pets")
+    assert "pets/train/dog/notes.txt" in caplog.text
+    assert "pets: no test pictures of cat" in caplog.text
+    assert (tuple(train.x.shape), train.x.dtype) == ((3, 3, 3, 4), torch.uint8)  # colour, because one picture has it
+    assert (train.y.tolist(), test.y.tolist(), train.class_names) == ([0, 1, 1], [1], ("cat", "dog"))
+    parts = load("images", path="pets/train", test=0.34, size=[6, 5])
+    assert tuple(parts.train.x.shape[1:]) == (1, 6, 5)
+    assert len(parts.test) == 1
+
+
+def test_damaged_pictures(folder):
+    save_pictures(folder / "pets", dog=["L", "L"], cat=["L", "L"])
+    assert "pets/cat' is not" not in refusal("images", path="pets/cat")
+    assert "holds no folders" in refusal("images", path="pets/cat")
+    assert "is not a folder" in refusal("images", path="pets/cat/0.png")
+    picture = folder / "pets" / "cat" / "1.png"
+    whole = picture.read_bytes()
+    picture.write_bytes(whole[: len(whole) // 2])
+    assert "1.png is not a readable picture" in refusal("images", path="pets")
+    picture.write_bytes(b"")
+    assert "1.png is not a readable picture" in refusal("images", path="pets")
+    pictures("L", size=(9, 9))[0].save(picture)
+    assert "data.size = [height, width] resizes them" in refusal("images", path="pets")
+    (folder / "pets" / "bird").mkdir()
+    assert "bird' holds no pictures" in refusal("images", path="pets")
+    assert "must be a height and a width" in refusal("images", path="pets", size=[3])
+    (folder / "pets" / "bird").rmdir()
+    save_pictures(folder / "more", dog=["L"], cow=["L"])
+    options = {"path": "pets", "test": "more", "size": [3, 4]}
+    assert "the class 'cow' appears only in the test data" in refusal("images", **options)
+
+
+# --- LEAF ------------------------------------------------------------------------------------------------------------
+
+
+def leaf_file(**users):
+    data = {user: {"x": [[0.5 * label, 1.0] for label in labels], "y": labels} for user, labels in users.items()}
+    return {"users": list(users), "num_samples": [len(labels) for labels in users.values()], "user_data": data}
+
+
+def test_leaf_users_are_clients(folder, caplog):
+    for part in ("train", "test"):
+        (folder / "leaf" / part).mkdir(parents=True)
+    (folder / "leaf" / "train" / "a.json").write_text(json.dumps(leaf_file(ann=[0, 1], bob=[2])))
+    (folder / "leaf" / "train" / "b.json").write_text(json.dumps(leaf_file(cid=[0], dan=[])))
+    (folder / "leaf" / "test" / "a.json").write_text(json.dumps(leaf_file(ann=[1])))
+    train, test = load("leaf", path="leaf", shape=[1, 1, 2])
+    assert train.columns["user"].tolist() == ["ann", "ann", "bob", "cid"]
+    assert (tuple(train.x.shape), train.y.tolist(), test.y.tolist()) == ((4, 1, 1, 2), [0, 1, 2, 0], [1])
+    assert "train: users without samples, which are ignored: dan" in caplog.text
+    assert "does not fit samples of shape [2]" in refusal("leaf", path="leaf", shape=[3])
+    assert "take data.test out" in refusal("leaf", path="leaf", test=0.5)
+    (folder / "leaf" / "all.json").write_text(json.dumps(leaf_file(ann=[0, 1] * 5)))
+    assert len(load("leaf", path="leaf/all.json", test=0.4).test) == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "not valid JSON"),
+        (json.dumps(leaf_file(ann=[0, 1]))[:-9], "not valid JSON"),
+        ("[]", "lacks the table 'user_data'"),
+        (json.dumps({"users": ["ann"], "user_data": {}}), "user 'ann' has no entry"),
+        (json.dumps({"user_data": {"ann": {"x": [[1]]}}}), "user 'ann' lacks the list 'y'"),
+        (json.dumps({"user_data": {"ann": []}}), "lacks the lists 'x' and 'y'"),
+        (json.dumps(leaf_file(ann=[0, 1]) | {"num_samples": [3]}), "'ann' has 2 labels, but num_samples says 3"),
+        (json.dumps({"user_data": {"ann": {"x": [[1]], "y": []}}}), "1 sample and 0 labels"),
+        (json.dumps({"user_data": {"ann": {"x": [[1], [1, 2]], "y": [0, 1]}}}), "not numbers of one shape"),
+        (json.dumps({"user_data": {"bob": {"x": ["to be", "or not"], "y": [1, 1]}}}), "x holds text"),
+        (json.dumps({"user_data": {}}), "holds no samples"),
+        (json.dumps(leaf_file(ann=[0, 0])), "the class '1' appears only in the test data"),
+    ],
+)
+def test_damaged_leaf_files(folder, content, expected):
+    (folder / "a.json").write_text(content)
+    (folder / "b.json").write_text(json.dumps(leaf_file(bob=[1])))
+    assert expected in refusal("leaf", path="a.json", test="b.json")
+
+
+# --- arrays ----------------------------------------------------------------------------------------------------------
+
+
+def test_arrays_with_test_data_of_their_own(folder):
+    images = np.arange(3 * 4 * 4, dtype=np.uint8).reshape(3, 4, 4)
+    np.savez("a.npz", x_train=images, y_train=["b", "a", "b"], who_train=[7, 8, 7], x_test=images[:1], y_test=["a"],
+             who_test=[8])  # fmt: skip
+    train, test = load("arrays", path="a.npz", client="who")
+    assert (tuple(train.x.shape), train.x.dtype) == ((3, 1, 4, 4), torch.uint8)
+    assert (train.y.tolist(), test.y.tolist(), train.class_names) == ([1, 0, 1], [0], ("a", "b"))
+    assert train.columns["who"].tolist() == [7, 8, 7]
+
+
+def test_arrays_for_testing_need_no_clients(folder):
+    x = np.zeros((3, 2))
+    np.savez("a.npz", x_train=x, y_train=[0, 1, 0], site_train=["a", "b", "a"], x_test=x, y_test=[0, 0, 1])
+    train, test = load("arrays", path="a.npz", client="site")
+    assert (train.columns["site"].tolist(), dict(test.columns)) == (["a", "b", "a"], {})
+    message = refusal("arrays", path="a.npz", client="sites")
+    assert "no array 'sites_train' (data.client = 'sites', without _train); did you mean 'site_train'?" in message
+    assert "(arrays: x_train, y_train, site_train, x_test, y_test)" in message
+    np.savez("b.npz", x=x, y=[0, 1, 0])  # the same without a client, in a file of its own
+    np.savez("c.npz", x=x, y=[0, 1, 0], site=[1, 2, 1])
+    assert load("arrays", path="c.npz", test="b.npz", client="site").train.columns["site"].tolist() == [1, 2, 1]
+
+
+def test_safetensors_with_a_held_out_fraction(folder):
+    x = np.linspace(0, 1, 20, dtype=np.float64).reshape(10, 2)
+    save_file({"inputs": x, "targets": x[:, :1].copy(), "site": np.arange(10) % 3}, "a.safetensors")
+    options = {"path": "a.safetensors", "features": "inputs", "label": "targets", "client": "site", "test": 0.3}
+    train, test = load("arrays", **options)
+    assert (train.x.dtype, train.y.dtype, train.classes, len(train), len(test)) == (
+        torch.float32, torch.float32, None, 7, 3,
+    )  # fmt: skip
+    assert train.columns["site"].shape == (7,)
+
+
+def test_damaged_arrays(folder):
+    np.savez("a.npz", x=np.zeros((6, 2)), y=[0, 1, 0, 1, 0, 1], short=[1, 2])
+    assert "no array 'label' (data.label)" in refusal("arrays", path="a.npz", label="label")
+    assert "'short' has 2 rows, and 'x' has 6" in refusal("arrays", path="a.npz", client="short")
+    whole = (folder / "a.npz").read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2], b"no zip"):
+        (folder / "b.npz").write_bytes(damaged)
+        assert "is not a readable .npz file" in refusal("arrays", path="b.npz")
+    np.savez("c.npz", x=np.zeros((0, 2)), y=np.zeros(0, np.int64))
+    assert "'x' is empty" in refusal("arrays", path="c.npz")
+    np.savez("d.npz", x=np.array([{}, []], dtype=object), y=[0, 1])
+    assert "is not a readable .npz file" in refusal("arrays", path="d.npz")  # never unpickled
+    np.savez("e.npz", x=np.zeros((1, 2)), y=[5])
+    assert "the class '5' appears only in the test data" in refusal("arrays", path="a.npz", test="e.npz")
+    np.savez("f.npz", x=np.zeros((1, 3)), y=[1])
+    assert "give all of them one shape" in refusal("arrays", path="a.npz", test="f.npz")
+    (folder / "g.safetensors").write_bytes(b"12345678")
+    assert "is not a readable .safetensors file" in refusal("arrays", path="g.safetensors")
+    (folder / "h.pt").write_bytes(b"")
+    assert "neither a .npz nor a .safetensors" in refusal("arrays", path="h.pt")
+    assert "leaves the training or the test data empty" in refusal("arrays", path="a.npz", test=1.5)
+    np.savez("i.npz", x=np.array([0.0, 1.0, np.nan, 3.0])[:, None], y=[0, 1, 0, 1])
+    nan = "i.npz: sample 2 of 'x' holds a NaN"  # counted in the file, not in the part that trains
+    assert nan in refusal("arrays", path="i.npz")
+    assert nan in refusal("arrays", path="a.npz", test="i.npz")
+
+
+def test_arrays_with_several_targets_a_sample(folder):
+    x, maps = np.zeros((5, 2), np.float32), np.array([[0, 255, 1]] * 5)
+    np.savez(folder / "maps.npz", x=x, y=maps)
+    assert load("arrays", path="maps.npz", ignore_index=255).train.y[0].tolist() == [0, -100, 1]
+    assert load("arrays", path="maps.npz").train.classes == 256
+    numbers = load("arrays", path="maps.npz", task="regression").train
+    assert (numbers.classes, numbers.y.dtype, numbers.y[0].tolist()) == (None, torch.float32, [0.0, 255.0, 1.0])
+    np.savez(folder / "labels.npz", x=x, y=maps > 0)
+    assert load("arrays", path="labels.npz").train.y[0].tolist() == [0, 1, 1]
+
+
+def test_tokens_in_leafs_format(folder):
+    users = {name: {"x": [[5], [7, 1, 3], [2, 9]], "y": [[0], [1, 0, 1], [1, 1]]} for name in ("a", "b")}
+    (folder / "users.json").write_text(json.dumps({"users": ["a", "b"], "user_data": users}))
+    train, test = load("leaf", path="users.json", tokens=True, test=0.5)
+    whole = {
+        tuple(x): tuple(y) for part in (train, test) for x, y in zip(part.x.tolist(), part.y.tolist(), strict=True)
+    }
+    assert whole == {(5, 0, 0): (0, -100, -100), (7, 1, 3): (1, 0, 1), (2, 9, 0): (1, 1, -100)}
+    assert (train.mask == (train.x > 0)).all()
+    assert "token ids need data.tokens = true" in refusal("leaf", path="users.json")
+
+
+def test_a_missing_label_is_no_class_of_its_own(folder):
+    users = {"a": {"x": [[1.0]] * 5, "y": ["u", "v", None, "u", "v"]}}
+    (folder / "users.json").write_text(json.dumps({"users": ["a"], "user_data": users}))
+    assert "users.json: sample 2 has no label" in refusal("leaf", path="users.json")
+    for y in (["u", float("nan"), "v"], ["u", None, "v"]):
+        with pytest.raises(BadInput, match="sample 1 has no label"):
+            Dataset(np.zeros((3, 2)), y)
+    with pytest.raises(BadInput, match=r"training data of 'm:f': .*sample 1 has no label"):
+        as_splits("m:f", ((np.zeros((2, 1)), np.array(["u", np.nan], object)), (np.zeros((1, 1)), ["u"])))
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fake_datasets(monkeypatch):
+    """An installed `datasets` whose hub and folders hold what the test puts there, by name."""
+    stored = {}
+
+    def load_dataset(name, *subset):
+        if name not in stored:
+            raise FileNotFoundError(f"no data set {name}\nmore")
+        return stored[name]
+
+    functions = types.SimpleNamespace(load_dataset=load_dataset, load_from_disk=lambda path: load_dataset(path))
+    monkeypatch.setitem(sys.modules, "datasets", functions)
+    return stored
+
+
+def test_a_hugging_face_data_set_with_mapped_columns(folder, fake_datasets):
+    pixels = [[0.0, 1.0], [1.0, 0.0], [0.5, 0.5], [0.1, 0.2], [0.3, 0.4]]
+    columns = {"pixels": pixels, "kind": ["cat", "dog", "cat", "dog", "cat"], "site": ["a", "b", "a", "a", "b"]}
+    second = {name: values[1:2] for name, values in columns.items()}
+    fake_datasets["us/pets"] = {"train": FakeHubSplit(columns), "eval": FakeHubSplit(second)}
+    options = {"path": "us/pets", "features": "pixels", "label": "kind", "client": "site"}
+    train, test = load("hub", **options, test="eval")
+    assert (train.y.tolist(), test.y.tolist(), test.class_names) == ([0, 1, 0, 1, 0], [1], ("cat", "dog"))
+    assert (train.x.dtype, train.columns["site"].tolist()) == (torch.float32, ["a", "b", "a", "a", "b"])
+    assert len(load("hub", **options).test) == 1  # no split named test: a fifth is held out
+    assert "no split 'evl'; did you mean 'eval'?" in refusal("hub", **options, test="evl")
+    assert "no column 'sight' (data.client); did you mean 'site'?" in refusal("hub", **options | {"client": "sight"})
+    assert "no column 'kin'" in refusal("hub", **options | {"label": "kin"})
+    assert "did not deliver us/cows (no data set us/cows), and there is no such folder here" in refusal(
+        "hub", path="us/cows"
+    )
+    assert "is no folder that save_to_disk wrote" in refusal("hub", path="./us/cows")
+    assert "hub, which is not asked here" in refusal("hub", path="us/pets", hub=False)
+
+
+def test_tokenised_text_keeps_its_mask(folder, fake_datasets):
+    """All columns that a tokenizer gives are inputs; a language model's padding is no target."""
+    columns = {"input_ids": [[5, 6, 7], [8, 9]] * 2, "attention_mask": [[1, 1, 0], [1, 1]] * 2, "label": [0, 1] * 2}
+    fake_datasets["us/texts"] = {"train": FakeHubSplit(columns), "test": FakeHubSplit(columns)}
+    test = load("hub", path="us/texts").test
+    assert {name: values[:2].tolist() for name, values in test.x.items()} == {
+        "input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 0], [1, 1, 0]]
+    }  # fmt: skip
+    assert load("hub", path="us/texts", label="input_ids").train.y[:2].tolist() == [[5, 6, -100], [8, 9, -100]]
+    assert load("hub", path="us/texts", features="input_ids").train.x[1].tolist() == [8, 9, 0]
+    assert list(load("hub", path="us/texts", features=["attention_mask", "input_ids"]).train.x) == [
+        "attention_mask", "input_ids"
+    ]  # fmt: skip
+    assert "no column 'ids'" in refusal("hub", path="us/texts", features=["ids"])
+
+
+def test_sequences_of_a_hugging_face_data_set_are_padded(folder, fake_datasets):
+    """To one length in training and test data: inputs with 0, targets with -100; the same column may be both."""
+    tokens, kinds = [[5], [7, 1, 3], [2, 9], [4, 4]], ["cat", "dog", "cat", "dog"]
+    tags = [[0], [1, 0, 1], [1, 1], [0, 0]]
+    parts = {
+        name: FakeHubSplit({"tokens": tokens[rows], "kind": kinds[rows], "tags": tags[rows]})
+        for name, rows in (("train", slice(0, 2)), ("test", slice(2, 4)))
+    }
+    fake_datasets["us/texts"] = parts
+    options = {"path": "us/texts", "features": "tokens"}
+    train, test = load("hub", **options, label="kind")
+    assert (train.x.tolist(), test.x.tolist()) == ([[5, 0, 0], [7, 1, 3]], [[2, 9, 0], [4, 4, 0]])
+    assert (train.mask.sum(1).tolist(), test.mask.sum(1).tolist()) == ([1, 3], [2, 2])
+    assert load("hub", **options, label="tags").train.y.tolist() == [[0, -100, -100], [1, 0, 1]]
+    assert load("hub", **options, label="tokens").test.y.tolist() == [[2, 9, -100], [4, 4, -100]]
+    fake_datasets["us/texts"] = {"train": parts["train"], "test": FakeHubSplit({"tokens": [[1.5]], "kind": ["cat"]})}
+    assert load("hub", **options, label="kind").train.x.dtype == torch.float32
+    fake_datasets["us/texts"]["train"].columns["tokens"] = [[1.5, 2.5], [0.5, 0.5]]
+    message = "the samples of train and test have 2 and 1 numbers; give both the same"
+    assert message in refusal("hub", **options, label="kind")
+    fake_datasets["us/texts"]["train"].columns["tokens"] = [[[1.5, 2.5]], [0.5]]
+    assert "not an array of numbers of one shape" in refusal("hub", **options, label="kind")
+
+
+def test_a_saved_hugging_face_data_set(folder, fake_datasets):
+    split = FakeHubSplit({"x": [[0.0], [1.0], [2.0], [3.0], [4.0]], "label": [0, 1, 0, 1, 0]})
+    split.features = {"label": types.SimpleNamespace(num_classes=2, names=["cat", "dog"])}
+    (folder / "saved").mkdir()
+    (folder / "saved" / "state.json").write_text("{}")
+    assert "'saved' is not a readable data set (no data set saved)" in refusal("hub", path="saved")
+    fake_datasets["saved"] = split
+    train, test = load("hub", path="saved", test=0.4, hub=False)
+    assert (len(train), len(test), train.class_names) == (3, 2, ("cat", "dog"))
+
+
+def test_the_installed_datasets_package(folder):
+    """A file that `datasets` reads and saves, with missing values and damage; the hub is not asked."""
+    datasets = pytest.importorskip("datasets")
+
+    def save(name, rows):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        found = datasets.load_dataset("json", data_files=str(folder / f"{name}.jsonl"), cache_dir=str(folder / "cache"))
+        found["train"].save_to_disk(str(folder / name))
+
+    rows = [{"pixels": [i, 0.5], "kind": ("cat", "dog")[i % 2], "site": "ab"[i // 5]} for i in range(10)]
+    options = {"features": "pixels", "label": "kind", "client": "site"}
+    save("pets", rows)
+    train, test = load("hub", path="pets", **options)
+    assert sorted([*train.x[:, 0].tolist(), *test.x[:, 0].tolist()]) == list(range(10))
+    assert (train.y == train.x[:, 0].long() % 2).all()
+    assert train.class_names == ("cat", "dog")
+    assert train.columns["site"].tolist() == ["ab"[int(value) // 5] for value in train.x[:, 0]]
+    assert "cannot tell the input column among pixels, kind, site; name it with data.features=" in refusal(
+        "hub", path="pets"
+    )
+    for column, message in (
+        ("pixels", "column 'pixels' has no value in sample 3"),
+        ("kind", "column 'kind' has no value in sample 3"),
+        ("site", "the column 'site' (data.client) must hold a number or a text for every sample"),
+    ):
+        save(f"no_{column}", [*rows[:3], rows[3] | {column: None}, *rows[4:]])
+        assert message in refusal("hub", path=f"no_{column}", **options)
+    save("texts", [row | {"pixels": [i] * (1 + i % 3), "kind": [i % 2] * (1 + i % 3)} for i, row in enumerate(rows)])
+    train, _ = load("hub", path="texts", **options)
+    lengths = 1 + train.x[:, 0] % 3
+    assert train.mask.sum(1).tolist() == (train.x >= 0).logical_and(train.mask).sum(1).tolist() == lengths.tolist()
+    assert ((train.y == -100) == ~train.mask).all()
+    file = next((folder / "pets").glob("*.arrow"))
+    file.write_bytes(file.read_bytes()[:200])
+    assert "'pets' is not a readable data set" in refusal("hub", path="pets", **options)
+
+
+def test_hugging_face_data_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtra, match=r"pip install -e '\.\[hub\]'"):
+        load("hub", path="us/pets")
+
+
+def test_tables_and_pictures_without_the_packages(folder, monkeypatch):
+    (folder / "rows.csv").write_text(ROWS)
+    save_pictures(folder / "pets", dog=["L"], cat=["L"])
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingExtra, match=r"pip install -e '\.\[table\]'"):
+        load("table", **TABLE)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtra, match=r"pip install -e '\.\[images\]'"):
+        load("images", path="pets", test=0.5)

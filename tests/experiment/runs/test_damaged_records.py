@@ -1,0 +1,302 @@
+"""Runs resume with damaged or lost files in their folders."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import Killed, assert_same, call, rows, said_in_one_line, skip_pictures, words
+from small_run import command
+
+import lamina
+from lamina import BadInput
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.rebuild import rebuild, shown
+from lamina.experiment.runs.records import read_record
+from lamina.report import build, figures, page
+from lamina.storage.checkpoint import Checkpoints
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("damage", [flip, truncate, Path.unlink, lambda path: path.write_bytes(b"")])
+@pytest.mark.parametrize("file", ["state-000004-*", "clients-000004-*", "round-000004.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(half, capsys, file, damage):
+    (path,) = (half / "checkpoints").glob(file)
+    damage(path)
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+    said = capsys.readouterr().err
+    if file != "round-000004.json" or damage is not Path.unlink:  # without its manifest there is no checkpoint
+        assert len(said.splitlines()) == 1
+        assert "the checkpoint of round 4 is damaged and not used" in said
+        assert path.name in said
+    log = (half / "log.txt").read_text()
+    assert "resuming after round 3" in log
+
+
+def test_without_a_sound_checkpoint_nothing_is_replaced(half, capsys):
+    for path in (half / "checkpoints").glob("state-*"):
+        truncate(path)
+    before = contents(half)
+    assert call(*command(half, rounds=6)) == 2
+    said = capsys.readouterr().err
+    assert said.count("is damaged and not used") == 2
+    assert "has 4 finished rounds but no sound checkpoint to resume from" in said.splitlines()[-1]
+    assert contents(half) == before
+    assert call(*command(half, rounds=6), "--overwrite") == 0
+    assert_same("whole", half)
+
+
+@pytest.mark.parametrize("tail", ['{"round": 5, "accuracy": 0.1}\n', '{"round": 5, "accu', "\x00\x00"])
+def test_metrics_beyond_the_checkpoint_are_cut_back(half, tail):
+    with (half / "metrics.jsonl").open("a") as file:
+        file.write(tail)
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+
+
+def test_missing_metrics_are_run_again(half):
+    """A power failure may keep a checkpoint and lose the end of the metrics."""
+    metrics = half / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
+    assert call(*command(half, rounds=6)) == 0
+    assert_same("whole", half)
+
+
+def damage_line_2(metrics):
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(lines[0] + "garbage{\n" + "".join(lines[2:]))
+
+
+def delete_line_2(metrics):
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(lines[0] + "".join(lines[2:]))
+
+
+def damage_line_1(metrics):
+    metrics.write_text("garbage\n" + "".join(metrics.read_text().splitlines(keepends=True)[1:]))
+
+
+DAMAGES = [damage_line_1, damage_line_2, delete_line_2, Path.unlink, lambda metrics: metrics.write_text("")]
+
+
+@pytest.mark.parametrize("name", ["half", "whole"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_metrics_do_not_make_the_folder_free(half, capsys, damage, name):
+    """Another configuration would have replaced checkpoints and model, without a word."""
+    place = half.parent / name
+    damage(place / "metrics.jsonl")
+    before = contents(place)
+    assert call(*command(place, "train.lr=0.5", rounds=6)) == 2
+    assert "holds another run: train.lr = 0.02 (now 0.5)" in capsys.readouterr().err
+    assert call(*command(place, rounds=3)) == 2  # fewer rounds than were trained
+    assert contents(place) == before
+
+
+def test_a_model_alone_does_not_make_the_folder_free(half, capsys):
+    """Not even one that cannot be read: somebody trained it."""
+    whole = half.parent / "whole"
+    shutil.rmtree(whole / "checkpoints")
+    (whole / "metrics.jsonl").unlink()
+    for damage in (lambda path: None, truncate):
+        damage(whole / "model.safetensors")
+        assert call(*command(whole, "train.lr=0.5", rounds=6)) == 2
+        assert "holds another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["half", "whole"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_metrics_do_not_discard_checkpoints(half, capsys, damage, name):
+    """They are refused, rebuilt on request, and the run resumes from the newest checkpoint."""
+    place = half.parent / name
+    shutil.copytree(half.parent / "whole", half.parent / "undisturbed")
+    damage(place / "metrics.jsonl")
+    before = contents(place)
+    assert call(*command(place, rounds=6)) == 2
+    said = said_in_one_line(capsys)
+    assert "metrics.jsonl" in said
+    assert f"all checkpoints are of later rounds: rebuild the history with `lamina rebuild {place}`" in said
+    assert contents(place) == before
+    assert call("rebuild", place) == 0
+    all_rounds = [1, 2, 3, 4] if name == "half" else [1, 2, 3, 4, 5, 6]
+    lost = {damage_line_1: [1], damage_line_2: [2], delete_line_2: [2]}.get(damage, all_rounds)
+    assert f"the metrics of these are lost: {shown(lost)}\n" in capsys.readouterr().out
+    assert call(*command(place, rounds=6)) == 0
+    assert capsys.readouterr().err == ""
+    assert read_record(place).complete
+    assert rows(place) == [
+        {"round": row["round"], "lost": 1} if row["round"] in lost else row for row in rows("undisturbed")
+    ]
+    model = (place / "model.safetensors").read_bytes()
+    assert model == Path("undisturbed/model.safetensors").read_bytes()
+
+
+def test_a_damaged_line_after_a_checkpoint_costs_only_the_rounds_after_it(half, capsys, monkeypatch):
+    """It is named once, though the run is killed again."""
+    metrics = half / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]) + "garbage\n")
+    save, left = Checkpoints.save, [1]
+
+    def dying(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        save(*arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", dying)
+    with pytest.raises(Killed):
+        call(*command(half, rounds=6))
+    assert "line 4 of" in said_in_one_line(capsys)
+    left[0] = 99
+    assert call(*command(half, rounds=6)) == 0
+    assert capsys.readouterr().err == ""
+    assert_same("whole", half)
+
+
+def small_simulation(**more):
+    x = torch.linspace(-1, 1, 200).reshape(40, 5)
+    y = (x[:, 0] > 0).long()
+    weights = torch.nn.Linear(5, 2)
+    with torch.no_grad():
+        for value in weights.parameters():
+            value.fill_(0.1)
+    return lamina.Simulation(weights, (x, y), "scaffold", test=(x, y), clients=4, lr=0.1, device="cpu", **more)
+
+
+@pytest.mark.parametrize("damage", [damage_line_1, Path.unlink])
+def test_a_simulation_with_damaged_metrics_is_refused_until_they_are_rebuilt(tmp_path, damage):
+    def simulation():
+        return small_simulation(out=tmp_path / "r")
+
+    whole = small_simulation()
+    whole.run(6)
+    simulation().run(4)
+    damage(tmp_path / "r" / "metrics.jsonl")
+    before = contents(tmp_path)
+    with pytest.raises(BadInput, match="rebuild the history with `lamina rebuild"):
+        simulation().run(6)
+    assert contents(tmp_path) == before
+    rebuild(tmp_path / "r")
+    resumed = simulation()
+    history = resumed.run(6)
+    assert torch.equal(resumed.state.server.x, whole.state.server.x)
+    assert history.column("lost", optional=True)[4:] == pytest.approx([math.nan] * 2, nan_ok=True)
+    assert history.column("train_loss")[4:] == whole.history.column("train_loss")[4:]
+
+
+@pytest.mark.parametrize("kind", ["compare", "tune"])
+def test_one_damaged_run_of_several_is_refused_and_the_others_are_kept(here, capsys, monkeypatch, kind):
+    skip_pictures(monkeypatch)
+    grid = {"compare": "compare.grid.fedavg.lr=[0.01, 0.1]", "tune": "tune.grid.train.lr=[0.01, 0.1]"}[kind]
+    arguments = words(kind, "c", grid, "train.rounds=3", "compare.algorithms=['fedavg']", "compare.seeds=1")
+    assert call(*arguments) == 0
+    run = next(path.parent for path in sorted(Path("c").rglob("metrics.jsonl")) if "lr0.01" in str(path))
+    damage_line_1(run / "metrics.jsonl")
+    (run / "model.safetensors").unlink()
+    before = contents("c")
+    capsys.readouterr()
+    assert call(*arguments) == 2
+    assert f"lamina rebuild {run.absolute()}" in said_in_one_line(capsys)
+    assert contents("c") == before
+    assert call("rebuild", "c") == 0  # all runs in a folder
+    assert capsys.readouterr().out.count("the history is sound") == len(list(Path("c").rglob("metrics.jsonl"))) - 1
+    assert call(*arguments) == 0
+    assert read_record(run).complete
+
+
+def test_what_cannot_be_rebuilt_is_one_line(half, capsys):
+    (half / "metrics.jsonl").unlink()
+    for path in (half / "checkpoints").glob("state-*"):
+        truncate(path)
+    assert call("rebuild", half) == 2
+    assert "has no sound checkpoint to rebuild the history from" in said_in_one_line(capsys)
+    shutil.rmtree(half / "checkpoints")
+    assert call("rebuild", half) == 2
+    assert "no run with checkpoints" in said_in_one_line(capsys)
+
+
+def test_lost_rounds_are_named_in_a_report_and_left_out_of_its_sums(half, capsys):
+    damage_line_2(half / "metrics.jsonl")
+    assert call("rebuild", half) == 0
+    report = build.build([half])
+    assert any("the metrics of 1 round were lost" in note for note in report.notes)
+    page.html(report)
+    assert "lost" not in [metric.column for metric in figures.metrics_of(report.curves)]
+    (history,) = report.curves[0].histories
+    sent = figures.spent([history], "bytes")[0]
+    assert sent[1] == sent[0]
+    assert sent[-1] == history.total("bytes_up") + history.total("bytes_down")
+
+
+def test_runs_that_cannot_resume_together_resume_apart(here, monkeypatch):
+    """A value that is added to a stopped grid does not send the other runs back to round 1."""
+    skip_pictures(monkeypatch)
+    old, left = RunFolder.checkpoint, [4]
+
+    def dying(folder, simulation):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        old(folder, simulation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "checkpoint", dying)
+        with pytest.raises(Killed):
+            call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1]", "train.rounds=4"))
+    assert call(*words("tune", "t", "tune.grid.train.lr=[0.01, 0.1, 0.2]", "train.rounds=4")) == 0
+    assert "resuming after round 2 of 4" in Path("t/lr0.01/seed0/log.txt").read_text()
+    assert len(read_record("t/lr0.2/seed0").history) == 4
+
+
+def test_a_model_cut_short_is_written_again(half, capsys):
+    whole = half.parent / "whole"
+    model = (whole / "model.safetensors").read_bytes()
+    truncate(whole / "model.safetensors")
+    assert call(*[word for word in command(whole, rounds=6) if word != "--quiet"]) == 0
+    assert "is complete" not in capsys.readouterr().out
+    assert (whole / "model.safetensors").read_bytes() == model
+
+
+def test_what_is_lost_of_the_environment_does_not_stop_a_run(half, capsys):
+    for text in (None, "{", "[]"):
+        place = half.parent / f"copy{text}"
+        shutil.copytree(half, place)
+        (place / "environment.json").unlink()
+        if text:
+            (place / "environment.json").write_text(text)
+        assert call(*command(place, rounds=6)) == 0
+        assert "environment.json was lost or damaged" in capsys.readouterr().err
+        assert read_record(place).environment["torch"] == torch.__version__
+        assert_same("whole", place)
+
+
+def test_damaged_descriptions_are_one_line(half, capsys):
+    (half / "diverged.json").write_text("{}")
+    assert call(*command(half, rounds=6)) == 3
+    assert capsys.readouterr().err == "diverged: the training diverged, and diverged.json does not say how\n"
+    (half / "diverged.json").unlink()
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "format": "x"}))
+    assert call(*command(half, rounds=6)) == 2
+    assert "was written by another lamina (format x, this one's is 1)" in capsys.readouterr().err
+    (half / "config.json").write_text("{")
+    assert call(*command(half, rounds=6)) == 2
+    said = capsys.readouterr().err
+    assert "holds a config.json that cannot be read" in said
+    assert said.count("\n") == 1

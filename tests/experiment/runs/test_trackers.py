@@ -1,0 +1,208 @@
+"""TensorBoard, MLflow and CSV hold every round once, however the run came about."""
+
+import builtins
+import csv
+import io
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from helpers import call, sets
+
+from lamina.experiment import build as building
+from lamina.experiment.config import load
+from lamina.experiment.runs import run as running
+from lamina.experiment.runs import trackers
+from lamina.experiment.runs.folder import RunFolder
+from lamina.experiment.runs.records import read_record
+from lamina.experiment.runs.trackers import Trackers
+
+TOML = """
+[data]
+clients = 6
+[model]
+hidden = 4
+[algorithm]
+name = "fedavg"
+[train]
+rounds = 5
+lr = 0.02
+batch_size = 128
+[run]
+checkpoint_every = 2
+evaluate_every = 2
+"""
+RUN = Path("runs/small-fedavg-seed0")
+
+
+@pytest.fixture
+def here(empty_folder):
+    Path("small.toml").write_text(TOML)
+    return empty_folder
+
+
+def die_in_round(number, tracker):
+    """Train as `lamina run --<tracker>` does, up to a kill after a round's metrics and before its checkpoint."""
+    experiment = load("small.toml")
+    simulation = building.build(experiment)
+    config, tracked = building.resolved(experiment, simulation), Trackers([tracker], RUN)
+
+    def die(_, row):
+        if row["round"] == number:
+            raise RuntimeError("killed")
+
+    with RunFolder(RUN, config, trackers=tracked) as folder:
+        running.resume([simulation], [folder])
+        with pytest.raises(RuntimeError, match="killed"):
+            running.train([simulation], [folder], experiment, on_round=die)
+
+
+def events(tag, run=RUN):
+    """(round, value) of all that is in the event files, in the order it was written."""
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    found = []
+    for file in sorted((run / "tensorboard").iterdir()):
+        for event in loader.EventFileLoader(str(file)).Load():
+            found += [(event.step, value.tensor.float_val[0]) for value in event.summary.value if value.tag == tag]
+    return found
+
+
+def test_tensorboard_holds_every_round(here):
+    pytest.importorskip("tensorboard")
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0
+    history = read_record(RUN).history
+    assert events("train_loss") == [(row["round"], pytest.approx(row["train_loss"])) for row in history]
+    assert [step for step, _ in events("accuracy")] == [2, 4, 5]  # only where it was evaluated
+
+
+def test_tensorboard_holds_no_round_twice_after_a_kill(here):
+    pytest.importorskip("tensorboard")
+    die_in_round(3, "tensorboard")
+    assert [step for step, _ in events("round")] == [1, 2, 3]
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0  # resumes after round 2
+    assert [step for step, _ in events("round")] == [1, 2, 3, 4, 5]
+
+
+def test_tensorboard_asked_for_later_holds_the_earlier_rounds_too(here):
+    pytest.importorskip("tensorboard")
+    assert call("run", "small.toml", "-q") == 0
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0  # complete
+    assert [step for step, _ in events("round")] == [1, 2, 3, 4, 5]
+    assert call("run", "small.toml", "-q", "--set", "train.rounds=6") == 0  # its files are not foreign to the folder
+    assert call("run", "small.toml", "-q", "--tensorboard", "--set", "train.rounds=6") == 0
+    assert [step for step, _ in events("round")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_overwrite_removes_what_the_old_run_wrote(here):
+    pytest.importorskip("tensorboard")
+    assert call("run", "small.toml", "-q", "--tensorboard") == 0
+    assert call("run", "small.toml", "-q", "--overwrite") == 0
+    assert not (RUN / "tensorboard").exists()
+
+
+@pytest.mark.parametrize("package", ["tensorboard", "mlflow"])
+def test_a_missing_package_is_one_line_before_any_work(here, package, monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name in ("mlflow", "torch.utils.tensorboard"):
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for command in ("run", "compare"):
+        assert call(command, "small.toml", f"--{package}") == 2
+        said = capsys.readouterr().err
+        assert said == f"error: --{package} needs {package}: pip install -e '.[{package}]'\n"
+    assert not Path("runs").exists()
+
+
+def test_a_tracker_that_fails_does_not_end_the_run(here, monkeypatch, caplog):
+    class Broken:
+        def __init__(self, folder, name):
+            pass
+
+        def write(self, history):
+            raise OSError("the disk is full")
+
+    monkeypatch.setitem(trackers.TRACKERS, "tensorboard", Broken)
+    with caplog.at_level(logging.WARNING):
+        assert call("run", "small.toml", "-q", "--tensorboard") == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "tensorboard gets no more rounds; the run continues: the disk is full"
+    ]
+    assert read_record(RUN).complete
+
+
+def test_mlflow_holds_every_round_once(here, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here}/store.db")
+    die_in_round(3, "mlflow")
+    client = mlflow.MlflowClient()
+    number = json.loads((RUN / "mlflow.json").read_text())["run"]
+    assert client.get_run(number).info.status == "KILLED"
+    assert call("run", "small.toml", "-q", "--mlflow") == 0
+    found = client.get_run(number)
+    assert (found.info.status, found.info.run_name) == ("FINISHED", RUN.name)
+    assert found.data.params["algorithm.name"] == "fedavg"
+    history = read_record(RUN).history
+    written = [(m.step, m.value) for m in client.get_metric_history(number, "train_loss")]
+    assert written == [(row["round"], row["train_loss"]) for row in history]
+    assert call("run", "small.toml", "-q", "--mlflow") == 0  # complete: nothing to add
+    assert len(client.get_metric_history(number, "train_loss")) == 5
+
+
+COMPARE = ["compare", "small.toml", "-q", "--out", "c", "--algorithms", "fedavg", "--seeds", "2",
+           *sets("compare.grid.fedavg.lr=[0.01, 0.02]", "train.rounds=2")]  # fmt: skip
+
+
+@pytest.mark.long
+def test_every_run_of_a_comparison_has_its_own_events(here, monkeypatch):
+    pytest.importorskip("tensorboard")
+    assert call(*COMPARE) == 0
+    assert not Path("c/fedavg/seed0/tensorboard").exists()
+    assert call(*COMPARE, "--tensorboard") == 0  # complete: what is there is copied
+    assert call(*COMPARE, "--overwrite", "--tensorboard") == 0
+    for run in ("fedavg/seed0", "fedavg/seed1", "tuning/fedavg/lr0.01", "tuning/fedavg/lr0.02"):
+        written = [(row["round"], pytest.approx(row["train_loss"])) for row in read_record(Path("c", run)).history]
+        assert events("train_loss", Path("c", run)) == written
+
+
+def test_every_run_of_a_comparison_is_one_of_mlflows(here, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{here}/store.db")
+    assert call(*COMPARE, "--mlflow") == 0
+    client = mlflow.MlflowClient()
+    found = client.search_runs([client.get_experiment_by_name("lamina").experiment_id])
+    assert {run.info.run_name: run.info.status for run in found} == {
+        f"c/{name}": "FINISHED"
+        for name in ("fedavg/seed0", "fedavg/seed1", "tuning/fedavg/lr0.01", "tuning/fedavg/lr0.02")
+    }
+    assert {run.data.metrics["round"] for run in found} == {2.0}
+
+
+def test_export_is_one_table_of_all_runs(here, capsys):
+    assert call("run", "small.toml", "-q") == 0
+    assert call("run", "small.toml", "-q", "--out", "runs/b", "--set", "train.batch_size=64") == 0
+    assert call("export", "runs") == 0
+    printed = capsys.readouterr().out
+    rows = list(csv.DictReader(io.StringIO(printed)))
+    assert [(row["run"], row["round"], row["train.batch_size"]) for row in rows] == [
+        (run, str(number), size) for run, size in (("runs/b", "64"), (str(RUN), "128")) for number in range(1, 6)
+    ]
+    assert list(rows[0])[:8] == [
+        "run", "data", "model", "algorithm", "learning_rate", "seed", "train.batch_size", "round"
+    ]  # fmt: skip
+    assert rows[0]["accuracy"] == ""
+    assert float(rows[1]["accuracy"]) == read_record("runs/b").history[1]["accuracy"]
+    assert call("export", "runs", "--out", "all.csv") == 0
+    assert Path("all.csv").read_text() == printed
+
+
+def test_export_says_what_is_wrong(here, capsys):
+    assert call("export", "nowhere") == 2
+    assert capsys.readouterr().err == "error: no folder 'nowhere'\n"
+    assert call("run", "small.toml", "-q") == 0
+    assert call("export", "runs", "--out", "no/such/folder.csv") == 2
+    assert "cannot write 'no/such/folder.csv'" in capsys.readouterr().err

@@ -1,0 +1,332 @@
+"""Comparisons: folders of ordinary runs, stacked where they can be, that resume after a kill."""
+
+import csv
+import functools
+import io
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, table
+from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
+from rich.console import Console
+
+import lamina
+from lamina import BadInput
+from lamina.cli import base
+from lamina.experiment.config import load
+from lamina.experiment.runs.records import find_records, read_record
+from lamina.experiment.trials import compare as comparing
+from lamina.experiment.trials import trials
+from lamina.storage.checkpoint import Checkpoints
+from lamina.storage.locks import Lock
+from lamina.training import progress
+from lamina.training.training import Training
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a finished comparison."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "small.toml").write_text(TOML)
+    assert comparing.Comparison(load(folder / "small.toml"), folder / "c").run()
+    return folder / "c"
+
+
+@pytest.fixture
+def here(empty_folder, monkeypatch):
+    Path("small.toml").write_text(TOML)
+    skip_pictures(monkeypatch)
+    return empty_folder
+
+
+@pytest.fixture
+def whole(here, finished):
+    """A copy of a finished comparison."""
+    shutil.copytree(finished, here / "whole")
+    return here / "whole"
+
+
+def test_a_comparison_is_a_folder_of_ordinary_runs(here, whole):
+    whole.rename("c")
+    records = {str(record.folder.relative_to(here / "c")): record for record in find_records(["c"])}
+    assert set(records) == set(RUNS)
+    assert all(record.complete and len(record.history) == ROUNDS for record in records.values())
+    assert {name for name, record in records.items() if record.tuning} == set(RUNS[:2])
+    assert records["tuning/fedavg/lr0.2"].config["data"]["validation"] == 0.2
+    chosen = records["fedavg/seed1"]
+    assert (chosen.algorithm, chosen.seed, chosen.config["data"]["validation"]) == ("fedavg", 1, None)
+    scores = {records[name].lr: records[name].history.best() for name in RUNS[:2]}
+    assert chosen.lr == max(scores, key=scores.get)
+    # `lamina run` can continue any of them as a run of its own: here it is complete
+    settings = ("algorithm.name=fedavg", "train.seed=1", f"train.lr={chosen.lr}")
+    run = ["run", "small.toml", "--out", "c/fedavg/seed1", *sets(*settings)]
+    assert call(*run) == 0
+    assert len(rows("c/fedavg/seed1")) == ROUNDS
+    tuning = ["run", "small.toml", "--out", "again", "-q", "--set", "algorithm.name=fedavg", "--set", "train.lr=0.2",
+              "--set", "data.validation=0.2"]  # fmt: skip
+    assert call(*tuning) == 0
+    assert [row["accuracy"] for row in rows("again")] == pytest.approx(
+        [row["accuracy"] for row in rows("c/tuning/fedavg/lr0.2")], abs=0.01
+    )
+
+
+def test_side_by_side_gives_the_results_of_separate_runs(here, monkeypatch):
+    grouped = populations(monkeypatch)
+    every = "run.evaluate_every=5"  # and the last round
+    assert call(*command("stacked", every)) == 0
+    assert [[len(group) for group in groups] for groups in grouped] == [[2], [2], [2]]
+    monkeypatch.setattr(trials, "stackable", lambda runs: [[run] for run in runs])
+    assert call(*command("separate", every)) == 0
+    for name in RUNS:
+        for a, b in zip(rows(Path("stacked", name)), rows(Path("separate", name)), strict=True):
+            assert a == {key: pytest.approx(value, rel=1e-4, abs=1e-6) for key, value in b.items()}
+    assert ["accuracy" in row for row in rows("stacked/fedavg/seed0")] == [
+        r in (5, ROUNDS) for r in range(1, ROUNDS + 1)
+    ]
+
+
+def test_runs_of_the_loop_engine_are_compared_too(here):
+    assert call(*command("c", "run.engine=loop", "train.rounds=2")) == 0
+    assert all(record.config["run"]["engine"] == "loop" for record in find_records(["c"]))
+
+
+@pytest.mark.long
+def test_killed_and_started_again_it_ends_the_same(here):
+    longer = "train.rounds=40"
+    assert finish(command("a", longer)) == 0
+    moments = random.Random(0)
+    for _ in range(6):
+        killed = kill(start(command("b", longer)), here / "b", rounds=20, delay=moments.uniform(0, 0.05))
+        assert killed, "the comparison ended before it was killed: give it more rounds"
+    assert finish(command("b", longer)) == 0
+    assert_same_comparison("a", "b")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("behind", ["seed0", "seed1"])
+def test_members_one_round_apart_resume_from_the_round_they_share(here, behind, capsys):
+    """A kill between two members' checkpoints of the seventh round."""
+    untuned = "compare.grid.fedavg.lr=[0.05]"  # with more rounds another rate may be the best
+    assert call(*command("whole", untuned)) == 0
+    assert call(*command("c", untuned, "train.rounds=7")) == 0
+    place = here / "c" / "scaffold" / behind
+    (place / "checkpoints" / "round-000007.json").unlink()
+    for seed in ("seed0", "seed1"):
+        (here / "c" / "scaffold" / seed / "model.safetensors").unlink()
+    metrics = place / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:6]) + '{"round": 7, "tr')
+    assert call(*command("c", untuned)) == 0
+    assert capsys.readouterr().err == ""  # nothing is damaged
+    assert_same_comparison("whole", "c", RUNS[2:])
+    for seed in ("seed0", "seed1"):
+        assert "resuming after round 6" in (here / "c" / "scaffold" / seed / "log.txt").read_text()
+    assert "resuming after round 7" in (here / "c" / "fedavg" / "seed0" / "log.txt").read_text()
+
+
+def test_a_kill_between_two_final_models(here, whole):
+    shutil.copytree("whole", "c")
+    (here / "c" / "scaffold" / "seed1" / "model.safetensors").unlink()
+    assert call(*command("c")) == 0
+    assert_same_comparison("whole", "c")
+
+
+def test_more_seeds_and_methods_are_added_to_what_is_there(here, whole, monkeypatch):
+    whole.rename("c")
+    before = {name: (here / "c" / name / "metrics.jsonl").read_bytes() for name in RUNS}
+    assert call(*command("c", "compare.seeds=3", "compare.algorithms=['fedavg', 'scaffold', 'fedlada']")) == 0
+    assert {name: (here / "c" / name / "metrics.jsonl").read_bytes() for name in RUNS} == before
+    assert len(table("c")) == 3 * 3 * ROUNDS
+    monkeypatch.setattr(Training, "record", None)
+    assert call(*command("c")) == 0  # complete: nothing is trained
+    assert len(table("c")) == 2 * 2 * ROUNDS
+
+
+@pytest.mark.long
+def test_fewer_methods_and_seeds_leave_one_story_in_the_folder(empty_folder, capsys):
+    """Tables, picture and report are all of what was asked for, and a note names what else is there."""
+    Path("small.toml").write_text(TOML)
+    quick = ("train.rounds=2", "compare.grid={}", "train.lr=0.1")
+    assert call(*command("c", *quick)) == 0
+    assert call(*[word for word in command("c", *quick) if word != "--quiet"]) == 0
+    assert "not asked for" not in capsys.readouterr().out
+    fewer = command("c", *quick, "compare.algorithms=['fedavg']", "compare.seeds=1")
+    assert call(*[word for word in fewer if word != "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "the folder holds runs that were not asked for now" in said
+    assert "fedavg/seed1, scaffold/seed0, scaffold/seed1; `lamina report" in said
+    assert len(table("c")) == 2
+    assert list(json.loads(Path("c/config.json").read_text())["algorithms"]) == ["fedavg"]
+    page = Path("c/report.html").read_text()
+    assert "1 curve from 1 run " in page
+    assert rows("c/scaffold/seed1")  # still there
+    assert call(*command("c", *quick)) == 0
+    assert len(table("c")) == 2 * 2 * 2
+
+
+def test_a_log_is_about_its_own_run(here):
+    assert call(*command("c", "compare.grid.fedavg.lr=[0.05, 1e30]", "train.rounds=2")) == 0
+    logs = {name: Path("c", name, "log.txt").read_text() for name in RUNS[2:]}
+    logs |= {f"tuning/fedavg/lr{lr}": Path(f"c/tuning/fedavg/lr{lr}/log.txt").read_text() for lr in ("0.05", "1e+30")}
+    for name, text in logs.items():
+        assert f"c/{name}: " in text
+        assert not any(f"c/{other}: " in text for other in logs if other != name)
+        assert ("diverged" in text) == name.endswith("1e+30")
+
+
+def test_another_comparison_is_refused_until_told_to_overwrite(here, whole, capsys):
+    whole.rename("c")
+    kept = ("fedavg/seed0/metrics.jsonl", "rounds.csv", "tuning.csv", "config.json")
+    before = [(here / "c" / name).read_bytes() for name in kept]
+    assert call(*command("c", "train.batch_size=32")) == 2
+    said = capsys.readouterr().err
+    assert "train.batch_size = 64 (now 32)" in said
+    assert len(said.splitlines()) == 1
+    assert [(here / "c" / name).read_bytes() for name in kept] == before
+    assert call(*command("c", "train.batch_size=32"), "--overwrite") == 0
+    assert read_record("c/fedavg/seed0").config["train"]["batch_size"] == 32
+    config = json.loads((here / "c" / "config.json").read_text())
+    del config["format"]
+    (here / "c" / "config.json").write_text(json.dumps(config))
+    assert call(*command("c")) == 2
+    assert "was written by another lamina" in capsys.readouterr().err
+
+
+def test_a_damaged_config_is_named(here, capsys):
+    Path("c").mkdir()
+    Path("c/config.json").write_text("{")
+    assert call(*command("c")) == 2
+    said = capsys.readouterr().err
+    assert "holds a config.json that cannot be read" in said
+    assert said.count("\n") == 1
+
+
+def test_two_comparisons_never_share_a_folder(here, capsys):
+    lock = Lock(here / "c")
+    assert call(*command("c")) == 2
+    assert f"process {os.getpid()} is writing" in capsys.readouterr().err
+    lock.release()
+
+
+def test_choosing_on_the_test_data_is_said(here, capsys):
+    assert call(*command("c", "compare.select=test")) == 0
+    records = [read_record(Path("c", name)) for name in RUNS[:2]]
+    assert all(record.tuning and not record.on_validation_data for record in records)
+    assert (
+        (here / "c" / "tuning.csv").read_text().startswith("algorithm,learning_rate,rounds,best_test_accuracy,chosen")
+    )
+    assert call(*[word for word in command("c", "compare.select=test") if word != "--quiet"]) == 0
+    said = capsys.readouterr()
+    assert "note: rates were chosen on the test data" in said.out
+    assert "best test accuracy" in said.err
+    assert call(*command("c", "data.validation=0.5")) == 2
+    assert "data.validation is for single runs" in capsys.readouterr().err
+
+
+def test_ctrl_c_shows_the_finished_runs_and_says_how_to_resume(here, whole, capsys, monkeypatch):
+    record, seen = Training.record, []
+
+    def counted(self, *arguments, **options):
+        seen.append(1)
+        if len(seen) == 4 * ROUNDS + 5:  # tuning and the seeds of fedavg, then five rounds
+            os.kill(os.getpid(), signal.SIGINT)
+        return record(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "record", counted)
+        assert call(*[word for word in command("c") if word != "--quiet"]) == 130
+    said = capsys.readouterr()
+    assert "fedavg" in said.out
+    assert not any(line.lstrip().startswith("scaffold") for line in said.out.splitlines())  # in the table
+    assert "table, picture and CSV are of the finished runs; run the same command again to resume" in said.err
+    assert len(table("c")) == 2 * ROUNDS
+    assert Checkpoints(here / "c" / "scaffold" / "seed1" / "checkpoints").rounds()[-1] == 3
+    assert call(*command("c")) == 0
+    assert_same_comparison("whole", "c")
+
+
+def test_a_member_that_diverges_leaves_the_others_alone(here):
+    """After a kill, too: who has diverged is not run again, and the others end as they would have."""
+    wild = "compare.grid.fedavg.lr=[0.05, 1e30]"
+    assert call(*command("a", wild)) == 0
+    record = read_record("a/tuning/fedavg/lr1e+30")
+    assert record.ended
+    assert not record.complete
+    assert "went non-finite" in record.diverged
+    with Path("a/tuning.csv").open() as file:
+        assert math.isnan(float(list(csv.DictReader(file))[1]["best_validation_accuracy"]))
+    assert read_record("a/fedavg/seed0").lr == 0.05
+    assert call(*command("b", wild, "train.rounds=5")) == 0
+    assert call(*command("b", wild)) == 0
+    assert_same("a/tuning/fedavg/lr0.05", "b/tuning/fedavg/lr0.05")
+
+
+def test_a_record_of_a_run_that_is_still_going(here, whole):
+    whole.rename("c")
+    metrics = here / "c" / "fedavg" / "seed0" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:5]) + '{"round": 6, "lo')
+    record = read_record(metrics.parent)
+    assert (len(record.history), record.complete, record.ended) == (5, False, False)
+    with pytest.raises(BadInput, match="no run in"):
+        find_records([here / "c" / "fedavg" / "seed0" / "checkpoints"])
+    with pytest.raises(BadInput, match="no folder"):
+        find_records(["none"])
+
+
+def test_a_comparison_writes_nothing_before_it_runs(here):
+    experiment = load("small.toml", ["compare.algorithms=['fedlamb']"])
+    comparison = comparing.Comparison(experiment, here / "c")
+    assert [point["lr"] for point in comparing.points_of(experiment, "fedavg")] == [0.05, 0.2]
+    assert comparison.entries == []
+    assert not (here / "c").exists()  # nothing is written before it runs
+
+
+@pytest.mark.long
+def test_live_bars_on_a_terminal(here, monkeypatch):
+    """A bar for every algorithm: what it does, its round, its accuracy."""
+    screen = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    monkeypatch.setattr(base, "err", screen)
+    monkeypatch.setattr(progress, "Progress", functools.partial(progress.Progress, refresh_per_second=1000))
+    assert call(*[word for word in command("c", "compare.tuning_rounds=6") if word != "--quiet"]) == 0
+    plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", screen.file.getvalue())
+    lines = [line.split() for line in plain.splitlines()]
+    assert any(line[:2] == ["scaffold", "waiting"] for line in lines)
+    assert any(line[:2] == ["fedavg", "tuning"] and "6/6" in line and "accuracy" in line for line in lines)
+    assert any(line[:2] == ["scaffold", "running"] and "8/8" in line for line in lines)
+    assert any(line[:2] == ["fedavg", "done"] and "best" in line for line in lines)
+
+
+# --- clients ----------------------------------------------------------------------------------------------------------
+
+X = torch.randn(200, 4, generator=torch.Generator().manual_seed(0))
+DATA = X, (X[:, 0] > 0).long()
+OF_TWO_RATES = {"test": DATA, "rounds": 2, "seeds": 1, "lr": [0.1, 0.2], "device": "cpu"}
+
+
+def test_lists_of_clients_give_the_batches_of_a_simulation_whatever_their_order():
+    order = torch.randperm(190, generator=torch.Generator().manual_seed(0)).tolist()
+    settings = {"clients": [order[:90], order[90:]], "batch_size": 10, "lr": 0.1, "device": "cpu"}
+    module = torch.nn.Linear(4, 2)
+    history = lamina.Simulation(module, DATA, "fedavg", test=DATA, **settings).run(2)
+    (compared,) = lamina.compare(module, DATA, ["fedavg"], **OF_TWO_RATES | settings).histories["fedavg"]
+    assert compared[-1]["loss"] == history[-1]["loss"]
+
+
+@pytest.mark.parametrize("heldout", [[2], 0.3])
+def test_a_client_that_never_trains_is_no_other_one_while_settings_are_chosen(heldout):
+    """A client whose only sample is held out to choose on would change the numbers of all after it."""
+    sites = np.repeat([0, 1, 2, 3], [1, 60, 60, 79])
+    data = lamina.data.Dataset(*DATA, columns={"site": sites})
+    seed = next(seed for seed in range(20) if 0 not in data.holdout(0.2, seed)[0].columns["site"])
+    settings = {"partition": lamina.data.ByColumn("site"), "seed": seed, **OF_TWO_RATES}
+    with pytest.raises(lamina.BadInput, match=r"1 client \(0\) would have no sample .*give heldout_clients as values"):
+        lamina.compare(torch.nn.Linear(4, 2), data, ["fedavg"], heldout_clients=heldout, **settings)
+    lamina.compare(torch.nn.Linear(4, 2), data, ["fedavg"], heldout_clients=["2"], **settings)

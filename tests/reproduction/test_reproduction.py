@@ -1,0 +1,394 @@
+"""The record of reproductions: it says what the runs say, hides nothing, and the page is made from it."""
+
+import csv
+import doctest
+import hashlib
+import json
+import math
+import re
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import helpers
+import pytest
+import torch
+from helpers import cells
+from PIL import Image
+
+from lamina import BadInput
+from lamina.data.readers import sources
+from lamina.experiment.build import build_algorithm, resolved, settings_of
+from lamina.experiment.config import load
+from lamina.experiment.trials import claims, reproduction
+from lamina.experiment.trials.compare import with_algorithm
+from lamina.storage.files import as_json
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
+
+import collect  # noqa: E402
+import figures  # noqa: E402
+import page  # noqa: E402
+import section  # noqa: E402
+
+PAPERS = reproduction.papers()
+TOML = """# Somebody 2020, Table 1: digits, after a * and a |.
+# Protocol: none.
+
+[data]
+name = "digits"
+clients = 8
+
+[model]
+name = "mlp"
+hidden = 8
+
+[train]
+rounds = 4
+
+[compare]
+algorithms = ["fedavg", "fedlamb"]
+seeds = 2
+
+[compare.grid]
+fedavg.lr = [0.05, 0.2]
+fedlamb.lr = [0.03]
+
+[[claim]]
+text = "FedAvg is better, the more so the longer"
+kind = "order"
+expect = ["fedavg", "fedlamb", "fedlamb@short"]
+paper = { fedavg = 99.5, fedlamb = 98, "fedlamb@short" = 97.25 }
+[claim.variants]
+short = ["train.rounds=2"]
+
+[[claim]]
+text = "neither gets there"
+kind = "rounds_to"
+expect = ["fedavg", "fedlamb"]
+target = 0.999
+paper = { fedavg = 7, fedlamb = inf }
+
+[[claim]]
+text = "Fed-LAMB's clients stay closer"
+kind = "order"
+expect = ["fedlamb", "fedavg"]
+metric = "consistency"
+at = "last"
+lower_is_better = true
+"""
+NOTES = {
+    "overall": "In all, small.",
+    "sitting": [{"date": "2020-01-01", "machine": "a desk", "seconds": 7, "what": "digits"}],
+    "notes": {"mine": ["It is only digits."], "other": ["No data."]},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A finished reproduction, a small one and one with other settings, in folders of runs."""
+    folder = tmp_path_factory.mktemp("reproduction")
+    (folder / "mine.toml").write_text(TOML)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "SOURCES", dict(sources.SOURCES))  # the small version enters one
+        helpers.skip_pictures(patch)
+        for name, *options in (
+            ("full",),
+            ("small", "--scale", "small"),
+            ("changed", "--set", "compare.seeds=1", "--set", "compare.grid.fedavg.lr=[0.1]", "--set", "train.clip=5.0"),
+        ):
+            out = str(folder / name / "mine")
+            assert helpers.call("reproduce", str(folder / "mine.toml"), *options, "--out", out, "--quiet") == 0
+    return folder
+
+
+@pytest.fixture
+def presets(runs):
+    return {"mine": runs / "mine.toml", "other": runs / "mine.toml"}
+
+
+def collected(runs, presets, tmp_path):
+    """The facts of the only reproduction in a folder, and the text of the pages made from it."""
+    said = collect.collect(runs, tmp_path / "results", presets)
+    results = page.read_results(tmp_path / "results")
+    facts = json.loads((tmp_path / "results" / "mine" / "facts.json").read_text())
+    return said, facts, "\n".join(page.make(results, presets, NOTES).values())
+
+
+def metrics(folder):
+    """A run's rounds, read by hand."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def mean_and_std(numbers):
+    numbers = list(numbers)
+    return f"{statistics.fmean(numbers):.1f} ± {statistics.stdev(numbers):.1f}"
+
+
+# --- a finished reproduction -------------------------------------------------------------------------------------
+
+
+def test_the_record_has_every_round_seconds_and_verdicts(runs, presets, tmp_path):
+    said, facts, _ = collected(runs / "full", presets, tmp_path)
+    assert said == ["mine: complete"]
+    raw, kept = runs / "full" / "mine", tmp_path / "results" / "mine"
+    assert (kept / "claims.json").read_bytes() == (raw / "claims.json").read_bytes()
+    every = [row for file in raw.rglob("metrics.jsonl") for row in metrics(file.parent)]
+    assert facts["seconds"] == pytest.approx(sum(row["seconds"] + row["evaluation_seconds"] for row in every), abs=0.06)
+    assert (facts["runs"], facts["tuning_runs"], facts["diverged_runs"], facts["unfinished_runs"]) == (8, 2, 0, 0)
+    assert (facts["complete"], facts["missing"], facts["sets"], facts["scale"]) == (True, [], {}, "full")
+    assert (facts["rounds"], facts["torch"], facts["precision"]) == ([4, 2], [torch.__version__], ["fp32"])
+    assert facts["gpu"] is False
+    for variant, seeds in (("as-given", ["fedavg", "fedlamb"]), ("short", ["fedlamb"])):
+        with (kept / variant / "rounds.csv").open() as file:
+            rows = list(csv.DictReader(file))
+        finals = [(name, seed, raw / variant / name / f"seed{seed}") for name in seeds for seed in (0, 1)]
+        expected = [(name, seed, row) for name, seed, run in finals for row in metrics(run)]
+        assert [(row["algorithm"], int(row["seed"]), int(row["round"])) for row in rows] == [
+            (name, seed, row["round"]) for name, seed, row in expected
+        ]
+        for row, (_, _, measured) in zip(rows, expected, strict=True):
+            asked = collect.COLUMNS[: collect.COLUMNS.index("client_accuracy")]  # nobody asked for the columns after it
+            assert list(row)[3:] == ["round", *asked]
+            for column in asked:
+                assert float(row[column]) == pytest.approx(measured[column], rel=1e-4)
+        tried, own = ((folder / variant / "tuning.csv").read_text() for folder in (raw, kept))
+        assert own == tried
+    stored = json.loads((raw / "claims.json").read_text())["claims"]
+    for ours, theirs in zip(facts["claims"], stored, strict=True):
+        assert (ours["text"], ours["verdict"], ours["paper"]) == (theirs["text"], theirs["verdict"], theirs["paper"])
+    assert facts["claims"][1]["here"] == {"fedavg": "inf", "fedlamb": "inf"}
+
+
+def test_the_page_says_what_the_runs_say(runs, presets, tmp_path):
+    _, facts, text = collected(runs / "full", presets, tmp_path)
+    raw = runs / "full" / "mine"
+    best, last = {}, {}
+    for variant, name, label in (
+        ("as-given", "fedavg", "FedAvg (Fed-SGD)"),
+        ("as-given", "fedlamb", "Fed-LAMB"),
+        ("short", "fedlamb", "Fed-LAMB short"),
+    ):
+        seeds = [metrics(raw / variant / name / f"seed{seed}") for seed in (0, 1)]
+        accuracies = [[100 * row["accuracy"] for row in seed] for seed in seeds]
+        row = cells(text, label)
+        lately = mean_and_std([statistics.fmean(seed[-10:]) for seed in accuracies])
+        ended = mean_and_std([seed[-1] for seed in accuracies])
+        assert row[1:5] == ["2", mean_and_std(map(max, accuracies)), lately, ended]
+        best[label] = statistics.fmean(map(max, accuracies))
+        last[label] = statistics.fmean(seed[-1]["consistency"] for seed in seeds)
+        assert float(row[5].split(" ± ")[0]) == pytest.approx(last[label], rel=5e-3)  # a claim is about it
+    tuned = {
+        rate: max(row["accuracy"] for row in metrics(raw / f"as-given/tuning/fedavg/lr{rate}")) for rate in (0.05, 0.2)
+    }
+    chosen = max(tuned, key=tuned.get)
+    assert cells(text, "FedAvg (Fed-SGD)")[0] == f"lr {chosen:g} ({'largest' if chosen == 0.2 else 'smallest'} tried)"
+    pairs = [best["FedAvg (Fed-SGD)"] > best["Fed-LAMB"], best["FedAvg (Fed-SGD)"] > best["Fed-LAMB short"]]
+    pairs.append(best["Fed-LAMB"] > best["Fed-LAMB short"])
+    word = "reproduced" if all(pairs) else "partly" if any(pairs) else "not reproduced"
+    claim = "FedAvg is better, the more so the longer (accuracy, %, best)"
+    paper, ours, verdict = cells(text, "[`mine`](#mine)", claim)
+    assert paper == "FedAvg (Fed-SGD): 99.5, Fed-LAMB: 98, Fed-LAMB short: 97.25"
+    assert [float(number) for number in re.findall(r": ([\d.]+)", ours)] == pytest.approx(list(best.values()), rel=1e-3)
+    assert verdict.startswith(f"{word} ({sum(pairs)} of 3")
+    assert f"Verdict: **{word}** ({sum(pairs)} of 3 pairs" in text
+    paper, ours, verdict = cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")
+    assert (paper, verdict) == ("FedAvg (Fed-SGD): 7, Fed-LAMB: never", "not reproduced")
+    assert ours == "FedAvg (Fed-SGD): never, Fed-LAMB: never"
+    assert text.count(page.NEVER) == 2  # in the summary, and under the one claim that is about it
+    ordered = last["Fed-LAMB"] < last["FedAvg (Fed-SGD)"]
+    paper, _, verdict = cells(text, "[`mine`](#mine)", "Fed-LAMB's clients stay closer (consistency, last)")
+    assert paper == "Fed-LAMB \\< FedAvg (Fed-SGD); no numbers"
+    assert verdict == ("reproduced" if ordered else "not reproduced")
+    assert f"{facts['seconds']:,.0f} CPU seconds" in text
+    listed = "(listed in `reproduction/results/mine/*/tuning.csv`)"
+    assert f"6 final runs of 4 or 2 rounds; 2 tuning runs of 4 rounds, on held-out training data {listed}; " in text
+    assert "```sh\nlamina reproduce mine\n```" in text
+    assert "Somebody 2020, Table 1: digits, after a \\* and a \\|. Protocol: none." in text
+    assert "- It is only digits." in text
+    assert "| 2020-01-01 | a desk | 7 | digits |" in text
+    assert "## Not run yet\n\n- `other`: No data.\n" in text
+    assert "```{toctree}\n:hidden:\n\nother\n```" in text
+    assert cells(text, "[`mine`](other.md#mine)", claim)[0].startswith(word)  # the index has the same verdict
+
+
+def test_the_record_of_a_claim_has_the_pairs_that_are_not_so_in_every_seed():
+    claim = load(next(iter(PAPERS.values()))).claim[0]
+    finding = claims.Finding(claim, {"a": 1.0, "b": 0.5}, {("a", "b"): True, ("b", "a"): False}, [("a", "b")])
+    told = collect.claim_facts(finding, small=False)
+    assert (told["wrong"], told["weak"]) == ([["b", "a"]], [["a", "b"]])
+
+
+def test_figures_are_small_and_follow_the_results(runs, presets, tmp_path):
+    collected(runs / "full", presets, tmp_path)
+    (tmp_path / "gone.png").touch()
+    files = figures.save_figures(page.read_results(tmp_path / "results"), tmp_path)
+    assert [file.name for file in files] == [file.name for file in tmp_path.glob("*.png")] == ["mine.png"]
+    first = files[0].read_bytes()
+    assert len(first) < 80_000
+    rounds = [tmp_path / "results" / "mine" / variant / "rounds.csv" for variant in ("as-given", "short")]
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in rounds)).hexdigest()
+    with Image.open(files[0]) as image:
+        assert image.info[figures.DRAWN_FROM] == digest
+    figures.save_figures(page.read_results(tmp_path / "results"), tmp_path)
+    assert files[0].read_bytes() == first
+
+
+def test_a_long_comparison_keeps_fewer_rounds_but_the_best_and_the_last(runs, presets, tmp_path, monkeypatch):
+    monkeypatch.setattr(collect, "LARGE", 700)
+    monkeypatch.setattr(collect, "LAST_ROUNDS", 2)
+    monkeypatch.setattr(section, "LAST_ROUNDS", 2)
+    _, facts, text = collected(runs / "full", presets, tmp_path)
+    every = facts["variants"]["as-given"]["every"]
+    assert every > 1
+    assert (tmp_path / "results/mine/as-given/rounds.csv").stat().st_size < 1200
+    assert f"keeps one round in {every}, the best and the last 2." in text
+    seeds = [metrics(runs / f"full/mine/as-given/fedavg/seed{seed}") for seed in (0, 1)]
+    accuracies = [[100 * row["accuracy"] for row in seed] for seed in seeds]
+    row = cells(text, "FedAvg (Fed-SGD)")
+    assert (row[2], row[4]) == (mean_and_std(map(max, accuracies)), mean_and_std([seed[-1] for seed in accuracies]))
+    assert row[3] == mean_and_std([(seed[-2] + seed[-1]) / 2 for seed in accuracies])
+
+
+def test_a_long_comparison_keeps_all_evaluations(tmp_path, monkeypatch):
+    (tmp_path / "mine.toml").write_text(TOML)
+    helpers.skip_pictures(monkeypatch)
+    sparse = ["--set", "run.evaluate_every=3", "--set", "train.rounds=11", "--out", str(tmp_path / "runs/mine")]
+    assert helpers.call("reproduce", str(tmp_path / "mine.toml"), *sparse, "--quiet") == 0
+    monkeypatch.setattr(collect, "LARGE", 1500)
+    monkeypatch.setattr(collect, "LAST_ROUNDS", 1)
+    collect.collect(tmp_path / "runs", tmp_path / "results", {"mine": tmp_path / "mine.toml"})
+    (result,) = page.read_results(tmp_path / "results")
+    assert result.facts["variants"]["as-given"]["every"] == 3
+    for name in ("fedavg", "fedlamb"):
+        for history in result.histories["as-given", name]:
+            evaluated = [row["round"] for row in history if not math.isnan(row.get("accuracy", math.nan))]
+            assert evaluated == [3, 6, 9, 11]
+
+
+# --- others ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_not_finished_says_so(runs, presets, tmp_path):
+    shutil.copytree(runs / "full", tmp_path / "runs")
+    raw = tmp_path / "runs" / "mine"
+    (raw / "claims.json").unlink()
+    shutil.rmtree(raw / "short")
+    file = raw / "as-given" / "fedlamb" / "seed1" / "metrics.jsonl"
+    file.write_text("\n".join(file.read_text().split("\n")[:3]) + "\n")
+    said, facts, text = collected(tmp_path / "runs", presets, tmp_path)
+    missing = ["as-given: fedlamb, seed 1: 3 of 4 rounds", "short was not begun"]
+    assert said == ["mine: " + "; ".join(missing)]
+    assert (facts["complete"], facts["missing"], facts["unfinished_runs"]) == (False, missing, 1)
+    assert not (tmp_path / "results/mine/claims.json").exists()
+    assert {claim["verdict"] for claim in facts["claims"]} == {"not run"}
+    assert "**Not finished.** Missing: as-given: fedlamb, seed 1: 3 of 4 rounds; short was not begun." in text
+    assert cells(text, "not finished") == ["[`mine`](other.md#mine)"]
+    assert cells(text, "Fed-LAMB")[1] == "1"  # the seed that has ended
+    ours, verdict = cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")[1:]
+    assert (ours, verdict) == ("FedAvg (Fed-SGD): never, Fed-LAMB: –", "not finished")
+    # the whole one takes its place, and is not replaced by less
+    assert collect.collect(runs / "full", tmp_path / "results", presets) == ["mine: complete"]
+    assert "left as it was" in collect.collect(tmp_path / "runs", tmp_path / "results", presets)[0]
+    assert (tmp_path / "results/mine/claims.json").exists()
+
+
+def test_claims_of_other_runs_are_not_believed(runs, presets, tmp_path):
+    shutil.copytree(runs / "full", tmp_path / "runs")
+    file = tmp_path / "runs" / "mine" / "claims.json"
+    file.write_text(file.read_text().replace('"does not hold"', '"holds"'))
+    _, facts, text = collected(tmp_path / "runs", presets, tmp_path)
+    assert facts["missing"] == ["claims.json is not there, or not of these runs: start lamina reproduce again"]
+    assert cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")[2] == "not reproduced"
+
+
+def test_who_diverged_is_counted(runs, presets, tmp_path):
+    shutil.copytree(runs / "full", tmp_path / "runs")
+    lost = tmp_path / "runs" / "mine" / "as-given" / "fedlamb" / "seed0"
+    (lost / "metrics.jsonl").write_text("")
+    (lost / "diverged.json").write_text('{"message": "a NaN in round 1"}')
+    _, facts, text = collected(tmp_path / "runs", presets, tmp_path)
+    assert facts["diverged_runs"] == 1
+    assert cells(text, "Fed-LAMB")[1] == "2, 1 diverged"
+    assert "; 1 diverged;" in text
+    marked = [line.rstrip(" |")[-1] == "†" for line in text.splitlines() if line.startswith("| [`mine`](#mine) |")]
+    assert marked == [True, True, True]  # all three claims are about Fed-LAMB
+    assert "† a final run of one of these methods diverged" in text
+    assert facts["variants"]["as-given"]["methods"]["fedlamb"]["diverged"] == ["seed 0: a NaN in round 1"]
+    assert figures.save_figures(page.read_results(tmp_path / "results"), tmp_path / "figures")
+
+
+def test_a_small_version_has_no_verdict(runs, presets, tmp_path):
+    said, facts, text = collected(runs / "small", presets, tmp_path)
+    assert said == ["mine: complete, but of the small version"]
+    assert (facts["scale"], facts["sets"]) == ("small", {})
+    assert "lamina reproduce mine --scale small" in text
+    assert "says nothing about the paper" in text
+    assert cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")[2] == "none (small version)"
+
+
+def test_other_settings_than_the_presets_are_named(runs, presets, tmp_path):
+    _, facts, text = collected(runs / "changed", presets, tmp_path)
+    assert facts["sets"] == {"train.clip": 5.0, "compare.seeds": 1, "compare.grid.fedavg.lr": [0.1]}
+    line = "lamina reproduce mine --set train.clip=5.0 --set compare.seeds=1 --set 'compare.grid.fedavg.lr=[0.1]'"
+    assert line in text
+    assert cells(text, "[`mine`](#mine)", "neither gets there (rounds to accuracy 0.999)")[2] == "not reproduced \\*"
+    assert "\\* run with other settings than the preset has now" in text
+    assert "±" not in cells(text, "Fed-LAMB")[2]  # one seed
+    config = json.loads((tmp_path / "results/mine/as-given/config.json").read_text())
+    assert (config["data"]["dir"], config["run"]["out"]) == (None, None)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_preset_as_given_is_not_called_changed(name):
+    """Every preset's configuration as a run's folder would have it."""
+    given = claims.variants(load(PAPERS[name]))
+    variants = {}
+    for variant in claims.needed(load(PAPERS[name])):
+        own = load(PAPERS[name], given[variant])
+        own = with_algorithm(own, own.compare.algorithms[0])
+        simulation = SimpleNamespace(
+            reserved=SimpleNamespace(dealt=own.data.clients),
+            protocol=SimpleNamespace(**{**settings_of(own), "lr": own.train.lr}),
+            algorithm=build_algorithm(own),
+            device="cuda",
+            engine=SimpleNamespace(name="stacked"),
+            objective=SimpleNamespace(start=torch.zeros(1)),
+            metrics=(),
+            metric="accuracy",
+        )
+        config = as_json({"lamina": "0", "format": 1, **resolved(own, simulation)})
+        variants[variant] = collect.Variant(Path(variant), config, [], [], [])
+    assert collect.changed(PAPERS[name], variants) == {}
+    config["train"]["rounds"] += 1
+    assert collect.changed(PAPERS[name], variants) == {"train.rounds": config["train"]["rounds"]}
+
+
+def test_folders_that_are_no_reproduction(runs, presets, tmp_path):
+    (tmp_path / "runs" / "demo-compare").mkdir(parents=True)
+    for name in ("mine", "mine-small"):
+        (tmp_path / "runs" / name / "as-given").mkdir(parents=True)
+    said = collect.collect(tmp_path / "runs", tmp_path / "results", presets)
+    assert said == [
+        "demo-compare: left out, no preset has this name",
+        "mine: left out, it has no finished round",
+        "mine-small: left out, a small version is no reproduction",
+    ]
+    said = collect.collect(tmp_path / "runs" / "mine", tmp_path / "results", presets)
+    assert said == ["as-given: left out, it is part of 'mine': give the folder that holds it"]
+    assert page.read_results(tmp_path / "results") == []
+    (text,) = page.make([], presets, {"overall": "", "sitting": [], "notes": {}}).values()
+    assert "Nothing has been run yet." in text
+    assert "- `mine`\n- `other`" in text
+    with pytest.raises(BadInput, match="did you mean 'mine'"):
+        page.make([], presets, {"overall": "", "sitting": [], "notes": {"mime": ["…"]}})
+
+
+def test_the_scripts_examples_are_true():
+    for script in (collect, page, figures, section):
+        tried = doctest.testmod(script)
+        assert tried.attempted
+        assert not tried.failed

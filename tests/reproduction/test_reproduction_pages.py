@@ -1,0 +1,256 @@
+"""The pages and figures of reproductions, and those that are committed."""
+
+import itertools
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import cells
+from PIL import Image
+
+from lamina import algorithms
+from lamina.experiment.config import load
+from lamina.experiment.trials import claims, reproduction
+from lamina.report.figures import described
+from lamina.training.history import History
+from lamina.training.metrics import DIAGNOSTICS
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "reproduction"))  # as a script there has it
+
+import figures  # noqa: E402
+import page  # noqa: E402
+import section  # noqa: E402
+import words  # noqa: E402
+from record import labelled  # noqa: E402
+
+PAPERS = reproduction.papers()
+
+
+def test_pairs_that_are_not_so_in_every_seed_are_said():
+    claim = {
+        "text": "a", "expected": "b", "unit": "c", "target": None, "paper": {}, "here": {"fedavg": 1.0, "mime": 0.5},
+        "verdict": "holds", "pairs": 3, "wrong": [], "weak": [],
+    }  # fmt: skip
+    assert page.of_pairs(claim) == " (3 of 3)"
+    assert "(3 of 3 pairs)" in section.claim_table(claim)
+    some = claim | {"weak": [["fedavg", "mime"]], "wrong": [["mime", "fedavg"]]}
+    assert page.of_pairs(some) == " (2 of 3, 1 in every seed)"
+    told = "(2 of 3 pairs; not Mime / FedAvg (Fed-SGD); not in every seed FedAvg (Fed-SGD) / Mime)"
+    assert told in section.claim_table(some)
+    assert page.of_pairs(some | {"pairs": 1, "wrong": []}) == " (not in every seed)"
+    assert page.of_pairs(some | {"verdict": "not run"}) == ""
+    assert "never" not in section.claim_table(claim)
+
+
+@pytest.mark.parametrize(("variants", "folder"), [(["as-given"], "as-given"), (["as-given", "E=2"], "*")])
+@pytest.mark.parametrize("runs", [3, 0])
+def test_the_files_that_list_tuning_runs_are_named(runs, variants, folder):
+    facts = {
+        "runs": 10 + runs, "tuning_runs": runs, "rounds": [9], "tuning_rounds": [5], "select": "validation",
+        "seconds": 7.0, "gpu": True, "diverged_runs": 0, "unfinished_runs": 0, "device": ["H200"],
+        "precision": ["bf16"], "variants": {variant: {"every": 1} for variant in variants},
+    }  # fmt: skip
+    listed = f"listed in `reproduction/results/mine/{folder}/tuning.csv`"
+    tuning = f"3 tuning runs of 5 rounds, on held-out training data ({listed})"
+    expected = f"10 final runs of 9 rounds; {tuning if runs else 'no tuning runs'}; 7 GPU seconds; H200, bf16."
+    assert section.cost(page.Result("mine", facts, {})) == expected
+
+
+def test_costs_are_in_multiples_of_fedavgs():
+    """By hand: FedAvg sends 2 models a round and the paper counts 1; FedLADA sends 5 and the paper counts 2."""
+
+    def run(accuracies, sent):
+        return History(
+            [{"round": r, "accuracy": a, "bytes_down": sent, "bytes_up": 0.0} for r, a in accuracies.items()]
+        )
+
+    histories = {
+        ("as-given", "fedavg"): [run({1: 0.1, 2: 0.2, 3: 0.7, 4: 0.7}, 20.0)],
+        ("as-given", "fedlada"): [run({1: 0.5, 2: 0.8}, 50.0)],
+        ("short", "fedlada"): [run({1: 0.5}, 70.0)],
+        ("as-given", "fedcm"): [History([])],
+    }
+    result = page.Result("mine", {}, histories)
+    claim = {"target": 0.7, "paper": {"fedavg": 94, "fedlada": 44.6}, "here": {"fedavg": 3.0, "fedlada": 2.0}}
+    text = section.cost_to_target(result, claim)
+    assert "The cost to reach 70 %" in text
+    assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "3", "1.00 ×", "1.00 ×"]
+    assert cells(text, "FedLADA") == ["44.6", "0.95 ×", "2", "1.33 ×", "1.67 ×"]  # 2*44.6/94, 2*2/3, 5*2/(2*3)
+
+    never = {"target": 0.8, "paper": {"fedavg": 536.9, "fedlada": 186.4}, "here": {"fedavg": "inf", "fedlada": 2.0}}
+    text = section.cost_to_target(result, never)
+    assert "FedAvg (Fed-SGD) does not reach it in 4 rounds." in text
+    assert cells(text, "FedAvg (Fed-SGD)") == ["536.9", "1.00 ×", "never", "–", "–"]
+    assert cells(text, "FedLADA") == ["186.4", "0.69 ×", "2", "< 1.00 ×", "< 1.25 ×"]  # less than of 4 rounds
+    nobody = {**never, "here": {"fedavg": "inf", "fedlada": "inf"}}
+    assert section.cost_to_target(result, nobody) == ""
+    assert section.cost_to_target(result, {**claim, "target": None}) == ""
+    assert section.cost_to_target(result, {**claim, "paper": {}}) == ""
+
+
+def test_costs_of_what_is_not_finished_are_left_out():
+    row = {"round": 1, "accuracy": 0.7, "bytes_down": 2.0, "bytes_up": 2.0}
+    begun = {("as-given", "fedavg"): [History([row])], ("as-given", "fedcm"): [History([])]}
+    claim = {"target": 0.7, "paper": {"fedavg": 94, "fedcm": 71.5, "fedlada": 44.6}}
+    some = {**claim, "here": {"fedavg": 1.0, "fedcm": "nan", "fedlada": "nan"}}
+    text = section.cost_to_target(page.Result("mine", {}, begun), some)
+    assert cells(text, "FedAvg (Fed-SGD)") == ["94", "1.00 ×", "1", "1.00 ×", "1.00 ×"]
+    assert "FedCM" not in text
+    assert "FedLADA |" not in text
+    none = {**claim, "here": {"fedavg": "nan", "fedcm": "nan", "fedlada": "nan"}}
+    assert section.cost_to_target(page.Result("mine", {}, begun), none) == ""
+    assert section.cost_to_target(page.Result("mine", {}, {}), none) == ""
+
+
+def test_the_last_rounds_are_the_last_ten_of_which_not_all_are_measured():
+    rows = [{"round": r, "accuracy": r / 100} for r in range(1, 21)]
+    assert section.last_rounds(History(rows)) == pytest.approx(15.5)
+    some = [row if row["round"] % 4 == 0 else {"round": row["round"]} for row in rows]
+    assert section.last_rounds(History(some)) == 16
+    assert section.last_rounds(History(rows[:2])) == pytest.approx(1.5)
+    assert math.isnan(section.last_rounds(History([])))
+
+
+def test_comparisons_of_the_same_methods_are_one_table():
+    def result(name, complete=True, scale="full", **best):
+        histories = {
+            ("as-given", key): [History([{"round": 1, "accuracy": b}]) for b in bs] for key, bs in best.items()
+        }
+        return page.Result(name, {"complete": complete, "scale": scale}, histories)
+
+    two = [result("one", fedavg=[0.5, 0.7], fedlamb=[0.5, 0.6]), result("two", fedavg=[0.9], fedlamb=[0.9])]
+    others = [result("three", fedavg=[0.5]), result("four", complete=False, fedavg=[0.1], fedlamb=[0.2])]
+    others.append(result("five", scale="small", fedavg=[0.1], fedlamb=[0.2]))
+    text = page.at_a_glance([*two, *others])
+    assert cells(text, "[`one`](#one)") == ["**60.0 ± 14.1**", "55.0 ± 7.1"]
+    assert cells(text, "[`two`](#two)") == ["**90.0**", "**90.0**"]
+    assert "three" not in text
+    assert "four" not in text
+    assert "five" not in text
+    assert page.at_a_glance(two[:1]) == ""
+    many = result("six", fedavg=[0.5], fedlamb=[0.6], fedams=[0.4], mime=[0.1])  # one, but of more than a few methods
+    assert cells(page.at_a_glance([many]), "[`six`](#six)") == ["50.0", "**60.0**", "40.0", "10.0"]
+
+
+def test_many_lines_are_drawn_in_two_rows_with_a_legend_each():
+    history = History([{"round": 1, "accuracy": 0.5}, {"round": 2, "accuracy": 0.6}])
+    names = list(algorithms.registry())
+    lines = [("as-given", name) for name in names[:9]] + [("short", names[1]), ("long", names[1])]
+    made = figures.figure(page.Result("mine", {"claims": []}, {line: [history] for line in lines}))
+    rows = [[line.get_label() for line in part.axes[0].get_lines()] for part in made.subfigs]
+    first = [labelled(name, "as-given") for name in names[:9]]
+    assert rows == [first, [labelled(names[1], variant) for variant in ("as-given", "short", "long")]]
+    assert [[text.get_text() for text in part.legends[0].get_texts()] for part in made.subfigs] == rows
+    assert len(figures.figure(page.Result("mine", {"claims": []}, {lines[0]: [history]})).subfigs) == 1
+    assert figures.rows_of([(f"v{i}", "fedavg") for i in range(12)]) == [[(f"v{i}", "fedavg") for i in range(12)]]
+
+
+def figure_of(metrics, names, lacking=()):
+    """Draw made-up runs with these metrics in every 10th round; `lacking` are pairs of method and missing metric."""
+    histories = {
+        ("as-given", name): [
+            History(
+                {"round": r, **{m: r / 100 for m in metrics if r % 10 == 0 and (name, m) not in lacking}}
+                for r in range(1, 31)
+            )
+        ]
+        for name in names
+    }
+    facts = {"claims": [{"metric": metric} for metric in metrics]}
+    return figures.figure(page.Result("mine", facts, histories))
+
+
+@pytest.mark.parametrize(
+    ("count", "grid"), [(1, (1, 1)), (2, (1, 2)), (3, (1, 3)), (4, (2, 3)), (5, (2, 3)), (7, (3, 3))]
+)
+def test_more_than_three_panels_are_drawn_in_several_rows(count, grid):
+    metrics = ["accuracy", *itertools.chain(*DIAGNOSTICS.values())][:count]
+    picture = figure_of(metrics, ["fedavg"])
+    (part,) = picture.subfigs
+    assert [axes.get_ylabel() for axes in part.axes] == [described(metric).title for metric in metrics]
+    places = [axes.get_subplotspec() for axes in part.axes]
+    assert {place.get_gridspec().get_geometry() for place in places} == {grid}
+    assert [place.num1 for place in places] == list(range(count))  # row by row; the unused cells are empty
+    assert tuple(picture.get_size_inches()) == pytest.approx((5.6 * grid[1], 3.5 * grid[0] + 0.19))
+
+
+def test_diagnostics_that_span_decades_have_a_logarithmic_axis():
+    metrics = ["accuracy", "consistency", *itertools.chain(*DIAGNOSTICS.values())]
+    (part,) = figure_of(metrics, ["fedavg"]).subfigs
+    linear = [metric for metric, axes in zip(metrics, part.axes, strict=True) if axes.get_yscale() == "linear"]
+    # A second moment may shrink, so its growth may be negative.
+    assert linear == ["accuracy", "pseudo_gradient_cosine", "amendment_cosine", "second_moment_growth"]
+
+
+def test_a_method_without_a_metric_is_still_in_the_legend():
+    names, metrics = ["fedavg", "fedcm", "fedlada"], ["accuracy", "drift", "amendment_cosine"]
+    (part,) = figure_of(metrics, names, lacking=[("fedavg", "amendment_cosine"), ("fedcm", "accuracy")]).subfigs
+    fedavg, fedcm, fedlada = labels = [labelled(name, "as-given") for name in names]
+    drawn = [[line.get_label() for line in axes.get_lines()] for axes in part.axes]
+    assert drawn == [[fedavg, fedlada], labels, [fedcm, fedlada]]
+    assert [text.get_text() for text in part.legends[0].get_texts()] == labels
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_no_two_lines_of_a_figure_look_the_same(name):
+    needed = claims.needed(load(PAPERS[name]))
+    lines = [(variant or "as-given", algorithm) for variant, names in needed.items() for algorithm in names]
+    different = len(figures.COLOURS) * len(figures.DASHES)
+    rows = figures.rows_of(lines)
+    assert {line for row in rows for line in row} == set(lines)
+    for row in rows:
+        looks = figures.line_looks(row)
+        assert len({look % different for look in looks.values()}) == len(row)
+    given = [line for line in rows[-1] if line[0] == "as-given"]  # has its method's colour in every row
+    if len(rows) == 2:
+        assert all(figures.line_looks(rows[1])[line] == figures.COLOUR[line[1]] for line in given)
+
+
+def test_many_rounds_are_drawn_as_means():
+    history = History([{"round": r, "accuracy": float(r)} for r in range(1, 8)])
+    made = figures.averaged(history, "accuracy", 3)
+    assert len(made) == 7
+    assert {row["round"]: row["accuracy"] for row in made if "accuracy" in row} == {3: 2.0, 6: 5.0}
+
+
+def test_what_the_notes_point_to_was_run():
+    notes = page.read_notes(ROOT / "reproduction" / "notes.toml")
+    run = {result.name for result in page.read_results(ROOT / "reproduction" / "results")}
+    texts = [notes["overall"], *notes["paper"].values(), *(line for lines in notes["notes"].values() for line in lines)]
+    named = {name for text in texts for name in re.findall(r"`([\w-]+)`", text) if name in PAPERS}
+    assert len(named) > 5
+    assert named <= run
+
+
+def test_what_no_paper_claims_is_not_called_reproduced():
+    assert page.verdict({"text": "it works", "verdict": "holds"}) == "reproduced"
+    assert page.verdict({"text": "it works (ours)", "verdict": "holds"}) == "holds"
+    assert page.verdict({"text": "it works (ours)", "verdict": "not run"}) == "not finished"
+
+
+@pytest.mark.parametrize("value", [math.inf, 0.123456, 7, 598.0, "nan", None])
+def test_numbers_as_text(value):
+    assert words.number(value) == {0.123456: "0.1235", 7: "7", 598.0: "598", math.inf: "never"}.get(value, "–")
+
+
+# --- what is committed -------------------------------------------------------------------------------------------
+
+
+def test_the_committed_pages_are_made_from_the_committed_results():
+    results = page.read_results(ROOT / "reproduction" / "results")
+    if not results:
+        pytest.skip("nothing has been collected yet")
+    pages = page.make(results, PAPERS, page.read_notes(ROOT / "reproduction" / "notes.toml"))
+    assert {file.name for file in page.PAGES.glob("*.md")} == {*pages, "speed-up.md"}
+    for name, text in pages.items():
+        assert (page.PAGES / name).read_text(encoding="utf-8") == text, "run python reproduction/page.py"
+    folder = page.PAGES / page.FIGURES
+    shown = [one for one in results if figures.drawn(one)]
+    assert {file.stem for file in folder.glob("*.png")} == {one.name for one in shown}
+    for one in shown:
+        with Image.open(folder / f"{one.name}.png") as image:
+            assert image.info[figures.DRAWN_FROM] == one.digest, f"{one.name}.png: run python reproduction/page.py"
+    assert all(file.stat().st_size < 120_000 for file in folder.glob("*.png"))  # the largest, of four panels: 90 kB
