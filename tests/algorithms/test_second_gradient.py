@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 import torch
-import transcriptions as T  # noqa: N812
-from flower_setup import Setup, small_model
-from paper_problem import INPUTS, LABELS, START, close, simulate
 from safetensors.torch import load_file
-from second_gradients import ControlledSam, ControlVariate, FedSam, SamInEvenRounds, VarianceReduced
-from small_simulations import assert_as_in_the_loop, assert_same, form, simulation, take_gpu_path
 from torch import nn
 
 import lamina
+import transcriptions as T  # noqa: N812
+from flower_setup import Setup, small_model
 from lamina.engines.stacked.independence import works_by_layer, works_by_row
 from lamina.objective.layers import Layers
 from lamina.rounds.ledger import WireCost, wire_cost
 from objective.test_dropout import simulation as dropout_simulation
+from paper_problem import INPUTS, LABELS, START, close, simulate
+from second_gradients import ControlledSam, ControlVariate, FedSam, SamInEvenRounds, VarianceReduced
+from small_simulations import assert_as_in_the_loop, assert_same, form, simulation, take_gpu_path
 
 ALGORITHMS = [FedSam(), VarianceReduced(), ControlledSam(), SamInEvenRounds()]
 

@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import call
 from rich.console import Console
 from torch import nn
 
 import lamina
+from helpers import call
 from lamina.experiment.runs.records import read_record
 from lamina.objective.fingerprint import code_digest
 from lamina.objective.losses import CrossEntropy

@@ -6,10 +6,10 @@ import time
 
 import pytest
 import torch
-from helpers import call
 from torch import nn
 
 import lamina
+from helpers import call
 from lamina import BadInput, Population, Simulation, models
 from lamina.base import limits
 from lamina.experiment.trials.settings import points

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from small_simulations import set_chunk
 from torch import nn
 
 import lamina
@@ -13,6 +12,7 @@ from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.rows import Row
 from lamina.engines.stacked.spread import chunk_distances
 from lamina.engines.state import Sums
+from small_simulations import set_chunk
 
 SAMPLES = 30  # of every client
 

@@ -6,14 +6,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from kinds import Functional
-from small_simulations import PARTS, assert_same, form, set_chunk, take_gpu_path
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import lamina
+from kinds import Functional
 from lamina.objective.dropout import set_streams, with_streams
+from small_simulations import PARTS, assert_same, form, set_chunk, take_gpu_path
 
 
 class Encoder(nn.Module):

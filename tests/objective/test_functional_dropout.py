@@ -5,7 +5,6 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from small_simulations import PARTS, assert_same, form
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import has_torch_function
@@ -13,6 +12,7 @@ from torch.overrides import has_torch_function
 import lamina
 from lamina.objective.dropout import set_streams
 from lamina.objective.functional_dropout import FunctionalDropout
+from small_simulations import PARTS, assert_same, form
 
 DOUBLE = {"dtype": torch.float64}
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from kinds import Text, Tokens, TwoInputs, conv, draw, integers, linear
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 import lamina
+from kinds import Text, Tokens, TwoInputs, conv, draw, integers, linear
 from lamina.objective import losses
 
 X, Y = draw(12, 4), integers(3, 12)

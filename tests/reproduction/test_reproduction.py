@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import helpers
 import pytest
 import torch
-from helpers import cells
 from PIL import Image
 
+import helpers
+from helpers import cells
 from lamina import BadInput
 from lamina.data.readers import sources
 from lamina.experiment.build import build_algorithm, resolved, settings_of

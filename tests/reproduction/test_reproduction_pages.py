@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import cells
 from PIL import Image
 
+from helpers import cells
 from lamina import algorithms
 from lamina.experiment.config import load
 from lamina.experiment.trials import claims, reproduction

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from flower_setup import PARTS as NODES
-from flower_setup import Setup, small_model
-from small_simulations import PARTS, simulation
 
 import lamina
+from flower_setup import PARTS as NODES
+from flower_setup import Setup, small_model
 from lamina.base.errors import BadInput
 from lamina.storage.checkpoint import Checkpoints, unpack
+from small_simulations import PARTS, simulation
 
 UNEQUAL = {"weighting": "examples", "participation": 0.6}
 ROUNDS = 5

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flower_grid import LoopGrid
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from safetensors.torch import load_file
 from torch import nn
 
 import lamina
+from flower_grid import LoopGrid
 from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation, wire
 

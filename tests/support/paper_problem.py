@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import transcriptions as T  # noqa: N812
 
 import lamina
+import transcriptions as T  # noqa: N812
 from lamina import algorithms
 from lamina.algorithms.contract import ClientInfo, ServerInfo, options
 

@@ -5,11 +5,11 @@ import json
 
 import pytest
 import torch
-from flower_grid import LoopGrid
-from helpers import call
 from torch import nn
 
 import lamina
+from flower_grid import LoopGrid
+from helpers import call
 from lamina.flower import Federation
 from lamina.report import figures
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import transcriptions as T  # noqa: N812
-from paper_problem import CLIENTS, INPUTS, LABELS, NAMES, START, close, make, simulate, transcribe
 
 import lamina
+import transcriptions as T  # noqa: N812
 from lamina.training.metrics import DIAGNOSTICS, smaller_is_better
+from paper_problem import CLIENTS, INPUTS, LABELS, NAMES, START, close, make, simulate, transcribe
 
 ALL = list(DIAGNOSTICS)
 COLUMNS = [column for columns in DIAGNOSTICS.values() for column in columns]

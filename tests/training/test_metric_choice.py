@@ -5,11 +5,11 @@ import logging
 
 import pytest
 import torch
-from flower_grid import LoopGrid
-from helpers import call
 from safetensors import safe_open
 
 import lamina
+from flower_grid import LoopGrid
+from helpers import call
 from lamina.experiment.build import build
 from lamina.experiment.config import load
 from lamina.experiment.runs.records import read_record

@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-from small_simulations import PARTS, assert_same, take_gpu_path
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
@@ -14,6 +13,7 @@ import lamina
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.data import Augment, Dataset
 from lamina.objective.fingerprint import alike, module_difference
+from small_simulations import PARTS, assert_same, take_gpu_path
 
 IMAGES = torch.randint(0, 256, (48, 1, 4, 4), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 LABELS = torch.arange(48) % 3

@@ -4,10 +4,10 @@ import logging
 
 import pytest
 import torch
-from flower_setup import Setup, assert_like_the_simulation, small_model
 from torch import nn
 
 import lamina
+from flower_setup import Setup, assert_like_the_simulation, small_model
 
 X, Y = torch.randn(60, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(60) % 3
 

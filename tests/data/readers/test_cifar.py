@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_setup import Attack, one_line, published_data
 
+from data_setup import Attack, one_line, published_data
 from lamina.base.errors import BadInput
 from lamina.data import load
 from lamina.data.readers import cifar

@@ -7,8 +7,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from data_setup import one_line, published_data
 
+from data_setup import one_line, published_data
 from lamina.base.errors import BadInput
 from lamina.data import load
 from lamina.data.readers import idx

@@ -8,9 +8,9 @@ import types
 import numpy as np
 import pytest
 import torch
-from data_setup import FakeHubSplit, one_line, pictures
 from safetensors.numpy import save_file
 
+from data_setup import FakeHubSplit, one_line, pictures
 from lamina.base.errors import BadInput, MissingExtra
 from lamina.data import Dataset, load
 from lamina.data.readers.own import as_splits

@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from data_setup import pictures
 
 import lamina
+from data_setup import pictures
 from lamina.data import as_dataset
 
 

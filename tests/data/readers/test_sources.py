@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from data_setup import FakeHubSplit, one_line, pictures
 
+from data_setup import FakeHubSplit, one_line, pictures
 from lamina.base.errors import BadInput
 from lamina.data import SOURCES, load
 from lamina.data.readers import cifar

@@ -1,8 +1,8 @@
 """Values of a table: the same one is the same category, class and client, whatever types pandas guesses."""
 
 import pytest
-from data_setup import one_line
 
+from data_setup import one_line
 from lamina.base.errors import BadInput
 from lamina.data import load
 

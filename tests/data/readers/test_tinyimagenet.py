@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from data_setup import Attack, one_line
 
+from data_setup import Attack, one_line
 from lamina.base.errors import BadInput, MissingExtra
 from lamina.data.readers import tinyimagenet
 

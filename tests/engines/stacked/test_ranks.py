@@ -7,19 +7,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-import kinds
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import processes
-from second_gradients import FedSam
-from small_simulations import simulation
 
+import kinds
 import lamina
 from engines.test_per_layer import PerLayer
+from helpers import processes
 from lamina.training.metrics import DIAGNOSTICS
 from objective.test_dropout import simulation as dropout_simulation
+from second_gradients import FedSam
+from small_simulations import simulation
 
 ROOT = Path(__file__).parents[3]
 START = processes.get_start_method()  # from a server that has imported torch once

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Killed, assert_same, call, rows, said_in_one_line, skip_pictures, words
-from small_run import command
 
 import lamina
+from helpers import Killed, assert_same, call, rows, said_in_one_line, skip_pictures, words
 from lamina import BadInput
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.rebuild import rebuild, shown
 from lamina.experiment.runs.records import read_record
 from lamina.report import build, figures, page
 from lamina.storage.checkpoint import Checkpoints
+from small_run import command
 
 
 def flip(path):

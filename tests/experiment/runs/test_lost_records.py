@@ -7,8 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import Killed, assert_same, call, rows, said_in_one_line, sets, skip_pictures
 
+from helpers import Killed, assert_same, call, rows, said_in_one_line, sets, skip_pictures
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.records import REPLACED, find_records, read_record
 from lamina.storage.checkpoint import Checkpoints

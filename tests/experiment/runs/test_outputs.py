@@ -12,9 +12,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from helpers import Killed, call, said_in_one_line
 from matplotlib.figure import Figure
 
+from helpers import Killed, call, said_in_one_line
 from lamina import BadInput
 from lamina.base.atomic import write_file
 from lamina.data.picture import partition_picture

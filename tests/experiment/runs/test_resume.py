@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import HELD_UP, Killed, assert_same, call, finish, rows, start
 from safetensors.torch import load_file
-from small_run import command
 
+from helpers import HELD_UP, Killed, assert_same, call, finish, rows, start
 from lamina.base import atomic
 from lamina.experiment import build as building
 from lamina.experiment.config import load
@@ -27,6 +26,7 @@ from lamina.storage import checkpoint
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.locks import Lock
 from lamina.training.training import Training
+from small_run import command
 
 
 def wait_for_a_round(path, process):

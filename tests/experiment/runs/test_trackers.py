@@ -8,8 +8,8 @@ import logging
 from pathlib import Path
 
 import pytest
-from helpers import call, sets
 
+from helpers import call, sets
 from lamina.experiment import build as building
 from lamina.experiment.config import load
 from lamina.experiment.runs import run as running

@@ -2,9 +2,9 @@
 
 import math
 
-import helpers
 import pytest
 
+import helpers
 from lamina import BadInput, History
 from lamina.cli import reproduce
 from lamina.experiment.config import load, parse

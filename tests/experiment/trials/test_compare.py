@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, table
-from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
 from rich.console import Console
 
 import lamina
+from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command, table
+from helpers import assert_same, call, finish, kill, populations, rows, sets, skip_pictures, start
 from lamina import BadInput
 from lamina.cli import base
 from lamina.experiment.config import load

@@ -11,9 +11,9 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from comparisons import ROUNDS, RUNS, TOML, assert_same_comparison, command
 from helpers import call, populations, rows, skip_pictures
-
 from lamina.experiment.config import load
 from lamina.experiment.runs.records import find_records, read_record
 from lamina.experiment.trials import compare as comparing

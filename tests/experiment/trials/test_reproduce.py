@@ -8,10 +8,10 @@ import struct
 import sys
 from pathlib import Path
 
-import helpers
 import numpy as np
 import pytest
 
+import helpers
 from lamina.algorithms import find
 from lamina.data.readers import idx, sources
 from lamina.data.readers.files import PublishedFile

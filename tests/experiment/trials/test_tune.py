@@ -14,6 +14,8 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+
+import lamina
 from helpers import (
     HELD_UP,
     Killed,
@@ -28,8 +30,6 @@ from helpers import (
     start,
     words,
 )  # fmt: skip
-
-import lamina
 from lamina import BadInput
 from lamina.base.errors import MissingExtra
 from lamina.cli import base

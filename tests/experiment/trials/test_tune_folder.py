@@ -4,8 +4,8 @@ import csv
 from pathlib import Path
 
 import pytest
-from helpers import Killed, call, said_in_one_line, skip_pictures, words
 
+from helpers import Killed, call, said_in_one_line, skip_pictures, words
 from lamina.experiment.runs import records
 from lamina.experiment.runs.folder import RunFolder
 from lamina.experiment.runs.records import find_records
