@@ -205,6 +205,7 @@ LEADING_AXIS = {  # a function of the client, replaced
     "dim": ("step", lambda self, local, down, grad, lr, layers: LocalModel(local.y - lr * grad / grad.dim())),
     "rows": ("step", lambda self, local, down, grad, lr, layers: LocalModel(local.y - lr * grad / len(grad))),
     "begin": ("begin", lambda self, down, client, info: LocalModel(down.x - down.x.mean(0))),
+    "shape": ("begin", lambda self, down, client, info: LocalModel(down.x.flatten())),
     "finish": (
         "finish",
         lambda self, local, down, client, info: (Displacement((local.y - down.x).cumsum(0)), client),
@@ -218,6 +219,13 @@ def test_a_function_that_uses_the_leading_axis_is_refused(function, body):
     model = torch.nn.Sequential(torch.nn.Linear(4, 9), torch.nn.Linear(9, 2))
     with pytest.raises(BadInput, match=rf"'own' breaks the contract: {function} computes .* for a row \[1, p\]"):
         lamina.Simulation(model, data, own(**{function: body}), clients=2)
+
+
+def test_a_function_that_takes_vectors_only_is_for_the_loop():
+    def step(self, local, down, grad, lr, layers):
+        return LocalModel(local.y - lr * grad / torch.dot(grad, grad))
+
+    rehearse(own(step=step))
 
 
 def test_a_function_may_fail_on_a_tiny_model_if_it_runs_on_the_real_one():
