@@ -35,12 +35,13 @@ def export(
 ) -> None:
     """Write all rounds of all runs as one CSV table, with the settings in which the runs differ."""
     import_torch()
+    from lamina.experiment.runs.metrics_file import collector_paused
     from lamina.experiment.runs.outputs import write_output
     from lamina.experiment.runs.records import find_folders
     from lamina.storage.files import writing_to
 
     with tempfile.TemporaryFile() as file:
-        with writing_to(Path(tempfile.gettempdir())):
+        with writing_to(Path(tempfile.gettempdir())), collector_paused():
             head = write_table(find_folders(folders), file)
         parts = itertools.chain([head], iter(lambda: b"".join(file.readlines(COPIED_BYTES)), b""))
         if out_file is None:
@@ -74,11 +75,17 @@ def write_table(folders: Sequence[Path], file: BinaryIO) -> bytes:
         for folder, values in zip(folders, all_settings, strict=True):
             cells = [short(folder), *(_cell(values.get(name)) for name in identity.values())]
             for rows in read_rows(folder / "metrics.jsonl"):
-                metrics += [name for name in dict.fromkeys(itertools.chain.from_iterable(rows)) if name not in metrics]
+                metrics += _new_names(rows, set(metrics))
                 known = len(metrics) if file.tell() == 0 else known
                 file.write(_lines(csv_text([cells]).rstrip("\n"), rows, metrics).encode())
     file.seek(0)
     return csv_text([["run", *identity, *metrics]]).encode()
+
+
+def _new_names(rows: Sequence[dict[str, Any]], known: set[str]) -> list[str]:
+    """Return the names of metrics that are not known yet, in their order."""
+    odd = (row for row in rows if not row.keys() <= known)
+    return list(dict.fromkeys(name for row in odd for name in row if name not in known))
 
 
 def _lines(run: str, rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
