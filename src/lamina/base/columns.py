@@ -157,8 +157,8 @@ def _append(values: NDArray[Any], length: int, more: NDArray[Any]) -> NDArray[An
     """
     kind, needed = np.promote_types(values.dtype, more.dtype), length + len(more)
     if len(values) < needed or values.dtype != kind:
-        grown = np.empty(max(needed, 2 * length), kind)  # memory that is never written to takes no room
-        grown[:length] = values[:length]
-        values = grown
+        enlarged = np.empty(max(needed, 2 * length), kind)  # memory that is never written to takes no room
+        enlarged[:length] = values[:length]
+        values = enlarged
     values[length:needed] = more
     return values

@@ -251,9 +251,9 @@ def _probe(forward: Forward, objective: Objective, inputs: Inputs, targets: Tens
         padded = functools.partial(_with_padding, case=case)
         xs, ys = map_batch(padded, stacked_inputs), padded(stacked_targets)
         mask = (torch.arange(case.batch, device=x.device) < case.real).expand(clients, -1)
-        own = {n: b[:clients].clone() for n, b in buffers.items()}
+        trial_buffers = {n: b[:clients].clone() for n, b in buffers.items()}
         views = objective.layers.unflatten(flat[:clients])
-        losses = forward.losses(views, own, xs, ys, mask if case.real < case.batch else None, train=train)
+        losses = forward.losses(views, trial_buffers, xs, ys, mask if case.real < case.batch else None, train=train)
         means = torch.where(mask, losses, 0.0).sum(1) / case.real
         (gradient,) = torch.autograd.grad(means.sum(), flat)
         for i in range(clients):
