@@ -22,9 +22,8 @@ from flower_setup import (
     spoiled,
     with_delta,
 )
-from lamina.algorithms.contract import Displacement
 from lamina.base.errors import Diverged
-from lamina.flower import Limits, Stopped, checks, outliers, wire
+from lamina.flower import Limits, Stopped, checks, wire
 
 
 def extra_record(content):
@@ -94,12 +93,12 @@ BAD = {
     "no loss": (lambda c: change(c, "figures", loss=None), "its figures are not examples, steps and loss"),
     "an absurd norm": (
         with_delta(lambda d: wire.encode(d * 1e6)),
-        "'delta_c' contradicts the other fields",
+        "the norm of 'delta' is",
     ),
     "an absurd loss": (lambda c: change(c, "figures", loss=1.7e308), "its training loss is 1.7e+308"),
     "an absurd other field": (
         lambda c: change(c, "up", delta_c=wire.encode(torch.full((83,), 1e30))),
-        "'delta_c' contradicts the other fields",
+        "the norm of 'delta_c' is 9.11043e+30, more than 100 times the round's median",
     ),
 }
 
@@ -148,7 +147,7 @@ def test_negative_second_moments_are_refused(tmp_path):
     [
         ("1.running_var", -1.0, "negative entries"),
         ("1.running_mean", float("nan"), "NaN"),
-        ("1.running_mean", 1e30, "the buffer '1.running_mean' has entries more than 12.5 times as far"),
+        ("1.running_mean", 1e30, "the norm of the buffer '1.running_mean' is 2.82843e+30, more than 100 times"),
     ],
 )
 def test_bad_buffers_are_refused(buffer, value, why, tmp_path):
@@ -165,7 +164,7 @@ def test_a_bad_gradient_keeps_a_client_out_of_mimes_round(value, tmp_path):
     gradient = wire.encode(torch.full((83,), value))
     on_reply = spoiled(lambda content: change(content, "up", gradient=gradient), [2], kind="train.gradient")
     setup.run(setup.grid(on_reply=on_reply))
-    assert "'gradient' h" in setup.journal[1]["refused"][0]["why"]
+    assert "'gradient' " in setup.journal[1]["refused"][0]["why"]
     assert_weights(setup, reference(setup, absent={(2, 1)}))
 
 
@@ -253,30 +252,12 @@ def test_no_reply_makes_the_checks_fail():
     assert refused > 600
 
 
-def test_few_answers_have_no_median():
-    known = outliers.Broadcast(lamina.Layers({"w": (2,)}), {}, lambda steps: {}, by_examples=False)
-
-    def odd(limits, recent=()):
-        sizes = outliers.sizes_of_updates(updates, known)
-        earlier = outliers.judge_by_earlier_rounds(sizes, {"'delta' has norm": recent}, limits)
-        return outliers.judge_updates(updates, known, limits) | earlier
-
-    updates = {c: checks.Update(Displacement(torch.full((2,), 10.0**c)), {}, 1, 1, 0.0) for c in (0, 9)}
-    assert odd(Limits()) == {}
-    assert list(odd(Limits(), [1.0, 2.0, 1e9])) == [9]  # then those of the last rounds count
-    assert outliers.medians(outliers.sizes_of_updates(updates, known), [0, 9]) == {}  # but not this one
-    updates[1] = checks.Update(Displacement(torch.full((2,), 2.0)), {}, 1, 1, 0.0)
-    assert list(odd(Limits())) == [9]
-    assert list(odd(Limits(), [1e-9])) == [9]  # and only then
-    assert odd(Limits(times_median=None)) == {}
-
-
 @pytest.mark.parametrize(
     ("times", "figures", "why"),
     [
-        (5000.0, {"examples": 10_000_000}, "its number of examples is 10000000"),
-        (5000.0, {}, "'gradient' has norm"),
-        (1.0, {"examples": 10_000_000}, "its number of examples is 10000000, more than 20 times the round's median"),
+        (5000.0, {"examples": 10_000_000}, "the norm of 'gradient' is"),
+        (5000.0, {}, "the norm of 'gradient' is"),
+        (1.0, {"examples": 10_000_000}, "its number of examples is 1e+07, more than 100 times the round's median"),
         (1.0, {"examples": 100}, "says 25 examples, and said 100 when it sent its gradient"),
     ],
 )
@@ -303,34 +284,15 @@ def test_a_gradient_may_have_a_limit(tmp_path):
     assert_weights(setup, reference(setup, absent={(1, 1), (2, 1)}))
 
 
-def test_with_two_answers_the_last_rounds_tell_what_is_absurd(tmp_path):
-    """Also after a restart: what is remembered is in the checkpoint."""
-    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, more={"deadline": 0.2, "quorum": 1})
-    setup.run()
-
-    def on_send(grid, node, message):
-        return None if is_train(message) and client_of(node) > 1 else message
-
-    setup.rounds = 3
-    setup.run(setup.grid(on_send, spoiled(altered(1e30))))
-    (refused,) = setup.journal[2]["refused"]
-    assert refused["client"] == 1
-    assert "times the median of the last rounds" in refused["why"]
-    assert_weights(setup, reference(setup, absent={(3, 1), (3, 2), (3, 3)}))
-
-
-@pytest.mark.parametrize(
-    ("count", "first", "why"),
-    [(150_000, 1, "more than 20 times the round's median"), (300, 2, "more than 10 times the 25 when it last")],
-)
-def test_a_number_of_examples_cannot_buy_the_mean(count, first, why, tmp_path):
-    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=3, weighting="examples")
-    steps = int(setup.federation().protocol.steps(np.array([count]))[0])
-    setup.run(setup.grid(on_reply=spoiled(altered(60.0, examples=count, steps=steps), range(first, 4))))
-    for entry in setup.journal[first - 1 :]:
+def test_a_number_of_examples_cannot_buy_the_mean(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, weighting="examples")
+    steps = int(setup.federation().protocol.steps(np.array([150_000]))[0])
+    setup.run(setup.grid(on_reply=spoiled(altered(examples=150_000, steps=steps))))
+    for entry in setup.journal:
         (refused,) = entry["refused"]
-        assert (refused["client"], why in refused["why"]) == (1, True), refused
-    assert_weights(setup, reference(setup, absent={(number, 1) for number in range(first, 4)}))
+        assert refused["client"] == 1
+        assert "its number of examples is 150000, more than 100 times the round's median" in refused["why"]
+    assert_weights(setup, reference(setup, absent={(1, 1), (2, 1)}))
 
 
 @pytest.mark.parametrize("weight", ["own data", "test data"])

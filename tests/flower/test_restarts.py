@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import lamina
 from flower_setup import (
@@ -19,8 +18,12 @@ from flower_setup import (
     with_delta,
 )
 from helpers import Killed
+from lamina.algorithms.scaffold import Up
 from lamina.base.errors import BadInput
+from lamina.engines.state import State
 from lamina.flower.records import Journal
+from lamina.objective.objective import Objective
+from lamina.storage.checkpoint import Checkpoints
 
 ALGORITHMS = {
     "scaffold": "scaffold",
@@ -74,19 +77,29 @@ def test_a_killed_server_resumes_in_the_middle_of_a_round(restartable):
     restartable.run()
 
 
-def test_the_server_knows_the_sum_of_a_clients_changes_after_a_restart(tmp_path):
-    """They are the client's control variate, which it keeps to itself."""
-    setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=4)
-    kill_server(setup, number=3)
+def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
+    """Earlier versions remembered rounds, and kept the sum of what every client had changed SCAFFOLD's c by."""
+    setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=2)
     setup.run()
-    simulation = setup.simulation()
-    simulation.run(setup.rounds)
-    clients = simulation.state.clients
-    (file,) = (setup.out / "checkpoints").glob("clients-000004-*.safetensors")
-    totals = load_file(file)
-    assert totals.keys() == {f"{client}/delta_c" for client in clients}
-    for client, record in clients.items():
-        torch.testing.assert_close(totals[f"{client}/delta_c"], record.c, rtol=1e-5, atol=1e-7)
+    folder = setup.out / "checkpoints"
+    objective = Objective(setup.model(), "cross_entropy")
+    total = Up(None, torch.ones(objective.layers.size))
+    checkpoints = Checkpoints(folder)
+    state, (facts,) = checkpoints.load(2, State.start(setup.algorithm, objective, 4), total)
+    state.clients = dict.fromkeys(range(4), total)
+    checkpoints.identity = json.loads((folder / "round-000002.json").read_text())["content"]["identity"]
+    old = {
+        "recent": {"'delta' has norm": [0.1, 0.2]},
+        "largest_growth": {"v of 0.weight": 1.0},
+        "growth_by_client": {"0": [1.0, 2.0]},
+    }
+    checkpoints.save(state, [facts | old])
+    setup.rounds = 4
+    setup.run()
+    assert_like_the_simulation(setup)
+    assert "damaged" not in (setup.out / "log.txt").read_text()
+    (facts,) = json.loads((folder / "round-000004.json").read_text())["content"]["history"]
+    assert not old.keys() & facts.keys()
 
 
 @pytest.mark.long

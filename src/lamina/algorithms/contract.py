@@ -130,8 +130,7 @@ class Algorithm(ABC):
     state_changes: ClassVar[tuple[str, ...]] = ()
     """The fields of `Up` that are changes of a client's own state, which the server sums over the rounds.
 
-    Their mean is uniform over the cohort even if the run weights clients by their examples. A federation's server
-    compares each client's sum over all rounds: small errors in the same direction would otherwise go unnoticed.
+    Their mean is uniform over the cohort even if the run weights clients by their examples.
     """
 
     non_negative: ClassVar[tuple[str, ...]] = ()
@@ -203,29 +202,6 @@ class Algorithm(ABC):
         """Return the version in this round of every Down field that does not change in each round.
 
         A client caches such a field and receives it again only when the version changes.
-        """
-        return {}
-
-    def inherited_moments(self, down: Any, info: ClientInfo) -> Mapping[str, Tensor]:
-        """Return, for every Up field that is a second moment, the part that comes from the broadcast.
-
-        The rest was added by the client's own gradients in ``info.steps`` local steps. A federation's server compares
-        what the clients added.
-        """
-        return {}
-
-    def inherited_step(self, down: Any, info: ClientInfo) -> Tensor | None:
-        """Return the part of ``delta`` that follows from the broadcast alone after K_i local steps, or None for zero.
-
-        A shared momentum is an example. A federation's server compares what the clients add to this part: without it,
-        a node that reverts the common step would look like any other.
-        """
-        return None
-
-    def implied_fields(self, up: Any, down: Any, info: ClientInfo) -> Mapping[str, Tensor]:
-        """Return the value of every Up field that follows from the other fields after K_i local steps.
-
-        A federation's server refuses an upload that contradicts itself.
         """
         return {}
 

@@ -38,7 +38,6 @@ class FedAdamStar(FedAdam):
     # FedCM's local step, with the options above.
     clips_direction = fedcm.FedCM.clips_direction
     step = fedcm.FedCM.step
-    inherited_step = fedcm.FedCM.inherited_step
 
     def init(self, x: Tensor, layers: Layers) -> Server:
         return super().init(x, layers)._replace(momentum=zeros(x))

@@ -286,15 +286,6 @@ class FedAms(LocalMomentum):
             v_share = larger(v_share, up.v_share)
         return Server(x, v_hat, up.m, v_share, up.m_share)
 
-    def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
-        if down.v_hat is None or not self.is_sync(info.round):
-            return {}
-        if self.v_seed == "client":
-            return {"v": zeros(down.v_hat)}
-        if self.second_moment == "running" or self.accumulates:  # a maximum with v_hat; or v_hat of an earlier round
-            return {"v": down.v_hat}
-        return {"v": self.beta2**info.steps * down.v_hat}
-
     def down_versions(self, round: int) -> Mapping[str, int]:
         cached = ["v_hat", "v_share"] if self.bias_correction else ["v_hat"]
         return dict.fromkeys(cached, self.version(round)) if self.sync_every > 1 else {}

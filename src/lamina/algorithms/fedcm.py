@@ -13,7 +13,6 @@ from torch import Tensor
 from lamina.algorithms.contract import (
     Algorithm,
     Analysis,
-    ClientInfo,
     Displacement,
     LocalModel,
     Number,
@@ -73,11 +72,6 @@ class FedCM(Algorithm):
 
     def update(self, server: Server, up: Displacement, info: ServerInfo) -> Server:
         return Server(server.x + self.server_lr * up.delta, momentum=-up.delta / (info.lr * info.mean_steps))
-
-    def inherited_step(self, down: Server, info: ClientInfo) -> Tensor | None:
-        if self.clips_direction:
-            return None  # the gradients decide how much of the momentum is left after the clip
-        return -info.lr * info.steps * (1 - self.alpha) * down.momentum
 
     def analysis(self, server: Server, previous: Server) -> Analysis:
         z = (server.x - (1 - self.alpha) * previous.x) / self.alpha  # as in FedLADA's proof

@@ -7,7 +7,6 @@ B19 to B22 are choices of public FedLADA codes, and one of ours: docs/reference/
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 import torch
@@ -111,16 +110,6 @@ class FedLada(LocalAms):
         x = server.x + self.server_lr * up.delta  # l.17
         mean_step = -up.delta / (info.lr * info.mean_steps) if up.mean_step is None else up.mean_step
         return Server(x, v=up.v_hat, g_a=mean_step)  # l.16; l.18, where eta_g cancels
-
-    def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
-        return {"v_hat": self.inherited_v(down.v, info)}
-
-    def implied_fields(self, up: Up, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
-        return {} if up.mean_step is None else {"mean_step": -up.delta / (info.lr * info.steps)}  # B9
-
-    def inherited_step(self, down: Server, info: ClientInfo) -> Tensor | None:
-        corrected = self.corrected_alpha(down.x, info.round)
-        return -info.lr * info.steps * (1 - (self.alpha if corrected is None else corrected)) * down.g_a
 
     def analysis(self, server: Server, previous: Server) -> Analysis:
         z = (server.x - (1 - self.alpha) * previous.x) / self.alpha  # eq. 16

@@ -7,7 +7,6 @@ to B21 are choices of public FedLADA codes: docs/reference/algorithms.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -109,12 +108,6 @@ class LocalAms(Algorithm):
         psi = precondition(corrected(m, m_share), corrected(v_hat, v_share), self.eps)  # Alg. 3, l.11
         return local._replace(m=m, v=v, v_hat=v_hat, m_share=m_share, v_share=v_share), psi
 
-    def inherited_v(self, v_server: Tensor, info: ClientInfo) -> Tensor:
-        """Return the part of the uploaded second moment that comes from the server's."""
-        if self.amsgrad:
-            return v_server  # the running maximum starts from it
-        return self.beta2**info.steps * v_server if self.v_seed == "server" else zeros(v_server)
-
 
 @algorithm("localadam", title="LocalAdam", reference="Sun et al. 2023, Alg. 2", lr=1e-3, paper_cost=2)
 class LocalAdam(LocalAms):
@@ -138,9 +131,6 @@ class LocalAdam(LocalAms):
 
     def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
         return Server(server.x + self.server_lr * up.delta, v=up.v_hat)  # l.14-15
-
-    def inherited_moments(self, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
-        return {} if down.v is None else {"v_hat": self.inherited_v(down.v, info)}
 
     def analysis(self, server: Server, previous: Server) -> Analysis:
         return Analysis(server.x, second_moment=server.v)

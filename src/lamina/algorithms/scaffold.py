@@ -8,7 +8,6 @@ of c is the uniform mean of the cohort's changes times |S|/N, even if the model'
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -102,11 +101,6 @@ class Scaffold(Algorithm):
         x = server.x + self.server_lr * up.delta  # l.16
         c = server.c + info.participation * up.delta_c  # l.17
         return Server(x, c)
-
-    def implied_fields(self, up: Up, down: Server, info: ClientInfo) -> Mapping[str, Tensor]:
-        if self.control == "mean_gradient" and not is_exactly(self.scale, 1):
-            return {}  # here the change of c_i depends on c_i, which only the client knows
-        return {"delta_c": -up.delta / (info.steps * info.lr) - down.c}  # l.12, where c_i cancels
 
     def analysis(self, server: Server, previous: Server) -> Analysis:
         return Analysis(server.x, amendment=server.c)  # LADA eq. 22

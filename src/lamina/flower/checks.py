@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,8 +21,6 @@ from lamina.training.evaluation import mean_name, weight_name
 from lamina.training.metrics import ACCURACY, LOSS, METRICS, Metric
 
 SLACK = 16 * 1024  # bytes of names and numbers a reply may have beside its tensors
-CONTRADICTION = 0.01  # of its norm: how far a field may be from what the others imply
-ROUNDING = 1e-4  # of the broadcast's norm: the same
 LARGEST_LOSS = 1e30  # so that no mean of losses overflows
 KINDS = {"up": ArrayRecord, "buffers": ArrayRecord, "figures": MetricRecord}  # the records of a reply
 
@@ -39,16 +37,9 @@ class Limits:
         max_norm: the largest norm of ``delta``; or a norm for each of several fields of the algorithm's Up, by name;
             ``gradient`` is that of the original Mime's first exchange, too.
         on_large: what happens to a larger one: the update is refused, or the field is scaled down to the limit.
-        times_median: an update is refused if a field has more than so many times the round's median norm (a single
-            module: twice as many), if its second moments grow by more than twice as many times what the others' do, or
-            if a buffer is more than so many times as far from the round's median as the others'. With fewer than ten
-            answers all limits are wider, by ten divided by the number of answers. With fewer than three, norms are
-            compared with the medians of the last rounds, and 20 times as much is allowed. None switches all
-            comparisons off, those of the next two settings included.
-        times_against: an update is refused that points against the mean of the others with more than so many times the
-            median norm.
-        times_examples: a client is refused that claims more than so many times the round's median number of examples.
-            Nor must its number be more than ten times what it was when the client last took part.
+        times_median: an update is refused if the norm of a field or buffer, or the number of examples, is more than so
+            many times the round's median. It stops broken nodes and absurd values; against hostile nodes, use a robust
+            mean (``aggregation``). With fewer than three answers nothing is compared. None switches it off.
         max_examples: the most examples a client may say it has.
         non_negative: fields of which a negative entry is refused; by default those that the algorithm's class
             declares (`Algorithm.non_negative`), such as second moments.
@@ -56,18 +47,22 @@ class Limits:
 
     max_norm: float | Mapping[str, float] | None = None
     on_large: Literal["reject", "clip"] = "reject"
-    times_median: float | None = 5.0
-    times_against: float = 1.75
-    times_examples: float = 8.0
+    times_median: float | None = 100.0
     max_examples: int = 10_000_000
     non_negative: Sequence[str] | None = None
+    times_against: InitVar[None] = None  # removed
+    times_examples: InitVar[None] = None  # removed
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, times_against: None, times_examples: None) -> None:
+        for name, value in {"times_against": times_against, "times_examples": times_examples}.items():
+            if value is not None:
+                raise BadInput(
+                    f"limits: {name} was removed, because it did not stop hostile nodes: leave it out, and train with "
+                    "aggregation='trimmed_mean' or 'median' unless you trust every node"
+                )
         if self.on_large not in ("reject", "clip"):
             raise unknown("limits.on_large", self.on_large, ("reject", "clip"))
-        factors = {"times_against": self.times_against, "times_examples": self.times_examples}
-        if self.times_median is not None:
-            factors["times_median"] = self.times_median
+        factors = {} if self.times_median is None else {"times_median": self.times_median}
         for name, value in {**self.norms, **factors}.items():
             if not (is_number(value) and value > 0):
                 raise BadInput(f"limits: {name} = {value!r} is not a number > 0")
@@ -132,8 +127,6 @@ class Expected(NamedTuple):
     steps: Callable[[int], int] | None  # K_i of a client with so many examples; None: a full gradient, without training
     limits: Limits
     non_negative: Sequence[str] = ()
-    implied: Callable[[Any, int], Mapping[str, Tensor]] = lambda up, steps: {}  # fields that follow from the others
-    broadcast_norm: float = 0.0  # of all that was broadcast but the model: what rounding errors are relative to
 
 
 def read_update(content: RecordDict, expected: Expected, examples_before: int | None = None) -> Update:
@@ -162,20 +155,15 @@ def read_update(content: RecordDict, expected: Expected, examples_before: int | 
         if not is_whole(figures["steps"]) or figures["steps"] != steps:
             raise Refused(f"says {_quote(figures['steps'])} local steps, but {examples} examples make {steps}")
         _check_loss(loss, "training")
-    sent = expected.up._replace(**tensors)
-    for name, implied in expected.implied(sent, steps).items():
-        gap, size = _norm(tensors[name] - implied), _norm(implied)
-        if gap > CONTRADICTION * size + ROUNDING * expected.broadcast_norm:
-            raise Refused(f"'{name}' contradicts the other fields: its distance from what they imply is {gap:.3g}")
     clipped = []
     for name, most in expected.limits.norms.items():
-        if name not in tensors or (norm := _norm(tensors[name])) <= most:
+        if name not in tensors or (length := norm(tensors[name])) <= most:
             continue
         if expected.limits.on_large == "reject":
-            raise Refused(f"'{name}' has norm {norm:.4g}, over the limit of {most:g}")
-        tensors[name] = (tensors[name].double() * (most / norm)).to(tensors[name].dtype)
+            raise Refused(f"'{name}' has norm {length:.4g}, over the limit of {most:g}")
+        tensors[name] = (tensors[name].double() * (most / length)).to(tensors[name].dtype)
         clipped.append(name)
-    return Update(sent._replace(**tensors), buffers, examples, steps, loss, tuple(clipped))
+    return Update(expected.up._replace(**tensors), buffers, examples, steps, loss, tuple(clipped))
 
 
 def read_evaluation(
@@ -265,5 +253,6 @@ def _quote(value: Any) -> str:
     return shorten(repr(value), 40)
 
 
-def _norm(tensor: Tensor) -> float:
+def norm(tensor: Tensor) -> float:
+    """Return the Euclidean norm, computed in double precision."""
     return math.sqrt(float(torch.sum(tensor.double() ** 2)))

@@ -1,7 +1,14 @@
-"""Decide which answers of the nodes are used: each must be what a round expects, and fit the others of its round."""
+"""Decide which answers of the nodes are used.
+
+`lamina.flower.checks` looks at every answer by itself. Here the answers of one round are compared with each other, by
+one rule that knows nothing of the algorithm: a size may be at most `Limits.times_median` times the round's median. It
+stops broken nodes and absurd values. It does not stop a hostile node, which a robust mean does: see
+docs/explanation/hostile-nodes.md.
+"""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,58 +17,39 @@ import torch
 
 from lamina.algorithms.contract import ClientInfo, ServerInfo, trial_step
 from lamina.engines.state import State
-from lamina.flower import outliers, wire
-from lamina.flower.checks import Evaluation, Expected, Update
+from lamina.flower import wire
+from lamina.flower.checks import Evaluation, Expected, Update, norm
 from lamina.flower.records import Attendance, Memory
 from lamina.flower.setup import Setup
 from lamina.objective.objective import Objective
 from lamina.training.evaluation import WEIGHT
 
+FEWEST_FOR_A_MEDIAN = 3  # answers
+LEAST_MEDIAN = 1.0  # of losses and metrics: a client that fits badly is not absurd because the others fit perfectly
 DIGEST_CHARACTERS, MAX_DIGESTS = 16, 100  # of an accepted update, per client
+
+Sizes = dict[str, dict[int, float]]  # by what is measured and client
 
 
 class Judge:
-    """Removes answers that stand out, and remembers from earlier rounds what that takes."""
+    """Removes answers that were sent before or stand out in their round."""
 
     def __init__(self, setup: Setup, objective: Objective, state: State, memory: Memory) -> None:
-        self.objective, self.memory = objective, memory
-        self.algorithm, self.protocol, self.limits = setup.algorithm, setup.protocol, setup.limits
+        self.memory, self.algorithm, self.protocol, self.limits = memory, setup.algorithm, setup.protocol, setup.limits
         rate, layers, zero = self.protocol.rate(1), objective.layers, torch.zeros_like(state.server.x)
         down = self.algorithm.broadcast(state.server, ServerInfo(1, rate, layers, mean_gradient=zero))
-        upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
-        self.limits.check_fields(upload._fields)
-        self.no_totals = type(upload)(*[None] * len(upload))  # of a client that has not taken part
+        self.upload = self._upload(down, ClientInfo(1, rate, layers, full_gradient=zero))
+        self.limits.check_fields(self.upload._fields)
 
     def expect(self, state: State, down: Any, info: ClientInfo) -> Expected:
-        """Return what a sound update looks like: the fields an engine would get from one local step.
-
-        What the updates of this broadcast are compared by is kept for `remove_odd_updates` and `remember`.
-        """
-        algorithm, non_negative = self.algorithm, self.limits.non_negative
-        upload = self._upload(down, info)
-        self._broadcast = outliers.Broadcast(
-            self.objective.layers,
-            wire.floating(state.buffers),
-            lambda steps: algorithm.inherited_moments(down, info._replace(steps=float(steps))),
-            self.protocol.by_examples,
-            lambda steps: algorithm.inherited_step(down, info._replace(steps=float(steps))),
-            self.memory.largest_growth,
-            implied=tuple(algorithm.implied_fields(upload, down, info._replace(steps=1.0))),
-            drift=state.server.x - self.objective.start,
-            totals={
-                name: {client: getattr(total, name) for client, total in state.clients.items()}
-                for name in algorithm.state_changes
-            },
-            growth_by_client=self.memory.growth_by_client,
-        )
+        """Return what a sound update looks like: the fields an engine would get from one local step."""
+        non_negative = self.limits.non_negative
         return Expected(
-            upload,
+            self._upload(down, info),
             wire.floating(state.buffers),
             lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,
-            algorithm.non_negative if non_negative is None else non_negative,
-            lambda up, steps: algorithm.implied_fields(up, down, info._replace(steps=float(steps))),
-            sum(float(value.norm()) for name, value in down._asdict().items() if name != "x" and value is not None),
+            self.algorithm.non_negative if non_negative is None else non_negative,
         )
 
     def _upload(self, down: Any, info: ClientInfo) -> Any:
@@ -73,10 +61,9 @@ class Judge:
 
     def remove_odd_gradients(self, gradients: dict[int, Update], record: Attendance) -> None:
         """Remove full gradients (Mime's first exchange) that stand out."""
-        broadcast = outliers.Broadcast(self.objective.layers, {}, lambda steps: {}, self.protocol.by_examples)
-        self._remove_odd(gradients, broadcast, record)
+        _remove(gradients, stand_out(sizes_of(gradients), self.limits.times_median), record)
 
-    def remove_odd_updates(self, updates: dict[int, Update], record: Attendance, last_loss: float | None) -> None:
+    def remove_odd_updates(self, updates: dict[int, Update], record: Attendance) -> None:
         """Remove updates that were sent before or stand out, and replace training losses nobody can believe."""
         # An update without any movement is no sign of a replay.
         repeated = [
@@ -85,48 +72,65 @@ class Judge:
             if bool(update.up.delta.any()) and _short_digest(update) in self.memory.accepted.get(client, [])
         ]
         _remove(updates, dict.fromkeys(repeated, "its update is one it has sent before"), record)
-        self._remove_odd(updates, self._broadcast, record)
-        typical, absurd = outliers.absurd_losses({client: update.loss for client, update in updates.items()}, last_loss)
-        for client in absurd:
-            loss = f"its training loss {updates[client].loss:.3g}"
-            record.note(f"{record.name(client)}: {loss} is out of all proportion: not recorded")
-            updates[client] = updates[client]._replace(loss=typical)
-
-    def _remove_odd(self, updates: dict[int, Update], broadcast: outliers.Broadcast, record: Attendance) -> None:
-        """Remove updates that stand out from the others, or are absurd beside those of earlier rounds."""
-        sizes = outliers.sizes_of_updates(updates, broadcast)
-        record.sizes |= sizes
-        counts = {client: update.examples for client, update in updates.items()}
-        odd = outliers.judge_updates(updates, broadcast, self.limits)
-        odd |= outliers.judge_by_earlier_rounds(sizes, self.memory.recent, self.limits)
-        odd |= outliers.judge_growth_of_data(counts, self.memory.examples, self.limits)
-        _remove(updates, odd, record)
+        _remove(updates, stand_out(sizes_of(updates), self.limits.times_median), record)
+        losses = {client: update.loss for client, update in updates.items()}
+        absurd = stand_out({"its training loss": losses}, self.limits.times_median, LEAST_MEDIAN)
+        for client, why in absurd.items():
+            record.note(f"{record.name(client)}: {why}: not recorded")
+            updates[client] = updates[client]._replace(loss=statistics.median(losses.values()))
 
     def remove_odd_evaluations(self, evaluations: dict[int, Evaluation], record: Attendance) -> None:
         """Remove evaluations that claim far too many examples or labels, or an absurd loss or other mean."""
-        counts = {client: one.examples for client, one in evaluations.items()}
-        _remove(evaluations, outliers.judge_counts(counts, self.limits), record)
-        for name in sorted({name for one in evaluations.values() for name in one.figures}):
-            means = {client: one.figures[name] for client, one in evaluations.items() if name in one.figures}
-            if name.endswith(WEIGHT):
-                labels = {client: round(evaluations[client].examples * weight) for client, weight in means.items()}
-                _remove(evaluations, outliers.judge_counts(labels, self.limits, "labels"), record)
-                continue
-            reason = f"its evaluation {name} {{:.3g}} is out of all proportion"
-            absurd = outliers.absurd_losses(means, None)[1]
-            _remove(evaluations, {client: reason.format(means[client]) for client in absurd}, record)
+        sizes: Sizes = {}
+        for client, one in evaluations.items():
+            sizes.setdefault("its number of examples", {})[client] = one.examples
+            for name, value in one.figures.items():
+                if name.endswith(WEIGHT):  # how many labels an example has
+                    labels = f"its number of labels of '{name.removesuffix(WEIGHT)}'"
+                    sizes.setdefault(labels, {})[client] = value * one.examples
+                else:
+                    sizes.setdefault(f"its evaluation {name}", {})[client] = value
+        _remove(evaluations, stand_out(sizes, self.limits.times_median, LEAST_MEDIAN), record)
 
-    def remember(self, updates: Mapping[int, Update], record: Attendance) -> None:
-        """Remember the updates in the mean of a round."""
-        memory, broadcast = self.memory, self._broadcast
+    def remember(self, updates: Mapping[int, Update]) -> None:
+        """Remember the updates in the mean of a round, and how many examples they are from."""
         for client, update in updates.items():
-            memory.examples[client] = update.examples
-            memory.accepted[client] = [*memory.accepted.get(client, []), _short_digest(update)][-MAX_DIGESTS:]
-        memory.growth_by_client |= outliers.add_growth(updates, broadcast)
-        for what, value in outliers.median_growth(updates, broadcast).items():
-            memory.largest_growth[what] = max(value, memory.largest_growth.get(what, 0.0))
-        for what, median in outliers.medians(record.sizes, list(updates)).items():
-            memory.recent[what] = [*memory.recent.get(what, []), median][-outliers.REMEMBERED :]
+            self.memory.examples[client] = update.examples
+            digests = [*self.memory.accepted.get(client, []), _short_digest(update)]
+            self.memory.accepted[client] = digests[-MAX_DIGESTS:]
+
+
+def sizes_of(updates: Mapping[int, Update]) -> Sizes:
+    """Return the norm of every field and buffer of some updates, and their numbers of examples."""
+    sizes: Sizes = {}
+    for client, update in updates.items():
+        vectors = {f"the norm of '{name}'": value for name, value in update.up._asdict().items() if value is not None}
+        vectors |= {f"the norm of the buffer '{name}'": value for name, value in update.buffers.items()}
+        for what, vector in vectors.items():
+            sizes.setdefault(what, {})[client] = norm(vector)
+        sizes.setdefault("its number of examples", {})[client] = update.examples
+    return sizes
+
+
+def stand_out(sizes: Sizes, times: float | None, least: float = 0.0) -> dict[int, str]:
+    """Return the clients with a size of more than `times` the round's median, each with the reason.
+
+    Fewer than three clients have no median, and a median of zero says nothing about sizes. `least` is the smallest
+    median that counts.
+
+    >>> stand_out({"the norm of 'delta'": {0: 1.0, 1: 900.0, 2: 1.5, 3: 0.5}}, times=100)
+    {1: "the norm of 'delta' is 900, more than 100 times the round's median, 1.25 (limits: times_median)"}
+    """
+    odd: dict[int, str] = {}
+    for what, values in sizes.items():
+        if times is None or len(values) < FEWEST_FOR_A_MEDIAN:
+            continue
+        median = statistics.median(map(abs, values.values()))
+        for client, value in values.items():
+            if abs(value) > times * max(median, least) > 0:
+                compared = f"more than {times:g} times the round's median, {median:.4g} (limits: times_median)"
+                odd.setdefault(client, f"{what} is {value:.6g}, {compared}")
+    return odd
 
 
 def _remove(answers: dict[int, Any], odd: Mapping[int, str], record: Attendance) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import BaseModel
 
 from lamina.base.atomic import write_file
-from lamina.flower.outliers import Growth, Sizes
 from lamina.storage.files import writing_to
 
 # Every start of the server numbers its tasks from a block of its own. So a server that was killed after its last
@@ -36,7 +35,6 @@ class Attendance:
         self.refused: list[dict[str, Any]] = []
         self.notes: list[str] = []
         self.diverged: dict[int, str] = {}  # by client: the layer in which its training went non-finite
-        self.sizes: Sizes = {}  # of the answers
         self._nodes = nodes  # by client
 
     def accept(self, clients: Iterable[int]) -> None:
@@ -112,17 +110,17 @@ class Journal:
 
 
 class Memory(BaseModel):
-    """What the server remembers of earlier rounds, beside the model; by client where nothing else is said."""
+    """What the server remembers of earlier rounds, beside the model; by client where nothing else is said.
+
+    What checkpoints of earlier versions have beside this is ignored.
+    """
 
     run: str  # lamina's name of the run
     last_task: int = 0  # its number, see `TASKS_PER_START`
     base: dict[int, str] = {}  # the token of the exchange whose client state was accepted
     older: dict[int, str] = {}  # the same as of the checkpoint before the last
     examples: dict[int, int] = {}  # as of the last round it took part in
-    recent: dict[str, list[float]] = {}  # by what was measured: the medians of the last rounds' answers
     accepted: dict[int, list[str]] = {}  # digests of its last updates
-    largest_growth: dict[str, float] = {}  # by layer of a second moment: of any round's medians
-    growth_by_client: dict[int, Growth] = {}  # over the rounds that it took part in
 
 
 def count_start(folder: Path, last_task: int) -> int:

@@ -109,7 +109,7 @@ class Server:
 
     def _resume(self) -> None:
         """Resume the run in the folder from its newest sound checkpoint."""
-        start = (self.state, self.judge.no_totals)
+        start = (self.state, self.judge.upload)  # earlier versions kept sums of some of its fields, by client
         self.folder.checkpoints.identity = of_run(self.algorithm, self.objective, self.plan)
         loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
         if loaded is not None:
@@ -182,8 +182,7 @@ class Server:
         example = self.state.server.x if needs.full_gradient else None
         expected = self.judge.expect(self.state, down, ClientInfo(number, rate, layers, full_gradient=example))
         updates = self.exchange.updates(self.state, clients, record, down, expected, gradients)
-        last_loss = self.history[-1].get("train_loss") if len(self.history) else None  # None: the round was lost
-        self.judge.remove_odd_updates(updates, record, last_loss)
+        self.judge.remove_odd_updates(updates, record)
         return down, updates
 
     def _refuse_divergence(self, record: Attendance, needed: int) -> None:
@@ -212,25 +211,12 @@ class Server:
         for c, one in enumerate(updates.values()):
             loss, steps = one.loss, one.steps
             sums.add_client(c, self.algorithm, one.up, one.buffers, loss=loss, steps=steps, by_examples=by_examples)
-        totals = self._add_to_totals(updates)
-        self.state, report = close_round(self.algorithm, self.objective.layers, self.state, plan, down, sums, totals)
+        layers, clients = self.objective.layers, self.state.clients
+        self.state, report = close_round(self.algorithm, layers, self.state, plan, down, sums, clients)
         self.exchange.accept(updates)
-        self.judge.remember(updates, record)
+        self.judge.remember(updates)
         record.accept(updates)
         return plan, replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)
-
-    def _add_to_totals(self, updates: Mapping[int, Update]) -> dict[int, Any]:
-        """Return what every client has added so far in the fields of Up that the server adds up over the rounds.
-
-        A client that lost its state continues from its old total: it is the server's sum that matters.
-        """
-        totals = dict(self.state.clients)
-        for client, update in updates.items():
-            for name in self.algorithm.state_changes:
-                before, change = totals.get(client, self.judge.no_totals), getattr(update.up, name)
-                total = change if getattr(before, name) is None else getattr(before, name) + change
-                totals[client] = before._replace(**{name: total})
-        return totals
 
     def _as_round(self, number: int, updates: Mapping[int, Update]) -> Round:
         """Return the round as it really was: the clients that answered and their numbers of examples."""
