@@ -18,7 +18,7 @@ from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 
 from lamina import algorithms
-from lamina.algorithms.contract import allowed, options
+from lamina.algorithms.declaration import allowed, options
 from lamina.cli import app
 from lamina.rounds.ledger import wire_cost
 
@@ -64,8 +64,9 @@ class AlgorithmCosts(Generated):
         """Return a table with one row for each algorithm."""
         rows = []
         for name, cls in sorted(algorithms.registry().items()):
+            reference = f"[{cell(cls.card.reference)}]({cls.card.link})" if cls.card.link else cell(cls.card.reference)
             costs = [f"{models:g}" for models in wire_cost(algorithms.create(name))]
-            rows.append([f"`{name}`", cell(cls.card.title), *costs, f"{cls.card.lr:g}", cell(cls.card.reference)])
+            rows.append([f"`{name}`", cell(cls.card.title), *costs, f"{cls.card.lr:g}", reference])
         return table(["name", "method", "down", "up", "keeps", "default `lr`", "reference"], rows)
 
 

@@ -8,7 +8,7 @@ import torch
 
 import lamina
 import transcriptions as T  # noqa: N812
-from lamina.algorithms.contract import options
+from lamina.algorithms.declaration import options
 from paper_problem import LAYERS, close, federate, infos, local_run, make, vectors
 
 FEDADAM_PRESETS = {  # v_init, tau, beta1, beta2, eta_g (None: tuned)
@@ -59,7 +59,7 @@ def test_defaults_of_the_cards() -> None:
     assert [make("fedlada", {"preset": p}).alpha for p in ("cifar10", "cifar100", "tinyimagenet")] == [0.1, 0.05, 0.05]
     for fed in (lamina.FedAms(), lamina.FedLamb(), lamina.Mime(), lamina.MimeLamb()):
         assert (fed.beta1, fed.beta2, fed.v_init, fed.decay) == (0.9, 0.999, 1e-6, 0.0)
-        assert (fed.momentum, fed.eps, fed.sync_every, fed.bias_correction) == ("carry", 0.0, 1, False)
+        assert (fed.momentum, fed.eps, fed.sync_every) == ("carry", 0.0, 1)
     assert (lamina.FedLamb().phi_min, lamina.FedLamb().layers, lamina.FedLamb().decay_form) == (1e-2, "tensor", "ratio")
     for name in ("fedams", "fedlamb"):
         authors = make(name, {"preset": "authors"})

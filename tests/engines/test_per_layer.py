@@ -42,7 +42,7 @@ class PerLayer(lamina.Algorithm):
     """SGD whose every layer is divided by a moving average of its gradient's norm, kept by clients and the server."""
 
     non_negative = ("scale",)
-    beta: lamina.Number = lamina.hyper(0.9, "decay rate of the averages", low=0.0, high=1.0)
+    beta: lamina.Number = lamina.option(0.9, "decay rate of the averages", low=0.0, high=1.0)
 
     def init(self, x, layers):
         return Server(x, per_layer(x, layers, 1.0, self.grouping))

@@ -44,14 +44,6 @@ def test_norms_are_those_of_the_named_tensors(by):
     assert torch.allclose((spread**2).sum(-1), (norms**2 * torch.tensor(sizes)).sum(-1))
 
 
-def test_matrix_mask_marks_weights_only():
-    net = model()
-    layers = Layers.of(net)
-    mask = layers.unflatten(layers.matrix_mask(torch.zeros(1)))
-    assert {n for n, m in mask.items() if m.all()} == {"0.weight", "3.weight"}
-    assert not any(m.any() for n, m in mask.items() if n not in {"0.weight", "3.weight"})
-
-
 def test_first_nonfinite_names_the_layer():
     layers = Layers.of(model())
     flat = torch.zeros(layers.size)

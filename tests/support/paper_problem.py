@@ -15,7 +15,8 @@ import torch
 import lamina
 import transcriptions as T  # noqa: N812
 from lamina import algorithms
-from lamina.algorithms.contract import ClientInfo, ServerInfo, options
+from lamina.algorithms.contract import ClientInfo, ServerInfo
+from lamina.algorithms.declaration import options
 
 NAMES = tuple(T.ALL)
 SIZES = (7, 12, 3, 9, 5)

@@ -131,10 +131,7 @@ def decoupled(o: Options, y: Array) -> Array | float:
 
 def layerwise(o: Options, y: Array, psi: Array) -> Array:
     """phi(||y||) u / ||u|| for every layer, u = psi + lambda y; step 0 if ||u|| = 0 (Fed-LAMB eq. 3, A10-A12)."""
-    mask = MATRICES if o.decay_on == "matrices" else 1.0
-    u = psi + (o.decay * mask * y if o.decay_form == "ratio" else 0.0)
-    if not o.trust_ratio:
-        return u
+    u = psi + (o.decay * y if o.decay_form == "ratio" else 0.0)
     out = np.zeros_like(u)
     for part in MODULES if o.layers == "module" else TENSORS:
         norm_y, norm_u = np.sqrt((y[part] ** 2).sum()), np.sqrt((u[part] ** 2).sum())
@@ -345,72 +342,40 @@ def fedams(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[R
 
 def _fed(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> Iterator[Record]:
     x, v_hat_server, m_server = x0.copy(), np.full_like(x0, o.v_init), np.full_like(x0, o.m_init)
-    own: dict[int, dict[str, Any]] = {}
-    version = 0  # of v_hat: how many times the server has updated it
-    # A6: how much of a moment is still its start; beta^t after t steps from it. The rest is made of gradients.
-    old_v_hat_server = old_m_server = 1.0
+    own: dict[int, dict[str, Array]] = {}
     for r, rnd in enumerate(rounds, 1):
-        mean, deltas, v_up, m_up, old_v_up, old_m_up = averager(rnd, o.by_examples), [], [], [], [], []
+        mean, deltas, v_up, m_up = averager(rnd, o.by_examples), [], [], []
         for c, i in enumerate(rnd.cohort):
-            fresh = {"m": np.full_like(x0, o.m_init), "v": np.full_like(x0, o.v_init), "version": -1}
-            fresh |= {"old_m": 1.0, "old_v": 1.0, "v_hat": np.full_like(x0, o.v_init), "old_v_hat": 1.0}
+            fresh = {"m": np.full_like(x0, o.m_init), "v": np.full_like(x0, o.v_init)}
+            fresh["v_hat"] = np.full_like(x0, o.v_init)
             kept = own.get(i, fresh)
-            v_hat, old_v_hat = v_hat_server, old_v_hat_server
-            if not o.sync:  # A17: v_hat_i of the client's own gradients
-                v_hat, old_v_hat = kept["v_hat"], kept["old_v_hat"]
+            v_hat = v_hat_server if o.sync else kept["v_hat"]  # A17: v_hat_i of the client's own gradients
             y = x.copy()  # l.6
-            m, old_m = {
-                "carry": (kept["m"], kept["old_m"]),
-                "restart": (fresh["m"], fresh["old_m"]),
-                "average": (m_server, old_m_server),
-            }[o.momentum]  # A5
-            v, old_v = v_hat, old_v_hat  # l.6, A3
-            if o.v_seed == "client" or (o.lazy == "accumulate" and kept["version"] == version):  # A3, A16
-                v, old_v = kept["v"], kept["old_v"]
-            running, old_running = v_hat, old_v_hat  # A2
+            m = {"carry": kept["m"], "restart": fresh["m"], "average": m_server}[o.momentum]  # A5
+            v = kept["v"] if o.v_seed == "client" else v_hat  # l.6, A3
+            running = v_hat  # A2
             for batch in batches(rnd, c):
-                old_m, old_v = old_m * o.beta1, old_v * o.beta2
-                old_running = min(old_running, old_v)
                 g = gradient(y, batch) + l2(o, y)  # l.9
                 m = o.beta1 * m + (1 - o.beta1) * g  # l.10
                 v = o.beta2 * v + (1 - o.beta2) * g**2  # l.11
                 running = np.maximum(running, v)
-                under, old = v_hat, old_v_hat
-                if o.second_moment == "running":
-                    under, old = running, old_running
+                under = running if o.second_moment == "running" else v_hat
                 if r == 1 and o.first_round == "running":
-                    under, old = v, old_v
-                top = m
-                if o.bias_correction:  # A6: copies; a v_hat that no gradient is in has no bias
-                    top, under = m / (1 - old_m), under / (1 - old) if old < 1 else under
-                psi = top / (np.sqrt(under) + o.eps)  # l.12
+                    under = v
+                psi = m / (np.sqrt(under) + o.eps)  # l.12
                 y = y - rnd.lr * (scale(o, y, psi) + decoupled(o, y))  # l.13
-            own[i] = {"m": m, "v": v, "version": version, "old_m": old_m, "old_v": old_v}
-            own[i] |= {"v_hat": np.maximum(v_hat, v), "old_v_hat": min(old_v_hat, old_v)}
-            if o.second_moment == "running":
-                own[i] |= {"v_hat": running, "old_v_hat": old_running}
+            own[i] = {"m": m, "v": v, "v_hat": running if o.second_moment == "running" else np.maximum(v_hat, v)}
             deltas.append(y - x)
             v_up.append(running if o.second_moment == "running" else v)  # A2: what the steps divided by
-            old_v_up.append(old_running if o.second_moment == "running" else old_v)
             m_up.append(m)
-            old_m_up.append(old_m)
         x = x + o.server_lr * mean(deltas)  # l.19
         if r % o.sync_every == 0:  # A16
             v_hat_server = np.maximum(v_hat_server, mean(v_up))  # l.20
-            old_v_hat_server = min(old_v_hat_server, mean(old_v_up))
-            version += 1
-        m_server, old_m_server = mean(m_up), mean(old_m_up)
+        m_server = mean(m_up)
         server = {"x": x} | ({"v_hat": v_hat_server} if o.sync else {})
         server |= {"m": m_server} if o.momentum == "average" else {}
-        names = ["m"] * (o.momentum == "carry")
-        names += ["v"] * (o.v_seed == "client" or (o.lazy == "accumulate" and o.sync_every > 1))
-        names += ["v_hat"] * (not o.sync)
-        clients = {i: {n: kept[n] for n in names} for i, kept in own.items()}
-        if o.bias_correction:
-            server |= {"v_share": np.array(1 - old_v_hat_server)} if o.sync else {}
-            for i, kept in own.items():
-                clients[i] |= {f"{n}_share": np.array(1 - kept[f"old_{n}"]) for n in names}
-        yield Record(server, clients, deltas)
+        names = ["m"] * (o.momentum == "carry") + ["v"] * (o.v_seed == "client") + ["v_hat"] * (not o.sync)
+        yield Record(server, {i: {n: kept[n] for n in names} for i, kept in own.items()}, deltas)
 
 
 def mimelamb(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Record]:
@@ -426,18 +391,15 @@ def mime(x0: Array, rounds: Any, gradient: Gradient, o: Options) -> Iterator[Rec
 def _mime(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) -> Iterator[Record]:
     x, m_server = x0.copy(), np.full_like(x0, o.m_init)
     v = v_hat = np.full_like(x0, o.v_init)
-    own: dict[int, dict[str, Any]] = {}
-    old_m_server = 1.0  # A6, as above
+    own: dict[int, dict[str, Array]] = {}
     for r, rnd in enumerate(rounds, 1):
-        mean, deltas, m_up, old_m_up = averager(rnd, o.by_examples), [], [], []
+        mean, deltas, m_up = averager(rnd, o.by_examples), [], []
         G = mean([gradient.full(x, samples) for samples in rnd.samples])  # l.17, 21
         for c, i in enumerate(rnd.cohort):
-            fresh = {"m": np.full_like(x0, o.m_init), "old_m": 1.0}
-            shared = {"m": m_server, "old_m": old_m_server}
-            kept = {"carry": own.get(i, fresh), "restart": fresh}.get(o.momentum, shared)  # A5
-            y, m, old_m = x.copy(), kept["m"], kept["old_m"]
+            fresh = {"m": np.full_like(x0, o.m_init)}
+            kept = {"carry": own.get(i, fresh), "restart": fresh}.get(o.momentum, {"m": m_server})  # A5
+            y, m = x.copy(), kept["m"]
             for batch in batches(rnd, c):
-                old_m = old_m * o.beta1
                 g = gradient(y, batch)
                 if o.control_variate:  # A14
                     g = g - gradient(x, batch) + G
@@ -445,13 +407,11 @@ def _mime(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) ->
                 new_m = o.beta1 * m + (1 - o.beta1) * g  # l.10
                 if o.momentum != "server":  # the server's statistic is frozen during local steps
                     m = new_m
-                top = new_m / (1 - old_m) if o.bias_correction else new_m
-                psi = top / (np.sqrt(v_hat) + o.eps)  # l.12
+                psi = new_m / (np.sqrt(v_hat) + o.eps)  # l.12
                 y = y - rnd.lr * (scale(o, y, psi) + decoupled(o, y))  # l.13
-            own[i] = {"m": m, "old_m": old_m}
+            own[i] = {"m": m}
             deltas.append(y - x)
             m_up.append(m)
-            old_m_up.append(old_m)
         x = x + o.server_lr * mean(deltas)  # l.19
         if r % o.sync_every == 0:
             v = o.beta2 * v + (1 - o.beta2) * G**2  # l.22
@@ -459,7 +419,7 @@ def _mime(x0: Array, rounds: Any, gradient: Gradient, o: Options, scale: Any) ->
             if o.momentum == "server":
                 m_server = o.beta1 * m_server + (1 - o.beta1) * G
         if o.momentum == "average":
-            m_server, old_m_server = mean(m_up), mean(old_m_up)
+            m_server = mean(m_up)
         server = {"x": x, "v": v, "v_hat": v_hat} | ({"m": m_server} if o.momentum in ("average", "server") else {})
         names = ["m"] * (o.momentum == "carry")
         yield Record(server, {i: {n: kept[n] for n in names} for i, kept in own.items()}, deltas)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from lamina.algorithms.contract import Algorithm, Card, options, registry
+from lamina.algorithms.contract import Algorithm, Card
+from lamina.algorithms.declaration import options, registry
 from lamina.algorithms.fedadam import FedAdam
 from lamina.algorithms.fedadam_star import FedAdamStar
 from lamina.algorithms.fedams import FedAms

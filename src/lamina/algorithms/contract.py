@@ -1,4 +1,4 @@
-"""The contract: a federated algorithm is a frozen record of hyper-parameters and seven pure functions.
+"""The contract: a federated algorithm is a frozen record of options and seven pure functions.
 
     init(x, layers)                      -> Server       the server's state before round 1; default: the model
     client_init(x, layers)               -> Client       what a client keeps between rounds; default: nothing
@@ -8,9 +8,8 @@
     finish(local, down, client, info)    -> Up, Client   what is sent back, and the client's new state; default: y_K - x
     update(server, up, info)             -> Server       the server's step, on the mean of all Ups
 
-Only `step` and `update` have no default. An algorithm whose `needs` asks for a second gradient also has
-
-    second_point(local, down, grad, lr, layers) -> Tensor   where to take it; `step` gets it as `second_grad`
+Only `step` and `update` have no default. `declaration.py` has the decorator that gives an algorithm its name, and the
+function that declares an option. Everything else in `Algorithm` has a default that suits most methods.
 
 These rules let one definition run in every engine:
 
@@ -21,31 +20,18 @@ These rules let one definition run in every engine:
 - Every field of `Down` and `Up` that is not None is sent: the ledger counts it, Flower ships it.
 - The mean of the Ups uses the run's weighting, except for the fields named in `state_changes`.
 - No branch on a tensor's value, no in-place write, no ``.item()``. Branches on options are fine.
-- A numeric hyper-parameter may be a tensor that broadcasts over the leading axes.
+- A numeric option may be a tensor that broadcasts over the leading axes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    NamedTuple,
-    TypeVar,
-    dataclass_transform,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lamina.base.errors import BadInput, is_number, short_repr
 from lamina.objective.layers import Grouping, Layers
 
 Number = float | Tensor
@@ -116,6 +102,7 @@ class Card(NamedTuple):
     name: str
     title: str
     reference: str
+    link: str  # to the paper
     lr: float  # a local learning rate to start from
     paper_cost: int | None  # the paper's own count of the communication, in models per client and round
     presets: Mapping[str, Mapping[str, Any]]
@@ -123,37 +110,9 @@ class Card(NamedTuple):
 
 
 class Algorithm(ABC):
-    """Base class of all algorithms: the seven functions of the contract, and what engines and checks ask about them."""
+    """Base class of all algorithms: the seven functions of the contract, then facts that few methods have to state."""
 
     card: ClassVar[Card]
-
-    state_changes: ClassVar[tuple[str, ...]] = ()
-    """The fields of `Up` that are changes of a client's own state, which the server sums over the rounds.
-
-    Their mean is uniform over the cohort even if the run weights clients by their examples.
-    """
-
-    non_negative: ClassVar[tuple[str, ...]] = ()
-    """The fields of `Up` that are never negative, such as second moments. A federation's server refuses others."""
-
-    @property
-    def cycle(self) -> int:
-        """The number of rounds after which the same fields are sent again: more than 1 with lazy synchronisation."""
-        return 1
-
-    @property
-    def clips_direction(self) -> bool:
-        """Whether `step` clips its own direction; the engines then skip `train.clip`, which clips the gradient."""
-        return False
-
-    @property
-    def grouping(self) -> Grouping:
-        """What one layer is in the fields ``[..., layers]``: a tensor, or all tensors of a module."""
-        return "tensor"
-
-    def paper_models(self, round: int) -> int | None:
-        """Return the paper's own count of the communication in this round, in models per client."""
-        return self.card.paper_cost
 
     def init(self, x: Tensor, layers: Layers) -> Any:
         """Return the server's state before round 1."""
@@ -178,14 +137,6 @@ class Algorithm(ABC):
         In rounds whose `needs` ask for a second gradient, `step` is called with one more argument, ``second_grad``.
         """
 
-    def second_point(self, local: Any, down: Any, grad: Tensor, lr: Number, layers: Layers) -> Tensor:
-        """Return the point ``[..., p]`` of the second gradient, from the state and the gradient at ``local.y``.
-
-        The engine computes both gradients with the same samples, augmentation and dropout masks. Clipping and control
-        variates act on both. Buffers such as BatchNorm statistics are updated at ``local.y`` only.
-        """
-        raise NotImplementedError
-
     def finish(self, local: Any, down: Any, client: Any, info: ClientInfo) -> tuple[Any, Any]:
         """Return what is sent to the server, and the client's new state."""
         return Displacement(local.y - down.x), client
@@ -194,9 +145,48 @@ class Algorithm(ABC):
     def update(self, server: Any, up: Any, info: ServerInfo) -> Any:
         """Return the server's state after the round, from the mean of the uploads."""
 
+    def check(self) -> None:  # noqa: B027
+        """Refuse options that contradict each other. It is called when an algorithm is created."""
+
+    # --- facts for the engines ---
+
     def needs(self, round: int) -> Needs:
         """Return what the engine must provide in this round."""
         return Needs()
+
+    def second_point(self, local: Any, down: Any, grad: Tensor, lr: Number, layers: Layers) -> Tensor:
+        """Return the point ``[..., p]`` of the second gradient, from the state and the gradient at ``local.y``.
+
+        The engine computes both gradients with the same samples, augmentation and dropout masks. Clipping and control
+        variates act on both. Buffers such as BatchNorm statistics are updated at ``local.y`` only.
+        """
+        raise NotImplementedError
+
+    state_changes: ClassVar[tuple[str, ...]] = ()
+    """The fields of `Up` that are changes of a client's own state, which the server sums over the rounds.
+
+    Their mean is uniform over the cohort even if the run weights clients by their examples.
+    """
+
+    non_negative: ClassVar[tuple[str, ...]] = ()
+    """The fields of `Up` that are never negative, such as second moments. A federation's server refuses others."""
+
+    @property
+    def clips_direction(self) -> bool:
+        """Whether `step` clips its own direction; the engines then skip `train.clip`, which clips the gradient."""
+        return False
+
+    @property
+    def grouping(self) -> Grouping:
+        """What one layer is in the fields ``[..., layers]``: a tensor, or all tensors of a module."""
+        return "tensor"
+
+    # --- facts for the ledger ---
+
+    @property
+    def cycle(self) -> int:
+        """The number of rounds after which the same fields are sent again: more than 1 with lazy synchronisation."""
+        return 1
 
     def down_versions(self, round: int) -> Mapping[str, int]:
         """Return the version in this round of every Down field that does not change in each round.
@@ -204,6 +194,12 @@ class Algorithm(ABC):
         A client caches such a field and receives it again only when the version changes.
         """
         return {}
+
+    def paper_models(self, round: int) -> int | None:
+        """Return the paper's own count of the communication in this round, in models per client."""
+        return self.card.paper_cost
+
+    # --- facts for the report ---
 
     def trust_ratios(self, local: Any) -> Tensor | None:
         """Return the trust ratio of every layer ``[..., layers]`` in the last local step, or None."""
@@ -230,102 +226,6 @@ def trial_step(algorithm: Algorithm, local: Any, down: Any, grad: Tensor, info: 
     """Return the local state after a step without data: every gradient that the algorithm needs is `grad`."""
     second = {"second_grad": grad} if algorithm.needs(info.round).second_gradient else {}
     return algorithm.step(local, down, grad, info.lr, info.layers, **second)
-
-
-def hyper(
-    default: Any, doc: str, *, low: float | None = None, high: float | None = None, open_low: bool = False
-) -> Any:
-    """Declare a hyper-parameter: its default, a line of documentation with the paper's symbol, and its range."""
-    return dataclasses.field(default=default, metadata={"doc": doc, "low": low, "high": high, "open_low": open_low})
-
-
-_REGISTRY: dict[str, type[Algorithm]] = {}
-A = TypeVar("A", bound=Algorithm)
-
-
-@dataclass_transform(frozen_default=True)
-def algorithm(
-    name: str,
-    *,
-    title: str,
-    reference: str = "",
-    lr: float,
-    paper_cost: int | None = None,
-    presets: Mapping[str, Mapping[str, Any]] | None = None,
-    grids: Mapping[str, Mapping[str, Sequence[Any]]] | None = None,
-) -> Callable[[type[A]], type[A]]:
-    """Make a class a frozen, validated dataclass and add it to the registry. Use it as a decorator."""
-
-    def decorate(cls: type[A]) -> type[A]:
-        def check(self: Algorithm) -> None:
-            _check_options(self)
-            if own_check is not None:
-                own_check(self)
-            for base in type(self).__mro__:  # every class of options may refuse combinations
-                if "check" in vars(base):
-                    vars(base)["check"](self)
-
-        other = _REGISTRY.get(name)
-        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise BadInput(f"an algorithm named '{name}' exists already ({other.__module__}): choose another name")
-        own_check = cls.__dict__.get("__post_init__")
-        cls.__post_init__ = check  # type: ignore[attr-defined]
-        record = dataclasses.dataclass(frozen=True, eq=False)(cls)
-        record.card = Card(name, title, reference, lr, paper_cost, presets or {}, grids or {})
-        _REGISTRY[name] = record
-        for preset in record.card.presets.values():
-            record(**preset)  # an invalid preset is a bug, so it fails at import
-        return record
-
-    return decorate
-
-
-def registry() -> Mapping[str, type[Algorithm]]:
-    """Return all registered algorithms by name."""
-    return _REGISTRY
-
-
-def options(cls: type[Algorithm]) -> dict[str, dataclasses.Field[Any]]:
-    """Return the hyper-parameters of an algorithm class by name."""
-    return {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-
-
-def allowed(cls: type[Algorithm], option: str) -> str:
-    """Return in words what an option accepts: ``'l2' or 'decoupled'``, ``a number > 0``."""
-    hint, limits = get_type_hints(cls)[option], options(cls)[option].metadata
-    if get_origin(hint) is Literal:
-        return " or ".join(repr(v) for v in get_args(hint))
-    if hint in (bool, str):
-        return "true or false" if hint is bool else "a text"
-    low, high = limits.get("low"), limits.get("high")
-    bounds = [] if low is None else [f"{'>' if limits['open_low'] else '>='} {low:g}"]
-    bounds += [] if high is None else [f"<= {high:g}"]
-    return " ".join(["a whole number" if hint is int else "a number", " and ".join(bounds)]).strip()
-
-
-def _fits(value: Any, hint: Any, limits: Mapping[str, Any]) -> bool:
-    if isinstance(value, Tensor):  # one value per experiment of a population
-        return True
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if hint in (bool, str):
-        return isinstance(value, hint)
-    if not isinstance(value, int if hint is int else (int, float)) or not is_number(value) or math.isnan(value):
-        return False
-    if isinstance(value, int) and abs(value) >= 2**63:  # torch's integers have 64 bits
-        return False
-    low, high = limits.get("low"), limits.get("high")
-    too_low = low is not None and (value <= low if limits["open_low"] else value < low)
-    return not too_low and (high is None or value <= high)
-
-
-def _check_options(self: Algorithm) -> None:
-    cls = type(self)
-    hints = get_type_hints(cls)
-    for name, field in options(cls).items():
-        value = getattr(self, name)
-        if not _fits(value, hints[name], field.metadata):
-            raise BadInput(f"{cls.__name__}: {name} = {short_repr(value)} is not {allowed(cls, name)}")
 
 
 def zeros(x: Tensor) -> Tensor:

@@ -11,26 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import (
-    Algorithm,
-    Analysis,
-    Displacement,
-    LocalModel,
-    Model,
-    Number,
-    ServerInfo,
-    algorithm,
-    hyper,
-    zeros,
-)
-from lamina.algorithms.primitives import (
-    add_decay,
-    descend,
-    ema,
-    precondition,
-    refuse_dead_moments,
-    refuse_uncorrectable,
-)
+from lamina.algorithms.contract import Algorithm, Analysis, Displacement, LocalModel, Model, Number, ServerInfo, zeros
+from lamina.algorithms.declaration import algorithm, option
+from lamina.algorithms.primitives import add_decay, descend, ema, is_exactly, precondition, refuse_dead_moments
+from lamina.base.errors import BadInput
 from lamina.objective.layers import Layers
 
 
@@ -48,6 +32,7 @@ class Server(NamedTuple):
     "fedadam",
     title="FedAdam (Adp-Fed)",
     reference="Reddi et al. 2021, Alg. 2",
+    link="https://arxiv.org/abs/2003.00295",
     lr=0.1,
     paper_cost=1,
     presets={
@@ -69,19 +54,21 @@ class Server(NamedTuple):
 class FedAdam(Algorithm):
     """Clients run SGD; the server runs Adam on their mean displacement."""
 
-    beta1: Number = hyper(0.9, "beta_1, decay rate of the server's momentum", low=0.0, high=1.0)
-    beta2: Number = hyper(0.99, "beta_2, decay rate of the server's second moment", low=0.0, high=1.0)
-    tau: Number = hyper(1e-3, "tau, added to the root of v", low=0.0)
-    v_init: Number = hyper(1e-6, "v_0, the second moment before round 1", low=0.0)
-    root_eps: Number = hyper(0.0, "added to v under the root", low=0.0)
-    amsgrad: bool = hyper(False, "divide by the running maximum of v")
-    bias_correction: bool = hyper(False, "divide copies of m and v by 1 - beta^r")
-    server_lr: Number = hyper(0.01, "eta_g, the server's step size", low=0.0, open_low=True)
-    decay: Number = hyper(0.0, "lambda, the clients' weight decay", low=0.0)
+    beta1: Number = option(0.9, "beta_1, decay rate of the server's momentum", low=0.0, high=1.0)
+    beta2: Number = option(0.99, "beta_2, decay rate of the server's second moment", low=0.0, high=1.0)
+    tau: Number = option(1e-3, "tau, added to the root of v", low=0.0)
+    v_init: Number = option(1e-6, "v_0, the second moment before round 1", low=0.0)
+    root_eps: Number = option(0.0, "added to v under the root", low=0.0)
+    amsgrad: bool = option(False, "divide by the running maximum of v")
+    bias_correction: bool = option(False, "divide copies of m and v by 1 - beta^r")
+    server_lr: Number = option(0.01, "eta_g, the server's step size", low=0.0, open_low=True)
+    decay: Number = option(0.0, "lambda, the clients' weight decay", low=0.0)
 
     def check(self) -> None:
         """Refuse decay rates with which nothing is learned."""
-        refuse_uncorrectable(self)
+        super().check()
+        if self.bias_correction and is_exactly(self.beta2, 1):
+            raise BadInput("bias_correction divides by 1 - beta2^t, which is 0 for beta2 = 1: choose beta2 < 1")
         refuse_dead_moments(self, self.tau, self.root_eps)
 
     def init(self, x: Tensor, layers: Layers) -> Server:

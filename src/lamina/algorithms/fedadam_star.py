@@ -11,7 +11,8 @@ from typing import Literal
 from torch import Tensor
 
 from lamina.algorithms import fedcm
-from lamina.algorithms.contract import Displacement, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.contract import Displacement, Number, ServerInfo, zeros
+from lamina.algorithms.declaration import algorithm, option
 from lamina.algorithms.fedadam import FedAdam, Server
 from lamina.objective.layers import Layers
 
@@ -20,6 +21,7 @@ from lamina.objective.layers import Layers
     "fedadam_star",
     title="FedAdam(*)",
     reference="Sun et al. 2023, Table 3",
+    link="https://arxiv.org/abs/2308.00522",
     lr=0.1,
     paper_cost=2,
     presets=FedAdam.card.presets,
@@ -27,13 +29,13 @@ from lamina.objective.layers import Layers
 class FedAdamStar(FedAdam):
     """Clients run FedCM; the server runs Adam on their mean displacement."""
 
-    alpha: Number = hyper(
+    alpha: Number = option(
         0.1, "alpha, weight of the client's own gradient; 1 is FedAdam", low=0.0, high=1.0, open_low=True
     )
-    clip_direction: Number = hyper(
+    clip_direction: Number = option(
         math.inf, "largest norm of the mixed direction, in place of train.clip (B17)", low=0.0, open_low=True
     )
-    decay_form: Literal["l2", "decoupled"] = hyper("l2", "inside g, or outside the mix")
+    decay_form: Literal["l2", "decoupled"] = option("l2", "inside g, or outside the mix")
 
     # FedCM's local step, with the options above.
     clips_direction = fedcm.FedCM.clips_direction

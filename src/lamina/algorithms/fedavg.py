@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, Displacement, LocalModel, Model, Number, ServerInfo, algorithm, hyper
+from lamina.algorithms.contract import Algorithm, Displacement, LocalModel, Model, Number, ServerInfo
+from lamina.algorithms.declaration import algorithm, option
 from lamina.algorithms.primitives import add_decay, descend
 from lamina.objective.layers import Layers
 
@@ -16,6 +17,7 @@ from lamina.objective.layers import Layers
     "fedavg",
     title="FedAvg (Fed-SGD)",
     reference="McMahan et al. 2017",
+    link="https://arxiv.org/abs/1602.05629",
     lr=0.1,
     paper_cost=1,
     presets={"fedlada_paper": {"decay": 1e-3}},
@@ -24,8 +26,8 @@ from lamina.objective.layers import Layers
 class FedAvg(Algorithm):
     """Clients run SGD; the server averages."""
 
-    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
-    decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
+    server_lr: Number = option(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    decay: Number = option(0.0, "lambda, weight decay", low=0.0)
 
     def step(self, local: LocalModel, down: Model, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
         g = add_decay(grad, local.y, self.decay)

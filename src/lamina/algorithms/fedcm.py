@@ -10,17 +10,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import (
-    Algorithm,
-    Analysis,
-    Displacement,
-    LocalModel,
-    Number,
-    ServerInfo,
-    algorithm,
-    hyper,
-    zeros,
-)
+from lamina.algorithms.contract import Algorithm, Analysis, Displacement, LocalModel, Number, ServerInfo, zeros
+from lamina.algorithms.declaration import algorithm, option
 from lamina.algorithms.primitives import add_decoupled, add_l2, clip_by_norm, descend, is_exactly
 from lamina.objective.layers import Layers
 
@@ -36,6 +27,7 @@ class Server(NamedTuple):
     "fedcm",
     title="FedCM",
     reference="Xu et al. 2021",
+    link="https://arxiv.org/abs/2106.10874",
     lr=0.1,
     paper_cost=2,
     presets={
@@ -47,15 +39,15 @@ class Server(NamedTuple):
 class FedCM(Algorithm):
     """y <- y - lr (alpha g + (1 - alpha) Delta)."""
 
-    alpha: Number = hyper(
+    alpha: Number = option(
         0.1, "alpha, weight of the client's own gradient; 1 is FedAvg", low=0.0, high=1.0, open_low=True
     )
-    clip_direction: Number = hyper(
+    clip_direction: Number = option(
         math.inf, "largest norm of the mixed direction, in place of train.clip (B17)", low=0.0, open_low=True
     )
-    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
-    decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
-    decay_form: Literal["l2", "decoupled"] = hyper("l2", "inside g, or outside the mix")
+    server_lr: Number = option(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    decay: Number = option(0.0, "lambda, weight decay", low=0.0)
+    decay_form: Literal["l2", "decoupled"] = option("l2", "inside g, or outside the mix")
 
     @property
     def clips_direction(self) -> bool:

@@ -8,7 +8,7 @@ g_a+ = alpha * mean(local direction) + (1 - alpha) * g_a still holds.
 
 from __future__ import annotations
 
-from lamina.algorithms.contract import algorithm
+from lamina.algorithms.declaration import algorithm
 from lamina.algorithms.fedlada import FedLada
 from lamina.algorithms.fedlamb import Layerwise
 

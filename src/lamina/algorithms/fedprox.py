@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lamina.algorithms.contract import LocalModel, Model, Number, algorithm, hyper
+from lamina.algorithms.contract import LocalModel, Model, Number
+from lamina.algorithms.declaration import algorithm, option
 from lamina.algorithms.fedavg import FedAvg
 from lamina.algorithms.primitives import add_decay, descend
 from lamina.objective.layers import Layers
@@ -18,6 +19,7 @@ from lamina.objective.layers import Layers
     "fedprox",
     title="FedProx",
     reference="Li et al. 2020",
+    link="https://arxiv.org/abs/1812.06127",
     lr=0.1,
     paper_cost=1,
     presets={"fedlada_paper": {"decay": 1e-3}},
@@ -25,7 +27,7 @@ from lamina.objective.layers import Layers
 class FedProx(FedAvg):
     """FedAvg on F_i(y) + mu/2 ||y - x||^2."""
 
-    mu: Number = hyper(0.1, "mu, weight of the proximal term", low=0.0)
+    mu: Number = option(0.1, "mu, weight of the proximal term", low=0.0)
 
     def step(self, local: LocalModel, down: Model, grad: Tensor, lr: Number, layers: Layers) -> LocalModel:
         g = add_decay(grad, local.y, self.decay) + self.mu * (local.y - down.x)

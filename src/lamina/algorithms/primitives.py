@@ -22,19 +22,14 @@ def precondition(m: Tensor, v: Tensor, eps: Number = 0.0) -> Tensor:
     return torch.where(root == 0, 0.0, m / root)  # a NaN stays a NaN
 
 
-def next_share(share: Tensor | None, beta: Number) -> Tensor | None:
-    """Return the share of gradients in a moment after one more gradient: the moment's own recursion with g = 1 (A6).
-
-    Bias correction divides a copy of a moment by the fraction of it that comes from gradients, as opposed to its
-    initial value. A moment that started afresh and saw t gradients has the share 1 - beta^t. One that was averaged over
-    clients, sent, maximised or restarted has no such t, but its share goes through the same operations.
-    """
-    return None if share is None else beta * share + (1 - beta)
+def next_weight(weight: Tensor | None, beta: Number) -> Tensor | None:
+    """Return the weight of gradients in a moment after one more: the moment's own recursion with g = 1 (B21)."""
+    return None if weight is None else beta * weight + (1 - beta)
 
 
-def corrected(moment: Tensor, share: Tensor | None) -> Tensor:
-    """Return the moment divided by its share; an initial value, which has seen no gradient, stays as it is (A6)."""
-    return moment if share is None else moment / torch.where(share > 0, share, 1.0)
+def corrected(moment: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the moment divided by the weight of gradients in it; a moment that has seen none stays as it is (B21)."""
+    return moment if weight is None else moment / torch.where(weight > 0, weight, 1.0)
 
 
 def is_exactly(option: Number, value: float) -> bool:
@@ -70,18 +65,6 @@ def clip_by_norm(u: Tensor, limit: Number) -> Tensor:
     return torch.where(norm > limit, u * (limit / norm), u)
 
 
-def first_of(one: Tensor | None, other: Tensor | None) -> Tensor:
-    """Return `one`, or `other` if `one` is None."""
-    tensor = other if one is None else one
-    assert tensor is not None
-    return tensor
-
-
-def larger(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the elementwise maximum, or None if either is None."""
-    return None if one is None or other is None else torch.maximum(one, other)
-
-
 def refuse_dead_moments(options: Any, *added: Number) -> None:
     """Refuse decay rates with which nothing is learned. `added` are the terms beside v in the divisor."""
     if is_exactly(options.beta1, 1):
@@ -92,7 +75,7 @@ def refuse_dead_moments(options: Any, *added: Number) -> None:
         )
 
 
-def refuse_uncorrectable(options: Any) -> None:
-    """Refuse beta2 = 1 with bias correction, which would divide by 1 - beta2^t = 0."""
-    if options.bias_correction and is_exactly(options.beta2, 1):
-        raise BadInput("bias_correction divides by 1 - beta2^t, which is 0 for beta2 = 1: choose beta2 < 1")
+def refuse_zero_divisor(options: Any, when: str = "in round 1") -> None:
+    """Refuse v_init = 0 if some round divides by it: nothing would move."""
+    if is_exactly(options.v_init, 0) and is_exactly(options.eps, 0):
+        raise BadInput(f"v_init = 0 leaves nothing to divide by {when}: give v_init or eps a positive value")

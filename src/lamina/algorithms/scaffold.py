@@ -12,7 +12,8 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Number, ServerInfo, algorithm, hyper, zeros
+from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Number, ServerInfo, zeros
+from lamina.algorithms.declaration import algorithm, option
 from lamina.algorithms.primitives import add_decay, clip_by_norm, descend, is_exactly
 from lamina.objective.layers import Layers
 
@@ -48,6 +49,7 @@ class Up(NamedTuple):
     "scaffold",
     title="SCAFFOLD (option II)",
     reference="Karimireddy et al. 2020; scale: Sun et al. 2023, eq. 26",
+    link="https://arxiv.org/abs/1910.06378",
     lr=0.1,
     paper_cost=2,
     presets={
@@ -61,15 +63,15 @@ class Scaffold(Algorithm):
 
     state_changes = ("delta_c",)
 
-    scale: Number = hyper(1.0, "s, weight of the correction; 1 is SCAFFOLD, 0 is FedAvg", low=0.0)
-    control: Literal["mean_gradient", "literal"] = hyper(
+    scale: Number = option(1.0, "s, weight of the correction; 1 is SCAFFOLD, 0 is FedAvg", low=0.0)
+    control: Literal["mean_gradient", "literal"] = option(
         "mean_gradient", "c_i under s != 1: keep it the mean raw gradient, or option II as printed (B15)"
     )
-    clip_direction: Number = hyper(
+    clip_direction: Number = option(
         math.inf, "largest norm of g + s (c - c_i), in place of train.clip (B17)", low=0.0, open_low=True
     )
-    server_lr: Number = hyper(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
-    decay: Number = hyper(0.0, "lambda, weight decay", low=0.0)
+    server_lr: Number = option(1.0, "eta_g, the server's step size", low=0.0, open_low=True)
+    decay: Number = option(0.0, "lambda, weight decay", low=0.0)
 
     @property
     def clips_direction(self) -> bool:

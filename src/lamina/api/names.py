@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lamina import data, models
 from lamina.algorithms import *  # noqa: F403
 from lamina.algorithms import __all__ as _algorithm_names
-from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo, algorithm, hyper
+from lamina.algorithms.contract import ClientInfo, Needs, Number, ServerInfo
+from lamina.algorithms.declaration import algorithm, option
 from lamina.api.simulation import Simulation
 from lamina.base.errors import BadInput, Diverged, LaminaError, MissingExtra
 from lamina.data.dataset import Dataset
@@ -41,7 +42,7 @@ __all__ = [
     "algorithm",
     "compare",
     "data",
-    "hyper",
+    "option",
     "losses",
     "models",
     "schedules",

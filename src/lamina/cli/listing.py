@@ -92,10 +92,10 @@ def show(name: Annotated[str, typer.Argument(help="an algorithm, or an experimen
 
 
 def _show_algorithm(kind: type[Algorithm]) -> None:
-    from lamina.algorithms.contract import allowed, options
+    from lamina.algorithms.declaration import allowed, options
 
-    reference = f" ({kind.card.reference})" if kind.card.reference else ""
-    echo(f"{kind.card.title}{reference}; lr {kind.card.lr:g} unless given")
+    reference = ", ".join(part for part in (kind.card.reference, kind.card.link) if part)
+    echo(f"{kind.card.title}{reference and f' ({reference})'}; lr {kind.card.lr:g} unless given")
     rows: list[list[Any]] = [
         [option, str(field.default), allowed(kind, option), field.metadata["doc"]]
         for option, field in options(kind).items()

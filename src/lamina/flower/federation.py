@@ -15,7 +15,7 @@ from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
 from lamina.algorithms import BUILT_IN
-from lamina.algorithms.contract import options
+from lamina.algorithms.declaration import options
 from lamina.base.errors import BadInput, LaminaError
 from lamina.data.dataset import Dataset, Splits
 from lamina.data.partitions import Partition

@@ -26,7 +26,8 @@ from flwr.common.serde import recorddict_to_proto
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, options
+from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.declaration import options
 from lamina.base.errors import BadInput
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.settings import Protocol

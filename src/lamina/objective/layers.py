@@ -102,11 +102,6 @@ class Layers:
             self._repeats[key] = torch.tensor(self._sizes[by], device=per_layer.device)
         return per_layer.repeat_interleave(self._repeats[key], dim=-1, output_size=self.size)
 
-    def matrix_mask(self, like: Tensor) -> Tensor:
-        """Return [p]: 1 on tensors with two or more axes (weights), 0 on vectors (biases, norm scales)."""
-        flags = torch.tensor([float(len(s) >= 2) for s in self.shapes.values()], dtype=like.dtype, device=like.device)
-        return self.spread(flags)
-
     def first_nonfinite(self, u: Tensor) -> str | None:
         """Return the name of the first tensor that holds a NaN or an infinity, or None."""
         return next((name for name, piece in self.unflatten(u).items() if not bool(torch.isfinite(piece).all())), None)

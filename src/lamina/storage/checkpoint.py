@@ -32,7 +32,7 @@ from lamina.base.errors import BadInput
 from lamina.engines.state import State
 from lamina.rounds.ledger import Ledger
 from lamina.storage.files import writing_to
-from lamina.storage.identity import Identity, differences
+from lamina.storage.identity import REMOVED, Identity, differences
 
 FORMAT = 3
 log = logging.getLogger(__name__)
@@ -184,8 +184,9 @@ class Checkpoints:
                 "resume with the version that wrote it, or start again in another folder"
             )
         stored, own = content["identity"] or {}, self.identity or {}
-        shared = [key for key in stored if key in own]  # a federation's server does not know the data
-        if differing := differences({key: stored[key] for key in shared}, {key: own[key] for key in shared}):
+        # a federation's server does not know the data
+        known = {key: value for key, value in stored.items() if key in own or key in REMOVED}
+        if differing := differences(known, {key: own[key] for key in known if key in own}):
             raise BadInput(
                 f"the checkpoint of round {number} in '{self.folder}' is of another run: {differing}; use the settings "
                 "it was written with, or another folder"

@@ -16,7 +16,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, options
+from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.declaration import options
 from lamina.base import rng
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
@@ -48,6 +49,13 @@ DIGESTS_IN_WORDS = {  # of a checkpoint's identity, then of a run's config.json
     "data.content": "the contents of the data",
     "data.partition.content": "the settings of the partition",
     "model.content": "the model's code, layers, settings or initial weights",
+}
+
+REMOVED = {  # options that lamina 0.1 had, and the values with which a run goes on as the same run
+    "algorithm.bias_correction": False,
+    "algorithm.lazy": "restart",
+    "algorithm.decay_on": "all",
+    "algorithm.trust_ratio": True,
 }
 
 _data_digests: WeakKeyDictionary[Dataset, str] = WeakKeyDictionary()  # the runs of a comparison share their data
@@ -89,6 +97,8 @@ def differences(stored: Identity, own: Identity) -> str:
     renamed = tuple(key.removesuffix("name") for key in stored if key.endswith(".name") and stored[key] != own.get(key))
     lines = []
     for key in {**stored, **own}:
+        if key not in own and key in REMOVED and stored[key] == REMOVED[key]:
+            continue
         values = [stored.get(key), own.get(key)]
         if _same(key, *values) or (key.startswith(renamed) and not key.endswith(".name")):
             continue

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from lamina.algorithms.contract import options
+from lamina.algorithms.declaration import options
 from lamina.base.errors import BadInput, Diverged
 from lamina.base.limits import check_count
 from lamina.data.dataset import Dataset

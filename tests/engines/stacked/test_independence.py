@@ -94,7 +94,7 @@ def test_such_a_run_is_the_loops():
 
 @lamina.algorithm("doubling", title="Doubling", reference="none", lr=0.1)
 class Doubling(lamina.FedAvg):
-    beta: lamina.Number = lamina.hyper(0.2, "beta", low=0.0, high=1.0)
+    beta: lamina.Number = lamina.option(0.2, "beta", low=0.0, high=1.0)
 
     def step(self, local, down, grad, lr, layers):
         return LocalModel(local.y - lr * grad * (2 if self.beta > 0.5 else 1))
@@ -126,7 +126,7 @@ def test_a_tuning_runs_such_members_one_by_one():
 
 @lamina.algorithm("scaled", title="Scaled", lr=0.1)
 class Scaled(lamina.FedAvg):
-    by_norm: bool = lamina.hyper(False, "divide by the norm of all rows")
+    by_norm: bool = lamina.option(False, "divide by the norm of all rows")
 
     def step(self, local, down, grad, lr, layers):
         return LocalModel(local.y - lr * (grad / grad.norm() if self.by_norm else grad))

@@ -53,6 +53,7 @@ from lamina.engines.stacked.rows import (
     rows_of,
     send,
     stack_records,
+    to_layout,
 )
 from lamina.engines.stacked.spread import chunk_distances
 from lamina.engines.stacked.steps import (
@@ -95,7 +96,7 @@ class Stacked:
     memory: Memory = field(init=False)
     graphs: Graphs | None = field(init=False)  # captured local steps; None: steps run one operation at a time
     feed: BatchFeed = field(init=False)
-    _sent_shares: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # cache of `_shares`
+    _sent_weights: tuple[Any, Tensor] | None = field(default=None, init=False, repr=False)  # cache of `_row_weights`
 
     def __post_init__(self) -> None:
         self.memory = Memory(self.objective.device)
@@ -197,7 +198,7 @@ class Stacked:
             full_gradient=torch.stack([now.gradients[row] for row in chunk]) if needs.full_gradient else None,
         )
         # made before the GPU is busy: the host would wait for it otherwise
-        shares = self._shares(now, chunk)
+        row_weights = self._row_weights(now, chunk)
         relative = self._relative_weights(now, chunk) if algorithm.state_changes else None
         limits = {e: None if m.algorithm.clips_direction else m.protocol.clip for e, m in members.items()}
         is_limited = any(limit is not None for limit in limits.values())
@@ -215,7 +216,7 @@ class Stacked:
             client=on_device(self._in_usual_order(client), home),
             buffers=buffers,
             ratios=algorithm.trust_ratios(local) if self.record_trust_ratios else None,
-            shares=shares,
+            row_weights=row_weights,
         )
 
     def _add(self, now: RoundInProgress, chunk: list[Row], trained: Trained) -> None:
@@ -223,7 +224,7 @@ class Stacked:
         # Compute all sums, and the server's step after the last chunk, before we know that all is finite: the host then
         # waits for the GPU only once.
         up, client, buffers = trained.up, trained.client, trained.buffers
-        totals = self._totals(now, chunk, trained, trained.shares)
+        totals = self._totals(now, chunk, trained, trained.row_weights)
         steps = self._step_servers(now, totals) if now.is_last(chunk) else {}
         keeps_state = any(value is not None for value in client)
         # records of their own: checkpoints tell what has changed by identity
@@ -231,12 +232,12 @@ class Stacked:
         uploads = []
         if not isinstance(self.protocol.aggregation, Mean):  # copies: the next chunk writes over these results
             uploads = [
-                (row, {n: b[r].clone() for n, b in buffers.items()})
-                for r, row in enumerate(rows_of(self._in_usual_order(trained.sent)))
+                (sent, {n: b[r].clone() for n, b in buffers.items()})
+                for r, sent in enumerate(rows_of(self._in_usual_order(trained.sent)))
             ]
 
         # Wait. A sum is finite only if all its terms are.
-        distances, between = chunk_distances(chunk, up.delta, now.sums, totals, self._vector_in_layout)
+        distances, between = chunk_distances(chunk, up.delta, now.sums, totals, self._to_layout)
         checks = [trained.losses, *row_sums(up._replace(delta=None)), *row_sums(client)]
         check = torch.stack([distances, *(total.to(distances.device) for total in checks)]).sum(0)
         by_row = torch.stack([trained.losses, distances, check])
@@ -253,8 +254,8 @@ class Stacked:
                 if chunk[r].member not in now.failed:
                     now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
             if not is_finite.all():  # again, without the members that diverged
-                totals, steps = self._totals(now, chunk, trained, self._shares(now, chunk)), {}
-            again = chunk_distances(chunk, up.delta.double(), now.sums, totals, self._vector_in_layout)
+                totals, steps = self._totals(now, chunk, trained, self._row_weights(now, chunk)), {}
+            again = chunk_distances(chunk, up.delta.double(), now.sums, totals, self._to_layout)
             spread, gaps = (np.array(values.tolist()) for values in again)
 
         # Add; from here on nothing can fail.
@@ -327,21 +328,21 @@ class Stacked:
 
     # --- sums over rows -------------------------------------------------------------------------------------------
 
-    def _shares(self, now: RoundInProgress, chunk: list[Row]) -> tuple[list[int], Tensor]:
+    def _row_weights(self, now: RoundInProgress, chunk: list[Row]) -> tuple[list[int], Tensor]:
         """Return the members that have not diverged, and every row's weight in each one's mean [members, rows]."""
         owner, weight = members_and_weights(chunk)
         members = [e for e in dict.fromkeys(owner.tolist()) if e not in now.failed]
-        shares = np.where(owner == np.reshape(members, (-1, 1)), weight, 0.0)
-        # Most rounds have the same shares, so those of the last call stay on the device.
-        if self._sent_shares is None or not np.array_equal(self._sent_shares[0], shares):
-            self._sent_shares = shares, send(shares, self.objective.device).to(self.objective.dtype)
-        return members, self._sent_shares[1]
+        weights = np.where(owner == np.reshape(members, (-1, 1)), weight, 0.0)
+        # Most rounds have the same weights, so those of the last call stay on the device.
+        if self._sent_weights is None or not np.array_equal(self._sent_weights[0], weights):
+            self._sent_weights = weights, send(weights, self.objective.device).to(self.objective.dtype)
+        return members, self._sent_weights[1]
 
     def _totals(
-        self, now: RoundInProgress, chunk: list[Row], trained: Trained, shares: tuple[list[int], Tensor]
+        self, now: RoundInProgress, chunk: list[Row], trained: Trained, row_weights: tuple[list[int], Tensor]
     ) -> dict[int, tuple[Any, Buffers]]:
         """Return every member's sum of uploads and of buffers with these rows added."""
-        (members, share), up, buffers = shares, trained.up, trained.buffers
+        (members, weights), up, buffers = row_weights, trained.up, trained.buffers
         if not members:
             return {}
         if len(chunk) == 1:  # one large model: every pass over it counts
@@ -350,11 +351,11 @@ class Stacked:
         all_count = {row.member for row in chunk} == set(members)
 
         def means(values: Tensor) -> Tensor:
-            """[rows, ...] -> [members, ...]; a row that diverged has no share, not even times zero."""
+            """[rows, ...] -> [members, ...]; a row that diverged does not count, not even times zero."""
             if not all_count:
-                counts = (share != 0).any(0)
+                counts = (weights != 0).any(0)
                 values = torch.where(counts.reshape(-1, *[1] * (values.dim() - 1)), values, 0.0)
-            weighted: Tensor = torch.tensordot(share, values, dims=1)
+            weighted: Tensor = torch.tensordot(weights, values, dims=1)
             return weighted
 
         with arithmetic("fp32"):  # whatever the model's arithmetic is, the mean is exact
@@ -400,7 +401,7 @@ class Stacked:
         index = send(padded.reshape(len(chunk), steps, batch), device)
         counts = send(np.clip(sizes[:, None] - batch * np.arange(steps), 0, batch), device)
         states = [now.members[row.member].state for row in chunk]
-        y = self._vector_in_layout(torch.stack([state.server.x for state in states]))
+        y = self._to_layout(torch.stack([state.server.x for state in states]))
         buffers = {n: torch.stack([state.buffers[n] for state in states]) for n in self.objective.buffers}
         start = Summing(y, torch.zeros_like(y))
         work = LocalWork(SumOfGradients(), start, NoBroadcast(), buffers, Batches(index, counts, None, None), 0.0)
@@ -415,27 +416,24 @@ class Stacked:
         if isinstance(self.protocol.aggregation, Mean):
             for row in rows:
                 mean = mean + row.weight * now.gradients[row]
-            return self._vector_in_usual_order(ranks.add(mean))
+            return self._to_usual_order(ranks.add(mean))
         vectors = ranks.gather({row.c: now.gradients[row] for row in rows}, mean, len(member.plan.cohort))
         weights = client_weights(member.plan, member.protocol.by_examples)
-        return self._vector_in_usual_order(combine_vectors(self.protocol.aggregation, vectors, weights))
+        return self._to_usual_order(combine_vectors(self.protocol.aggregation, vectors, weights))
 
     # --- the order of a vector's elements -------------------------------------------------------------------------
 
     def _in_layout(self, record: Any) -> Any:
-        return map_record(self._vector_in_layout, record)
+        return map_record(self._to_layout, record)
 
     def _in_usual_order(self, record: Any) -> Any:
-        return map_record(self._vector_in_usual_order, record)
+        return map_record(self._to_usual_order, record)
 
-    def _vector_in_layout(self, values: Tensor) -> Tensor:
-        """Reorder vectors ``[..., p]`` as the forward pass wants them; numbers per layer or per row have no order."""
-        layout = self.forward.layout
-        return values if layout is None or values.shape[-1] != layout.size else values.index_select(-1, layout.order)
+    def _to_layout(self, values: Tensor) -> Tensor:
+        return to_layout(values, self.forward.layout)
 
-    def _vector_in_usual_order(self, values: Tensor) -> Tensor:
-        layout = self.forward.layout
-        return values if layout is None or values.shape[-1] != layout.size else values.index_select(-1, layout.inverse)
+    def _to_usual_order(self, values: Tensor) -> Tensor:
+        return to_layout(values, self.forward.layout, back=True)
 
     def _explain(self, now: RoundInProgress, row: Row, up: Any) -> Diverged:
         """Return where a row's values stopped being finite: the loop runs that client again and checks every step."""
@@ -443,7 +441,7 @@ class Stacked:
         plan, client = member.plan, member.state.clients.get(now.client_id(row))
         client = member.algorithm.client_init(member.state.server.x, layers) if client is None else client
         client = on_device(client, self.objective.device)  # it may be kept on the host
-        gradient = self._vector_in_usual_order(now.gradients[row]) if row in now.gradients else None
+        gradient = self._to_usual_order(now.gradients[row]) if row in now.gradients else None
         info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[row.c]), gradient)
         loop = Loop(member.algorithm, self.objective, self.data, member.protocol)
         try:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Number, options
+from lamina.algorithms.contract import Number
+from lamina.algorithms.declaration import options
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.independence import number_options

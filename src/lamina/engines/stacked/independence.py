@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, options, step_kinds
+from lamina.algorithms.contract import Algorithm, ClientInfo, Number, ServerInfo, step_kinds
+from lamina.algorithms.declaration import options
 from lamina.algorithms.rehearsal import TINY, is_user_defined
 from lamina.engines.stacked.probe import reads_values
 from lamina.engines.stacked.rows import map_record

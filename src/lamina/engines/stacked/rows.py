@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, Number, options
+from lamina.algorithms.contract import Algorithm, Number
+from lamina.algorithms.declaration import options
 from lamina.base.errors import Diverged
 from lamina.data.parts import Indices
 from lamina.engines.ranks import Ranks
 from lamina.engines.state import RoundReport, State, Sums, client_weights
+from lamina.objective.layers import ChannelsLast
 from lamina.objective.objective import Buffers
 from lamina.rounds.plan import Round
 from lamina.rounds.settings import Protocol
@@ -80,7 +82,7 @@ class Trained(NamedTuple):
     client: Any  # what the clients keep
     buffers: Buffers
     ratios: Tensor | None  # trust ratios, if they are recorded
-    shares: tuple[list[int], Tensor]  # members, and every row's weight in each one's mean
+    row_weights: tuple[list[int], Tensor]  # members, and every row's weight in each one's mean
 
 
 def stack_records(records: list[Any]) -> Any:
@@ -197,3 +199,10 @@ def send(values: Any, device: torch.device) -> Tensor:
     """Return a numpy array on the device, by pinned memory: from any other, the host waits until the GPU is idle."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def to_layout(values: Tensor, layout: ChannelsLast | None, back: bool = False) -> Tensor:
+    """Reorder vectors ``[..., p]`` as the forward pass wants them, or back; numbers per layer or row have no order."""
+    if layout is None or values.shape[-1] != layout.size:
+        return values
+    return values.index_select(-1, layout.inverse if back else layout.order)

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F  # noqa: N812
 
 import lamina
-from lamina.algorithms.contract import ClientInfo, ServerInfo, options
+from lamina.algorithms.contract import ClientInfo, ServerInfo
+from lamina.algorithms.declaration import options
 from lamina.algorithms.primitives import clip_by_norm
 from lamina.objective.dropout import FromStreams, lowest_kept
 from lamina.objective.layers import Layers
@@ -51,8 +52,7 @@ CASES |= {
     "fedcm clipped": {"clip_direction": 0.5},
     "scaffold clipped": {"clip_direction": 0.5, "decay": 0.01},
     "fedadam_star clipped": {"clip_direction": 0.5, "decay": 0.01, "decay_form": "decoupled"},
-    "fedlamb modules": {"layers": "module", "decay": 0.01, "bias_correction": True},
-    "fedlamb matrices": {"decay_on": "matrices", "decay": 0.01},
+    "fedlamb modules": {"layers": "module", "decay": 0.01},
     "fedlada corrected": {"moment_correction": "m", "ga_correction": True, "amsgrad": False, "eps": 1e-3},
     "fedlada_lamb corrected": {"moment_correction": "m", "ga_correction": True, "decay": 0.01},
     "fedlamb running": {"zero_norm": "lamb", "second_moment": "running", "first_round": "running"},

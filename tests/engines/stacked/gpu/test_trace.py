@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import lamina
-from lamina.algorithms.contract import ClientInfo, LocalModel, ServerInfo, options
+from lamina.algorithms.contract import ClientInfo, LocalModel, ServerInfo
+from lamina.algorithms.declaration import options
 from lamina.engines.stacked.gpu.trace import CannotFuse, trace_step
 from lamina.engines.stacked.independence import number_options
 from lamina.objective.layers import Layers
@@ -29,7 +30,6 @@ def traced(algorithm):
 
 MORE = {
     "by module": lamina.FedLamb(layers="module"),
-    "decay on matrices": lamina.FedLamb(decay=0.1, decay_on="matrices"),
 }
 
 

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lamina.algorithms.contract import Algorithm, options
+from lamina.algorithms.contract import Algorithm
+from lamina.algorithms.declaration import options
 from lamina.engines.stacked.gpu.launch import launch
 from lamina.engines.stacked.gpu.trace import CannotFuse, Value, trace_step
 from lamina.objective.layers import Layers
@@ -194,8 +195,6 @@ class LocalStep:
         buffers |= {f"number_{name}": value for name, value in numbers.items() if isinstance(value, Tensor)}
         kinds = {name: sizes[value.shape[-1]] for name, value in buffers.items()}
         values, outputs = trace_step(algorithm, local, down, clip is not None, kinds, layers)
-        matrices = torch.tensor([[float(len(shape) > 1) for shape in layers.shapes.values()]], device=lr.device)
-        buffers["matrices"] = matrices.expand(self._rows, -1)
         self._outputs = {field: buffers[f"local_{field}"] for field in outputs}
         self._blocks, self._groups, aligned = _block_table(layers, lr.device)
         strides = [value.stride(0) for name, value in buffers.items() if values[name].kind == "element"]

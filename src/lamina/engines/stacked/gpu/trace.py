@@ -186,11 +186,9 @@ class Trace(WatchingMode):
 class TracedLayers(Layers):
     """Layers of a traced model; what a step asks of them is recorded as one operation each."""
 
-    def __init__(self, layers: Layers, trace: Trace, device: str) -> None:
+    def __init__(self, layers: Layers, trace: Trace) -> None:
         super().__init__(layers.shapes)
-        self._trace, self._untraced = trace, Layers(layers.shapes)
-        self.matrices = torch.zeros(TRACED_ROWS, len(layers.names), device=device)
-        trace.add_input("matrices", self.matrices)
+        self._trace = trace
 
     def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
         """Record the norms of all layers."""
@@ -205,13 +203,6 @@ class TracedLayers(Layers):
             elements = super().spread(per_layer, by)
         self._trace.add_copy(per_layer, elements)
         return elements
-
-    def matrix_mask(self, like: Tensor) -> Tensor:
-        """Record a value per tensor that the kernels read: the shapes are those of the real model."""
-        with _paused(self._trace):
-            flags = self._untraced.matrix_mask(like)
-        self._trace.add_copy(self.matrices, flags)
-        return flags
 
 
 class _paused:  # noqa: N801
@@ -289,7 +280,7 @@ def _record_step(
     numbers = {name.removeprefix("number_"): draw(name) for name in kinds if name.startswith("number_")}
     limit = draw("clip") if clipped else None
     with_numbers = dataclasses.replace(algorithm, **numbers)  # type: ignore[type-var]
-    traced = TracedLayers(layers, trace, device)
+    traced = TracedLayers(layers, trace)
     with trace:
         if limit is not None:
             grad = clip_by_norm(grad, limit)
