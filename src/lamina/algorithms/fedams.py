@@ -4,10 +4,10 @@ Chen, Li & Li 2020, "Toward communication efficient adaptive gradient method", h
 used in the Fed-LAMB paper: Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning",
 https://arxiv.org/abs/2110.00532, Algorithm 1, blue boxes, without the layer-wise step, which fedlamb.py adds.
 
-"l.11" is a line of Algorithm 1; x is its theta-bar, y its theta_{r,i}. Lines 3 to 5, 7 to 9 and 14 are the engine's:
-it draws clients and batches and computes the gradients. "A1" is an entry in the list of choices where the text is
-ambiguous: docs/reference/algorithms.md. contract.py explains functions without a docstring; algorithm1.py has the
-options.
+"l.11" is a line of Algorithm 1; x is its theta-bar, y its theta_{r,i}. Lines 3 to 5, 7 to 9, 14, 18 and 24 are the
+engine's: it draws clients and batches and computes the gradients. "A1" is an entry in the list of choices where the
+text is ambiguous: docs/reference/algorithms.md. contract.py explains functions without a docstring; algorithm1.py has
+the options.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ class DefaultReading(Algorithm1):
         m = ema(local.m, g, self.beta1)  # l.10
         v = ema(local.v, g * g, self.beta2)  # l.11, with v of the step before (A1)
         after = local._replace(m=m, v=v)
-        psi = precondition(m, self.divisor(after, down), self.eps)  # l.12: m / (sqrt(v_hat) + eps); eps = 0 (A4)
+        psi = precondition(
+            m, self.divisor(after, down), self.eps
+        )  # l.12: m / (sqrt(v_hat) + eps); eps is 0 by default (A4)
         direction, ratio = self.rescale(psi, y, layers)  # l.13: psi as it is; the `rescale` of fedlamb.py is eq. 3
         direction = add_decoupled(direction, y, self)  # adds lambda * y, if decay_form is "decoupled"
         return after._replace(y=descend(y, direction, lr), ratio=ratio)  # l.13
@@ -95,8 +97,8 @@ class DefaultReading(Algorithm1):
         return Up(local.y - down.x, v), Client(local.m)  # l.15, as a displacement
 
     def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
-        # `up` is the mean over the round's clients
-        x = server.x + self.server_lr * up.delta  # l.19, with server_lr = 1
+        # `up` is the mean over the round's clients, uniform unless the run weights them by their examples
+        x = server.x + self.server_lr * up.delta  # l.19; server_lr is 1 by default
         v_hat = server.v_hat if up.v is None else torch.maximum(server.v_hat, up.v)  # l.20
         return Server(x, v_hat)
 

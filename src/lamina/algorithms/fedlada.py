@@ -1,11 +1,12 @@
 """FedLADA: local AMSGrad, amended by the mean step of the previous round; the second moment is averaged.
 
 Sun et al. 2023, "Efficient federated learning via local adaptive amended optimizer with linear speedup",
-https://arxiv.org/abs/2308.00522, Algorithm 3. "l.8" is a line of it; lines 1 to 3, 6, 7, 13 and 15 are the engine's.
-"B1" is an entry in the list of choices where the text is ambiguous, or where public codes differ:
-docs/reference/algorithms.md. By default clients take K steps (B2), v starts from the server's (B3), and g_a of line 18
-is broadcast, too (B6). contract.py explains functions without a docstring. localadam.py and fedlada_lamb.py build on
-this file.
+https://arxiv.org/abs/2308.00522, Algorithm 3. "l.8" is a line of it; y is its x_{i,tau}, psi its m * theta; lines 1 to
+4, 6, 7, 13 and 15 are the engine's. "B1" is an entry in the list of choices where the text is ambiguous, or where
+public codes differ: docs/reference/algorithms.md. By default weight decay is on, as in the paper's experiments but not
+in Algorithm 3 (B10: `decay=0` is Algorithm 3), clients take K steps (B2), v starts from the server's (B3), and g_a of
+line 18 is broadcast, too (B6). contract.py explains functions without a docstring. localadam.py and fedlada_lamb.py
+build on this file.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class LocalAms(Algorithm):
         super().check()
         refuse_dead_moments(self, self.eps)
 
-    def first_moments(self, x: Tensor, v_server: Tensor, round: int) -> Local:
+    def initial_moments(self, x: Tensor, v_server: Tensor, round: int) -> Local:
         """Return the local state before the first step (l.5)."""
         v = v_server if self.v_seed == "server" else zeros(x)  # B3
         local = Local(x, m=zeros(x), v=v, v_hat=v_server)
@@ -140,14 +141,11 @@ class FedLada(LocalAms):
         return Server(x, v=zeros(x) + self.v_init, g_a=zeros(x))
 
     def begin(self, down: Server, client: Nothing, info: ClientInfo) -> Local:
-        local = self.first_moments(down.x, down.v, info.round)  # l.5
+        local = self.initial_moments(down.x, down.v, info.round)  # l.5
         return local._replace(alpha=self.corrected_alpha(down.x, info.round))
 
     def corrected_alpha(self, x: Tensor, round: int) -> Tensor | None:
-        """Return alpha_r = alpha / (1 - (1 - alpha)^r), one number per client; None without `ga_correction` (B22).
-
-        The directions of all rounds then enter g_a with weights whose sum is 1, and alpha_1 = 1.
-        """
+        """Return alpha_r = alpha / (1 - (1 - alpha)^r), one number per client; None without `ga_correction` (B22)."""
         if not self.ga_correction:
             return None
         alpha = per_client(x, self.alpha)

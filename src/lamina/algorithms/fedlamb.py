@@ -5,9 +5,9 @@ Algorithm 1, line 13 ("l.13"), which blue and red boxes share. "A10" is an entry
 is ambiguous: docs/reference/algorithms.md.
 
 Fed-AMS steps along psi = m / sqrt(v_hat). Fed-LAMB steps along u = psi + lambda * y and multiplies every layer of u by
-its trust ratio phi(||y||) / ||u||. So the step of a layer has the length phi(||y||) times the learning rate, whatever
-its gradients are. Everything else is inherited: `step` in fedams.py computes psi and calls `rescale`, which this file
-replaces.
+its trust ratio phi(||y||) / ||u||. So the step of a layer has the length phi(||y||) times the learning rate, however
+long its gradients are. Everything else is inherited: the `step` of fedams.py and mime.py computes psi and calls
+`rescale`, which this file replaces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Layerwise(Algorithm):
     phi_min: Number = option(1e-2, "least value of phi, with zero_norm 'floor' (A10)", low=0.0)
     phi_max: Number = option(float("inf"), "ceiling of phi (A10)", low=0.0, open_low=True)
     zero_norm: Literal["floor", "lamb", "literal"] = option(
-        "floor", "phi is at least phi_min; or no such floor, and a layer of norm 0 has ratio 1, or never moves (A10)"
+        "floor",
+        "least phi: phi_min; or none, so that a layer of norm 0 has ratio 1 (lamb) or never moves (literal) (A10)",
     )
     layers: Grouping = option("tensor", "what a layer is (A11)")
     decay: Number = option(0.0, "lambda, weight decay; the paper tunes it over 0, 0.01, 0.1", low=0.0)

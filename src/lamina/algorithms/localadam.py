@@ -50,7 +50,7 @@ class LocalAdam(LocalAms):
 
     def begin(self, down: Server, client: Nothing, info: ClientInfo) -> Local:
         v = zeros(down.x) + self.v_init if down.v is None else down.v
-        return self.first_moments(down.x, v, info.round)
+        return self.initial_moments(down.x, v, info.round)
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         after, psi = self.next_moments(local, grad)

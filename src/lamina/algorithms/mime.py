@@ -3,10 +3,10 @@
 Karimi, Li & Li, "Layer-wise and dimension-wise locally adaptive federated learning", https://arxiv.org/abs/2110.00532,
 Algorithm 1, red boxes, without the layer-wise step, which mimelamb.py takes from fedlamb.py.
 
-"l.10" is a line of Algorithm 1; x is its theta-bar, y its theta_{r,i}. Lines 3 to 5, 7 to 9 and 14 are the engine's:
-it draws clients and batches and computes the gradients; line 11 is for the blue boxes only. "A13" is an entry in the
-list of choices where the text is ambiguous: docs/reference/algorithms.md. contract.py explains functions without a
-docstring; algorithm1.py has the options.
+"l.10" is a line of Algorithm 1; x is its theta-bar, y its theta_{r,i}. Lines 3 to 5, 7 to 9, 14, 18 and 24 are the
+engine's: it draws clients and batches and computes the gradients; line 11 has no effect on the red boxes. "A13" is an
+entry in the list of choices where the text is ambiguous: docs/reference/algorithms.md. contract.py explains functions
+without a docstring; algorithm1.py has the options.
 
 The original Mime and MimeLite (Karimireddy et al. 2020, "Mime: mimicking centralized stochastic algorithms in
 federated learning", https://arxiv.org/abs/2008.03606, Algorithm 1) are the presets "mime" and "mimelite" (A14).
@@ -92,17 +92,17 @@ class DefaultReading(Algorithm1):
     def step(self, local: Local, down: Down, grad: Tensor, lr: Number, layers: Layers) -> Local:
         y, g = local.y, add_l2(grad, local.y, self)  # adds lambda * y, if decay_form is "l2"
         m = ema(local.m, g, self.beta1)  # l.10
-        psi = precondition(m, down.v_hat, self.eps)  # l.12: m / (sqrt(v_hat) + eps); eps = 0 (A4)
+        psi = precondition(m, down.v_hat, self.eps)  # l.12: m / (sqrt(v_hat) + eps); eps is 0 by default (A4)
         direction, ratio = self.rescale(psi, y, layers)  # l.13: psi as it is; the `rescale` of fedlamb.py is eq. 3
         direction = add_decoupled(direction, y, self)  # adds lambda * y, if decay_form is "decoupled"
         return Local(descend(y, direction, lr), m, ratio)  # l.13
 
     def finish(self, local: Local, down: Down, client: Client, info: ClientInfo) -> tuple[Up, Client]:
-        return Up(local.y - down.x, info.full_gradient), Client(local.m)  # l.15; l.17: the gradient of F_i at down.x
+        return Up(local.y - down.x, info.full_gradient), Client(local.m)  # l.15; l.17: the gradient of f_i at down.x
 
     def update(self, server: Server, up: Up, info: ServerInfo) -> Server:
         # `up` is the mean over the round's clients, so up.gradient is that of l.21
-        x = server.x + self.server_lr * up.delta  # l.19, with server_lr = 1
+        x = server.x + self.server_lr * up.delta  # l.19; server_lr is 1 by default
         if up.gradient is None:  # no synchronisation in this round (A16)
             return server._replace(x=x)
         v = ema(server.v, up.gradient**2, self.beta2)  # l.22
@@ -124,4 +124,4 @@ class DefaultReading(Algorithm1):
     grids=FedAms.card.grids,
 )
 class Mime(MimeReadings, DefaultReading):
-    """Local momentum steps divided by a second moment of the mean full gradient."""
+    """Momentum steps divided by a moment of the mean full gradient; by default the other readings change nothing."""
