@@ -2,13 +2,8 @@
 
 import threading
 import time
-from types import SimpleNamespace
 
 import httpx
-from flwr.proto.message_pb2 import Message as FlowerMessage
-from flwr.proto.message_pb2 import Metadata as FlowerMetadata
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 
 from flower_setup import NODE, Setup, assert_like_the_simulation, assert_weights, client_of, is_train, reference
 from lamina.flower import mail
@@ -90,32 +85,6 @@ def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):
         assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("pull "))
     finally:
         over.set()
-
-
-class HttpGrid:
-    """As much of Flower's Grid as `take_replies_only` knows: a client that hands out messages of the SuperLink."""
-
-    def __init__(self, *sent):
-        messages = [FlowerMessage(metadata=FlowerMetadata(message_id=f"r{i}", reply_to_message_id=about))
-                    for i, about in enumerate(sent)]  # fmt: skip
-        trees = [ObjectTree(object_id=message.metadata.message_id) for message in messages]
-        response = PullAppMessagesResponse(messages_list=messages, message_object_trees=trees)
-        self._runtime_client = SimpleNamespace(PullMessages=lambda request: response)
-
-    def pulled(self, *wanted):
-        response = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted))
-        trees = [tree.object_id for tree in response.message_object_trees]
-        assert trees == [message.metadata.message_id for message in response.messages_list]
-        return [message.metadata.reply_to_message_id for message in response.messages_list]
-
-
-def test_messages_to_the_server_that_are_no_replies_are_not_waited_for():
-    """Flower's SuperLink adds them to any pull, and its Grid would wait for their parts before it returns."""
-    grid = HttpGrid("m2", "", "m1", "m9", "")
-    assert grid.pulled("m1", "m2") == ["m2", "", "m1", "m9", ""]
-    mail.Puller(grid)
-    assert grid.pulled("m1", "m2") == ["m2", "m1"]
-    assert grid.pulled() == []
 
 
 def test_a_reply_the_superlink_cannot_hand_out_costs_only_its_node(tmp_path):

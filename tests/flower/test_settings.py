@@ -145,10 +145,17 @@ def test_without_flower_one_line_says_what_to_install(monkeypatch):
         runpy.run_path(lamina.flower.__file__)
 
 
-def test_another_version_of_flower_is_named(monkeypatch, caplog):
-    monkeypatch.setattr("importlib.metadata.version", lambda _: "9.9")
+@pytest.mark.parametrize("version", ["1.40.2", "1.43.0", "1.43.0.dev20261117", "1.4.2", "2.0.0"])
+def test_another_version_of_flower_is_refused_in_one_line(monkeypatch, version):
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    with pytest.raises(ImportError, match=rf"^lamina\.flower needs Flower 1\.41 or 1\.42, not {version}: pip install"):
+        runpy.run_path(lamina.flower.__file__)
+
+
+@pytest.mark.parametrize("version", ["1.41.0", "1.42.0", "1.42.1"])
+def test_the_supported_versions_of_flower_are_accepted(monkeypatch, version):
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
     runpy.run_path(lamina.flower.__file__)
-    assert "was tested with Flower 1.41.0, and this is 9.9" in caplog.text
 
 
 @pytest.mark.parametrize("augmentation", [None, lamina.data.Augment(2, fill="mean")])

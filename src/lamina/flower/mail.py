@@ -13,15 +13,14 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Message, RecordDict
-from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.serverapp import Grid
 
-from lamina.flower import wire
+from lamina.flower import internals, wire
 from lamina.flower.records import Attendance
 from lamina.flower.signing import sign
 
@@ -144,29 +143,6 @@ def late(seconds: float) -> str:
     return f"{LATE} {seconds:.0f} s" if seconds >= 10 else f"{LATE} {seconds:.1f} s"
 
 
-def take_replies_only(grid: Grid) -> None:
-    """Have a Grid leave out everything but replies to the messages it is asked for, before it reads their contents.
-
-    A node can also send the server a message that is no reply. Flower hands it out together with the next reply that is
-    pulled, from whatever node, and waits for its parts as well. This reaches into Flower's `HttpGrid` (1.41), which has
-    no setting for it; other Grids are left alone.
-    """
-    client = getattr(grid, "_runtime_client", None)
-    if client is None:
-        return
-    pull = client.PullMessages
-
-    def replies_only(request: Any) -> Any:
-        response, wanted = pull(request), set(request.message_ids)
-        pairs = zip(response.messages_list, response.message_object_trees, strict=True)
-        kept = [(reply, tree) for reply, tree in pairs if reply.metadata.reply_to_message_id in wanted]
-        return PullAppMessagesResponse(
-            messages_list=[reply for reply, _ in kept], message_object_trees=[tree for _, tree in kept]
-        )
-
-    client.PullMessages = replies_only
-
-
 class Pull(threading.Thread):
     """One attempt to pull the reply to a message. A daemon: a pull that hangs does not keep the process alive."""
 
@@ -194,7 +170,7 @@ class Puller:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        take_replies_only(grid)
+        internals.take_replies_only(grid)
         self._pulls: dict[str, Pull] = {}  # by message, those that are not finished
 
     def look(self, messages: Iterable[str]) -> dict[str, Pull]:
