@@ -1,6 +1,8 @@
-"""What we use of Flower beyond its public interface is there in the installed version, and nowhere else in lamina."""
+"""Flower's versions, and its internals: they are as expected in the installed version, and used in one file only."""
 
 import ast
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,22 @@ def test_messages_to_the_server_that_are_no_replies_are_not_waited_for(grid):
 def test_the_grid_of_flowers_simulation_is_recognised(grid):
     assert internals.is_simulation(InMemoryGrid.__new__(InMemoryGrid))
     assert not internals.is_simulation(grid)
+
+
+def test_without_flower_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    with pytest.raises(ImportError, match=r"^lamina\.flower needs Flower: pip install -e '\.\[flower\]'$"):
+        runpy.run_path(lamina.flower.__file__)
+
+
+@pytest.mark.parametrize("version", ["1.40.2", "1.43.0", "1.43.0.dev20261117", "1.4.2", "2.0.0"])
+def test_another_version_of_flower_is_refused_in_one_line(monkeypatch, version):
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    with pytest.raises(ImportError, match=rf"^lamina\.flower needs Flower 1\.41 or 1\.42, not {version}: pip install"):
+        runpy.run_path(lamina.flower.__file__)
+
+
+@pytest.mark.parametrize("version", ["1.41.0", "1.42.0", "1.42.1"])
+def test_the_supported_versions_of_flower_are_accepted(monkeypatch, version):
+    monkeypatch.setattr("importlib.metadata.version", lambda _: version)
+    runpy.run_path(lamina.flower.__file__)

@@ -1,12 +1,23 @@
-"""Stalled and slow uploads delay only their own node."""
+"""Sending and pulling messages: stalled uploads, errors in words, messages that cannot be sent."""
 
 import threading
 import time
 
 import httpx
 
-from flower_setup import NODE, Setup, assert_like_the_simulation, assert_weights, client_of, is_train, reference
-from lamina.flower import mail
+from flower_grid import LoopGrid, error_reply
+from flower_setup import (
+    NODE,
+    Setup,
+    assert_like_the_simulation,
+    assert_weights,
+    client_of,
+    is_train,
+    nodes,
+    reference,
+)
+from lamina.flower import mail, wire
+from lamina.flower.mail import Mail
 
 
 class Stall:
@@ -103,3 +114,43 @@ def test_a_reply_the_superlink_cannot_hand_out_costs_only_its_node(tmp_path):
     assert missing["client"] == 1
     assert missing["why"] == "its reply cannot be read (HTTPStatusError: 500)"
     assert_weights(setup, reference(setup, absent={(1, 1)}))
+
+
+def test_errors_of_nodes_are_put_into_words(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0)
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 2) and client_of(node) == 1:
+            return error_reply(message, 5)
+        if is_train(message, 2) and client_of(node) == 2:
+            return error_reply(message, 8, "out\nof memory")
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    whys = {entry["client"]: entry["why"] for entry in setup.journal[1]["missing"]}
+    assert whys == {1: "it went offline", 2: "its app crashed: of memory"}
+    assert_weights(setup, reference(setup, absent={(2, 1), (2, 2)}))
+
+
+def test_a_reply_that_cannot_be_unpacked_costs_only_itself(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0)
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 2) and client_of(node) == 1:
+            grid.box[message.metadata.message_id] = [ValueError("Unexpected set of `children`")]
+            return None
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert_weights(setup, reference(setup, absent={(2, 1)}))
+    assert "its reply cannot be read" in setup.journal[1]["missing"][0]["why"]
+
+
+def test_what_has_no_time_left_is_not_sent():
+    grid = LoopGrid(lambda message, context: message, nodes(1), least=10.0)
+    mail = Mail(grid)
+    content = wire.content_of({"question": {"who": True}})
+    assert mail.send(NODE, content, "query", "", -0.5) == (None, "no time was left to send it a message")
+    assert grid.seen == []
+    sent, why = mail.send(NODE, content, "query", "", 1.0)
+    assert (sent, why.startswith("the message could not be sent (Expired")) == (None, True)
