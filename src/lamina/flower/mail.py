@@ -24,7 +24,7 @@ from lamina.flower import internals, wire
 from lamina.flower.records import Attendance
 from lamina.flower.signing import sign
 
-ERRORS = {  # Flower's error codes, in words
+ERRORS = {  # what Flower's error codes mean
     0: "an unknown error",
     1: "its app could not be loaded",
     2: "its app raised an exception",
@@ -37,7 +37,7 @@ ERRORS = {  # Flower's error codes, in words
 }
 RAISED = (0, 2, 6)  # their reasons are texts of exceptions, which may quote a node's data: only the type is shown
 EXCEPTION = re.compile(r"(?:<class ')?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning))\b")
-EXPIRED = (3, 4)  # what Flower says of a message whose time is over, too
+EXPIRED = (3, 4)  # Flower also gives a message that has expired one of these
 LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
 AT_ONCE = 8  # pulls that are waited for at the same time
 PATIENCE_S = 1.0  # the wait for a pull; a slower one continues in its thread, and a later look finds its reply
@@ -73,7 +73,7 @@ class Mail:
         """Send one message; its id, or None and why it could not be sent. Never raises: only this node is concerned."""
         if ttl <= 0:
             return None, "no time was left to send it a message"
-        expires = time.monotonic() + ttl  # its time runs while it is handed over, too
+        expires = time.monotonic() + ttl  # handing it over takes part of its time
         message = Message(content, node, kind, ttl=ttl, group_id=group)
         if self.signing_key is not None:
             sign(message, self.signing_key)
@@ -94,7 +94,7 @@ class Mail:
         return self._puller.is_uploading(message)
 
     def look(self, waiting: Iterable[str], record: Attendance) -> dict[str, Message | str]:
-        """Return the replies to these messages: each a message or, in words, why there is none.
+        """Return the replies to these messages: each a message, or the reason why there is none.
 
         Anything else that arrives is noted in the record and not used.
         """
@@ -122,7 +122,7 @@ class Mail:
 
 
 def _why(reply: Message, sent: Sent) -> str:
-    """Return what Flower's error means, in words."""
+    """Return what Flower's error means."""
     code = reply.error.code
     difference_of_clocks = min(1.0, sent.ttl / 10)
     if code in EXPIRED and time.monotonic() >= sent.expires - difference_of_clocks:
