@@ -2,6 +2,7 @@
 
     python benchmarks/attacks.py                                        # one hostile node, IID data
     python benchmarks/attacks.py --hostile 2 --partition dirichlet --seeds 3
+    python benchmarks/attacks.py --case "suppress a class"              # only the attacks whose name contains this
     python benchmarks/attacks.py --cost                                 # what the means cost without an attack
     python benchmarks/attacks.py --honest                               # how far honest nodes are from the median
 
@@ -280,12 +281,17 @@ def main() -> None:
             largest = ", ".join(f"{what} {max(ratios[what] for ratios in runs):.3g}" for what in runs[0])
             print(f"{name}, {partition}: {largest}", flush=True)
         return
+    cases = CASES
+    if given.cost:
+        cases = {name: CASES["no attack"]._replace(settings={"partition": name}) for name in PARTITIONS}
+    elif given.partition != "iid":
+        cases = {what: case for what, case in CASES.items() if "partition" not in case.settings}
+    chosen = {what: case for what, case in cases.items() if given.case in what}
+    if not chosen:
+        parser.error(f"no row contains '{given.case}'; there are: {'; '.join(cases)}")
     titles = [lamina.create(name).card.title for name in ALGORITHMS]
     print("| | " + " | ".join(titles) + " |\n|---" + "|---" * len(titles) + "|")
-    rows = {name: CASES["no attack"]._replace(settings={"partition": name}) for name in PARTITIONS}
-    for what, case in (rows if given.cost else CASES).items():
-        if given.case not in what or (given.partition != "iid" and "partition" in case.settings):
-            continue
+    for what, case in chosen.items():
         settings = {name: getattr(given, name) for name in ("partition", "hostile", "rounds")} | dict(case.settings)
         cells = [
             cell(n, given.seeds, attack=case.attack, **settings) if n in case.algorithms else "" for n in ALGORITHMS

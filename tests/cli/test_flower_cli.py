@@ -10,13 +10,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from rich.console import Console
 
 import helpers
 import lamina
 from helpers import mode
-from lamina.cli import base, flower, flower_template
-from lamina.flower import TESTED
+from lamina.cli import base, flower
+from lamina.flower import SUPPORTED
 from lamina.flower.keys import ServerKeys
 from lamina.flower.local import federation as local
 from lamina.flower.local import jobs
@@ -127,10 +128,11 @@ def test_the_template_is_part_of_the_package():
     assert template <= shipped
 
 
-def test_the_readme_installs_the_flower_that_is_pinned():
+def test_the_package_requires_the_versions_of_flower_that_it_accepts():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["flower"] == [f"flwr=={flower_template.FLWR}"]
-    assert TESTED == flower_template.FLWR
+    (requirement,) = map(Requirement, project["optional-dependencies"]["flower"])
+    minors = [f"1.{minor}" for minor in range(100)]
+    assert [one for one in minors if requirement.specifier.contains(f"{one}.0")] == list(SUPPORTED)
 
 
 def test_no_text_tells_to_open_the_control_interface():

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from federation.harness import simulated
+from flower_processes import wait_until
 from lamina.experiment.config import load
 
 TOML = """
@@ -72,13 +73,6 @@ def running(folder):
         if f"FLWR_HOME={folder}".encode() in environment:
             found.append(int(entry.name))
     return found
-
-
-def wait_until(true, seconds=60):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.1)
 
 
 def wait_while_running(process, true, place, seconds=400):

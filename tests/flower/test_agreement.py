@@ -23,9 +23,6 @@ from flower_setup import (
     other_weights,
     small_model,
 )
-from lamina.base.errors import BadInput
-from lamina.experiment import build as building
-from lamina.experiment.config import parse
 from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation
 from lamina.rounds.clients import Clients
@@ -117,37 +114,6 @@ def test_the_original_mime_needs_two_exchanges(tmp_path):
     simulation.run(1)
     model = simulation.objective.start.numel() * 4
     assert setup.rows[0]["bytes_up"] == simulation.history[0]["bytes_up"] + 3 * model
-
-
-def test_an_experiment_file_is_a_federation(tmp_path):
-    experiment = parse({
-        "data": {"name": "digits", "clients": 5, "partition": {"name": "dirichlet", "alpha": 0.5, "refill": True}},
-        "model": {"name": "mlp"}, "algorithm": {"name": "fedlamb", "sync_every": 2},
-        "train": {"rounds": 3, "participation": 0.6, "seed": 3}, "run": {"device": "cpu", "engine": "loop"},
-    })  # fmt: skip
-    simulation = building.build(experiment)
-    simulation.run(3)
-    federation = Federation.from_experiment(experiment, out=tmp_path / "run", state_dir=tmp_path / "state", poll=0.005)
-    grid = LoopGrid(federation.client_app(), nodes(5))
-    federation.server_app()(grid, grid.contexts[NODE])
-    rows = list(read_record(tmp_path / "run").history)
-    weights = load_file(tmp_path / "run" / "model.safetensors")
-    assert_same_run(rows, weights, simulation.history, simulation.model.state_dict())
-    config = read_record(tmp_path / "run").config
-    assert config["data"]["partition"]["alpha"] == 0.5
-    assert (config["run"]["engine"], config["federation"]) == ("flower", {"on": "flower"})
-
-
-def test_flowers_simulation_can_hand_the_apps_to_its_workers():
-    cloudpickle = pytest.importorskip("ray.cloudpickle")
-    federation = Federation.from_experiment(parse({"data": {"clients": 3}}))
-    cloudpickle.loads(cloudpickle.dumps(federation.client_app()))
-
-
-def test_a_partition_that_moves_is_refused():
-    experiment = parse({"data": {"partition": {"name": "reallocate"}}})
-    with pytest.raises(BadInput, match="'reallocate' gives clients other data in every round"):
-        Federation.from_experiment(experiment)
 
 
 @settings(max_examples=30)

@@ -14,11 +14,8 @@ from torch import nn
 
 import lamina
 from flower_grid import LoopGrid
-from lamina.algorithms.scaffold import Up
 from lamina.base.errors import BadInput
 from lamina.flower import Federation, Limits, wire
-from lamina.flower.checks import Update
-from lamina.flower.judge import LEAST_MEDIAN, sizes_of, stand_out
 
 NODES, HOSTILE, ROUNDS = 10, 3, 2
 
@@ -144,43 +141,6 @@ def test_a_federation_may_use_a_robust_mean(tmp_path):
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-7)
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["train"]["aggregation"] == {"name": "trimmed_mean", "share": 0.2}
-
-
-# --- the comparison --------------------------------------------------------------------------------------------------
-
-
-def test_a_size_is_compared_with_the_median_of_the_round():
-    sizes = {c: 1.0 + c for c in range(9)} | {9: 501.0}
-    assert stand_out({"it": sizes}, 100.0) == {}
-    sizes[9] += 50
-    assert stand_out({"it": sizes}, 100.0) == {
-        9: "it is 551, more than 100 times the round's median, 5.5 (limits: times_median)"
-    }
-    assert stand_out({"it": sizes}, 101.0) == stand_out({"it": sizes}, None) == {}
-
-
-def test_few_answers_have_no_median():
-    assert stand_out({"it": {0: 1.0, 1: 9.0}}, 1.5) == {}
-    assert list(stand_out({"it": {0: 1.0, 1: 9.0, 2: 2.0}}, 1.5)) == [1]
-
-
-def test_a_median_of_zero_refuses_nobody():
-    assert stand_out({"it": {0: 0.0, 1: 3.0, 2: 0.0}}, 100.0) == {}
-
-
-def test_a_client_that_fits_badly_is_not_absurd_where_the_others_fit_perfectly():
-    losses = {"its training loss": {0: 1e-9, 1: 1e-9, 2: -5.0}}
-    assert stand_out(losses, 100.0, LEAST_MEDIAN) == {}
-    assert list(stand_out(losses, 100.0)) == [2]
-
-
-def test_fields_that_are_not_sent_are_not_measured():
-    up = Up(torch.tensor([3.0, 4.0]), None)
-    assert sizes_of({7: Update(up, {"b": torch.tensor([2.0])}, 20, 2, 1.0)}) == {
-        "the norm of 'delta'": {7: 5.0},
-        "the norm of the buffer 'b'": {7: 2.0},
-        "its number of examples": {7: 20},
-    }
 
 
 # --- what attacks cost -----------------------------------------------------------------------------------------------

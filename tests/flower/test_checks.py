@@ -22,8 +22,10 @@ from flower_setup import (
     spoiled,
     with_delta,
 )
-from lamina.base.errors import Diverged
+from lamina.base.errors import BadInput, Diverged
 from lamina.flower import Limits, Stopped, checks, wire
+from lamina.flower.checks import Refused, read_evaluation
+from lamina.training.metrics import find_all
 
 
 def extra_record(content):
@@ -339,3 +341,34 @@ def test_divergence_is_called_divergence(algorithm, lr, tmp_path):
         ):
             setup.run()
     assert (setup.out / "diverged.json").exists()
+
+
+@pytest.mark.parametrize("name", ["times_against", "times_examples"])
+def test_a_removed_limit_is_refused_with_what_to_do(name):
+    with pytest.raises(BadInput, match=f"limits: {name} was removed.*aggregation='trimmed_mean' or 'median'"):
+        Limits(**{name: 2.0})
+
+
+@pytest.mark.parametrize("given", [{"max_norm": -1}, {"on_large": "cut"}, {"times_median": 0}, {"max_examples": 0}])
+def test_wrong_limits_are_one_clear_line(given):
+    with pytest.raises(BadInput):
+        Limits(**given)
+
+
+@pytest.mark.parametrize(
+    ("figures", "why"),
+    [
+        ({}, "its rmse is None"),
+        ({"rmse": -1.0}, "its rmse is -1.0"),
+        ({"rmse": float("nan")}, "its rmse is nan"),
+        ({"rmse": 1e31}, "its rmse is 1e[+]31"),
+        ({"rmse": 2.0, "top5_accuracy": 1.5}, "its top5_accuracy is 1.5"),
+        ({"rmse": 2.0, "top5_accuracy": 0.5, "top5_accuracy/weight": 0.0}, "its top5_accuracy/weight is 0.0"),
+        ({"rmse": 2.0, "top5_accuracy": 0.5, "loss/weight": 2.0}, "its loss/weight is 2.0"),
+    ],
+)
+def test_a_node_must_report_sound_metrics(figures, why):
+    content = wire.content_of({"figures": {"examples": 5, "loss": 0.5, **figures}})
+    metrics = find_all(["rmse", "perplexity", "top5_accuracy"])
+    with pytest.raises(Refused, match=why):
+        read_evaluation(content, Limits(), metrics=metrics)

@@ -1,13 +1,15 @@
-"""Updates that were sent before, and losses out of all proportion, are not used."""
+"""Updates that were sent before, and sizes and losses far from the median of the round, are not used."""
 
 import pytest
+import torch
 from flwr.app import Message, RecordDict
 
 from flower_grid import over_the_wire
 from flower_setup import NODE, Setup, altered, assert_weights, client_of, is_train, reference, spoiled
-from lamina.flower import wire
-from lamina.flower.checks import Limits, Refused, read_evaluation
-from lamina.training.metrics import Metric, find_all, mean
+from lamina.algorithms.scaffold import Up
+from lamina.flower.checks import Update
+from lamina.flower.judge import LEAST_MEDIAN, sizes_of, stand_out
+from lamina.training.metrics import Metric, mean
 
 
 @pytest.mark.parametrize("how", ["the whole reply", "only its arrays"])
@@ -92,20 +94,35 @@ def test_an_evaluation_that_claims_too_many_labels_is_not_used(tmp_path):
     assert setup.rows[0]["evaluating_nodes"] == 3
 
 
-@pytest.mark.parametrize(
-    ("figures", "why"),
-    [
-        ({}, "its rmse is None"),
-        ({"rmse": -1.0}, "its rmse is -1.0"),
-        ({"rmse": float("nan")}, "its rmse is nan"),
-        ({"rmse": 1e31}, "its rmse is 1e[+]31"),
-        ({"rmse": 2.0, "top5_accuracy": 1.5}, "its top5_accuracy is 1.5"),
-        ({"rmse": 2.0, "top5_accuracy": 0.5, "top5_accuracy/weight": 0.0}, "its top5_accuracy/weight is 0.0"),
-        ({"rmse": 2.0, "top5_accuracy": 0.5, "loss/weight": 2.0}, "its loss/weight is 2.0"),
-    ],
-)
-def test_a_node_must_report_sound_metrics(figures, why):
-    content = wire.content_of({"figures": {"examples": 5, "loss": 0.5, **figures}})
-    metrics = find_all(["rmse", "perplexity", "top5_accuracy"])
-    with pytest.raises(Refused, match=why):
-        read_evaluation(content, Limits(), metrics=metrics)
+def test_a_size_is_compared_with_the_median_of_the_round():
+    sizes = {c: 1.0 + c for c in range(9)} | {9: 501.0}
+    assert stand_out({"it": sizes}, 100.0) == {}
+    sizes[9] += 50
+    assert stand_out({"it": sizes}, 100.0) == {
+        9: "it is 551, more than 100 times the round's median, 5.5 (limits: times_median)"
+    }
+    assert stand_out({"it": sizes}, 101.0) == stand_out({"it": sizes}, None) == {}
+
+
+def test_few_answers_have_no_median():
+    assert stand_out({"it": {0: 1.0, 1: 9.0}}, 1.5) == {}
+    assert list(stand_out({"it": {0: 1.0, 1: 9.0, 2: 2.0}}, 1.5)) == [1]
+
+
+def test_a_median_of_zero_refuses_nobody():
+    assert stand_out({"it": {0: 0.0, 1: 3.0, 2: 0.0}}, 100.0) == {}
+
+
+def test_a_client_that_fits_badly_is_not_absurd_where_the_others_fit_perfectly():
+    losses = {"its training loss": {0: 1e-9, 1: 1e-9, 2: -5.0}}
+    assert stand_out(losses, 100.0, LEAST_MEDIAN) == {}
+    assert list(stand_out(losses, 100.0)) == [2]
+
+
+def test_fields_that_are_not_sent_are_not_measured():
+    up = Up(torch.tensor([3.0, 4.0]), None)
+    assert sizes_of({7: Update(up, {"b": torch.tensor([2.0])}, 20, 2, 1.0)}) == {
+        "the norm of 'delta'": {7: 5.0},
+        "the norm of the buffer 'b'": {7: 2.0},
+        "its number of examples": {7: 20},
+    }

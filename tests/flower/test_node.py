@@ -12,10 +12,10 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import nn
 
 import lamina
-from flower_grid import over_the_wire, signed
+from flower_grid import error_reply, over_the_wire, signed
 from flower_setup import NODE, Setup, client_of, is_train, problem, small_model
 from lamina.base.errors import BadInput
-from lamina.flower import Stopped, wire
+from lamina.flower import wire
 
 CELL = "Jane Doe 1962-03-04"
 
@@ -146,7 +146,6 @@ def test_a_node_refuses_what_a_simulation_refuses(model, data, why, tmp_path, ca
     ],
 )
 def test_the_text_of_an_exception_that_flower_sends_is_not_recorded(reason, why, tmp_path):
-    from flower_grid import error_reply
 
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1)
 
@@ -262,10 +261,15 @@ def test_a_message_that_is_an_error_gets_one_line(tmp_path):
     assert "raised" in problem(setup.client_app()(broken, grid.contexts[message.metadata.dst_node_id]))
 
 
-def test_the_reason_for_a_stop_is_in_the_log(tmp_path):
-    setup = Setup(tmp_path, "fedavg", more={"deadline": 0.05, "attempts": 1})
+def test_an_exception_in_the_users_data_is_named(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0)
+    broken = setup.federation()
+
+    def data(context):
+        raise BadInput("no file 'patients.csv'")
+
+    broken.data = data
     grid = setup.grid()
-    grid.offline.update(grid.contexts)
-    with pytest.raises(Stopped) as stopped:
-        setup.run(grid)
-    assert f"ERROR the run stopped: {stopped.value}\n" in (setup.out / "log.txt").read_text()
+    grid.apps[NODE + 1] = broken.client_app()
+    setup.run(grid)
+    assert setup.journal[0]["missing"] == [{"client": 1, "node": str(NODE + 1), "why": "no file 'patients.csv'"}]

@@ -1,4 +1,4 @@
-"""A server that is killed and started again, and what nodes keep on disk."""
+"""A server that is killed and started again."""
 
 import json
 
@@ -12,16 +12,11 @@ from flower_setup import (
     Setup,
     assert_like_the_simulation,
     is_train,
-    nodes,
-    put,
-    spoiled,
-    with_delta,
 )
 from helpers import Killed
 from lamina.algorithms.scaffold import Up
 from lamina.base.errors import BadInput
 from lamina.engines.state import State
-from lamina.flower.records import Journal
 from lamina.objective.objective import Objective
 from lamina.storage.checkpoint import Checkpoints
 
@@ -156,42 +151,3 @@ def test_another_run_in_the_folder_is_refused(tmp_path):
     Setup(tmp_path, "fedavg", rounds=1).run()
     with pytest.raises(BadInput, match="holds another run"):
         Setup(tmp_path, "scaffold", rounds=1).run()
-
-
-def test_nodes_keep_only_the_states_the_server_may_ask_for(tmp_path):
-    setup = Setup(tmp_path, "scaffold", rounds=4, participation=1.0)
-    setup.run()
-    for client in range(4):
-        kept = sorted(path.name.split("-")[1] for path in (tmp_path / "state").glob(f"*/client-{client}/state-*"))
-        assert kept == ["000002", "000003", "000004"]
-
-
-def test_a_node_that_is_always_refused_keeps_no_more_states_than_others(tmp_path):
-    setup = Setup(tmp_path, "scaffold", rounds=4, participation=1.0)
-    spoil = with_delta(lambda delta: put(delta, float("nan")))
-    setup.run(setup.grid(on_reply=spoiled(spoil, [2, 3, 4])))
-    kept = sorted(path.name.split("-")[1] for path in (tmp_path / "state").glob("*/client-1/state-*"))
-    assert kept == ["000001", "000004"]  # the state the server resumes from, and the last that it may name
-
-
-def test_a_nodes_state_is_for_its_owner_alone(tmp_path):
-    setup = Setup(tmp_path, "scaffold", rounds=1, participation=1.0)
-    setup.run()
-    folders = [tmp_path / "state", *(path for path in (tmp_path / "state").rglob("*") if path.is_dir())]
-    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
-
-
-def test_a_torn_journal_is_mended(tmp_path):
-    journal = Journal(tmp_path)
-    lines = [{"round": 1, "complete": True}, {"round": 2, "complete": False}, {"round": 2, "complete": True}]
-    journal.path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"round": 3, "com')
-    journal.cut(1)
-    assert journal.path.read_text() == "".join(json.dumps(line) + "\n" for line in lines[:2])
-
-
-def test_a_nodes_state_folder_comes_from_its_own_configuration(tmp_path):
-    setup = Setup(tmp_path, "scaffold", rounds=2, participation=1.0)
-    configs = {node: {**config, "state-dir": str(tmp_path / f"disk{node}")} for node, config in nodes().items()}
-    setup.run(setup.grid(configs=configs))
-    assert not (tmp_path / "state").exists()
-    assert len(list((tmp_path / f"disk{NODE}").rglob("state-*.safetensors"))) == 2

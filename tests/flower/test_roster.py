@@ -1,14 +1,21 @@
 """Which node is which client."""
 
-import json
+import re
 
 import pytest
 from torch import nn
 
-from flower_setup import NODE, Setup, assert_like_the_simulation, is_train, nodes, small_model
-from lamina.base.errors import BadInput
+from flower_setup import (
+    NODE,
+    Setup,
+    assert_like_the_simulation,
+    assert_weights,
+    is_train,
+    nodes,
+    reference,
+    small_model,
+)
 from lamina.flower import Stopped
-from lamina.flower.federation import read_nodes
 
 
 def test_a_second_node_with_the_same_number_is_refused_and_named(tmp_path):
@@ -108,23 +115,6 @@ def test_a_silent_stranger_holds_nobody_up(tmp_path):
     assert max(row["seconds"] for row in setup.rows) < 5
 
 
-def test_a_list_of_nodes_may_be_a_file(tmp_path):
-    path = tmp_path / "nodes.json"
-    path.write_text(json.dumps({str(2**63 + 5): 1, "7": 0}))
-    assert read_nodes(str(path), 2) == {2**63 + 5: 1, 7: 0}
-    for text, why in (
-        ('{"7": 2}', "numbered 0 to 1"),
-        ('{"7": 0, "8": 0}', "two nodes are the same client"),
-        ("[1]", "must be a table"),
-        ("{", "not valid JSON"),
-    ):
-        path.write_text(text)
-        with pytest.raises(BadInput, match=why):
-            read_nodes(path, 2)
-    with pytest.raises(BadInput, match="cannot read the list of nodes"):
-        read_nodes(tmp_path / "none.json", 2)
-
-
 def test_another_model_or_algorithm_on_a_node_is_said_in_words(tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0)
     grid = setup.grid()
@@ -150,3 +140,43 @@ def test_frozen_weights_must_be_the_same_on_both_sides(tmp_path):
     other = Setup(tmp_path / "other", "fedavg", model=frozen(0.1), node_model=frozen(0.2), more={"attempts": 1})
     with pytest.raises(Stopped, match="frozen weights are not this node's"):
         other.run()
+
+
+def test_a_new_node_is_picked_up(tmp_path):
+    setup = Setup(tmp_path, "scaffold", participation=1.0, more={"deadline": 0.2})
+
+    def on_send(grid, node, message):
+        if is_train(message, 2):
+            grid.offline.discard(NODE + 3)
+        return message
+
+    grid = setup.grid(on_send)
+    grid.offline.add(NODE + 3)
+    setup.run(grid)
+    assert_weights(setup, reference(setup, absent={(1, 3), (2, 3)}))
+    assert setup.journal[0]["missing"] == [{"client": 3, "node": None, "why": "it is not connected"}]
+    assert setup.journal[2]["missing"] == []
+
+
+def test_who_is_waited_for_is_said_while_it_is_waited(tmp_path, monkeypatch):
+    monkeypatch.setattr("lamina.flower.roster.FIRST_LINE_S", 0.05)
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1, more={"deadline": 0.4, "attempts": 1})
+    grid = setup.grid(delay=lambda node, message: 0.2 if is_train(message) else 0)
+    grid.offline.update((NODE + 2, NODE + 3))
+    setup.run(grid)
+    log = (setup.out / "log.txt").read_text()
+    assert "WARNING waiting for clients 2, 3 to connect (deadline: 0.4 s)" in log
+
+    other = Setup(tmp_path / "other", "fedavg", participation=1.0, rounds=1, more={"deadline": 5.0})
+    other.run(other.grid(delay=lambda node, message: 0.2 if is_train(message) and node == NODE + 1 else 0))
+    log = (other.out / "log.txt").read_text()  # on a slow machine it may be waiting for others, too
+    assert re.search(r"WARNING waiting for clients? (0, )?1(, 2)?(, 3)? to answer \(deadline: 5 s\)", log), log
+
+
+def test_nobody_waits_for_a_client_without_a_listed_node(tmp_path):
+    listed = {NODE + i: i for i in range(3)}
+    setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2, more={"deadline": 30.0, "nodes": listed})
+    setup.run()
+    assert max(row["seconds"] for row in setup.rows) < 10
+    assert setup.journal[0]["missing"] == [{"client": 3, "node": None, "why": "no node is listed for it"}]
+    assert "WARNING no node is listed for client 3: it takes no part" in (setup.out / "log.txt").read_text()

@@ -10,7 +10,6 @@ from flower_grid import over_the_wire
 from flower_setup import NODE, Setup, as_sent, assert_like_the_simulation, is_train, problem
 from helpers import Killed
 from lamina.flower import Stopped
-from lamina.flower.records import TASKS_PER_START, count_start
 
 HOURS_11 = 40_000 * 10**9  # ns
 
@@ -122,10 +121,3 @@ def test_an_old_copy_of_the_run_folder_is_named_in_the_refusal_and_catches_up(se
         setup.run()
     setup.run()
     assert len(setup.rows) == 3
-
-
-def test_every_start_has_numbers_of_its_own(tmp_path):
-    assert count_start(tmp_path, 0) == TASKS_PER_START
-    assert count_start(tmp_path, 0) == 2 * TASKS_PER_START
-    assert count_start(tmp_path, 7 * TASKS_PER_START + 5) == 8 * TASKS_PER_START
-    assert count_start(tmp_path, 0) == 9 * TASKS_PER_START

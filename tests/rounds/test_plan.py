@@ -48,7 +48,9 @@ def test_every_epoch_visits_every_sample_exactly_once(p):
     plan = make(p).round(p["number"])
     for c, own in enumerate(plan.samples):
         per_epoch = -(-len(own) // p["batch_size"])
+        assert plan.examples[c] == len(own)
         assert plan.steps[c] == p["epochs"] * per_epoch  # K_i = epochs * ceil(n_i / B)
+        assert (plan.filled[c] > 0).sum() == plan.steps[c]
         for epoch in range(p["epochs"]):
             seen = [plan.batch(c, k) for k in range(epoch * per_epoch, (epoch + 1) * per_epoch)]
             assert sorted(np.concatenate(seen)) == sorted(own)
@@ -84,6 +86,7 @@ def test_cohort_has_the_asked_size_and_no_client_twice(p):
 def test_local_steps_fixes_k_for_everyone(p, steps):
     plan = make(p, local_steps=steps).round(p["number"])
     assert (plan.steps == steps).all()
+    assert (plan.filled > 0).all()
 
 
 def test_a_clients_batches_do_not_depend_on_who_else_is_active():

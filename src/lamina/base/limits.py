@@ -35,7 +35,7 @@ def check_count(name: str, value: Any, most: int = MOST, least: int = 1) -> int:
     if not is_whole(value) or value < least:
         raise BadInput(f"{name} = {short_repr(value)} is not a whole number >= {least}")
     if value > most:
-        raise BadInput(f"{name} = {short_repr(value)} is more than lamina takes: give at most {most}")
+        raise BadInput(f"{name} = {short_repr(value)} exceeds the limit of {most}")
     return int(value)
 
 

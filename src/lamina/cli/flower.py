@@ -32,7 +32,7 @@ def keys(
     hosts: Annotated[
         list[str] | None, typer.Option("--host", help="name or IP address of the server; may be repeated")
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=0, help="also make keys of so many nodes, to try it out")] = 0,
+    nodes: Annotated[int, typer.Option("--nodes", min=0, help="also make keys for this many nodes, to try it out")] = 0,
 ) -> None:
     """Make the server's keys: an authority, a TLS certificate for the SuperLink, a key that signs tasks."""
     from lamina.flower.keys import make_node_key, make_server_keys
@@ -101,7 +101,7 @@ def up(
         str | None,
         typer.Option("--quorum", help="who must answer: a part (0.5, 1.0) or a number (2) of clients; default: 0.5"),
     ] = None,
-    keep_logs: Annotated[bool, typer.Option("--keep-logs", help="keep the logs of a run that went well, too")] = False,
+    keep_logs: Annotated[bool, typer.Option("--keep-logs", help="keep the logs even if the run succeeds")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:

@@ -12,7 +12,6 @@ from lamina.base.errors import BadInput, unknown
 from lamina.data.readers import sources
 from lamina.storage.files import check_writable, writing_to
 
-FLWR = "1.41.0"  # the tested version, which the template's README installs
 FILES = (
     "pyproject.toml",
     "README.md",
@@ -64,5 +63,4 @@ def _values(folder: Path, model: str | None, data: str, nodes: int) -> dict[str,
         "classes": str(train.classes),
         "clients": str(nodes),
         "last": str(nodes - 1),
-        "flwr": FLWR,
     }

@@ -15,7 +15,7 @@ from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective, buffer_bytes
 from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
 from lamina.rounds.ledger import Ledger, payload_bytes
-from lamina.rounds.plan import Round
+from lamina.rounds.plan import RoundFacts
 
 
 @dataclass
@@ -143,7 +143,7 @@ class ServerStep(NamedTuple):
     measured: Tensor  # ||x+ - x||, ||mean delta_i - (x+ - x)||^2, and whether x+ is finite; float64
 
 
-def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: Round, sums: Sums) -> ServerStep:
+def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, sums: Sums) -> ServerStep:
     """Take the server's step on the means, without waiting for a GPU."""
     info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_steps=sums.steps)
     up, buffers = sums.combined(algorithm)
@@ -155,7 +155,7 @@ def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: Round,
 
 
 def close_round(
-    algorithm: Algorithm, layers: Layers, state: State, plan: Round, down: Any, sums: Sums, clients: dict[int, Any]
+    algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, down: Any, sums: Sums, clients: dict[int, Any]
 ) -> tuple[State, RoundReport]:
     """Return the state after the server's step and the round's report. All engines end a round here."""
     step, measured = sums.server_step or (step_server(algorithm, layers, state, plan, sums), None)
@@ -179,7 +179,7 @@ def close_round(
     return State(plan.number, step.server, state.buffers | step.buffers, clients, state.ledger), report
 
 
-def client_weights(plan: Round, by_examples: bool) -> list[float]:
+def client_weights(plan: RoundFacts, by_examples: bool) -> list[float]:
     """Return every active client's weight in the mean."""
     shares = plan.examples if by_examples else np.ones(len(plan.cohort))
     weights: list[float] = (shares / shares.sum()).tolist()

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from lamina.base.errors import missing_extra
 
 try:
@@ -16,13 +14,10 @@ try:
 except ImportError as error:
     raise missing_extra("Flower", "flower", "lamina.flower") from error
 
-TESTED = "1.41.0"
-if version("flwr") != TESTED:
-    logging.getLogger(__name__).warning(
-        "lamina.flower was tested with Flower %s, and this is %s: pip install -e '.[flower]' brings the tested one",
-        TESTED,
-        version("flwr"),
-    )
+SUPPORTED = ("1.41", "1.42")  # as in pyproject.toml; other versions may lack what lamina.flower.internals uses
+installed = version("flwr")
+if ".".join(installed.split(".")[:2]) not in SUPPORTED:
+    raise missing_extra(f"Flower {' or '.join(SUPPORTED)}, not {installed}", "flower", "lamina.flower")
 
 from lamina.flower.checks import Limits  # noqa: E402
 from lamina.flower.federation import Federation  # noqa: E402

@@ -1,4 +1,4 @@
-"""Check what nodes send: a bad reply is refused with a reason, and not read any further.
+"""Check what nodes send. A bad reply is refused with a reason, and read no further.
 
 Everything here is a pure function of the reply. Whatever it contains, these functions raise nothing but `Refused`.
 """
@@ -35,11 +35,11 @@ class Limits:
 
     Args:
         max_norm: the largest norm of ``delta``; or a norm for each of several fields of the algorithm's Up, by name;
-            ``gradient`` is that of the original Mime's first exchange, too.
+            ``gradient`` also limits the original Mime's first exchange.
         on_large: what happens to a larger one: the update is refused, or the field is scaled down to the limit.
-        times_median: an update is refused if the norm of a field or buffer, or the number of examples, is more than so
-            many times the round's median. It stops broken nodes and absurd values; against hostile nodes, use a robust
-            mean (``aggregation``). With fewer than three answers nothing is compared. None switches it off.
+        times_median: an update is refused if the norm of a field or buffer, or the number of examples, is more than
+            this many times the round's median. It stops broken nodes and absurd values; against hostile nodes, use a
+            robust mean (``aggregation``). With fewer than three answers nothing is compared. None switches it off.
         max_examples: the most examples a client may say it has.
         non_negative: fields of which a negative entry is refused; by default those that the algorithm's class
             declares (`Algorithm.non_negative`), such as second moments.
@@ -124,7 +124,7 @@ class Expected(NamedTuple):
 
     up: Any  # an Up of the right fields, shapes and dtypes
     buffers: Buffers  # the floating buffers
-    steps: Callable[[int], int] | None  # K_i of a client with so many examples; None: a full gradient, without training
+    steps: Callable[[int], int] | None  # from examples to local steps K_i; None: a full gradient, without training
     limits: Limits
     non_negative: Sequence[str] = ()
 

@@ -65,7 +65,7 @@ class Judge:
 
     def remove_odd_updates(self, updates: dict[int, Update], record: Attendance) -> None:
         """Remove updates that were sent before or stand out, and replace training losses nobody can believe."""
-        # An update without any movement is no sign of a replay.
+        # A client that does not move sends zeros again and again: that is not a replay.
         repeated = [
             client
             for client, update in updates.items()

@@ -13,19 +13,18 @@ import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import httpx
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from flwr.app import Message, RecordDict
-from flwr.proto.runtime_pb2 import PullAppMessagesResponse
 from flwr.serverapp import Grid
 
-from lamina.flower import wire
+from lamina.flower import internals, wire
 from lamina.flower.records import Attendance
 from lamina.flower.signing import sign
 
-ERRORS = {  # Flower's error codes, in words
+ERRORS = {  # what Flower's error codes mean
     0: "an unknown error",
     1: "its app could not be loaded",
     2: "its app raised an exception",
@@ -38,7 +37,7 @@ ERRORS = {  # Flower's error codes, in words
 }
 RAISED = (0, 2, 6)  # their reasons are texts of exceptions, which may quote a node's data: only the type is shown
 EXCEPTION = re.compile(r"(?:<class ')?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning))\b")
-EXPIRED = (3, 4)  # what Flower says of a message whose time is over, too
+EXPIRED = (3, 4)  # Flower also gives a message that has expired one of these
 LATE = "no reply within"  # how the reason begins for a node that needs longer than the deadline
 AT_ONCE = 8  # pulls that are waited for at the same time
 PATIENCE_S = 1.0  # the wait for a pull; a slower one continues in its thread, and a later look finds its reply
@@ -74,7 +73,7 @@ class Mail:
         """Send one message; its id, or None and why it could not be sent. Never raises: only this node is concerned."""
         if ttl <= 0:
             return None, "no time was left to send it a message"
-        expires = time.monotonic() + ttl  # its time runs while it is handed over, too
+        expires = time.monotonic() + ttl  # handing it over takes part of its time
         message = Message(content, node, kind, ttl=ttl, group_id=group)
         if self.signing_key is not None:
             sign(message, self.signing_key)
@@ -95,7 +94,7 @@ class Mail:
         return self._puller.is_uploading(message)
 
     def look(self, waiting: Iterable[str], record: Attendance) -> dict[str, Message | str]:
-        """Return the replies to these messages: each a message or, in words, why there is none.
+        """Return the replies to these messages: each a message, or the reason why there is none.
 
         Anything else that arrives is noted in the record and not used.
         """
@@ -123,7 +122,7 @@ class Mail:
 
 
 def _why(reply: Message, sent: Sent) -> str:
-    """Return what Flower's error means, in words."""
+    """Return what Flower's error means."""
     code = reply.error.code
     difference_of_clocks = min(1.0, sent.ttl / 10)
     if code in EXPIRED and time.monotonic() >= sent.expires - difference_of_clocks:
@@ -142,29 +141,6 @@ def late(seconds: float) -> str:
     'no reply within 600 s'
     """
     return f"{LATE} {seconds:.0f} s" if seconds >= 10 else f"{LATE} {seconds:.1f} s"
-
-
-def take_replies_only(grid: Grid) -> None:
-    """Have a Grid leave out everything but replies to the messages it is asked for, before it reads their contents.
-
-    A node can also send the server a message that is no reply. Flower hands it out together with the next reply that is
-    pulled, from whatever node, and waits for its parts as well. This reaches into Flower's `HttpGrid` (1.41), which has
-    no setting for it; other Grids are left alone.
-    """
-    client = getattr(grid, "_runtime_client", None)
-    if client is None:
-        return
-    pull = client.PullMessages
-
-    def replies_only(request: Any) -> Any:
-        response, wanted = pull(request), set(request.message_ids)
-        pairs = zip(response.messages_list, response.message_object_trees, strict=True)
-        kept = [(reply, tree) for reply, tree in pairs if reply.metadata.reply_to_message_id in wanted]
-        return PullAppMessagesResponse(
-            messages_list=[reply for reply, _ in kept], message_object_trees=[tree for _, tree in kept]
-        )
-
-    client.PullMessages = replies_only
 
 
 class Pull(threading.Thread):
@@ -194,7 +170,7 @@ class Puller:
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
-        take_replies_only(grid)
+        internals.take_replies_only(grid)
         self._pulls: dict[str, Pull] = {}  # by message, those that are not finished
 
     def look(self, messages: Iterable[str]) -> dict[str, Pull]:

@@ -247,10 +247,10 @@ def own_words(error: LaminaError) -> str:
     ...     try:
     ...         float("J. Smith")
     ...     except ValueError as cause:
-    ...         raise BadInput(f"x is no array ({cause})") from cause
+    ...         raise BadInput(f"x is not an array ({cause})") from cause
     ... except BadInput as error:
     ...     print(own_words(error))
-    x is no array (ValueError)
+    x is not an array (ValueError)
     """
     text, cause, depth = _one_line(error.without_data or str(error)), error.__cause__ or error.__context__, 0
     while cause is not None and depth < 10:

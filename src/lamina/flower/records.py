@@ -50,7 +50,7 @@ class Attendance:
         self.refused.append({**self._entry(client), "why": why})
 
     def refuse_node(self, node: int, why: str) -> None:
-        """Record a node that is no client."""
+        """Record a node that is not a client."""
         self.refused.append({"client": None, "node": str(node), "why": why})
 
     def note(self, text: str) -> None:
@@ -65,7 +65,7 @@ class Attendance:
         return [*missing, *refused, *self.notes]
 
     def name(self, client: int) -> str:
-        """Return a client and its node in words."""
+        """Return what messages call a client and its node."""
         return name_of(client, self._nodes.get(client))
 
     def _entry(self, client: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Attendance:
 
 
 def name_of(client: int | None, node: int | str | None) -> str:
-    """Return a client and its node in words."""
+    """Return what messages call a client and its node."""
     if client is None:
         return f"node {node}"
     return f"client {client}" + (f" (node {node})" if node is not None else "")

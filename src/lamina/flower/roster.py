@@ -64,7 +64,7 @@ class Roster:
 
         The first call, at the start of a run, waits for all clients until the deadline. A later one ends as soon as the
         `needed` clients of the cohort are connected, and nodes that have just connected have said who they are. The
-        record takes notes of clients that are absent, and of nodes that are no client.
+        record takes notes of clients that are absent, and of nodes that are not a client.
         """
         wait_for_all, self._is_first_call = self._is_first_call, False
         unlisted = self.unlisted()
@@ -100,7 +100,7 @@ class Roster:
         log.warning("waiting for %s %s (deadline: %g s)", whom, what, self.deadline)
 
     def _ask_nodes(self, record: Attendance) -> None:
-        """Ask connected nodes that are no client yet who they are, and take their answers."""
+        """Ask connected nodes that are not yet a client who they are, and take their answers."""
         now = time.monotonic()
         for node, contact in list(self._contacts.items()):
             is_gone = node not in self.online  # it may come back as another

@@ -28,7 +28,7 @@ from lamina.flower.records import Attendance, Journal, Memory, count_start
 from lamina.flower.roster import Roster
 from lamina.flower.setup import Setup
 from lamina.rounds.aggregation import combine_vectors
-from lamina.rounds.plan import Round
+from lamina.rounds.plan import RoundFacts
 from lamina.storage.checkpoint import load_newest
 from lamina.storage.identity import of_run
 from lamina.training import evaluation
@@ -90,11 +90,11 @@ class Server:
         self.folder.finish(self)
 
     def _run_round(self) -> None:
-        """Run one more round, evaluate it if it is its turn, and record it."""
+        """Run one more round, evaluate if an evaluation is due, and record it."""
         started = time.monotonic()
         traffic = self.mail.traffic = Traffic()
-        plan, report, record = self._round(self.state.round + 1)
-        row = evaluation.round_row(self.algorithm, self.objective.start, plan, report, time.monotonic() - started)
+        facts, report, record = self._round(self.state.round + 1)
+        row = evaluation.round_row(self.algorithm, self.objective.start, facts, report, time.monotonic() - started)
         row |= {
             "asked": len(self.plan.cohort(record.round)),
             "missing": len(record.missing),
@@ -102,7 +102,7 @@ class Server:
             "wire_bytes_down": traffic.wire_down,
             "wire_bytes_up": traffic.wire_up,
         }
-        if plan.number % self.setup.evaluate_every == 0 or plan.number == self.setup.rounds:
+        if facts.number % self.setup.evaluate_every == 0 or facts.number == self.setup.rounds:
             row |= self._evaluate(record)
         self._record(row, record)
         evaluation.refuse_nonfinite(row)
@@ -136,7 +136,7 @@ class Server:
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
-    def _round(self, number: int) -> tuple[Round, RoundReport, Attendance]:
+    def _round(self, number: int) -> tuple[RoundFacts, RoundReport, Attendance]:
         """Run a round; while too few clients answer, try it again with the same plan."""
         attempts, cohort = self.setup.attempts, self.plan.cohort(number).tolist()
         needed = self.setup.needed(len(cohort))
@@ -175,7 +175,7 @@ class Server:
             if len(gradients) < needed:
                 return None, {}  # nobody need train for nothing
             clients = list(gradients)
-            weights = client_weights(self._as_round(number, gradients), self.protocol.by_examples)
+            weights = client_weights(self._facts(number, gradients), self.protocol.by_examples)
             vectors = [one.up.gradient for one in gradients.values()]
             info = info._replace(mean_gradient=combine_vectors(self.protocol.aggregation, vectors, weights))
         down = self.algorithm.broadcast(self.state.server, info)
@@ -202,37 +202,32 @@ class Server:
 
     # --- the server's step ------------------------------------------------------------------------------------------
 
-    def _close(self, down: Any, updates: dict[int, Update], record: Attendance) -> tuple[Round, RoundReport]:
+    def _close(self, down: Any, updates: dict[int, Update], record: Attendance) -> tuple[RoundFacts, RoundReport]:
         """Take the server's step on the mean of the updates, as the engines do."""
-        plan = self._as_round(record.round, updates)
-        weights = client_weights(plan, self.protocol.by_examples)
+        facts = self._facts(record.round, updates)
+        weights = client_weights(facts, self.protocol.by_examples)
         sums = Sums(weights=weights, aggregation=self.protocol.aggregation)
         by_examples = self.protocol.by_examples
         for c, one in enumerate(updates.values()):
             loss, steps = one.loss, one.steps
             sums.add_client(c, self.algorithm, one.up, one.buffers, loss=loss, steps=steps, by_examples=by_examples)
         layers, clients = self.objective.layers, self.state.clients
-        self.state, report = close_round(self.algorithm, layers, self.state, plan, down, sums, clients)
+        self.state, report = close_round(self.algorithm, layers, self.state, facts, down, sums, clients)
         self.exchange.accept(updates)
         self.judge.remember(updates)
         record.accept(updates)
-        return plan, replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)
+        return facts, replace(report, bytes_down=self.mail.traffic.down, bytes_up=self.mail.traffic.up)
 
-    def _as_round(self, number: int, updates: Mapping[int, Update]) -> Round:
-        """Return the round as it really was: the clients that answered and their numbers of examples."""
-        cohort = np.array(list(updates), dtype=np.int64)
-        sizes = np.array([update.examples for update in updates.values()], dtype=np.int64)
-        steps = self.protocol.steps(sizes)
-        unknown = np.zeros((len(cohort), 1, 1), dtype=np.int64)  # only the nodes know which samples they used
-        return Round(
+    def _facts(self, number: int, updates: Mapping[int, Update]) -> RoundFacts:
+        """Return the round as it really was: the clients that answered, and how much each has trained."""
+        examples = np.array([update.examples for update in updates.values()], dtype=np.int64)
+        return RoundFacts(
             number=number,
             lr=self.protocol.rate(number),
-            participation=len(cohort) / self.plan.clients.count,
-            cohort=cohort,
-            samples=[np.broadcast_to(np.int64(0), (int(n),)) for n in sizes],
-            index=unknown,
-            filled=(np.arange(int(steps.max())) < steps[:, None]).astype(np.int64),
-            streams=unknown[:, 0, 0],
+            participation=len(updates) / self.plan.clients.count,
+            cohort=np.array(list(updates), dtype=np.int64),
+            examples=examples,
+            steps=self.protocol.steps(examples),
         )
 
     # --- evaluation -------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from flwr.app import Array, ConfigRecord, Context, Message
 from flwr.serverapp import Grid
 
 from lamina.base.errors import BadInput
+from lamina.flower import internals
 from lamina.flower.wire import entries_of
 
 SIGNATURE = "signature"  # the record that holds it
@@ -54,11 +55,11 @@ def sign(message: Message, key: Ed25519PrivateKey) -> None:
 
 
 def read_signing_key(path: Any, grid: Grid) -> Ed25519PrivateKey | None:
-    """Return the server's private key; None in Flower's simulation, where all nodes are processes of this machine."""
+    """Return the server's private key; None in Flower's simulation."""
     if path:
         key: Ed25519PrivateKey = load_key(Path(str(path)).expanduser(), secret=True)
         return key
-    if type(grid).__name__ == "InMemoryGrid":
+    if internals.is_simulation(grid):
         return None
     raise BadInput(
         "the server has no key to sign tasks with, and nodes refuse tasks without a signature: give its path as "

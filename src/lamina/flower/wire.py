@@ -22,13 +22,13 @@ from typing import Annotated, Any
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.common.serde import recorddict_to_proto
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.declaration import options
 from lamina.base.errors import BadInput
+from lamina.flower.internals import serialised_bytes
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.settings import Protocol
 
@@ -125,7 +125,7 @@ def wire_bytes(content: RecordDict) -> int:
         if isinstance(record, ArrayRecord):
             record = ArrayRecord({key: Array(a.dtype, tuple(a.shape), a.stype, b"") for key, a in record.items()})
         frame[name] = record
-    return int(recorddict_to_proto(frame).ByteSize()) + payload_bytes(content)
+    return serialised_bytes(frame) + payload_bytes(content)
 
 
 def shorten(text: str, most: int = 200) -> str:

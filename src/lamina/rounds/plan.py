@@ -7,7 +7,6 @@ on the same clients and batches, and a resumed run continues exactly.
 from __future__ import annotations
 
 import builtins
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,27 +25,25 @@ PLAN_COPIES = 2.5  # copies of a round's orders and batches in memory while it i
 
 
 @dataclass(frozen=True)
-class Round:
-    """One round of the plan. C = active clients, K = the largest number of steps, B = batch size."""
+class RoundFacts:
+    """What a server knows of a round: its active clients, and how much each of them trains. C = active clients."""
 
     number: int  # from 1
     lr: float
     participation: float  # |S| / N
     cohort: Indices  # [C] client ids, ascending
+    examples: Indices  # [C] the number of samples of every active client, n_i
+    steps: Indices  # [C] the number of local steps of every active client, K_i
+
+
+@dataclass(frozen=True)
+class Round(RoundFacts):
+    """One round of the plan. K = the largest number of steps, B = batch size."""
+
     samples: Sequence[Indices]  # every active client's data
     index: Indices  # [C, K, B] sample indices; positions at or past `filled` repeat a valid index
     filled: Indices  # [C, K] how many of the B are real; 0: the client has no such step
     streams: Indices  # [C] random streams of the clients in this round, for augmentation and dropout
-
-    @functools.cached_property
-    def steps(self) -> Indices:
-        """The number of local steps of every active client, K_i [C]."""
-        return np.asarray((self.filled > 0).sum(axis=1), dtype=np.int64)
-
-    @functools.cached_property
-    def examples(self) -> Indices:
-        """The number of samples of every active client, n_i [C]."""
-        return np.array([len(s) for s in self.samples], dtype=np.int64)
 
     def batch(self, c: int, k: int) -> Indices:
         """Return the sample indices of step k of the c-th active client."""
@@ -147,6 +144,8 @@ class Plan:
             lr=self.protocol.rate(number),
             participation=len(cohort) / self.clients.count,
             cohort=cohort,
+            examples=sizes,
+            steps=steps,
             samples=samples,
             index=index,
             filled=filled,

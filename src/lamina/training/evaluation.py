@@ -22,7 +22,7 @@ from lamina.objective.batch import tensors
 from lamina.objective.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.clients import Reserved
-from lamina.rounds.plan import Round
+from lamina.rounds.plan import RoundFacts
 from lamina.training.history import Row
 from lamina.training.metrics import (
     ACCURACY,
@@ -320,7 +320,7 @@ class Pairs(WatchingMode):  # type: ignore[no-untyped-call]
 
 
 def round_row(
-    algorithm: Algorithm, x: Tensor, plan: Round, report: RoundReport, seconds: float
+    algorithm: Algorithm, x: Tensor, plan: RoundFacts, report: RoundReport, seconds: float
 ) -> dict[str, float | int]:
     """Return the metrics of a round without its evaluation."""
     models = algorithm.paper_models(plan.number)

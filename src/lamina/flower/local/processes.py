@@ -70,7 +70,7 @@ class Process:
 
     @property
     def how_it_ended(self) -> str:
-        """What ended it, in words."""
+        """How it ended: with an exit code or by a signal."""
         code = self.ended or 0
         return f"ended with code {code}" if code >= 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 

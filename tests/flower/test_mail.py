@@ -1,17 +1,23 @@
-"""Stalled and slow uploads delay only their own node."""
+"""Sending and pulling messages: stalled uploads, errors in words, messages that cannot be sent."""
 
 import threading
 import time
-from types import SimpleNamespace
 
 import httpx
-from flwr.proto.message_pb2 import Message as FlowerMessage
-from flwr.proto.message_pb2 import Metadata as FlowerMetadata
-from flwr.proto.message_pb2 import ObjectTree
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse
 
-from flower_setup import NODE, Setup, assert_like_the_simulation, assert_weights, client_of, is_train, reference
-from lamina.flower import mail
+from flower_grid import LoopGrid, error_reply
+from flower_setup import (
+    NODE,
+    Setup,
+    assert_like_the_simulation,
+    assert_weights,
+    client_of,
+    is_train,
+    nodes,
+    reference,
+)
+from lamina.flower import mail, wire
+from lamina.flower.mail import Mail
 
 
 class Stall:
@@ -92,32 +98,6 @@ def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):
         over.set()
 
 
-class HttpGrid:
-    """As much of Flower's Grid as `take_replies_only` knows: a client that hands out messages of the SuperLink."""
-
-    def __init__(self, *sent):
-        messages = [FlowerMessage(metadata=FlowerMetadata(message_id=f"r{i}", reply_to_message_id=about))
-                    for i, about in enumerate(sent)]  # fmt: skip
-        trees = [ObjectTree(object_id=message.metadata.message_id) for message in messages]
-        response = PullAppMessagesResponse(messages_list=messages, message_object_trees=trees)
-        self._runtime_client = SimpleNamespace(PullMessages=lambda request: response)
-
-    def pulled(self, *wanted):
-        response = self._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=wanted))
-        trees = [tree.object_id for tree in response.message_object_trees]
-        assert trees == [message.metadata.message_id for message in response.messages_list]
-        return [message.metadata.reply_to_message_id for message in response.messages_list]
-
-
-def test_messages_to_the_server_that_are_no_replies_are_not_waited_for():
-    """Flower's SuperLink adds them to any pull, and its Grid would wait for their parts before it returns."""
-    grid = HttpGrid("m2", "", "m1", "m9", "")
-    assert grid.pulled("m1", "m2") == ["m2", "", "m1", "m9", ""]
-    mail.Puller(grid)
-    assert grid.pulled("m1", "m2") == ["m2", "m1"]
-    assert grid.pulled() == []
-
-
 def test_a_reply_the_superlink_cannot_hand_out_costs_only_its_node(tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=2)
     response = httpx.Response(500, request=httpx.Request("POST", "https://superlink/v1/runtime/pull-messages"))
@@ -134,3 +114,43 @@ def test_a_reply_the_superlink_cannot_hand_out_costs_only_its_node(tmp_path):
     assert missing["client"] == 1
     assert missing["why"] == "its reply cannot be read (HTTPStatusError: 500)"
     assert_weights(setup, reference(setup, absent={(1, 1)}))
+
+
+def test_errors_of_nodes_are_put_into_words(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0)
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 2) and client_of(node) == 1:
+            return error_reply(message, 5)
+        if is_train(message, 2) and client_of(node) == 2:
+            return error_reply(message, 8, "out\nof memory")
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    whys = {entry["client"]: entry["why"] for entry in setup.journal[1]["missing"]}
+    assert whys == {1: "it went offline", 2: "its app crashed: of memory"}
+    assert_weights(setup, reference(setup, absent={(2, 1), (2, 2)}))
+
+
+def test_a_reply_that_cannot_be_unpacked_costs_only_itself(tmp_path):
+    setup = Setup(tmp_path, "fedavg", participation=1.0)
+
+    def on_reply(grid, node, message, reply):
+        if is_train(message, 2) and client_of(node) == 1:
+            grid.box[message.metadata.message_id] = [ValueError("Unexpected set of `children`")]
+            return None
+        return reply
+
+    setup.run(setup.grid(on_reply=on_reply))
+    assert_weights(setup, reference(setup, absent={(2, 1)}))
+    assert "its reply cannot be read" in setup.journal[1]["missing"][0]["why"]
+
+
+def test_what_has_no_time_left_is_not_sent():
+    grid = LoopGrid(lambda message, context: message, nodes(1), least=10.0)
+    mail = Mail(grid)
+    content = wire.content_of({"question": {"who": True}})
+    assert mail.send(NODE, content, "query", "", -0.5) == (None, "no time was left to send it a message")
+    assert grid.seen == []
+    sent, why = mail.send(NODE, content, "query", "", 1.0)
+    assert (sent, why.startswith("the message could not be sent (Expired")) == (None, True)

@@ -1,0 +1,46 @@
+"""What lamina uses of Flower beyond its public interface, tested with Flower 1.41.0 and 1.42.0.
+
+No other module of lamina imports a private module of Flower or reaches into its objects. Look here first when a new
+version of Flower is to be supported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr.app import RecordDict
+from flwr.common.serde import recorddict_to_proto
+from flwr.serverapp import Grid
+
+
+def serialised_bytes(content: RecordDict) -> int:
+    """Return how many bytes a message's content has as Flower serialises it."""
+    return int(recorddict_to_proto(content).ByteSize())
+
+
+def is_simulation(grid: Grid) -> bool:
+    """Return whether a Grid belongs to Flower's simulation, where all nodes are processes of this machine."""
+    return type(grid).__name__ == "InMemoryGrid"
+
+
+def take_replies_only(grid: Grid) -> None:
+    """Have a Grid leave out everything but replies to the messages it is asked for, before it reads their contents.
+
+    A node can also send the server a message that is not a reply. Flower hands it out together with the next reply that
+    is pulled, from whatever node, and waits for its parts as well. Flower's `HttpGrid` has no setting for it. Other
+    Grids are left alone.
+    """
+    client = getattr(grid, "_runtime_client", None)
+    if client is None:
+        return
+    pull = client.PullMessages
+
+    def replies_only(request: Any) -> Any:
+        response, wanted = pull(request), set(request.message_ids)
+        pairs = zip(response.messages_list, response.message_object_trees, strict=True)
+        kept = [(reply, tree) for reply, tree in pairs if reply.metadata.reply_to_message_id in wanted]
+        return type(response)(
+            messages_list=[reply for reply, _ in kept], message_object_trees=[tree for _, tree in kept]
+        )
+
+    client.PullMessages = replies_only
