@@ -118,6 +118,7 @@ class Run(_Section):
     trust_ratios: bool = False
     diagnostics: list[str] | None = None  # in the rounds that are evaluated
     checkpoint_every: AtLeastOne = 1  # rounds
+    accept_changed_code: bool = False  # resume a run although the user's code has changed
     out: PathText | None = None  # None: runs/<file>-<algorithm>-seed<seed>
 
 
