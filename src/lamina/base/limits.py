@@ -35,7 +35,7 @@ def check_count(name: str, value: Any, most: int = MOST, least: int = 1) -> int:
     if not is_whole(value) or value < least:
         raise BadInput(f"{name} = {short_repr(value)} is not a whole number >= {least}")
     if value > most:
-        raise BadInput(f"{name} = {short_repr(value)} is more than lamina takes: give at most {most}")
+        raise BadInput(f"{name} = {short_repr(value)} exceeds the limit of {most}")
     return int(value)
 
 
@@ -126,7 +126,7 @@ def _free_in_group() -> int | None:
             group = root / name.lstrip("/")
             # the limit of an outer group also applies to its inner groups
             for place in [group, *(outer for outer in group.parents if outer.is_relative_to(root))]:
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+                with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
                     limit, used = (int((place / f"memory.{file}").read_text(encoding="ascii")) for file in files)
                     free.append(max(0, limit - used + _reclaimable(place)))
     return min(free, default=None)

@@ -143,24 +143,23 @@ class RunFolder:
         count, damaged = len(self._file.rows), self._file.damaged
         model = self.path / "model.safetensors"
         # Metrics may be lost or damaged: the trained model and the checkpoints count without them.
-        self._model_round, damage = round_of(model)
+        self._model_round, model_damage = round_of(model)
         finished = max(count, *self.checkpoints.rounds(), self._model_round)
         how = read_diverged(self.path) if metrics.exists() else None
         differing, changes = differences(stored, self.config, finished), code_changes(stored, self.config)
-        if not finished and damaged is None and not model.exists() and (differing or changes or how is None):
+        has_records = finished or damaged is not None or model.exists()
+        if not has_records and (differing or changes or how is None):  # any run may use the folder
             return
         if differing:
             raise BadInput(f"the folder '{self.path}' holds another run: {differing}; {CHOOSE_ANOTHER}")
         self._code_changes = accepted_changes(stored, self.config, self.path)
-        if self._code_changes:
-            self._say(f"{self.path}: {self._code_changes}; accepted (run.accept_changed_code)", logging.WARNING)
         self.history = History(self._file.rows, self._metric)
-        if damage:
-            self._say(f"'{model}' is damaged ({damage}): it is written again", logging.WARNING)
-        best = self.path / "best.safetensors"
-        _, damage = round_of(best)
-        if damage:
-            self._say(f"'{best}' is damaged ({damage}): the best model so far is lost", logging.WARNING)
+        if model_damage:
+            self._say(f"'{model}' is damaged ({model_damage}): it is written again", logging.WARNING)
+        _, best_damage = round_of(self._best.path)
+        if best_damage:
+            what = f"'{self._best.path}' is damaged ({best_damage}): the best model so far is lost"
+            self._say(what, logging.WARNING)
         if damaged is not None:
             self._damage = f"line {damaged} of {metrics} is damaged"
         elif finished and not metrics.exists():
@@ -230,6 +229,8 @@ class RunFolder:
             what = "1 finished round is" if again == 1 else f"{again} finished rounds are"
             self._say(f"{self.path}: there is no checkpoint yet: {what} run again", logging.WARNING)
         self._say(f"{self.path}: resuming after round {number} of {self.config['train']['rounds']}")
+        if self._code_changes:
+            self._say(f"{self.path}: {self._code_changes}; accepted (run.accept_changed_code)", logging.WARNING)
         if not began:
             what = f"{self.path / 'environment.json'} was missing or damaged; rewritten with the current environment"
             self._say(what, logging.WARNING)
