@@ -16,7 +16,7 @@ from torch import nn
 import lamina
 from helpers import call
 from lamina.experiment.runs.records import read_record
-from lamina.objective.fingerprint import code_digest
+from lamina.objective.fingerprint import value_digest
 from lamina.objective.losses import CrossEntropy
 from lamina.training import progress
 from lamina.training.metrics import METRICS
@@ -117,13 +117,13 @@ def test_the_folder_is_the_one_of_lamina_run(tmp_path, monkeypatch):
         ({"data": (X + 1, Y)}, "holds another run: the contents of the data (data.content) changed; choose"),
         (
             {"model": nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 2))},
-            "settings or initial weights (model.content) changed",
+            "settings or initial weights (model.values) changed",
         ),
         ({"lr": 0.2}, "train.lr = 0.1 (now 0.2)"),
         ({"algorithm": lamina.FedAvg(decay=0.1)}, "algorithm.decay"),
         (
             {"loss": lambda outputs, targets: (outputs[:, 0] - targets) ** 2},
-            "the code or the weights of the loss (loss_digest) changed",
+            "the weights or other values of the loss (loss_values) changed",
         ),
         ({"clients": [range(60), range(60, 120)]}, "data.partition"),
         ({"partition": lamina.data.Classes(k=1)}, "data.partition"),
@@ -156,10 +156,10 @@ def hit_rate(factor):
 @pytest.mark.parametrize(
     ("setting", "one", "other", "key"),
     [
-        ("loss", with_factor(1), with_factor(2), "loss_digest"),
-        ("loss", CrossEntropy(weight=[1.0, 1.0]), CrossEntropy(weight=[1.0, 2.0]), "loss_digest"),
-        ("model", lambda: scaled_net(0.1), lambda: scaled_net(0.2), "model_digest"),
-        ("metrics", hit_rate(1), hit_rate(0.5), "metrics_digest"),
+        ("loss", with_factor(1), with_factor(2), "loss_values"),
+        ("loss", CrossEntropy(weight=[1.0, 1.0]), CrossEntropy(weight=[1.0, 2.0]), "loss_values"),
+        ("model", lambda: scaled_net(0.1), lambda: scaled_net(0.2), "model_values"),
+        ("metrics", hit_rate(1), hit_rate(0.5), "metrics_values"),
     ],
     ids=["loss", "weights", "model", "metric"],
 )
@@ -176,8 +176,8 @@ def test_changed_code_behind_a_name_is_another_run(tmp_path, monkeypatch, settin
 
 def test_the_digest_of_code_does_not_depend_on_the_order_of_a_set():
     assert list(frozenset([0, 8])) != list(frozenset([8, 0]))  # as sets of strings are in other processes
-    one, other, third = (eval(f"lambda o, t: o in {numbers}") for numbers in ("{0, 8}", "{8, 0}", "{0, 16}"))
-    assert code_digest(one) == code_digest(other) != code_digest(third)
+    one, other, third = (eval(f"lambda o, t: o in {numbers}", {}) for numbers in ("{0, 8}", "{8, 0}", "{0, 16}"))
+    assert value_digest(one) == value_digest(other) != value_digest(third)
 
 
 def test_changed_code_of_an_algorithm_is_another_run(tmp_path):
@@ -192,7 +192,7 @@ def test_changed_code_of_an_algorithm_is_another_run(tmp_path):
     with mock.patch.dict(lamina.algorithms.registry()):
         for _ in range(2):
             simulate(algorithm=fast(1), out=tmp_path / "r").run(1)
-        with pytest.raises(lamina.BadInput, match="code of the algorithm"):
+        with pytest.raises(lamina.BadInput, match="class of the algorithm"):
             simulate(algorithm=fast(2), out=tmp_path / "r").run(1)
 
 
@@ -206,7 +206,7 @@ def test_a_change_of_laminas_own_metrics_makes_no_other_run(tmp_path, monkeypatc
 def test_a_changed_loss_of_the_same_name_is_another_run(tmp_path):
     simulate(out=tmp_path / "r", loss=with_factor(1)).run(1)
     simulate(out=tmp_path / "r", loss=with_factor(1)).run(1)
-    with pytest.raises(lamina.BadInput, match="loss_digest"):
+    with pytest.raises(lamina.BadInput, match="loss_values"):
         simulate(out=tmp_path / "r", loss=with_factor(2)).run(1)
 
 

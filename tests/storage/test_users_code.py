@@ -1,12 +1,17 @@
-"""Edited code of the user's is another run, whatever part of it the run uses; what code counts or logs is not."""
+"""A run is resumed with the code that began it; a changed file is named, and may be accepted."""
 
 import importlib
+import json
+import logging
+import subprocess
 import sys
 
 import pytest
-import torch
 
 import lamina
+from lamina.experiment.runs.records import read_record
+from lamina.report.curves import group
+from lamina.report.tables import runs_tables
 
 MINE = """
 import lamina
@@ -44,10 +49,8 @@ class Mean:
 
 @lamina.algorithm("mine_fedavg", title="Mine", lr=0.1)
 class Mine(lamina.FedAvg):
-    shrink = 0.5
-
     def update(self, server, up, info):
-        return server._replace(x=server.x + shrunk(up.delta, self.shrink))
+        return server._replace(x=server.x + shrunk(up.delta, 0.5))
 
 
 def shrunk(delta, by):
@@ -92,25 +95,21 @@ def write(tmp_path, monkeypatch):
             sys.dont_write_bytecode = before
 
     yield written
-    for name in ("mine", "mine_too"):
+    for name in ("mine", "mine_too", "mine_three"):
         sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "named"),
+    ("old", "new", "file"),
     [
-        ("bent(self.layer(x)) + ", "bent(self.layer(x)) - ", "model"),
-        ("torch.relu(", "torch.sin(", "model"),
-        ("SLOPE = 2.0", "SLOPE = 3.0", "model"),
-        ("offset = 0.5", "offset = 0.25", "model"),
-        ("1.0 * torch.einsum", "0.9 * torch.einsum", "aggregation_digest"),
-        ("shrink = 0.5", "shrink = 0.25", "algorithm_digest"),
-        ("return by * delta", "return by * delta / 2", "algorithm_digest"),
-        ("FACTOR = 0.5", "FACTOR = 0.25", "metrics_digest"),
-        ("outputs.argmax(1) == targets", "outputs.argmin(1) == targets", "metrics_digest"),
+        ("bent(self.layer(x)) + ", "bent(self.layer(x)) - ", "mine.py"),
+        ("SLOPE = 2.0", "SLOPE = 3.0", "mine.py"),
+        ("1.0 * torch.einsum", "0.9 * torch.einsum", "mine.py"),
+        ("return by * delta", "return by * delta / 2", "mine.py"),
+        ("FACTOR = 0.5", "FACTOR = 0.25", "mine_too.py"),
     ],
 )
-def test_edited_code_is_another_run(old, new, named, write, tmp_path):
+def test_a_changed_file_is_refused_by_its_name(old, new, file, write, tmp_path):
     first = write().make(out=tmp_path / "run")
     first.run(1)
     first.save(tmp_path / "saved")
@@ -118,12 +117,42 @@ def test_edited_code_is_another_run(old, new, named, write, tmp_path):
     assert len(again.make(out=tmp_path / "run").run(2)) == 2  # the same code, imported anew
     again.make().restore(tmp_path / "saved")
     edited = write(old, new)
+    what = rf"{file} changed; resume anyway with --set run.accept_changed_code=true \(accept_changed_code=True\)"
     for rounds in (2, 3):  # complete, and to be resumed
-        with pytest.raises(lamina.BadInput, match=rf"holds another run: .*{named}"):
+        with pytest.raises(
+            lamina.BadInput, match=rf"^cannot resume the folder '.*/run': {what}, choose another"
+        ) as error:
             edited.make(out=tmp_path / "run").run(rounds)
-    if named != "metrics_digest":  # does not change the trajectory
-        with pytest.raises(lamina.BadInput, match=rf"is of another run: .*{named}"):
-            edited.make().restore(tmp_path / "saved")
+    assert "\n" not in str(error.value)
+    with pytest.raises(lamina.BadInput, match=rf"^cannot resume from the checkpoint of round 1 .*: {what}, or use"):
+        edited.make().restore(tmp_path / "saved")
+    edited.make(accept_changed_code=True).restore(tmp_path / "saved")
+
+
+def test_accepted_code_is_recorded_and_shown(write, tmp_path, caplog):
+    write().make(out=tmp_path / "run").run(1)
+    edited = write("SLOPE = 2.0", "SLOPE = 3.0")
+    caplog.set_level(logging.WARNING)
+    assert len(edited.make(out=tmp_path / "run", accept_changed_code=True).run(2)) == 2
+    assert "mine.py changed; accepted (run.accept_changed_code)" in caplog.text
+    record = read_record(tmp_path / "run")
+    assert record.environment["code changed after round 1"] == "mine.py changed"
+    assert record.environment["started"]
+    assert "mine.py changed; accepted" in (tmp_path / "run" / "log.txt").read_text()
+    assert ["code changed after round 1", "mine.py changed"] in [
+        [row[0], row[1]] for row in runs_tables(group([record]))[1].rows
+    ]
+    assert len(edited.make(out=tmp_path / "run").run(3)) == 3  # is the code of the run now
+
+
+def test_files_that_come_and_go_are_named(write, tmp_path):
+    write().make(out=tmp_path / "run").run(1)
+    (tmp_path / "mine_three.py").write_text(MINE_TOO)
+    edited = write("import mine_too", "import mine_three as mine_too")
+    with pytest.raises(
+        lamina.BadInput, match=r": mine.py changed, mine_three.py is new, mine_too.py is no longer used; resume anyway"
+    ):
+        edited.make(out=tmp_path / "run").run(2)
 
 
 def test_what_code_counts_and_logs_makes_no_other_run(write, tmp_path):
@@ -132,22 +161,88 @@ def test_what_code_counts_and_logs_makes_no_other_run(write, tmp_path):
     assert mine.calls > 0
     assert mine.seen
     assert len(mine.make(out=tmp_path / "run").run(2)) == 2
-    unused = write(
-        "def shrunk(delta, by):", 'UNUSED = 1  # and a comment\n\n\ndef shrunk(delta, by):\n    """A docstring."""'
+
+
+def test_comments_docstrings_and_formatting_may_change(write, tmp_path):
+    write().make(out=tmp_path / "run").run(1)
+    other = write(
+        "def shrunk(delta, by):\n    return by * delta",
+        '# A comment.\n\n\ndef shrunk(\n    delta,\n    by,\n):\n    """A docstring."""\n    return (by * delta)',
     )
-    assert len(unused.make(out=tmp_path / "run").run(3)) == 3
+    assert len(other.make(out=tmp_path / "run").run(2)) == 2
 
 
-def test_weights_and_collections_that_a_loss_uses_count():
-    scope = {"__name__": "somewhere", "torch": torch}
-    lines = "def loss(o, t):\n    return {} * torch.nn.functional.cross_entropy(o, t, reduction='none')"
-    exec(lines.format("table['a'] * criterion(o, t)"), scope)
-    from lamina.objective.fingerprint import code_digest
+def test_a_file_that_is_edited_during_a_run_does_not_matter_to_it(write, tmp_path):
+    simulation = write().make(out=tmp_path / "run")
+    simulation.run(1)
+    (tmp_path / "mine.py").write_text("SLOPE = 4.0\n")
+    assert len(simulation.run(1)) == 2
 
-    def digest(a, weight):
-        scope["table"] = {"a": a}
-        scope["criterion"] = torch.nn.CrossEntropyLoss(weight=torch.tensor(weight), reduction="none")
-        return code_digest(scope["loss"])
 
-    assert digest(1, [1.0, 2.0]) == digest(1, [1.0, 2.0])
-    assert len({digest(1, [1.0, 2.0]), digest(2, [1.0, 2.0]), digest(1, [1.0, 3.0])}) == 3
+def without_code(tree):
+    """Return a configuration or an identity as an earlier version stored it."""
+    return {key: value for key, value in tree.items() if key != "code"} | {"loss_digest": "0"}
+
+
+def test_a_run_of_an_earlier_version_is_resumed_unless_it_has_code_of_the_users(write, tmp_path):
+    write().make(out=tmp_path / "run").run(1)
+    own = lamina.Simulation("mlp", lamina.data.load("digits"), "fedavg", clients=3, device="cpu", out=tmp_path / "own")
+    own.run(1)
+    for name in ("run", "own"):
+        path = tmp_path / name / "config.json"
+        path.write_text(json.dumps(without_code(json.loads(path.read_text()))))
+    settings = {"clients": 3, "device": "cpu", "out": tmp_path / "own"}
+    assert len(lamina.Simulation("mlp", lamina.data.load("digits"), "fedavg", **settings).run(2)) == 2
+    unknown = r"it is not known whether mine.py, mine_too.py changed, because an earlier version"
+    with pytest.raises(lamina.BadInput, match=unknown):
+        write().make(out=tmp_path / "run").run(2)
+    assert len(write().make(out=tmp_path / "run", accept_changed_code=True).run(2)) == 2
+
+
+SCRIPT = """
+import sys
+
+import lamina
+import torch
+
+from mine_too import FACTOR
+
+weights = torch.tensor([1.0, 2.0])
+table = [3.0]
+losses = []
+
+
+def helper(o, t):
+    losses.append(o)
+    return torch.nn.functional.cross_entropy(o, t, weight=weights, reduction="none")
+
+
+def loss(o, t):
+    return table[0] * helper(o, t)
+
+
+data = torch.linspace(-1, 1, 300).reshape(60, 5), torch.arange(60) % 2
+torch.manual_seed(0)
+settings = {"clients": 3, "device": "cpu", "engine": "loop", "out": "run"}
+simulation = lamina.Simulation(torch.nn.Linear(5, 2), data, "fedavg", loss=loss, **settings)
+for _ in range(2):
+    print(len(simulation.run(int(sys.argv[1]))))
+"""
+
+
+def run_script(folder, rounds, old="", new=""):
+    assert old in SCRIPT
+    (folder / "mine_too.py").write_text(MINE_TOO)
+    (folder / "script.py").write_text(SCRIPT.replace(old, new) if old else SCRIPT)
+    finished = subprocess.run([sys.executable, "script.py", str(rounds)], cwd=folder, capture_output=True, text=True)
+    return finished.stdout.split(), finished.stderr
+
+
+def test_of_a_script_only_the_functions_and_values_count_that_a_run_uses(tmp_path):
+    assert run_script(tmp_path, 1)[0] == ["1", "2"]
+    assert run_script(tmp_path, 2, "import sys", "import sys\n\nUNUSED = 1")[0] == ["2", "4"]
+    _, error = run_script(tmp_path, 3, "losses.append(o)", "losses.append(t)")
+    assert "cannot resume the folder 'run': script.py changed; resume anyway" in error
+    for old, new in (("[1.0, 2.0]", "[1.0, 3.0]"), ("table = [3.0]", "table = [4.0]")):
+        _, error = run_script(tmp_path, 3, old, new)
+        assert "the weights or other values of the loss (loss_values) changed" in error

@@ -26,7 +26,7 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.models.registry import Factory
 from lamina.rounds.clients import Heldout
 from lamina.rounds.settings import Protocol, Settings
-from lamina.storage.identity import Identity, of_run
+from lamina.storage.identity import of_run
 from lamina.training.history import History, Row
 from lamina.training.inputs import as_algorithm, as_splits
 from lamina.training.metrics import find_all
@@ -107,6 +107,8 @@ class Simulation(Training):
             the same arguments and folder resumes there: `run` does not train the rounds again that the folder holds.
             With other arguments, the folder is refused.
         overwrite: replace what the folder holds, whatever it is.
+        accept_changed_code: resume in the folder, or `restore`, although your code has changed since; the folder's
+            environment.json and log record that.
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Simulation(Training):
         diagnostics: Sequence[str] = (),
         out: str | Path | None = None,
         overwrite: bool = False,
+        accept_changed_code: bool = False,
         **settings: Unpack[Settings],
     ) -> None:
         # the checks that need no data come first: a mistake costs no time
@@ -166,6 +169,7 @@ class Simulation(Training):
             metrics=chosen_metrics,
             lender=engine if isinstance(engine, Training) else None,
         )
+        self._accept_changed_code = accept_changed_code
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last
 
         # with a folder, the recorder trains in place of `Training.run`
@@ -189,6 +193,7 @@ class Simulation(Training):
                     **settings,
                     **field_values(options),
                     "diagnostics": list(diagnostics or ()) or None,
+                    "accept_changed_code": accept_changed_code,
                     "device": self.device,
                     "metrics": metrics,
                     "heldout_clients": heldout_clients,
@@ -250,10 +255,8 @@ class Simulation(Training):
 
         A folder with the checkpoints of another simulation is refused.
         """
-        from lamina.storage.checkpoint import Checkpoints  # here: safetensors is not needed to simulate
-
         if self._checkpoints is None or self._checkpoints.folder != Path(folder):
-            self._checkpoints = Checkpoints(Path(folder), self._identity())
+            self._checkpoints = self._checkpoints_in(folder)
         self._checkpoints.save(self.state, self.history)
 
     def restore(self, folder: str | Path) -> None:
@@ -261,9 +264,9 @@ class Simulation(Training):
 
         A checkpoint of other settings is refused. Device, engine, precision, test data and evaluation may differ.
         """
-        from lamina.storage.checkpoint import Checkpoints, load_newest
+        from lamina.storage.checkpoint import load_newest
 
-        checkpoints = Checkpoints(Path(folder), self._identity())
+        checkpoints = self._checkpoints_in(folder)
         # the stacked engine moves the client states that it needs to its device
         home = torch.device("cpu") if isinstance(self.engine, Stacked) else None
         loaded = load_newest([checkpoints], [self.start()], checkpoints.rounds(), home=home)
@@ -275,8 +278,11 @@ class Simulation(Training):
         self.history = History(rows, metric=self.metric)
         self._checkpoints = checkpoints
 
-    def _identity(self) -> Identity:
-        return of_run(self.algorithm, self.objective, self.plan, self.train_data)
+    def _checkpoints_in(self, folder: str | Path) -> Checkpoints:
+        from lamina.storage.checkpoint import Checkpoints  # here: safetensors is not needed to simulate
+
+        identity = of_run(self.algorithm, self.objective, self.plan, self.train_data)
+        return Checkpoints(Path(folder), identity, accept_changed_code=self._accept_changed_code)
 
     def __repr__(self) -> str:
         return f"Simulation({', '.join(f'{name}: {value}' for name, value in self._facts().items())})"

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-PARTIAL = ".partial"  # how the name of a file ends that is being written
+PARTIAL = ".partial"  # suffix of a file that is still being written
 
 
 def write_file(path: Path, data: bytes | Iterable[bytes]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from lamina.base.text import printable
 
 LONGEST_VALUE = 80  # characters of a value in a message
-# how the paths of files begin that are not the user's
+# path prefixes of files that are not the user's
 LIBRARY_PREFIXES = ("<", f"{Path(__file__).parents[1]}/", f"{sysconfig.get_path('stdlib')}/")
 EXTRAS = {"transformers": "transformers", "peft": "transformers", "datasets": "hub", "PIL": "images", "pandas": "table"}
 

@@ -126,7 +126,7 @@ def _free_in_group() -> int | None:
             group = root / name.lstrip("/")
             # the limit of an outer group also applies to its inner groups
             for place in [group, *(outer for outer in group.parents if outer.is_relative_to(root))]:
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
+                with contextlib.suppress(OSError, ValueError):  # "max": there is no limit
                     limit, used = (int((place / f"memory.{file}").read_text(encoding="ascii")) for file in files)
                     free.append(max(0, limit - used + _reclaimable(place)))
     return min(free, default=None)

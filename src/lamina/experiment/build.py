@@ -190,7 +190,7 @@ def resolved(experiment: Experiment, simulation: Training) -> dict[str, Any]:
     config["run"]["ranks"] = Ranks.current().world
     if experiment.algorithm.name not in algorithms.registry():  # a report does not run the user's code to learn it
         config["title"] = simulation.algorithm.card.title
-    describe_code(config, simulation)
+    describe_code(config, simulation, experiment.objects)
     experiment.objects.describe(config, simulation, partition)
     if experiment.objects.data is None and experiment.data.name not in sources.SOURCES:
         # files of the user's own may change between two runs

@@ -118,6 +118,7 @@ class Run(_Section):
     trust_ratios: bool = False
     diagnostics: list[str] | None = None  # in the rounds that are evaluated
     checkpoint_every: AtLeastOne = 1  # rounds
+    accept_changed_code: bool = False  # resume a run although the user's code has changed
     out: PathText | None = None  # None: runs/<file>-<algorithm>-seed<seed>
 
 
@@ -177,10 +178,10 @@ class Claim(_Section):
 
     text: str
     kind: Literal["order", "rounds_to", "gap"]
-    expect: list[str | list[str]]  # labels, the best first; those in an inner list are not told apart
+    expect: list[str | list[str]]  # labels, the best first; an inner list is a tie
     metric: str = "accuracy"  # a column of the metrics
     at: Literal["best", "last"] | AtLeastOne = "best"  # order, gap: of the run, or in that round
-    within: AtLeastOne | None = None  # only the first so many rounds count: of runs that are not equally long
+    within: AtLeastOne | None = None  # compare the first `within` rounds only, for runs of unequal length
     lower_is_better: bool = False  # order, gap
     target: float | None = None  # rounds_to
     at_least: float | None = None  # gap: of the first over each of the others
@@ -198,7 +199,7 @@ class Experiment(_Section):
     train: Train = Train()
     run: Run = Run()
     compare: Compare = Compare()
-    tune: Tune = Field(default=Tune(), exclude=True)  # what else was tried is no part of a run's configuration
+    tune: Tune = Field(default=Tune(), exclude=True)  # a run's configuration does not say what else was tried
     claim: list[Claim] = Field(default=[], exclude=True)  # changes nothing in a run, so no run's folder depends on it
     _objects: Objects = PrivateAttr(default_factory=lambda: NO_OBJECTS)  # passed from Python: no file holds them
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +14,17 @@ from lamina.data.dataset import Splits
 from lamina.data.partitions import Partition
 from lamina.models.registry import Factory
 from lamina.objective.batch import map_batch
-from lamina.objective.fingerprint import code_digest, is_laminas
+from lamina.objective.fingerprint import code_digests, is_laminas, value_digest
 from lamina.objective.losses import as_loss
 from lamina.rounds.settings import function_name
-from lamina.storage.identity import code_digests, content_digest, json_digest, splits_digest, structure_digest
+from lamina.storage.identity import (
+    content_digest,
+    held_values,
+    json_digest,
+    parts_with_code,
+    splits_digest,
+    structure_digest,
+)
 from lamina.training.inputs import create_model
 from lamina.training.metrics import METRICS, Metric, description
 from lamina.training.training import Training
@@ -53,9 +61,9 @@ class Objects:
             key = json.dumps(options, default=str)
             if key not in self._model_digests:
                 self._model_digests[key] = self._model_digest(simulation, options)
-            config["model"]["content"] = self._model_digests[key]
+            config["model"]["values"] = self._model_digests[key]
         if self.partition is not None:
-            config["data"]["partition"]["content"] = code_digest(self.partition)
+            config["data"]["partition"]["values"] = value_digest(self.partition)
         if "loss" in self.settings:
             config["train"]["loss"] = function_name(self.settings["loss"])
 
@@ -71,15 +79,20 @@ class Objects:
         return json_digest(facts)
 
 
-def describe_code(config: dict[str, Any], simulation: Training) -> None:
-    """Add digests of the user's code: model, loss, algorithm, aggregation and metrics; the seed does not count."""
-    protocol = simulation.protocol
-    config |= code_digests(simulation.algorithm, as_loss(protocol.loss), protocol)
-    if ":" in config["model"]["name"]:
-        shapes = {name: list(shape) for name, shape in simulation.objective.layers.shapes.items()}
-        config["model_digest"] = json_digest([simulation.objective.attributes, shapes])
+def describe_code(config: dict[str, Any], simulation: Training, objects: Objects) -> None:
+    """Add digests of the user's code and of the values that it holds; the seed does not count."""
+    algorithm, objective, protocol = simulation.algorithm, simulation.objective, simulation.protocol
+    config |= held_values(algorithm, as_loss(protocol.loss), protocol)
+    parts = [*parts_with_code(algorithm, objective.module, protocol), objects.model, objects.partition]
+    module, is_function, _ = config["model"]["name"].partition(":")
+    if is_function:
+        shapes = {name: list(shape) for name, shape in objective.layers.shapes.items()}
+        config["model_values"] = json_digest([objective.attributes, shapes])
+        parts.append(sys.modules.get(module))
     metrics = [metric for metric in simulation.metrics if metric.name not in METRICS]
     if metrics:
-        functions = (function for metric in metrics for function in (metric.function, metric.keep))
-        users = [code_digest(function) for function in functions if not is_laminas(function)]
-        config["metrics_digest"] = json_digest([description(metrics), users])
+        functions = [function for metric in metrics for function in (metric.function, metric.keep)]
+        users = [function for function in functions if not is_laminas(function)]
+        config["metrics_values"] = json_digest([description(metrics), list(map(value_digest, users))])
+        parts += users
+    config["code"] = code_digests(parts)

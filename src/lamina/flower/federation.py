@@ -30,7 +30,9 @@ from lamina.flower.node import Node, client_number
 from lamina.flower.server import Server
 from lamina.flower.setup import Setup
 from lamina.flower.signing import SERVER_OPTION, read_signing_key
+from lamina.objective.fingerprint import code_digests
 from lamina.rounds.clients import Reserved, deal, reserve
+from lamina.storage.identity import parts_with_code
 from lamina.training.evaluation import ClientSamples, reserved_samples
 from lamina.training.metrics import description
 
@@ -56,7 +58,7 @@ class Federation(Setup):
             over nodes: not F1, mean IoU, AUROC, R² and your own functions.
         node_test: what a node evaluates on; its training data unless given, which they must match as in a simulation.
         participation, sampling, batch_size, epochs, local_steps, lr, schedule, clip, weighting, aggregation, loss,
-            augmentation, seed, device, evaluate_every: as in `lamina.Simulation`.
+            augmentation, seed, device, evaluate_every, accept_changed_code: as in `lamina.Simulation`.
         evaluate_on: where the model is evaluated: "central" (the server's test data), "nodes", or "both".
         nodes: Flower's node ids and the client each is, or a JSON file with such a table; else ``nodes`` in Flower's
             run configuration. With it nobody else takes part; without it the first node that says it is client i
@@ -138,7 +140,8 @@ class Federation(Setup):
             "model": {"name": getattr(self.make_model, "__qualname__", type(self.make_model).__name__)},
             "algorithm": {"name": card.name, "preset": None, **named},
             "train": {"rounds": self.rounds, **train},
-            "run": {"evaluate_every": self.evaluate_every},
+            "run": {"evaluate_every": self.evaluate_every, "accept_changed_code": self.accept_changed_code},
+            "code": code_digests(parts_with_code(self.algorithm, self.make_model, self.protocol)),
             **({} if card.name in BUILT_IN else {"title": card.title}),  # a report does not import the user's code
             **({} if self.metrics is None else {"metrics": description(self.metrics)}),
         }

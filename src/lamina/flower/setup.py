@@ -49,6 +49,7 @@ class Setup:
         device: str | torch.device = "auto",
         evaluate_every: int = 1,
         evaluate_on: Literal["central", "nodes", "both"] = "central",
+        accept_changed_code: bool = False,
         nodes: Mapping[int, int] | str | Path | None = None,
         quorum: float | int = 0.5,
         deadline: float = 600.0,
@@ -67,7 +68,7 @@ class Setup:
         self.rounds, self.evaluate_every, self.evaluate_on = rounds, evaluate_every, evaluate_on
         self.quorum, self.deadline, self.attempts, self.poll = quorum, deadline, attempts, poll
         self.limits, self.state_dir, self.signing_key = limits or Limits(), state_dir, signing_key
-        self.out, self.nodes = out, nodes
+        self.out, self.nodes, self.accept_changed_code = out, nodes, accept_changed_code
         self.metrics = find_all(metrics)
         # of an experiment file
         self.resolved_config: Callable[[], dict[str, Any]] | None = None

@@ -10,6 +10,7 @@ from lamina.base.text import printable
 from lamina.experiment.runs.records import Record, flatten
 from lamina.experiment.trials.settings import short_names
 from lamina.experiment.trials.trials import Trial
+from lamina.storage.identity import json_digest
 
 SEED = "train.seed"
 RATE = "train.lr"
@@ -68,7 +69,7 @@ def folder_name(run: Record) -> str:
 
 def sections(run: Record) -> dict[str, Any]:
     """Return the sections of a run's configuration, without versions and other values beside them."""
-    return {key: value for key, value in run.config.items() if isinstance(value, Mapping)}
+    return {key: value for key, value in run.config.items() if isinstance(value, Mapping) and key != "code"}
 
 
 def _key(run: Record, ignored: set[str]) -> str:
@@ -85,7 +86,9 @@ def identity(run: Record, ignored: set[str]) -> Flat:
     flat = {key: value for key, value in flatten(sections(run)).items() if matters(key)}
     if "data_digest" in run.config and not run.on_validation_data:  # other seeds hold out other samples
         flat["data.digest"] = run.config["data_digest"]
-    if run.config.get("loss_digest"):
+    if run.config.get("loss_values"):
+        flat["train.loss_digest"] = json_digest([run.config["loss_values"], run.config.get("code")])
+    elif run.config.get("loss_digest"):  # of an earlier version
         flat["train.loss_digest"] = run.config["loss_digest"]
     return flat
 

@@ -20,7 +20,7 @@ from lamina.base.errors import BadInput, nearest, short_repr, unknown
 from lamina.base.limits import MOST, MOST_BATCH, check_count, check_number, check_seed
 from lamina.base.registry import field_values
 from lamina.data.feed import Augment
-from lamina.objective.fingerprint import code_digest
+from lamina.objective.fingerprint import value_digest
 from lamina.objective.losses import Loss, as_loss
 from lamina.rounds.aggregation import MEAN, Aggregation, as_aggregation, name_of
 from lamina.rounds.schedules import CONSTANT, Schedule, make_schedule
@@ -191,7 +191,7 @@ def schedule_name(schedule: Schedule) -> str:
     name = type(schedule).__name__.lower()
     if dataclasses.is_dataclass(schedule):
         return name
-    return f"{name} {code_digest([float(schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)])}"
+    return f"{name} {value_digest([float(schedule.factor(number)) for number in range(1, PROBED_ROUNDS + 1)])}"
 
 
 def as_table(value: Any, name: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from lamina.base.errors import BadInput
 from lamina.engines.state import State
 from lamina.rounds.ledger import Ledger
 from lamina.storage.files import writing_to
-from lamina.storage.identity import REMOVED, Identity, differences
+from lamina.storage.identity import ACCEPT, REMOVED, Identity, code_changes, differences
 
 FORMAT = 3
 log = logging.getLogger(__name__)
@@ -53,9 +53,10 @@ Segment = dict[str, Any]  # of the manifest: "sha256", "written" records, and th
 class Checkpoints:
     """The checkpoints of one run in a folder of their own; with the run's identity, those of others are refused."""
 
-    def __init__(self, folder: Path, identity: Identity | None = None) -> None:
+    def __init__(self, folder: Path, identity: Identity | None = None, *, accept_changed_code: bool = False) -> None:
         self.folder = folder
         self.identity = identity
+        self._accept_changed_code = accept_changed_code
         self.forget()
 
     def forget(self) -> None:
@@ -190,6 +191,12 @@ class Checkpoints:
             raise BadInput(
                 f"the checkpoint of round {number} in '{self.folder}' is of another run: {differing}; use the settings "
                 "it was written with, or another folder"
+            )
+        changes = code_changes(stored, own) if stored and own else ""
+        if changes and not self._accept_changed_code:
+            raise BadInput(
+                f"cannot resume from the checkpoint of round {number} in '{self.folder}': {changes}; {ACCEPT}, or "
+                "use another folder"
             )
         return cast(dict[str, Any], content)
 

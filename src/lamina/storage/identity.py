@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -23,8 +22,8 @@ from lamina.base.text import listed
 from lamina.data.dataset import Dataset
 from lamina.data.partitions import Partition, columns_read
 from lamina.objective.batch import map_batch
-from lamina.objective.fingerprint import code_digest, is_laminas
-from lamina.objective.losses import LOSSES, Loss
+from lamina.objective.fingerprint import code_digests, is_laminas, value_digest
+from lamina.objective.losses import LOSSES, Loss, as_loss
 from lamina.objective.objective import Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
@@ -34,22 +33,22 @@ from lamina.storage.files import as_json
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
 
 CHUNK_BYTES = 1 << 24  # how much of the data is hashed at a time
-SAME_LOSS = 1e-3  # relative; devices round differently
 DIGESTS_IN_WORDS = {  # of a checkpoint's identity, then of a run's config.json
     "model": "the model's layers or frozen weights",
-    "model_attributes": "the code of the model or the settings of its layers, such as a dropout rate",
-    "loss_digest": "the code or the weights of the loss",
+    "model_values": "the settings of the model's layers, such as a dropout rate",
+    "loss_values": "the weights or other values of the loss",
+    "algorithm_values": "the values that the class of the algorithm holds",
+    "aggregation_values": "the settings of the aggregation",
     "partition": "the split of the samples among clients",
+    "reallocation": "the split of the samples among clients",
     "training_data": "the training data",
     "data_digest": "the contents of the data",
-    "model_digest": "the code of the model",
-    "algorithm_digest": "the code of the algorithm",
-    "aggregation_digest": "the code or the settings of the aggregation",
-    "metrics_digest": "the code of the metrics",
+    "metrics_values": "the settings of the metrics",
     "data.content": "the contents of the data",
-    "data.partition.content": "the settings of the partition",
-    "model.content": "the model's code, layers, settings or initial weights",
+    "data.partition.values": "the settings of the partition",
+    "model.values": "the model's layers, settings or initial weights",
 }
+ACCEPT = "resume anyway with --set run.accept_changed_code=true (accept_changed_code=True)"
 
 REMOVED = {  # options that lamina 0.1 had, and the values with which a run goes on as the same run
     "algorithm.bias_correction": False,
@@ -74,25 +73,28 @@ def of_run(algorithm: Algorithm, objective: Objective, plan: Plan, data: Dataset
         "algorithm.name": algorithm.card.name,
         **{f"algorithm.{name}": getattr(algorithm, name) for name in options(type(algorithm))},
         "model": _model_digest(objective),
-        "model_attributes": json_digest([objective.attributes, sorted(objective.always_evaluated)]),
+        "model_values": json_digest([objective.attributes, sorted(objective.always_evaluated)]),
         "parameters": objective.layers.size,
         "clients": plan.clients.count,
         **plan.protocol.record(),
-        **code_digests(algorithm, objective.loss, plan.protocol),
+        **held_values(algorithm, objective.loss, plan.protocol),
+        "code": code_digests(parts_with_code(algorithm, objective.module, plan.protocol)),
     }
     if data is not None:
         facts |= {
             "samples": len(data),
             "sample_shape": map_batch(lambda values: list(values.shape[1:]), data.x),
-            "partition": _partition_digest(plan.clients),
+            **_partition_digest(plan.clients),
             "training_data": dataset_digest(data),
-            "loss_value": _loss_value(objective, data),
         }
     return cast(Identity, as_json(facts))
 
 
 def differences(stored: Identity, own: Identity) -> str:
-    """Return the settings that differ, in a line with both values; of a digest, only that it differs."""
+    """Return the settings that differ, in a line with both values; of a digest, only that it differs.
+
+    `code_changes` compares the user's code.
+    """
     # another algorithm has other options: its name says enough
     renamed = tuple(key.removesuffix("name") for key in stored if key.endswith(".name") and stored[key] != own.get(key))
     lines = []
@@ -100,7 +102,7 @@ def differences(stored: Identity, own: Identity) -> str:
         if key not in own and key in REMOVED and stored[key] == REMOVED[key]:
             continue
         values = [stored.get(key), own.get(key)]
-        if _same(key, *values) or (key.startswith(renamed) and not key.endswith(".name")):
+        if key == "code" or values[0] == values[1] or (key.startswith(renamed) and not key.endswith(".name")):
             continue
         words = DIGESTS_IN_WORDS.get(key)
         before, now = ("none" if value is None else json.dumps(value) for value in values)
@@ -108,25 +110,15 @@ def differences(stored: Identity, own: Identity) -> str:
     return listed(lines)
 
 
-def _same(key: str, stored: Any, own: Any) -> bool:
-    if key != "loss_value" or stored is None or own is None:
-        return bool(stored == own)
-    return math.isclose(stored, own, rel_tol=SAME_LOSS, abs_tol=1e-6)
-
-
-def _loss_value(objective: Objective, data: Dataset) -> float | None:
-    """Return a user's loss at made-up outputs: its digest does not cover the functions and constants that it uses."""
-    if loss_digest(objective.loss) is None:
-        return None
-    try:
-        with torch.no_grad():
-            inputs = data.inputs(slice(2), objective.dtype)
-            like = objective.outputs(objective.start, objective.buffers, inputs, train=False)
-            made_up = torch.linspace(-1, 1, like.numel(), dtype=like.dtype, device=like.device).reshape(like.shape)
-            value = float(objective.loss(made_up, data.y[:2]).double().mean())
-    except Exception:  # whatever a user's loss raises on such outputs
-        return None
-    return value if math.isfinite(value) else None
+def code_changes(stored: Identity, own: Identity) -> str:
+    """Return which files of the user's have changed, in a line; empty if none has."""
+    before, now = stored.get("code"), own.get("code") or {}
+    if before is None:  # an earlier version stored digests of bytecode
+        why = "because an earlier version of lamina stored its digest in another form"
+        return f"it is not known whether {listed(list(now))} changed, {why}" if now else ""
+    files = [file for file in sorted({**before, **now}) if before.get(file) != now.get(file)]
+    words = ("is new" if file not in before else "changed" if file in now else "is no longer used" for file in files)
+    return listed([f"{file} {what}" for file, what in zip(files, words, strict=True)])
 
 
 # --- digests --------------------------------------------------------------------------------------------------------
@@ -137,19 +129,17 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def code_digests(algorithm: Algorithm, loss: Loss, protocol: Protocol) -> dict[str, str | None]:
-    """Return digests of the user's code: loss, algorithm and aggregation; None for what is lamina's own.
-
-    A change of lamina's own code makes no other run.
-    """
-    others = {"algorithm_digest": type(algorithm), "aggregation_digest": protocol.aggregation}
-    digests = {name: None if is_laminas(value) else code_digest(value) for name, value in others.items()}
-    return {"loss_digest": loss_digest(loss), **digests}
+def held_values(algorithm: Algorithm, loss: Loss, protocol: Protocol) -> dict[str, str | None]:
+    """Return digests of the values that a user's loss, algorithm and aggregation hold; None for lamina's own."""
+    others = {"algorithm_values": type(algorithm), "aggregation_values": protocol.aggregation}
+    digests = {name: None if is_laminas(value) else value_digest(value) for name, value in others.items()}
+    is_named = any(loss is known for known in LOSSES.values())
+    return {"loss_values": None if is_named else value_digest(loss), **digests}
 
 
-def loss_digest(loss: Loss) -> str | None:
-    """Return a digest of a loss; None for one of lamina's, which its name identifies."""
-    return None if any(loss is known for known in LOSSES.values()) else code_digest(loss)
+def parts_with_code(algorithm: Algorithm, model: Any, protocol: Protocol) -> list[Any]:
+    """Return the parts of a run that a user may have written, except for data and metrics."""
+    return [type(algorithm), model, as_loss(protocol.loss), protocol.aggregation, protocol.schedule]
 
 
 def _model_digest(objective: Objective) -> str:
@@ -165,12 +155,12 @@ def _model_digest(objective: Objective) -> str:
     )
 
 
-def _partition_digest(clients: Clients) -> str:
+def _partition_digest(clients: Clients) -> dict[str, str]:
     if clients.moving is not None:
         partition, _, seed, samples = clients.moving
-        return code_digest([partition, seed, samples])
+        return {"reallocation": value_digest([partition, seed, samples])}
     numbers = (part.astype("<i8").tobytes() for part in (clients.parts.bounds, clients.parts.samples))
-    return hashlib.sha256(b"".join(numbers)).hexdigest()[:16]
+    return {"partition": hashlib.sha256(b"".join(numbers)).hexdigest()[:16]}
 
 
 def dataset_digest(data: Dataset) -> str:

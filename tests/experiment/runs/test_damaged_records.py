@@ -281,7 +281,7 @@ def test_what_is_lost_of_the_environment_does_not_stop_a_run(half, capsys):
         if text:
             (place / "environment.json").write_text(text)
         assert call(*command(place, rounds=6)) == 0
-        assert "environment.json was lost or damaged" in capsys.readouterr().err
+        assert "environment.json was missing or damaged; rewritten" in capsys.readouterr().err
         assert read_record(place).environment["torch"] == torch.__version__
         assert_same("whole", place)
 

@@ -39,6 +39,7 @@ from lamina.experiment.runs.records import (
     CHOOSE_ANOTHER,
     FORMAT,
     REPLACED,
+    accepted_changes,
     check_config,
     differences,
     names_in,
@@ -53,6 +54,7 @@ from lamina.experiment.runs.trackers import Trackers
 from lamina.objective.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
+from lamina.storage.identity import code_changes
 from lamina.storage.locks import Lock, Locked, is_at, lost
 from lamina.training.history import History, Row, rank
 from lamina.training.metrics import read_primary
@@ -87,13 +89,15 @@ class RunFolder:
     ) -> None:
         self.path = path
         self.config = as_json({"lamina": lamina.__version__, "format": FORMAT, **config})
-        self.checkpoints = Checkpoints(path / "checkpoints")
+        accept = bool(self.config["run"].get("accept_changed_code"))
+        self.checkpoints = Checkpoints(path / "checkpoints", accept_changed_code=accept)
         self._metric = read_primary(self.config)  # the column that the best model is chosen by
         self.history = History(metric=self._metric)  # the rounds found in the folder
         self.complete = False
         self.diverged: Diverged | None = None
         self._file = MetricsFile(path / "metrics.jsonl")  # as found in the folder
         self._damage = ""  # what is wrong with the metrics
+        self._code_changes = ""  # since the run began or was resumed
         self._model_round = 0  # the round of the saved model
         self._lines, self._trackers = lines, trackers or Trackers([], path)
         self._metrics: BinaryIO | None = None
@@ -139,21 +143,23 @@ class RunFolder:
         count, damaged = len(self._file.rows), self._file.damaged
         model = self.path / "model.safetensors"
         # Metrics may be lost or damaged: the trained model and the checkpoints count without them.
-        self._model_round, damage = round_of(model)
+        self._model_round, model_damage = round_of(model)
         finished = max(count, *self.checkpoints.rounds(), self._model_round)
         how = read_diverged(self.path) if metrics.exists() else None
-        differing = differences(stored, self.config, finished)
-        if not finished and damaged is None and not model.exists() and (differing or how is None):
+        differing, changes = differences(stored, self.config, finished), code_changes(stored, self.config)
+        has_records = finished or damaged is not None or model.exists()
+        if not has_records and (differing or changes or how is None):  # any run may use the folder
             return
         if differing:
             raise BadInput(f"the folder '{self.path}' holds another run: {differing}; {CHOOSE_ANOTHER}")
+        self._code_changes = accepted_changes(stored, self.config, self.path)
         self.history = History(self._file.rows, self._metric)
-        if damage:
-            self._say(f"'{model}' is damaged ({damage}): it is written again", logging.WARNING)
-        best = self.path / "best.safetensors"
-        _, damage = round_of(best)
-        if damage:
-            self._say(f"'{best}' is damaged ({damage}): the best model so far is lost", logging.WARNING)
+        if model_damage:
+            self._say(f"'{model}' is damaged ({model_damage}): it is written again", logging.WARNING)
+        _, best_damage = round_of(self._best.path)
+        if best_damage:
+            what = f"'{self._best.path}' is damaged ({best_damage}): the best model so far is lost"
+            self._say(what, logging.WARNING)
         if damaged is not None:
             self._damage = f"line {damaged} of {metrics} is damaged"
         elif finished and not metrics.exists():
@@ -212,8 +218,9 @@ class RunFolder:
             if read_json(self.path / "config.json") != self.config:
                 write_json(self.path / "config.json", self.config)  # more rounds, say
             began, now = read_environment(self.path), environment(self.config["run"]["device"])
-            if not began:
-                write_json(self.path / "environment.json", now)
+            if not began or self._code_changes:
+                changes = {f"code changed after round {number}": self._code_changes} if self._code_changes else {}
+                write_json(self.path / "environment.json", {**(began or now), **changes})
         if self._lines is not None:
             self._lines.follow(self.path)
         if self._damage:
@@ -222,8 +229,11 @@ class RunFolder:
             what = "1 finished round is" if again == 1 else f"{again} finished rounds are"
             self._say(f"{self.path}: there is no checkpoint yet: {what} run again", logging.WARNING)
         self._say(f"{self.path}: resuming after round {number} of {self.config['train']['rounds']}")
+        if self._code_changes:
+            self._say(f"{self.path}: {self._code_changes}; accepted (run.accept_changed_code)", logging.WARNING)
         if not began:
-            self._say(f"{self.path / 'environment.json'} was lost or damaged, and says what is now", logging.WARNING)
+            what = f"{self.path / 'environment.json'} was missing or damaged; rewritten with the current environment"
+            self._say(what, logging.WARNING)
         for name in ("lamina", "torch", "numpy", "device_name") if began else ():
             if began.get(name) != now[name]:
                 what = f"this run began with {name} {began.get(name)}, now {now[name]}: rounding may differ"

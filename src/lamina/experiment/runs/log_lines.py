@@ -14,7 +14,7 @@ class LogLines(logging.Handler):
     """Writes the lines of lamina's logger to the logs of all open runs, including lines from before they were opened.
 
     A line about one run, with its folder as ``about``, goes only to that run's log. Where no other handler is set,
-    warnings are printed, too, each text once: Python prints them only while a logger has no handler at all.
+    warnings are also printed, each text once: Python prints them only while a logger has no handler at all.
     """
 
     def __init__(self) -> None:

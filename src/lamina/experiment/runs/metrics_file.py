@@ -117,7 +117,7 @@ def _rows_one_by_one(lines: bytes, before: int) -> Iterator[list[dict[str, Any]]
 
 
 def _rows(lines: bytes, before: int) -> list[dict[str, Any]]:
-    """Return the rows of lines that follow so many others; raise one of `DAMAGE` if one of them is no such row."""
+    """Return the rows of lines that follow `before` others; raise one of `DAMAGE` if a line is not the next row."""
     # One call for many lines is several times faster than one for each.
     rows: list[dict[str, Any]] = from_json(b"[" + lines[:-1].replace(b"\n", b",") + b"]", allow_inf_nan=False)
     if len(rows) != lines.count(b"\n") or set(map(type, rows)) != {dict}:

@@ -40,8 +40,9 @@ SLOW_WRITING_SECONDS, SLOW_WRITING_FRACTION = 20.0, 0.5  # of checkpoints, in al
 class RankFolder:
     """The part of a run's folder that a process other than the first writes: the state of the clients it trains."""
 
-    def __init__(self, path: Path, rank: int, *, found: bool) -> None:
-        self.checkpoints = Checkpoints(path / "checkpoints" / f"rank-{rank}")
+    def __init__(self, path: Path, rank: int, *, found: bool, accept_changed_code: bool = False) -> None:
+        folder = path / "checkpoints" / f"rank-{rank}"
+        self.checkpoints = Checkpoints(folder, accept_changed_code=accept_changed_code)
         self.diverged: Diverged | None = None
         self._found = found  # whether the first process resumes a run
         self._lock = path / "lock"  # the first process's; on another machine it may not be there
@@ -61,10 +62,14 @@ class RankFolder:
             raise lost(self._lock.parent)
         self.checkpoints.save(simulation.state)
 
-    def record(self, *_: object) -> None:
-        """Do nothing: the first process writes everything else."""
+    def record(self, row: Row, simulation: Training) -> None:
+        """Do nothing: the first process records the round."""
 
-    stopped = finish = record
+    def stopped(self, number: int) -> None:
+        """Do nothing: the first process logs it."""
+
+    def finish(self, simulation: Training) -> None:
+        """Do nothing: the first process writes the model."""
 
     def diverge(self, error: Diverged) -> None:
         """Note that the run has diverged; the first process records how."""
@@ -112,7 +117,8 @@ def open_folder(path: Path, config: Mapping[str, Any], **options: Any) -> RunFol
     torch.distributed.broadcast_object_list(shared)
     if shared[0] is None or shared[0]["ended"]:
         raise SystemExit(0)  # the first process reports, and its exit code counts
-    return RankFolder(path, ranks.rank, found=shared[0]["found"])
+    accept = bool(config["run"].get("accept_changed_code"))
+    return RankFolder(path, ranks.rank, found=shared[0]["found"], accept_changed_code=accept)
 
 
 def everywhere(here: bool) -> bool:

@@ -106,7 +106,8 @@ class Comparison(Trials):
 
     def _tune(self, name: str) -> list[Trial] | None:
         """Try all points, in stages if there are several tuning_rounds; return their trials, None if it was stopped."""
-        stages, candidates = range(len(tuning_rounds(self.experiment))), self._choices[name]
+        rounds, candidates = tuning_rounds(self.experiment), self._choices[name]
+        stages = [rounds[i:] for i in range(len(rounds))]  # of each, its rounds and those of the stages after it
         trials: dict[int, Trial] = {}
         selected = list(range(len(candidates)))
         for stage in stages:
@@ -123,40 +124,40 @@ class Comparison(Trials):
                 return None
         return [trials[i] for i in range(len(candidates))]
 
-    def _try(self, name: str, selected: Sequence[int], stage: int, trials: dict[int, Trial]) -> bool:
+    def _try(self, name: str, selected: Sequence[int], stage: Sequence[int], trials: dict[int, Trial]) -> bool:
         """Train selected points up to the rounds of a stage and update their trials; return whether all finished."""
-        stages, seed = tuning_rounds(self.experiment)[stage:], self.experiment.train.seed
+        rounds, seed = stage[0], self.experiment.train.seed
         jobs = {
-            i: self._new_job(name, self._choices[name][i], seed, stages)
+            i: self._new_job(name, self._choices[name][i], seed, stage)
             for i in selected
-            if i not in trials or (trials[i].remark != "diverged" and len(trials[i].histories[0]) < stages[0])
+            if i not in trials or (trials[i].remark != "diverged" and len(trials[i].histories[0]) < rounds)
         }
         if not self._run(list(jobs.values())):
             return False
         for i, job in jobs.items():
-            trials[i] = Trial(job.folder.name, self._choices[name][i], [read_record(job.folder).up_to(stages[0])])
+            trials[i] = Trial(job.folder.name, self._choices[name][i], [read_record(job.folder).up_to(rounds)])
         return True
 
-    def _new_job(self, name: str, settings: Settings, seed: int, stages: Sequence[int] = ()) -> Job:
-        """Return one run, final or, with the stages that are left, for tuning."""
+    def _new_job(self, name: str, settings: Settings, seed: int, stage: Sequence[int] = ()) -> Job:
+        """Return a final run or, with the rounds of a stage and of those after it, a tuning run."""
         experiment, folder = with_algorithm(self.experiment, name, settings), label_folder(name)
-        folder = f"{TUNING_FOLDER}/{folder}/{folder_name(settings)}" if stages else f"{folder}/seed{seed}"
-        if stages:  # perhaps shorter, but each round has the rate of that round in the final runs
-            changed: dict[str, Any] = {"rounds": self._rounds_in_folder(folder, stages)}
+        folder = f"{TUNING_FOLDER}/{folder}/{folder_name(settings)}" if stage else f"{folder}/seed{seed}"
+        if stage:  # perhaps shorter, but each round has the rate of that round in the final runs
+            changed: dict[str, Any] = {"rounds": self._rounds_in_folder(folder, stage)}
             if "schedule" not in experiment.objects.settings:
                 options = vars(build_schedule(experiment))
                 changed["schedule"] = Named(name=experiment.train.schedule.name, **options)
             experiment = experiment.changed(train=changed)
-        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=bool(stages))
+        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=bool(stage))
         self._folders[job.folder] = None
         return job
 
-    def _rounds_in_folder(self, folder: str, stages: Sequence[int]) -> int:
+    def _rounds_in_folder(self, folder: str, stage: Sequence[int]) -> int:
         """Return the rounds of a tuning run: those of a later stage if it had been continued before."""
         path = self.folder / folder
         stored = read_json(path / "config.json").get("train", {}) if is_ours(path) else {}
         rounds = stored.get("rounds") if isinstance(stored, Mapping) else None
-        return next((stage for stage in stages if is_whole(rounds) and stage == rounds), stages[0])
+        return next((each for each in stage if is_whole(rounds) and each == rounds), stage[0])
 
     @property
     def runs(self) -> list[Path]:
@@ -186,7 +187,7 @@ class Comparison(Trials):
             if stages:
                 after = " and ".join([*map(str, stages[:-1]), plural(stages[-1], "round")])
                 third = f"the best third of what was tried continued after {after} (at least {MIN_CONTINUED})"
-                lines.append(f"{third}; all neighbours of the chosen {what} on the grid were run to the end, too")
+                lines.append(f"{third}; all neighbours of the chosen {what} on the grid were also run to the end")
         untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")

@@ -108,7 +108,7 @@ class Trial:
 
     @property
     def rank(self) -> float:
-        """Return a number that is the larger, the better the trial is."""
+        """Return a score by which trials are sorted: larger is better."""
         return rank(self.score, self.histories[0].metric) if self.records else -math.inf
 
 
@@ -224,7 +224,7 @@ class Trials:
                 left: list[_Open] = []
                 for job in jobs[first : first + MAX_OPEN_RUNS]:
                     lines.about = job.folder  # whatever is logged while it is built
-                    alike = (run.simulation for run in left if _protocol(run.job) == _protocol(job))
+                    alike = (run.simulation for run in left if _settings(run.job) == _settings(job))
                     simulation = build(job.experiment, self._splits_of(job.experiment), like=next(alike, None))
                     name = f"{self.folder.name}/{job.folder.relative_to(self.folder).as_posix()}"
                     trackers, config = Trackers(self._trackers, job.folder, name), resolved(job.experiment, simulation)
@@ -302,7 +302,7 @@ def stackable(runs: list[_Open]) -> list[list[_Open]]:
     for run in runs:
         for group in groups:
             first = group[0]
-            if _protocol(first.job) == _protocol(run.job) and not mismatch(first.simulation, run.simulation):
+            if _settings(first.job) == _settings(run.job) and not mismatch(first.simulation, run.simulation):
                 group.append(run)
                 break
         else:
@@ -318,7 +318,7 @@ def _apart(group: list[_Open]) -> list[list[_Open]]:
     return list(groups.values()) if len(groups) > 1 else [[run] for run in group]
 
 
-def _protocol(job: Job) -> dict[str, Any]:
-    """Return what the runs of a population have in common: all but the rate, the seed and the algorithm's numbers."""
+def _settings(job: Job) -> dict[str, Any]:
+    """Return the settings that all runs of a population share: not the rate, the seed and the algorithm's numbers."""
     tree = job.experiment.model_dump(exclude={"compare": True, "algorithm": True, "train": {"lr", "seed"}})
     return {**tree, "algorithm": job.algorithm}

@@ -23,6 +23,7 @@ from lamina.experiment.runs.records import (
     CHOOSE_ANOTHER,
     FORMAT,
     REPLACED,
+    accepted_changes,
     delete_runs,
     differences,
     flatten,
@@ -225,7 +226,8 @@ class Tuning(Trials):
             rounds = 0 if self._study is None else NO_MORE_ROUNDS  # the runs of a grid refuse fewer than they have
             if differing := differences(self._grown(stored), self._config, rounds):
                 raise BadInput(f"the folder '{self.folder}' holds another tuning: {differing}; {CHOOSE_ANOTHER}")
-            return
+            if not accepted_changes(stored, self._config, self.folder):
+                return
         write_json(self.folder / "config.json", self._config)
 
     def _grown(self, stored: dict[str, Any]) -> dict[str, Any]:
