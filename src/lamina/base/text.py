@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import html
 import io
 import re
@@ -100,3 +101,11 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def hash_parts(parts: Iterable[str]) -> str:
+    """Return a short hash of several texts."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(f"{len(part)}:{part}".encode(errors="surrogatepass"))
+    return digest.hexdigest()[:16]

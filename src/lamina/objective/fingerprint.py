@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lamina.base.errors import short_repr
+from lamina.base.text import hash_parts
 from lamina.objective.batch import Inputs, named_tensors
-from lamina.objective.source import hash_parts, source_digests, source_of, users_module
+from lamina.objective.source import source_digests, source_of, users_module
 
 HOOKS = {
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",

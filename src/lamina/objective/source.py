@@ -9,10 +9,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
-import hashlib
 import importlib.util
 import linecache
-import os
 import sys
 from collections.abc import Iterable
 from importlib.machinery import ModuleSpec
@@ -20,10 +18,11 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from lamina.base.text import hash_parts
+
 SCRIPTS = {"__main__", "__mp_main__"}  # the latter in a process that a script has started
-LIBRARIES = {"lamina", "torch", "numpy", *sys.builtin_module_names}
+LIBRARIES = {"lamina", *sys.stdlib_module_names}
 INSTALLED = {"site-packages", "dist-packages"}
-STANDARD_LIBRARY = Path(os.__file__).parent
 # Digests and imports by the id of a module's spec, which a reload replaces: a file that is edited later does not run.
 _modules: dict[int, tuple[ModuleSpec, str, set[str]]] = {}
 
@@ -85,32 +84,17 @@ def source_of(code: CodeType) -> ast.Module | None:
     return ast.Module(found, []) if found else None
 
 
-def hash_parts(parts: Iterable[str]) -> str:
-    """Return a short hash of several texts."""
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(f"{len(part)}:{part}".encode(errors="surrogatepass"))
-    return digest.hexdigest()[:16]
-
-
 def _is_users(name: str) -> bool:
     top = name.partition(".")[0]
-    spec = None if top in SCRIPTS | LIBRARIES else _find(top)
-    if spec is None:  # neither a script, a notebook nor the name that `exec` was given has one
-        return top not in LIBRARIES
-    places = [spec.origin or ""] if spec.has_location else spec.submodule_search_locations or [str(STANDARD_LIBRARY)]
-    return not any(INSTALLED & set(Path(p).parts) or Path(p).is_relative_to(STANDARD_LIBRARY) for p in places)
+    spec = None if top in SCRIPTS else _find(top)  # nor has the name that `exec` was given a spec
+    places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or [])]
+    return top not in LIBRARIES and not any(INSTALLED & set(Path(place).parts) for place in places)
 
 
 def _find(name: str) -> ModuleSpec | None:
     """Return where a module is, without importing it: a function may import it only when it is called."""
-    if name in sys.modules:
-        return getattr(sys.modules[name], "__spec__", None)
-    parent = name.rpartition(".")[0]
-    folders = getattr(_find(parent), "submodule_search_locations", None) if parent else None
-    with contextlib.suppress(Exception):  # of an import hook
-        found = (finder.find_spec(name, folders) for finder in sys.meta_path if folders or not parent)
-        return next((spec for spec in found if spec is not None), None)
+    with contextlib.suppress(Exception):  # there is no such module, or its package raises something
+        return importlib.util.find_spec(name)
     return None
 
 
