@@ -16,7 +16,7 @@ from lamina.objective.dropout import set_streams, stream_layers, with_streams
 from lamina.objective.fingerprint import alike, attributes_digest, module_difference, same_tensors
 from lamina.objective.functional_dropout import FunctionalDropout
 from lamina.objective.layers import Layers
-from lamina.objective.losses import Loss, as_loss, hits
+from lamina.objective.losses import Loss, as_loss
 
 Buffers = dict[str, Tensor]
 
@@ -227,15 +227,6 @@ class Objective:
             for name, kept in self.kept_gradients.items():
                 pieces[name].mul_(kept)
         return gradient
-
-    def correct(self, outputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
-        """Return whether each prediction is right, or None where accuracy has no meaning.
-
-        The prediction is the largest of at least `classes` outputs a sample; of a single output and labels 0 and 1 it
-        is the output's sign (one logit). Integer maps have a prediction for every position. The squared error is
-        regression, even on integers: no accuracy. `classes` is None if the targets are not integers.
-        """
-        return None if classes is None else hits(self.loss, outputs, labels, classes)
 
     def refuse_rate(self, lr: float) -> None:
         """Refuse a learning rate that the parameters' dtype cannot hold."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
 from lamina.objective.batch import tensors
-from lamina.objective.losses import aligned, class_axis, counted
+from lamina.objective.losses import aligned, class_axis, counted, hits
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.clients import Reserved
 from lamina.rounds.plan import Round
@@ -126,10 +127,10 @@ def predict(
 
 def as_batch(objective: Objective, outputs: Tensor, targets: Tensor, classes: int | None) -> Batch:
     """Return the outputs of some samples with their losses and whether the predictions are right."""
-    hits, losses = objective.correct(outputs, targets, classes), objective.loss(outputs, targets)
-    outputs, targets = aligned(objective.loss, outputs, targets)
-    has_target = counted(objective.loss, targets)
-    return Batch(outputs, targets, losses, hits, classes, class_axis(objective.loss), has_target)
+    loss = objective.loss
+    right, losses = hits(loss, outputs, targets, classes), loss(outputs, targets)
+    outputs, targets = aligned(loss, outputs, targets)
+    return Batch(outputs, targets, losses, right, classes, class_axis(loss), counted(loss, targets))
 
 
 def keep(metric: Metric, batch: Batch) -> Values:
@@ -196,19 +197,13 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
     }
 
 
+@dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated after a round: metrics on the test data, and on samples of clients.
+    """What is evaluated after a round: metrics on the test data, and on samples of clients."""
 
-    Args:
-        metrics: the metrics, the primary one first; None: the accuracy, where there is one.
-        test: the test data, if there are any.
-        clients: samples of clients.
-    """
-
-    def __init__(
-        self, metrics: Sequence[Metric] | None, test: Dataset | None, clients: Sequence[ClientSamples] = ()
-    ) -> None:
-        self.metrics, self.test, self.clients = metrics, test, clients
+    metrics: Sequence[Metric] | None  # the primary one first; None: the accuracy, where there is one
+    test: Dataset | None
+    clients: Sequence[ClientSamples] = ()
 
     def start(self, objective: Objective, x: Tensor, buffers: Buffers) -> Callable[[], dict[str, float]]:
         """Start evaluating a model on the test data, without waiting for a GPU; return a function that finishes it.

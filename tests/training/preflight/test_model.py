@@ -1,5 +1,6 @@
 """Models that cannot be trained, or not on these data, and models that change something in a forward pass."""
 
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -83,6 +84,14 @@ def test_integers_where_a_model_wants_floats_are_explained(dtype, advice):
     ) as error:
         simulate(nn.Linear(5 if dtype == torch.int64 else 4, 3), (torch.ones(12, 5, dtype=dtype), Y))
     assert ("integers" in str(error.value)) is bool(advice)
+
+
+def test_a_scripted_model_is_refused_in_one_line():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        model = torch.jit.script(nn.Linear(4, 3))
+    with pytest.raises(lamina.BadInput, match=r"the model cannot take the train data.*ScriptModules"):
+        simulate(model, (X, Y))
 
 
 def test_activations_that_do_not_fit_are_refused(monkeypatch):

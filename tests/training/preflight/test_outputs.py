@@ -15,7 +15,7 @@ def simulate(model, data, **settings):
 
 
 def test_outputs_without_an_axis_of_samples_are_refused():
-    message = r"outputs have shape \(18,\) for 6 samples of the train data; the first axis must be the samples'"
+    message = r"outputs have shape \(6,\) for 2 samples of the train data; the first axis must be the samples'"
     with pytest.raises(lamina.BadInput, match=message):
         simulate(nn.Sequential(linear(3), nn.Flatten(0)), (X, Y))
 

@@ -14,21 +14,21 @@ from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
 from lamina.data.dataset import Dataset
 from lamina.models.allocation import LargestActivation
+from lamina.objective.losses import is_own
 from lamina.objective.objective import Objective
 from lamina.training.evaluation import EVALUATION_BATCH, as_batch
 from lamina.training.metrics import Batch
 
-MAX_SAMPLES = 6
+SAMPLES = 2
+USER_LOSS_SAMPLES = 6  # a user's loss is tried on these together, and on each one alone
 
 
 class Pass:
     """One forward pass over the samples of a dry run: what it returns, and what else it does."""
 
     def __init__(self, run: DryRun, train: bool) -> None:
-        objective, device = run.objective, run.objective.device
-        self.outputs, self.error, activation = torch.empty(0), None, LargestActivation(len(run.targets))
-        self.returned: Any = None
-        self.replaced_buffer: str | None = None
+        objective, device, activation = run.objective, run.objective.device, LargestActivation(len(run.targets))
+        self.outputs, self.error, self.returned, self.replaced_buffer = torch.empty(0), None, None, None
         parameters = {n: p.clone() for n, p in objective.layers.unflatten(objective.start).items()}
         buffers = {n: b.clone() for n, b in objective.buffers.items()}
 
@@ -36,16 +36,14 @@ class Pass:
             self.returned = returned
             self.replaced_buffer = next((n for n, b in buffers.items() if module.get_buffer(n) is not b), None)
 
-        hook = objective.seeded.register_forward_hook(look)  # called while the module still holds these tensors
         # Nothing requires a gradient, but activation checkpointing needs gradients to be enabled to do its work.
         with rng.forked(device, seed=0), torch.enable_grad(), activation:
             before = _generator_states(device)
             try:
-                self.outputs = objective.outputs_at(parameters, buffers, run.inputs, train=train)
+                with objective.seeded.register_forward_hook(look):  # called while the module still holds these tensors
+                    self.outputs = objective.outputs_at(parameters, buffers, run.inputs, train=train)
             except Exception as error:  # whatever a user's forward raises
                 self.error = error
-            finally:
-                hook.remove()
             self.draws = _generator_states(device) != before
         self.bytes_per_sample = activation.bytes
         self.written_parameter = next((name for name, value in parameters.items() if value._version > 0), None)
@@ -62,8 +60,9 @@ class DryRun:
         self.objective, self.data, self.name, self.rows = objective, data, name, rows
         first = data.y[:EVALUATION_BATCH]
         others = (first != first[:1]).reshape(len(first), -1).any(1).nonzero().flatten().tolist()
-        spread = range(0, len(first), max(1, len(first) // MAX_SAMPLES))
-        chosen = list(dict.fromkeys([0, *others[:1], *spread]))[:MAX_SAMPLES]  # equal targets would hide mistakes
+        count = USER_LOSS_SAMPLES if is_own(objective.loss) else SAMPLES
+        spread = range(0, len(first), max(1, len(first) // count))
+        chosen = list(dict.fromkeys([0, *others[:1], *spread]))[:count]  # equal targets would hide mistakes
         self.targets = first[chosen]
         self.inputs = data.inputs(torch.tensor(chosen, device=first.device), objective.dtype)
 
@@ -85,10 +84,8 @@ class DryRun:
     @property
     def is_random(self) -> bool:
         """Whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode."""
-        return any(
-            one.draws or not torch.equal(one.outputs.nan_to_num(), two.outputs.nan_to_num())
-            for one, two in self.repetitions
-        )
+        pairs = ((first.outputs.nan_to_num(), second.outputs.nan_to_num()) for first, second in self.repetitions)
+        return self.training.draws or self.evaluation.draws or not all(torch.equal(*pair) for pair in pairs)
 
     @cached_property
     def batch(self) -> Batch:

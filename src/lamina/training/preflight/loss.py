@@ -47,8 +47,7 @@ def check_loss(run: DryRun) -> None:
 
 def check_nan(run: DryRun) -> None:
     """Refuse a user's loss that is NaN before the first step: no learning rate helps."""
-    everything = list(range(len(run.targets)))
-    if is_own(run.objective.loss) and bool(_losses(run, run.evaluation.outputs, everything).isnan().any()):
+    if is_own(run.objective.loss) and bool(_losses(run, run.evaluation.outputs).isnan().any()):
         raise BadInput(
             "the loss of some train samples is NaN before the first step: look at the model's outputs, and for roots, "
             "logarithms and divisions in the loss"
@@ -57,8 +56,8 @@ def check_nan(run: DryRun) -> None:
 
 def check_samples_alone(run: DryRun) -> None:
     """Refuse a user's loss in which the loss of a sample depends on its batch: the others, their order or number."""
-    outputs, targets, everything = run.evaluation.outputs, run.targets, list(range(len(run.targets)))
-    if not is_own(run.objective.loss) or len(targets) == 1:
+    outputs, targets, count = run.evaluation.outputs, run.targets, len(run.targets)
+    if not is_own(run.objective.loss) or count == 1:
         return
     # Equal outputs, as of a last layer of zeros, would hide a mistake: each is shrunk a little, which keeps
     # log-probabilities below 0 and probabilities between 0 and 1.
@@ -66,17 +65,17 @@ def check_samples_alone(run: DryRun) -> None:
         noise = MAX_NOISE * torch.rand(outputs.shape).to(outputs)
     varied = torch.where(outputs == 0, noise, outputs * (1 - noise))
     try:
-        together = _losses(run, varied, everything)
+        together = _losses(run, varied)
     except Exception:  # the loss may check its outputs, such as the sum of probabilities
-        varied, together = outputs, _losses(run, outputs, everything)
-    copies = torch.stack([_losses(run, varied, [place] * len(targets))[place] for place in everything])
+        varied, together = outputs, _losses(run, outputs)
+    copies = torch.stack([_losses(run, varied, [place] * count)[place] for place in range(count)])
     mixes = not _are_equal(together, copies)
-    if _are_equal(together, _losses(run, varied, everything, seed=1)):
-        longer = [*reversed(everything), everything[-1]]  # a random loss depends on a sample's place, and is not tried
+    if _are_equal(together, _losses(run, varied, seed=1)):  # else a sample's random number depends on its place
+        longer = [*reversed(range(count)), count - 1]
         mixes = mixes or not _are_equal(_losses(run, varied, longer), together[longer])
     if mixes:
-        with Pairs(len(targets)) as pairs:
-            _losses(run, varied, everything)
+        with Pairs(count) as pairs:
+            _losses(run, varied)
         raise BadInput(
             f"the loss mixes samples: with the {run.name} data, the loss of a sample changes with the others of its "
             "batch, their order or their number; compute it from the sample's own row of outputs "
@@ -85,7 +84,7 @@ def check_samples_alone(run: DryRun) -> None:
         )
 
 
-def _losses(run: DryRun, outputs: Tensor, places: list[int], seed: int = 0) -> Tensor:
+def _losses(run: DryRun, outputs: Tensor, places: list[int] | slice = slice(None), seed: int = 0) -> Tensor:
     """Return the losses of some samples; a loss may draw random numbers."""
     with torch.no_grad(), rng.forked(run.objective.device, seed=seed):
         return run.objective.loss(outputs[places], run.targets[places])

@@ -47,10 +47,9 @@ def check_classes(run: DryRun) -> None:
     if 0 < lowest < classes and outputs.dim() > 1 and classes - lowest <= outputs.shape[axis]:
         hint = f"; classes are numbered from 0, and the labels start at {lowest}: subtract {lowest}"
     elif y.dim() > 1:
-        hint = (
-            f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1}), or "
-            f"data.ignore_index = {classes - 1} in a file"
-        )
+        last = classes - 1
+        hint = f"; if {last} marks what to ignore, give a Dataset(x, y, ignore_index={last}), or "
+        hint += f"data.ignore_index = {last} in a file"
     raise BadInput(
         f"{shape}, but the {run.name} labels go up to {classes - 1}: it needs {classes}{hint}",
         without_data=f"{shape}, but the {run.name} data have more classes",
@@ -61,13 +60,12 @@ def warn_of_ignored_outputs(run: DryRun) -> None:
     """Warn of a model that returns several values."""
     returned = run.evaluation.returned
     if isinstance(returned, tuple | list) and len(returned) > 1:
-        log.warning(
-            "the model returns %d values: the loss and the metrics get the first, the others are ignored", len(returned)
-        )
+        use = "the loss and the metrics get the first, the others are ignored"
+        log.warning("the model returns %d values: %s", len(returned), use)
 
 
 def warn_of_logits(run: DryRun) -> None:
-    """Warn of outputs that are no log-probabilities, which nll needs."""
+    """Warn of positive outputs: nll needs log-probabilities."""
     if run.objective.loss is nll and bool((run.evaluation.outputs > NLL_TOLERANCE).any()):
         log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
 

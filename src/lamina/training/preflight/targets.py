@@ -7,22 +7,14 @@ import logging
 from lamina.base.errors import BadInput
 from lamina.base.text import listed
 from lamina.data.dataset import Dataset
-from lamina.objective.losses import (
-    IGNORED,
-    Loss,
-    causal_lm,
-    class_axis,
-    counted,
-    huber,
-    is_binary,
-    mean_absolute_error,
-    mean_squared_error,
-)
+from lamina.objective import losses
+from lamina.objective.losses import IGNORED, Loss, class_axis, counted, is_binary
 from lamina.rounds.settings import Protocol
 from lamina.training.preflight.dry_run import DryRun
 
 log = logging.getLogger(__name__)
 
+NUMBER_LOSSES = (losses.mean_squared_error, losses.mean_absolute_error, losses.huber)
 SOFT_LABEL_TOLERANCE = 0.05  # how far rounding may move the sum of a sample's soft labels from 1
 
 
@@ -39,7 +31,7 @@ def check_settings(protocol: Protocol, data: Dataset) -> None:
 
 def check_class_names(run: DryRun) -> None:
     """Refuse names of classes if the loss compares numbers."""
-    if run.data.class_names is not None and run.objective.loss in (mean_squared_error, mean_absolute_error, huber):
+    if run.data.class_names is not None and run.objective.loss in NUMBER_LOSSES:
         raise BadInput(
             f"the {run.name} targets are names of classes, and the loss compares numbers: give numbers (with pandas, "
             "pandas.to_numeric), or take a loss for classes such as 'cross_entropy'"
@@ -108,7 +100,8 @@ def check_alike(train: Dataset, test: Dataset) -> None:
 
 def warn_of_unseen_classes(loss: Loss, train: Dataset, test: Dataset) -> None:
     """Warn of a class that occurs only in the test maps; new tokens in a text to predict are usual."""
-    if class_axis(loss) is None or loss is causal_lm or train.y.dim() < 2 or not (train.classes and test.classes):
+    has_maps = train.y.dim() > 1 and class_axis(loss) is not None and loss is not losses.causal_lm
+    if not has_maps or not train.classes or not test.classes:
         return
     size = max(train.classes, test.classes) + 1  # the first number counts the positions without a label
     seen, tested = (data.y.flatten().clamp(min=-1).add(1).bincount(minlength=size) > 0 for data in (train, test))
