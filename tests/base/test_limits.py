@@ -107,26 +107,6 @@ def test_training_a_model_that_does_not_fit_is_refused_before_it_is_copied(monke
         Simulation(model, (X, Y), "fedavg", clients=4)
 
 
-def test_activations_that_do_not_fit_are_refused(monkeypatch):
-    wide = nn.Sequential(nn.Linear(8, 1), nn.Flatten(0), nn.Unflatten(0, (-1, 1)), Repeat(10**6), nn.Linear(10**6, 4))
-    free = 200_000_000
-    monkeypatch.setattr(limits, "available_bytes", lambda device=None: free)
-    Simulation(wide, (X, Y), "fedavg", clients=4, batch_size=1, engine="loop")
-    with pytest.raises(BadInput, match="an activation of 4 MB per sample, for 80 samples of the train data"):
-        Simulation(wide, (X, Y), "fedavg", clients=1, batch_size=64, engine="loop")
-
-
-class Repeat(nn.Module):
-    """Many equal columns: large activations without parameters."""
-
-    def __init__(self, columns):
-        super().__init__()
-        self.columns = columns
-
-    def forward(self, x):
-        return x.repeat(1, self.columns)
-
-
 @pytest.mark.parametrize("name", ["batch_size", "epochs", "local_steps", "clients", "evaluate_every"])
 def test_python_arguments_have_the_same_bounds(name):
     for value in (2**63, 10**30, 16**5000, -1, 0, math.nan, math.inf):

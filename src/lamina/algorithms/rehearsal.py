@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lamina.algorithms.contract import Algorithm, Analysis, ClientInfo, Needs, ServerInfo, has_second_point, step_kinds
 from lamina.base.errors import BadInput, LaminaError, where_it_failed
@@ -169,9 +170,7 @@ def _accepts_rows(function: Any, arguments: tuple[Any, ...], more: dict[str, Any
 
 def _tensors(values: Any) -> list[Tensor]:
     """Return all tensors of nested tuples."""
-    if isinstance(values, Tensor):
-        return [values]
-    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, tuple) else []
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _all(is_equal: Callable[[Tensor, Tensor], bool], one: Any, other: Any) -> bool:
@@ -182,12 +181,7 @@ def _all(is_equal: Callable[[Tensor, Tensor], bool], one: Any, other: Any) -> bo
 
 def _as_row(values: Any) -> Any:
     """Return nested tuples with one more leading axis on every tensor."""
-    if isinstance(values, Tensor):
-        return values.unsqueeze(0)
-    if not isinstance(values, tuple):
-        return values
-    rows = map(_as_row, values)
-    return type(values)(*rows) if hasattr(values, "_fields") else tuple(rows)
+    return tree_map_only(Tensor, lambda tensor: tensor.unsqueeze(0), values)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -15,7 +15,7 @@ from lamina.data.dataset import Dataset
 from lamina.engines.devices import Precision
 from lamina.engines.loop import Loop
 from lamina.engines.stacked.engine import Stacked
-from lamina.engines.stacked.forward import choose_forward, is_random
+from lamina.engines.stacked.forward import choose_forward
 from lamina.engines.stacked.independence import ignores_order, number_without_column, works_by_row
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
@@ -31,7 +31,9 @@ Engine = Loop | Stacked
 log = logging.getLogger(__name__)
 
 
-def choose_engine(name: str, precision: Precision, lender: Engine | None = None, **settings: Any) -> Engine:
+def choose_engine(
+    name: str, precision: Precision, lender: Engine | None = None, *, is_random: bool, **settings: Any
+) -> Engine:
     """Return the engine to run on.
 
     Args:
@@ -39,6 +41,7 @@ def choose_engine(name: str, precision: Precision, lender: Engine | None = None,
         precision: the model's arithmetic.
         lender: an engine of a similar simulation with the same precision; if the model and data are alike, its choice
             is taken over, because testing what fits takes longer than a small round.
+        is_random: whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode.
         settings: the fields that `Loop` and `Stacked` share.
     """
     if name not in ("auto", "stacked", "vmap", "loop"):
@@ -49,7 +52,7 @@ def choose_engine(name: str, precision: Precision, lender: Engine | None = None,
             return lent
     if name in ("loop", "vmap") and precision == "bf16":
         raise BadInput(f"precision='bf16' needs stacked layers: engine='{name}' computes in the model's own precision")
-    engine = _fastest_engine(name, precision, **settings)
+    engine = _fastest_engine(name, precision, is_random, **settings)
     if precision == "bf16" and not (isinstance(engine, Stacked) and engine.forward.name == "stacked"):
         log.warning("precision='bf16' needs stacked layers: this run computes in the model's own precision")
     _recent.append((name, precision, weakref.ref(engine)))
@@ -101,13 +104,13 @@ def _why_not_stacked(algorithm: Algorithm, objective: Objective) -> str:
     return f"the algorithm cannot take '{number}' as a tensor (a branch on it? declare it as float)" if number else ""
 
 
-def _fastest_engine(name: str, precision: Precision, **settings: Any) -> Engine:
+def _fastest_engine(name: str, precision: Precision, is_random: bool, **settings: Any) -> Engine:
     if name == "loop":
         return Loop(**settings)
     data, objective = settings["data"], settings["objective"]
     chosen = probe_samples(data.x)
     sample = data.inputs(chosen, objective.dtype), data.y[chosen]
-    if is_random(objective, sample[0]):
+    if is_random:
         forward, why = None, UNCONTROLLED
     else:
         forward, why = choose_forward(objective, sample, precision, name)

@@ -28,9 +28,8 @@ from lamina.flower.wire import Task
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan, Round
-from lamina.training.evaluation import check_metrics, sample_means
-from lamina.training.preflight import check_fit, evaluation_rows
-from lamina.training.rounding import ignore_rounding
+from lamina.training.evaluation import sample_means
+from lamina.training.preflight import check_evaluation, check_training
 
 log = logging.getLogger(__name__)
 MAX_SAMPLES_PER_ROUND = 10**8  # that a task may have a node train on
@@ -131,10 +130,8 @@ class Node(ClientApp):
         data = self.setup.dataset(self.setup.data(context), self.objective)
         if self.setup.node_test is not None:
             data = self.setup.dataset(self.setup.node_test(context), self.objective, data)
-        check_fit(self.objective, data, "test", evaluation_rows(data))
         metrics = self.setup.node_metrics
-        if metrics is not None:
-            check_metrics(self.objective, metrics, data, "test")
+        check_evaluation(self.objective, data, metrics)
         figures = sample_means(self.objective, self._model(content), self._buffers(content), data, metrics)
         return wire.content_of({"figures": {"examples": len(data), **figures}})
 
@@ -150,8 +147,7 @@ class Node(ClientApp):
         task, store = self._accept(content, context)
         self.objective.refuse_rate(task.protocol.lr)
         data = self.setup.dataset(self.setup.data(context), self.objective)
-        check_fit(self.objective, data, "train", 2 * min(task.protocol.batch_size or len(data), len(data)))
-        ignore_rounding(self.objective, data)
+        check_training(self.objective, data, min(task.protocol.batch_size or len(data), len(data)))
         return task, store, data
 
     def _accept(self, content: RecordDict, context: Context) -> tuple[Task, Store]:

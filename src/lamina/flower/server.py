@@ -35,6 +35,7 @@ from lamina.training import evaluation
 from lamina.training.history import History, Row
 from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY
+from lamina.training.preflight import check_evaluation
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,7 @@ class Server:
         test_data = None
         if setup.test is not None and setup.evaluate_on != "nodes":
             test_data = setup.dataset(setup.test(), self.objective)
-            if setup.metrics is not None:
-                evaluation.check_metrics(self.objective, setup.metrics, test_data, "test")
+            check_evaluation(self.objective, test_data, setup.metrics)
         groups = setup.client_samples() if setup.evaluate_on != "nodes" else []
         groups = [group._replace(data=with_mask(group.data, self.objective.module)) for group in groups]
         self.evaluation = evaluation.Evaluation(setup.metrics, test_data, groups)

@@ -27,6 +27,7 @@ from lamina.rounds.settings import Protocol, Settings
 from lamina.training.evaluation import ClientSamples
 from lamina.training.masks import with_mask
 from lamina.training.metrics import Metric, find_all, is_function_of_mean
+from lamina.training.preflight import check_model
 
 PLACES = ("central", "nodes", "both")
 
@@ -122,5 +123,6 @@ class Setup:
     def objective(self) -> Objective:
         """Build the model on the device of this process."""
         objective = Objective(self.make_model().to(choose_device(self.device)), self.protocol.loss)
+        check_model(objective)
         rehearse_on(objective.layers, self.algorithm, objective.device)
         return objective

@@ -219,13 +219,13 @@ def counted(loss: Loss, targets: Tensor) -> Tensor | None:
     return targets != IGNORED if targets.dim() > 1 else None
 
 
-def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int) -> Tensor | None:
+def hits(loss: Loss, outputs: Tensor, targets: Tensor, classes: int | None) -> Tensor | None:
     """Return which integer targets [n, ...] are predicted, in the shape of the aligned targets; None: no prediction.
 
     The prediction is the largest of at least `classes` outputs; with `bce`, and for a single output and labels 0 and 1,
-    it is the output's sign.
+    it is the output's sign. `classes` is None if the targets are not integers.
     """
-    if is_regression(loss):
+    if classes is None or is_regression(loss):
         return None
     axis = class_axis(loss)
     if is_binary(loss) or (axis is None and targets.dim() == 1 and shape(outputs) == (len(targets),)):

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.objective.batch import Inputs, arguments, outputs_of
-from lamina.objective.dropout import FromStreams, set_streams, stream_layers, with_streams
+from lamina.objective.dropout import set_streams, stream_layers, with_streams
 from lamina.objective.fingerprint import alike, attributes_digest, module_difference, same_tensors
 from lamina.objective.functional_dropout import FunctionalDropout
 from lamina.objective.layers import Layers
-from lamina.objective.losses import Loss, as_loss, hits
+from lamina.objective.losses import Loss, as_loss
 
 Buffers = dict[str, Tensor]
 
@@ -40,7 +38,7 @@ class Objective:
     """
 
     def __init__(self, module: nn.Module, loss: str | Loss = "cross_entropy") -> None:
-        _refuse_unusable_layers(module)
+        _refuse_lazy_layers(module)
         self.module = module
         # the module that is trained: dropout draws its masks from the clients' random streams
         self.seeded, layers = with_streams(module)
@@ -53,16 +51,7 @@ class Objective:
         dtypes = {p.dtype for p in trainable.values()}
         if len(dtypes) > 1 or not next(iter(dtypes)).is_floating_point:
             raise BadInput(f"all trainable parameters must have one floating dtype, not {sorted(map(str, dtypes))}")
-        (dtype,) = dtypes
-        if torch.finfo(dtype).bits < 32:
-            raise BadInput(
-                f"the trainable parameters are {str(dtype).removeprefix('torch.')}, in which small steps and second "
-                "moments are lost: use model.float(), and precision='bf16' for speed; frozen parameters may stay"
-            )
         self.start = self.layers.flatten(trainable)
-        bad = self.layers.first_nonfinite(self.start)
-        if bad is not None:
-            raise BadInput(f"the model's parameter '{bad}' holds a NaN or an infinity before training")
         self.dtype, self.device = self.start.dtype, self.start.device
         self.loss = _on_device(as_loss(loss), self.start)
 
@@ -138,11 +127,11 @@ class Objective:
         train: bool,
         streams: Tensor | None = None,
         module: nn.Module | None = None,
-        then: Callable[[Tensor], Any] | None = None,
+        on_outputs: Callable[[Tensor], Any] | None = None,
     ) -> Any:
         """Return what `outputs` returns, with the parameters given by name.
 
-        `module` is a copy of `seeded` to run instead of it. `then` is a function of the outputs, whose result is
+        `module` is a copy of `seeded` to run instead of it. `on_outputs` is a function of the outputs, whose result is
         returned instead of them. It runs while the module still holds the parameters: a backward pass may run parts of
         the module again (activation checkpointing).
         """
@@ -151,14 +140,17 @@ class Objective:
         self.set_mode(module, train)
         state = self.under_all_names({**parameters, **self.frozen, **buffers})
         args, kwargs = arguments(inputs)
+
+        def run(*args: Tensor, **kwargs: Tensor) -> Any:
+            with self.functional.in_training(train):
+                outputs = outputs_of(module(*args, **kwargs))
+            set_streams(dropouts, None)  # dropout that a backward pass runs again would draw other masks
+            return outputs if on_outputs is None else on_outputs(outputs)
+
         try:
             set_streams(dropouts, self.streams_or_zeros(streams, 1))
-            if then is None:
-                with self.functional.in_training(train):
-                    return outputs_of(functional_call(module, state, args, kwargs, tie_weights=False))
-            state = {f"module.{name}": value for name, value in state.items()}
-            followed = _Followed(module, dropouts, self.functional.in_training(train), then)
-            return functional_call(followed, state, args, kwargs, tie_weights=False)
+            lent = {f"module.{name}": tensor for name, tensor in state.items()}  # as `_Pass` names them
+            return functional_call(_Pass(module, run), lent, args, kwargs, tie_weights=False)
         except ValueError as error:
             if "more than 1 value per channel" in str(error):
                 raise BadInput(ONE_SAMPLE) from error
@@ -224,7 +216,7 @@ class Objective:
             return self.without_rounding(grad) if train else grad, loss.detach()
 
         gradient: tuple[Tensor, Tensor] = self.outputs_at(
-            parameters, buffers, inputs, train=train, streams=streams, then=differentiate
+            parameters, buffers, inputs, train=train, streams=streams, on_outputs=differentiate
         )
         return gradient
 
@@ -235,60 +227,6 @@ class Objective:
             for name, kept in self.kept_gradients.items():
                 pieces[name].mul_(kept)
         return gradient
-
-    def correct(self, outputs: Tensor, labels: Tensor, classes: int | None) -> Tensor | None:
-        """Return whether each prediction is right, or None where accuracy has no meaning.
-
-        The prediction is the largest of at least `classes` outputs a sample; of a single output and labels 0 and 1 it
-        is the output's sign (one logit). Integer maps have a prediction for every position. The squared error is
-        regression, even on integers: no accuracy. `classes` is None if the targets are not integers.
-        """
-        return None if classes is None else hits(self.loss, outputs, labels, classes)
-
-    def written_parameter(self, inputs: Inputs) -> str | None:
-        """Return the name of a parameter that the forward pass writes into, if there is one."""
-        for train in (False, True):
-            parameters = {n: p.clone() for n, p in self.layers.unflatten(self.start).items()}
-            buffers = {n: b.clone() for n, b in self.buffers.items()}
-            # seeded, because the first pass also decides what `FunctionalDropout` does in the later ones
-            with rng.forked(self.device, seed=0), torch.no_grad(), contextlib.suppress(Exception):
-                self.outputs_at(parameters, buffers, inputs, train=train)  # an error is raised again in training
-            for name, parameter in parameters.items():
-                if parameter._version > 0:
-                    return name
-        return None
-
-    def replaced_buffer(self, inputs: Inputs) -> str | None:
-        """Return the name of a buffer that the forward pass replaces by another tensor, if there is one."""
-        buffers = {n: b.clone() for n, b in self.buffers.items()}
-
-        def replaced(outputs: Tensor) -> str | None:
-            return next((n for n, b in buffers.items() if self.seeded.get_buffer(n) is not b), None)
-
-        parameters = self.layers.unflatten(self.start)
-        with rng.forked(self.device, seed=0), torch.no_grad(), contextlib.suppress(Exception):
-            name: str | None = self.outputs_at(parameters, buffers, inputs, train=True, then=replaced)
-            return name
-        return None
-
-    def changed_attribute(self, inputs: Inputs) -> str | None:
-        """Return the attribute by which a forward pass changes the outputs of the next one; None if there is none.
-
-        An empty string is a change whose source is not known. A copy of the module is run.
-        """
-        for train in (True, False):
-            with contextlib.suppress(Exception):
-                tensors = (*self.seeded.parameters(), *self.seeded.buffers())
-                module = copy.deepcopy(self.seeded, {id(tensor): tensor for tensor in tensors})  # shares its tensors
-                outputs = []
-                for _ in range(2):
-                    buffers = {n: b.clone() for n, b in self.buffers.items()}
-                    parameters = self.layers.unflatten(self.start)
-                    with rng.forked(self.device, seed=0), torch.no_grad():
-                        outputs.append(self.outputs_at(parameters, buffers, inputs, train=train, module=module))
-                if not torch.allclose(outputs[0], outputs[1], rtol=1e-3, equal_nan=True):
-                    return module_difference(self.seeded, module, strict=False)
-        return None
 
     def refuse_rate(self, lr: float) -> None:
         """Refuse a learning rate that the parameters' dtype cannot hold."""
@@ -322,24 +260,15 @@ def copy_module(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, {key: tensor.detach().clone() for key, tensor in left.items()})
 
 
-class _Followed(nn.Module):
-    """A module and a function of its outputs that runs as part of the forward pass."""
+class _Pass(nn.Module):
+    """A function that calls a module, as a module: `functional_call` lends tensors to one while its forward runs."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        dropouts: Sequence[FromStreams],
-        context: contextlib.AbstractContextManager[Any],
-        then: Callable[[Tensor], Any],
-    ) -> None:
+    def __init__(self, module: nn.Module, function: Callable[..., Any]) -> None:
         super().__init__()
-        self.module, self.dropouts, self.context, self.then = module, dropouts, context, then
+        self.module, self.function = module, function
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Any:
-        with self.context:
-            outputs = outputs_of(self.module(*args, **kwargs))
-        set_streams(self.dropouts, None)  # dropout that runs again would draw other masks
-        return self.then(outputs)
+        return self.function(*args, **kwargs)
 
 
 class _WithDenseGradient(torch.autograd.Function):
@@ -361,20 +290,13 @@ def _on_device(loss: Loss, like: Tensor) -> Loss:
     return loss
 
 
-def _refuse_unusable_layers(module: nn.Module) -> None:
-    """Refuse parameters that have no shape yet, and layers that change their parameters in the forward pass."""
+def _refuse_lazy_layers(module: nn.Module) -> None:
+    """Refuse parameters that have no shape yet."""
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise BadInput(
                 f"the model's parameter '{name}' has no shape yet (a lazy layer): call the model on a sample first, "
                 "model(x[:1])"
-            )
-    for name, layer in module.named_modules():
-        rescales = isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None
-        if rescales and layer.weight.requires_grad:
-            raise BadInput(
-                f"layer '{name}' ({type(layer).__name__}) has max_norm={layer.max_norm:g}, which rescales its weight "
-                "in the forward pass, outside of the algorithm's step: set max_norm=None, or freeze the weight"
             )
 
 

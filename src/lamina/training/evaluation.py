@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,37 +14,24 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Algorithm
 from lamina.base import rng
-from lamina.base.dispatch import WatchingMode
 from lamina.base.errors import BadInput, Diverged, LaminaError, describe_error
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Parts
 from lamina.engines.state import RoundReport
 from lamina.objective.batch import tensors
-from lamina.objective.losses import IGNORED, aligned, class_axis, counted, has_no_logits, is_binary, is_regression
+from lamina.objective.losses import aligned, class_axis, counted, hits
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.clients import Reserved
 from lamina.rounds.plan import RoundFacts
 from lamina.training.history import Row
-from lamina.training.metrics import (
-    ACCURACY,
-    AUROC,
-    LABEL_METRICS,
-    LOSS,
-    METRICS,
-    NEEDS_LABELS,
-    PERPLEXITY,
-    Batch,
-    Metric,
-    Values,
-    mean,
-)
+from lamina.training.metrics import ACCURACY, LABEL_METRICS, LOSS, Batch, Metric, Values, mean
 
 log = logging.getLogger(__name__)
 
 EVALUATION_BATCH = 1000  # samples at a time
 # input numbers at a time on a GPU, if that is more: small images come in large batches
 EVALUATION_NUMBERS_GPU = 8 << 20
-WEIGHT = "/weight"  # the end of a key, which a metric's name cannot have
+WEIGHT = "/weight"  # suffix of weight keys; not valid in a metric's name
 MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
 
@@ -61,7 +49,7 @@ def sample_means(
     """Return the mean of the values that the loss and every metric keep; the perplexity keeps the loss.
 
     The means of several parts of the data, weighted by their samples, give those of all data (`metric_of_mean`). Where
-    not every sample counts once, its mean weight is there, too (`weight_name`).
+    not every sample counts once, its mean weight is there as well (`weight_name`).
     """
     means = {}
     for metric, values in predict(objective, x, buffers, data, metrics).items():
@@ -125,9 +113,11 @@ def predict(
     if objective.device.type != "cpu":
         sample_numbers = sum(values[0].numel() for values in tensors(data.x))
         batch_size = min(max(batch_size, EVALUATION_NUMBERS_GPU // sample_numbers), MOST_EVALUATED)
-    with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers in evaluation, too
+    with torch.no_grad(), rng.forked(objective.device, seed=0):  # a module may draw random numbers even in evaluation
         for start in range(0, len(data), batch_size):
-            batch = run_batch(objective, x, buffers, data, slice(start, start + batch_size))
+            part = slice(start, start + batch_size)
+            outputs = objective.outputs(x, buffers, data.inputs(part, objective.dtype), train=False)
+            batch = as_batch(objective, outputs, data.y[part], data.classes)
             if metrics is None:
                 metrics = () if batch.hits is None else (ACCURACY,)
             for metric in with_loss(metrics):
@@ -135,15 +125,12 @@ def predict(
     return {metric: tuple(map(torch.cat, zip(*parts, strict=True))) for metric, parts in kept.items()}
 
 
-def run_batch(objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, part: slice) -> Batch:
-    """Return some samples with the model's outputs, their losses and whether the predictions are right."""
-    inputs = data.inputs(part, objective.dtype)
-    outputs = objective.outputs(x, buffers, inputs, train=False)
-    targets = data.y[part]
-    hits, losses = objective.correct(outputs, targets, data.classes), objective.loss(outputs, targets)
-    outputs, targets = aligned(objective.loss, outputs, targets)
-    has_target = counted(objective.loss, targets)
-    return Batch(outputs, targets, losses, hits, data.classes, class_axis(objective.loss), has_target)
+def as_batch(objective: Objective, outputs: Tensor, targets: Tensor, classes: int | None) -> Batch:
+    """Return the outputs of some samples with their losses and whether the predictions are right."""
+    loss = objective.loss
+    right, losses = hits(loss, outputs, targets, classes), loss(outputs, targets)
+    outputs, targets = aligned(loss, outputs, targets)
+    return Batch(outputs, targets, losses, right, classes, class_axis(loss), counted(loss, targets))
 
 
 def keep(metric: Metric, batch: Batch) -> Values:
@@ -210,19 +197,13 @@ def client_columns(metric: Metric, values: Values, group: ClientSamples) -> dict
     }
 
 
+@dataclass(frozen=True)
 class Evaluation:
-    """What is evaluated after a round: metrics on the test data, and on samples of clients.
+    """What is evaluated after a round: metrics on the test data, and on samples of clients."""
 
-    Args:
-        metrics: the metrics, the primary one first; None: the accuracy, where there is one.
-        test: the test data, if there are any.
-        clients: samples of clients.
-    """
-
-    def __init__(
-        self, metrics: Sequence[Metric] | None, test: Dataset | None, clients: Sequence[ClientSamples] = ()
-    ) -> None:
-        self.metrics, self.test, self.clients = metrics, test, clients
+    metrics: Sequence[Metric] | None  # the primary one first; None: the accuracy, where there is one
+    test: Dataset | None
+    clients: Sequence[ClientSamples] = ()
 
     def start(self, objective: Objective, x: Tensor, buffers: Buffers) -> Callable[[], dict[str, float]]:
         """Start evaluating a model on the test data, without waiting for a GPU; return a function that finishes it.
@@ -245,75 +226,6 @@ class Evaluation:
     def run(self, objective: Objective, x: Tensor, buffers: Buffers) -> dict[str, float]:
         """Evaluate a model."""
         return self.start(objective, x, buffers)()
-
-
-# --- checks before training -------------------------------------------------------------------------------------------
-
-
-def check_metrics(objective: Objective, metrics: Sequence[Metric], data: Dataset, name: str) -> None:
-    """Refuse a metric that the model's outputs, the loss or the targets do not allow; `name` is "train" or "test"."""
-    x, buffers = objective.start, objective.buffers
-    with torch.no_grad():
-        batch = run_batch(objective, x, buffers, data, slice(0, 2))
-    labels = data.y[data.y != IGNORED] if is_binary(objective.loss) else data.y.flatten()
-    has_labels = not data.y.is_floating_point() or bool(((labels == 0) | (labels == 1)).all())
-    for metric in metrics:
-        keep(metric, batch)
-        if metric is PERPLEXITY and is_regression(objective.loss):
-            raise BadInput("metric 'perplexity' is the exponential of a cross entropy, and the loss is a regression's")
-        if metric.name in LABEL_METRICS and not has_labels and batch.class_axis is None:
-            raise BadInput(f"metric '{metric.name}' {NEEDS_LABELS}, and the {name} targets are other numbers than 0, 1")
-        if metric.name in LABEL_METRICS and metric is not AUROC and has_no_logits(objective.loss):
-            raise BadInput(
-                f"metric '{metric.name}' takes an output above 0 for a yes, which this loss does not: use 'bce'"
-            )
-        if metric is AUROC and bool((labels == labels[:1]).all()):
-            raise BadInput(f"metric 'auroc' needs two classes, and the {name} data have one")
-        if metric.name == "r2" and bool((data.y == data.y[:1]).all()):
-            raise BadInput(f"metric 'r2' needs targets that differ, and those of the {name} data are all the same")
-    user_metrics = [metric for metric in metrics if metric.name not in METRICS]
-    if user_metrics:  # a user's function is tried on all samples: two of them may be too few for it
-        kept = predict(objective, x, buffers, data, user_metrics)
-        for metric in user_metrics:
-            _warn_of_broadcasting(metric, kept[metric])
-
-
-def _warn_of_broadcasting(metric: Metric, values: Values) -> None:
-    """Warn if a user's metric of outputs [n, 1] and targets [n] (or the reverse) takes all pairs of samples.
-
-    A metric may want pairs, but then it gives the same number for [n] and [n].
-    """
-    with Pairs(len(values[0])) as pairs:
-        number = value_of(metric, values)
-    if not pairs.found or sorted(tuple(value.shape[1:]) for value in values) != [(), (1,)]:
-        return
-    try:
-        flat = value_of(metric, tuple(value.flatten() for value in values))
-    except BadInput:
-        return  # it needs the axis
-    if not torch.allclose(number, flat, rtol=1e-4, equal_nan=True):
-        shapes = " and ".join(f"[n{', 1' * (value.dim() - 1)}]" for value in values)
-        log.warning(
-            "metric '%s' is %g for outputs and targets of shapes %s, which broadcast to [n, n], and %g for [n] and "
-            "[n]: flatten both in it",
-            metric.name,
-            number,
-            shapes,
-            flat,
-        )
-
-
-class Pairs(WatchingMode):  # type: ignore[no-untyped-call]
-    """A context that notices tensors with two axes of the samples."""
-
-    def __init__(self, samples: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.samples, self.found = samples, False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.found |= isinstance(result, Tensor) and list(result.shape).count(self.samples) > 1
-        return result
 
 
 # --- rounds -----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from typing import Any
 
 from torch import nn
@@ -13,14 +12,12 @@ from lamina.algorithms.contract import Algorithm
 from lamina.algorithms.rehearsal import rehearse
 from lamina.base import rng
 from lamina.base.errors import BadInput, short_repr
-from lamina.base.text import listed
 from lamina.data.dataset import Dataset, as_dataset
 from lamina.data.matching import inherit_normalisation
 from lamina.data.readers import sources
 from lamina.models.registry import Factory
 from lamina.objective.batch import map_batch
-
-log = logging.getLogger(__name__)
+from lamina.training.preflight.targets import check_alike
 
 
 def as_algorithm(algorithm: Any) -> Algorithm:
@@ -49,7 +46,7 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
     if test_data is not None:
         if not isinstance(test, Dataset):
             test_data = inherit_normalisation(test_data, train_data)
-        _check_alike(train_data, test_data)
+        check_alike(train_data, test_data)
     return train_data, test_data
 
 
@@ -58,28 +55,6 @@ def _is_pair(data: Any) -> bool:
     if not isinstance(data, tuple) or len(data) != 2:
         return False
     return all(hasattr(part, "__len__") and getattr(part, "ndim", 1) for part in data) and len(data[0]) == len(data[1])
-
-
-def _check_alike(train: Dataset, test: Dataset) -> None:
-    """Refuse test data with other inputs or more classes; warn of a class that no client can learn."""
-    names, other = (sorted(data.x) if isinstance(data.x, dict) else None for data in (train, test))
-    if names != other and names is not None and other is not None:
-        raise BadInput(
-            f"the test data have the inputs {listed(other)}, but the training data {listed(names)}: give both the same"
-        )
-    if train.classes is None or test.classes is None or train.y.dim() != 1:
-        return
-    if train.class_names is not None or test.labels_are_names:  # `match` compares the names
-        return
-    extra = sorted(set(test.y.unique().tolist()) - set(train.y.unique().tolist()))
-    if extra and extra[-1] >= train.classes:
-        raise BadInput(
-            f"class {extra[-1]} appears only in the test data; drop it there, or declare it: "
-            f"lamina.Dataset(x, y, classes={extra[-1] + 1}) for the training data",
-            without_data="a class appears only in the test data",
-        )
-    if extra:
-        log.warning("class %d appears only in the test data: no client can learn it", extra[0])
 
 
 def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.Module:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,6 @@ from lamina.base.errors import BadInput
 from lamina.base.registry import parameters_of
 from lamina.data.dataset import Dataset
 from lamina.objective.batch import tensors
-
-log = logging.getLogger(__name__)
 
 MASK_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "attention_mask": lambda mask: mask.long(),
@@ -63,16 +60,6 @@ def with_mask(data: Dataset, module: nn.Module) -> Dataset:
             f"it take {names}, or pad the lists and give '{unclear[0]}' as an input"
         )
     return dataclasses.replace(data, x={**inputs, **missing}, mask=None) if missing else data
-
-
-def warn_of_padding(data: Dataset) -> None:
-    """Warn of sequences whose padding the model cannot tell from their values; `data` have passed `with_mask`."""
-    has_mask = isinstance(data.x, dict) and any(name.endswith(tuple(MASK_FORMS)) for name in data.x)
-    if data.mask is not None and not has_mask:
-        log.warning(
-            "the sequences have different lengths and are padded with 0, which the model takes for values: let its "
-            "forward take 'attention_mask', 'mask' or 'lengths'"
-        )
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 All other modules ask here about the columns of a history: targets, the best model, tuning, tables, plots. To add a
 metric of lamina's own, add a line to `METRICS`; users give functions or `Metric` objects. This module does not import
-torch, because the listing commands ask it, too.
+torch, because the listing commands ask it as well.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def _shapes(batch: Batch) -> str:
 
 
 def mean(values: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Return the mean in float64; with `counts` [n], of what the values [n] are the sums of. NaN if that is nothing."""
+    """Return the mean. With `counts`, each value is a sum over that many items: return total / count, NaN if 0."""
     return values.double().mean() if counts is None else values.double().sum() / counts.double().sum()
 
 

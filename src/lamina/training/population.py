@@ -47,7 +47,7 @@ class Population:
         if not self.simulations:
             raise BadInput("a population needs at least one simulation")
         for i, simulation in enumerate(self.simulations):
-            if simulation.out is not None:
+            if getattr(simulation, "out", None) is not None:  # a `Simulation` may write its own folder
                 raise BadInput(
                     f"simulation {i} has out=, and a population writes no folders: use lamina.tune, or no out="
                 )

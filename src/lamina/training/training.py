@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -40,7 +39,6 @@ from lamina.training.diagnostics import Diagnostics, check_names
 from lamina.training.evaluation import (
     ClientSamples,
     Evaluation,
-    check_metrics,
     refuse_nonfinite,
     reserved_samples,
     round_row,
@@ -48,10 +46,11 @@ from lamina.training.evaluation import (
 )
 from lamina.training.history import History, Row
 from lamina.training.inputs import as_model
-from lamina.training.masks import warn_of_padding, with_mask
+from lamina.training.masks import with_mask
 from lamina.training.metrics import ACCURACY, LOSS, Metric
-from lamina.training.preflight import check_clients, check_fit, evaluation_rows, training_rows, warn_of_unseen_classes
-from lamina.training.rounding import ignore_rounding
+from lamina.training.preflight import check_model, check_run
+from lamina.training.preflight.inputs import warn_of_padding
+from lamina.training.preflight.targets import check_settings
 
 log = logging.getLogger(__name__)
 
@@ -86,8 +85,6 @@ class Training:
         lender: a similar run that lends its engine.
     """
 
-    out: Path | None = None  # the folder that the run writes by itself; only a `Simulation` may have one
-
     def __init__(
         self,
         model: nn.Module | Factory | str,
@@ -112,6 +109,7 @@ class Training:
         module = as_model(model, train, protocol.seed)
         check_model_fits(module, device)
         self.objective = Objective(module.to(device), protocol.loss)
+        check_model(self.objective)
         self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
         rehearse_on(self.objective.layers, algorithm, device)
         if self.objective.frozen:
@@ -121,13 +119,7 @@ class Training:
         self.train_data = with_mask(train, module).to(device)
         warn_of_padding(self.train_data)
         self.test_data = None if test is None else with_mask(match(test, train), module).to(device)
-        if protocol.loss == "cross_entropy" and self.train_data.classes is None and self.train_data.y.dim() == 1:
-            raise BadInput(
-                "cross_entropy needs classes, but the labels are floats: for classes, convert them to integers (in an "
-                "experiment file: data.task = 'classification'); for regression, use loss='mse'"
-            )
-        if protocol.augmentation is not None and self.train_data.y.dim() > 2:
-            raise BadInput("augmentation moves the pixels of x, but not those of y: switch it off for target maps")
+        check_settings(protocol, self.train_data)
         dealt = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(dealt, heldout_clients, local_test, protocol.seed)
         self.plan = Plan(self.reserved.training, protocol)  # makes a `Round`, called the plan of the round, for each
@@ -136,19 +128,16 @@ class Training:
         if options.deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         with rng.forked(device, seed=0):  # the module runs, and may draw random numbers itself
-            has_accuracy = self._check_fit()
-            ignore_rounding(self.objective, self.train_data)
-            self.metrics = (ACCURACY if has_accuracy else LOSS,) if metrics is None else tuple(metrics)
+            dry_run = check_run(algorithm, self.objective, self.train_data, self.test_data, self.plan, metrics)
+            self.metrics = (LOSS if dry_run.batch.hits is None else ACCURACY,) if metrics is None else tuple(metrics)
             self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(options.client_metrics, metrics))
-            if metrics is not None:
-                tested = self.train_data if self.test_data is None else self.test_data
-                check_metrics(self.objective, metrics, tested, "train" if self.test_data is None else "test")
             if lender is None or not lender.plan.same_rounds(self.plan):
                 self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 options.engine,
                 self.precision,
                 lender.engine if lender is not None and lender.precision == self.precision else None,
+                is_random=dry_run.is_random,
                 algorithm=algorithm,
                 objective=self.objective,
                 data=self.train_data,
@@ -236,15 +225,6 @@ class Training:
         """Return the loss and the metrics of the current model on the test data, and on clients' data if enabled."""
         with arithmetic(self.precision, self.deterministic):
             return self.evaluation.run(self.objective, self.state.server.x, self.state.buffers)
-
-    def _check_fit(self) -> bool:
-        """Refuse a model that does not fit the data now, not in round 1; return whether there is an accuracy."""
-        has_accuracy = check_fit(self.objective, self.train_data, "train", training_rows(self.plan))
-        if self.test_data is not None:
-            check_fit(self.objective, self.test_data, "test", evaluation_rows(self.test_data))
-            warn_of_unseen_classes(self.objective.loss, self.train_data, self.test_data)
-        check_clients(self.algorithm, self.objective, self.train_data, self.plan)
-        return has_accuracy
 
     def _client_samples(self, client_metrics: bool, chosen: Sequence[Metric] | None) -> list[ClientSamples]:
         """Return the clients' samples to evaluate on."""

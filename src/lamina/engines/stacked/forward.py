@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import random
 import warnings
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -286,29 +284,3 @@ def _refuse_changed_buffers(forward: Forward, objective: Objective, inputs: Inpu
     for name, buffer in buffers.items():
         if name not in known and not torch.equal(buffer, objective.buffers[name]):
             raise CannotStack(f"{forward.name}: training changes the buffer '{name}', which has no stacked form")
-
-
-def is_random(objective: Objective, inputs: Inputs) -> bool:
-    """Return whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode.
-
-    Nothing here requires a gradient, but activation checkpointing needs gradients to be enabled to do its work.
-    """
-    with rng.forked(objective.device), torch.enable_grad():
-        before = _generator_states(objective.device)
-        for train in (True, False):
-            outputs = []
-            for _ in range(2):
-                buffers = {n: b.clone() for n, b in objective.buffers.items()}
-                outputs.append(objective.outputs(objective.start, buffers, inputs, train=train).nan_to_num())
-            if not torch.equal(*outputs):
-                return True
-        return _generator_states(objective.device) != before
-
-
-def _generator_states(device: torch.device) -> list[Any]:
-    """Return the states of the process-wide generators of torch, Python and numpy."""
-    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device).tolist())
-    kind, words, *position = np.random.get_state()  # noqa: NPY002  (of modules that use it)
-    return [*states, kind, np.asarray(words).tolist(), position]

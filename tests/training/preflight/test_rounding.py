@@ -141,21 +141,3 @@ def test_a_federation_agrees_with_the_simulation(tmp_path):
     assert ignored(setup.simulation()) == {"0.bias": 8}
     assert torch.equal(setup.weights()["0.bias"], small_model(norm=True)[0].bias)
     assert_like_the_simulation(setup)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_parameters_in_half_precision_are_refused(dtype):
-    with pytest.raises(lamina.BadInput, match=rf"are {str(dtype).removeprefix('torch.')}, .* use model\.float\(\)"):
-        simulation(before_norms().to(dtype))
-
-
-def test_frozen_parameters_in_half_precision_are_not():
-    class Adapted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.head = nn.Linear(192, 8).bfloat16().requires_grad_(False), nn.Linear(8, 3)
-
-        def forward(self, x):
-            return self.head(self.body(x.flatten(1).bfloat16()).float())
-
-    simulation(Adapted()).run(1)

@@ -50,14 +50,15 @@ def ignore_rounding(objective: Objective, data: Dataset) -> None:
 def _zero_gradients(objective: Objective, data: Dataset) -> dict[str, Tensor]:
     """Return which elements of a parameter have a gradient of zero, by name; only parameters with such elements."""
     single = objective.in_type(torch.float32)
-    first = _gradient(single, data, 0)
+    first = _gradient(single, data, point=0)
     largest = max(float(gradient.max()) for gradient in first.values())
     small = {name: gradient <= SMALL * largest for name, gradient in first.items() if gradient.dim() == 1}
     suspects = [name for name, is_small in small.items() if float(is_small.double().mean()) >= SMALL_FRACTION]
     if not suspects:
         return {}
     double = objective.in_type(torch.float64)
-    rough, exact = ([_gradient(one, data, point) for point in range(POINTS)] for one in (single, double))
+    rough = [first, *(_gradient(single, data, point) for point in range(1, POINTS))]
+    exact = [_gradient(double, data, point) for point in range(POINTS)]
     zeros = {}
     for name in suspects:
         rough_sizes, exact_sizes = (torch.stack([g[name] for g in gradients]) for gradients in (rough, exact))

@@ -1,0 +1,116 @@
+"""A dry run: a few samples of a data set, and the model's passes over them, which all checks share."""
+
+from __future__ import annotations
+
+import random
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina.base import rng
+from lamina.base.dispatch import WatchingMode
+from lamina.data.dataset import Dataset
+from lamina.models.allocation import LargestActivation
+from lamina.objective.losses import is_own
+from lamina.objective.objective import Objective
+from lamina.training.evaluation import EVALUATION_BATCH, as_batch
+from lamina.training.metrics import Batch
+
+SAMPLES = 2
+USER_LOSS_SAMPLES = 6  # a user's loss is tried on these together, and on each one alone
+
+
+class Pass:
+    """One forward pass over the samples of a dry run: what it returns, and what else it does."""
+
+    def __init__(self, run: DryRun, train: bool) -> None:
+        objective, device, activation = run.objective, run.objective.device, LargestActivation(len(run.targets))
+        self.outputs, self.error, self.returned, self.replaced_buffer = torch.empty(0), None, None, None
+        parameters = {n: p.clone() for n, p in objective.layers.unflatten(objective.start).items()}
+        buffers = {n: b.clone() for n, b in objective.buffers.items()}
+
+        def look(module: Any, args: Any, returned: Any) -> None:
+            self.returned = returned
+            self.replaced_buffer = next((n for n, b in buffers.items() if module.get_buffer(n) is not b), None)
+
+        # Nothing requires a gradient, but activation checkpointing needs gradients to be enabled to do its work.
+        with rng.forked(device, seed=0), torch.enable_grad(), activation:
+            before = _generator_states(device)
+            try:
+                with objective.seeded.register_forward_hook(look):  # called while the module still holds these tensors
+                    self.outputs = objective.outputs_at(parameters, buffers, run.inputs, train=train)
+            except Exception as error:  # whatever a user's forward raises
+                self.error = error
+            self.draws = _generator_states(device) != before
+        self.bytes_per_sample = activation.bytes
+        self.written_parameter = next((name for name, value in parameters.items() if value._version > 0), None)
+
+
+class DryRun:
+    """The model and the loss, where training starts, on a few samples.
+
+    `name` is what messages call the data, "train" or "test". `rows` is the number of samples whose activations will be
+    in memory at once.
+    """
+
+    def __init__(self, objective: Objective, data: Dataset, name: str, rows: int) -> None:
+        self.objective, self.data, self.name, self.rows = objective, data, name, rows
+        first = data.y[:EVALUATION_BATCH]
+        others = (first != first[:1]).reshape(len(first), -1).any(1).nonzero().flatten().tolist()
+        count = USER_LOSS_SAMPLES if is_own(objective.loss) else SAMPLES
+        spread = range(0, len(first), max(1, len(first) // count))
+        chosen = list(dict.fromkeys([0, *others[:1], *spread]))[:count]  # equal targets would hide mistakes
+        self.targets = first[chosen]
+        self.inputs = data.inputs(torch.tensor(chosen, device=first.device), objective.dtype)
+
+    @cached_property
+    def evaluation(self) -> Pass:
+        """A pass in evaluation mode."""
+        return Pass(self, train=False)
+
+    @cached_property
+    def training(self) -> Pass:
+        """A pass in training mode; its error, if it has one, is raised again in training."""
+        return Pass(self, train=True)
+
+    @cached_property
+    def repetitions(self) -> list[tuple[Pass, Pass]]:
+        """Every pass with a second one, from the same random numbers."""
+        return [(self.training, Pass(self, train=True)), (self.evaluation, Pass(self, train=False))]
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the module draws random numbers itself: `torch.rand`, or dropout in evaluation mode."""
+        pairs = ((first.outputs.nan_to_num(), second.outputs.nan_to_num()) for first, second in self.repetitions)
+        return self.training.draws or self.evaluation.draws or not all(torch.equal(*pair) for pair in pairs)
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The samples as metrics see them, in evaluation mode."""
+        with torch.no_grad():
+            return as_batch(self.objective, self.evaluation.outputs, self.targets, self.data.classes)
+
+
+class Pairs(WatchingMode):  # type: ignore[no-untyped-call]
+    """A context that notices tensors with two axes of the samples."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.samples, self.found = samples, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= isinstance(result, Tensor) and list(result.shape).count(self.samples) > 1
+        return result
+
+
+def _generator_states(device: torch.device) -> list[Any]:
+    """Return the states of the process-wide generators of torch, Python and numpy."""
+    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).tolist())
+    kind, words, *position = np.random.get_state()  # noqa: NPY002  (of modules that use it)
+    return [*states, kind, np.asarray(words).tolist(), position]

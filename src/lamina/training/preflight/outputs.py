@@ -1,0 +1,87 @@
+"""Checks of the model's outputs."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from lamina.base.errors import BadInput
+from lamina.objective.losses import class_axis, is_binary, nll
+from lamina.training.preflight.dry_run import DryRun
+
+log = logging.getLogger(__name__)
+
+PROBABILITY_SAMPLES = 64  # the logits of 64 samples do not all lie between 0 and 1 by chance
+NLL_TOLERANCE = 1e-3  # rounding may make a log-probability positive, up to this number
+
+
+def check_sample_axis(run: DryRun) -> None:
+    """Refuse outputs whose first axis does not count the samples."""
+    outputs, samples = run.evaluation.outputs, len(run.targets)
+    if outputs.dim() == 0 or len(outputs) != samples:
+        raise BadInput(
+            f"the model's outputs have shape {tuple(outputs.shape)} for {samples} samples of the {run.name} data; "
+            "the first axis must be the samples'"
+        )
+
+
+def check_classes(run: DryRun) -> None:
+    """Refuse outputs with fewer classes than the labels."""
+    outputs, y, classes, axis = run.evaluation.outputs, run.data.y, run.data.classes, class_axis(run.objective.loss)
+    if classes is None or axis is None or (outputs.dim() > 1 and outputs.shape[axis] >= classes):
+        return
+    shape = f"the model's outputs have shape {tuple(outputs.shape[1:])} a sample"
+    last_axis_fits = outputs.dim() > 2 and outputs.shape[-1] >= classes
+    if axis == 1 and last_axis_fits and outputs.shape[:-1] == run.targets.shape:
+        raise BadInput(
+            f"{shape}, with the classes on the last axis: use loss='token_cross_entropy', or 'causal_lm' to predict "
+            "the next token"
+        )
+    hint = ""
+    if last_axis_fits and y.dim() == 1:
+        hint = " on the first of these axes; if the others are positions, take the mean over them in the model"
+    elif outputs[0].numel() == 1 and y.dim() == 1:
+        hint = "; use loss='bce' for two classes" if classes == 2 else "; for regression, use loss='mse'"
+    lowest = int(torch.where(y < 0, classes, y).min())
+    if 0 < lowest < classes and outputs.dim() > 1 and classes - lowest <= outputs.shape[axis]:
+        hint = f"; classes are numbered from 0, and the labels start at {lowest}: subtract {lowest}"
+    elif y.dim() > 1:
+        last = classes - 1
+        hint = f"; if {last} marks what to ignore, give a Dataset(x, y, ignore_index={last}), or "
+        hint += f"data.ignore_index = {last} in a file"
+    raise BadInput(
+        f"{shape}, but the {run.name} labels go up to {classes - 1}: it needs {classes}{hint}",
+        without_data=f"{shape}, but the {run.name} data have more classes",
+    )
+
+
+def warn_of_ignored_outputs(run: DryRun) -> None:
+    """Warn of a model that returns several values."""
+    returned = run.evaluation.returned
+    if isinstance(returned, tuple | list) and len(returned) > 1:
+        use = "the loss and the metrics get the first, the others are ignored"
+        log.warning("the model returns %d values: %s", len(returned), use)
+
+
+def warn_of_logits(run: DryRun) -> None:
+    """Warn of positive outputs: nll needs log-probabilities."""
+    if run.objective.loss is nll and bool((run.evaluation.outputs > NLL_TOLERANCE).any()):
+        log.warning("nll needs log-probabilities, and the model's outputs are larger than 0: use cross_entropy instead")
+
+
+def warn_of_probabilities(run: DryRun) -> None:
+    """Warn of probabilities where the accuracy needs a logit; a user's loss may take either."""
+    objective, outputs = run.objective, run.evaluation.outputs
+    if run.batch.hits is None or class_axis(objective.loss) is not None or is_binary(objective.loss):
+        return
+    if outputs[0].numel() == 1 and _are_fractions(outputs):  # perhaps by chance: look at more samples
+        inputs = run.data.inputs(slice(PROBABILITY_SAMPLES), objective.dtype)
+        with torch.no_grad():
+            outputs = objective.outputs(objective.start, objective.buffers, inputs, train=False)
+        if _are_fractions(outputs):
+            log.warning("all outputs lie in 0..1; the accuracy needs logits, not probabilities: leave the Sigmoid out")
+
+
+def _are_fractions(values: torch.Tensor) -> bool:
+    return bool(((values >= 0) & (values <= 1)).all())

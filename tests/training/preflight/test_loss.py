@@ -1,0 +1,105 @@
+"""Losses that do not return one number per sample, from that sample alone."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+
+import lamina
+from kinds import Tokens, conv, draw, integers, linear
+from lamina.objective import losses
+
+X, Y = draw(12, 4), integers(3, 12)
+
+
+def simulate(model, data, **settings):
+    return lamina.Simulation(model.double(), data, "fedavg", clients=2, device="cpu", **settings)
+
+
+def centred(outputs, targets):
+    each = F.cross_entropy(outputs, targets, reduction="none")
+    return each - each.mean()
+
+
+def noisy(outputs, targets):
+    return (outputs[:, 0] - targets) ** 2 + torch.rand(len(outputs))
+
+
+def one_number(outputs, targets):
+    return (outputs[:, 0] - targets).mean()
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), Y)), "one integer target per position.*targets of shape"),
+    (lambda: simulate(nn.Conv2d(1, 2, 1), (torch.zeros(9, 1, 4, 4), integers(2, 9, 1, 4, 4))), r"y\.squeeze\(1\)"),
+    (lambda: simulate(Tokens(5), (integers(9, 12, 6), integers(5, 12, 6))), "use loss='token_cross_entropy'"),
+    (lambda: simulate(linear(1), (X, draw(12, 2)), loss="bce"), r"2 outputs, or .* one-hot .* y\.argmax\(1\)"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: (o[:, 0] - t).log()), "NaN before the first step"),
+    (lambda: simulate(linear(3), (X, draw(12, 2))), "soft labels of the outputs' shape"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3))), "for several labels a sample use loss='bce'"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3).bool())), "for several labels a sample use loss='bce'"),
+    (lambda: simulate(linear(3), (X, draw(12, 2)), loss="nll"), "nll needs .* one integer target"),
+    (lambda: simulate(linear(3), (X, Y), loss="bce"), "the binary cross entropy needs outputs of the targets' shape"),
+    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4).double())), r"y\.astype\('int64'\)"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3)), loss=nn.BCEWithLogitsLoss()), "use loss='bce' instead"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3).double()), loss=nn.BCEWithLogitsLoss()), "use loss='bce', or"),
+    (lambda: simulate(linear(3), (X, integers(2, 12, 3)), loss=losses.BinaryCrossEntropy([1.0, 2.0])),
+     r"positive weights of shape \[2\], but a sample has targets of shape \[3\]"),
+    (lambda: simulate(linear(1), (X, Y % 2), loss=losses.BinaryCrossEntropy([1.0, 2.0])), r"of shape \[\]: give"),
+    (lambda: simulate(linear(3), (X, Y), loss="causal_lm"), "causal_lm needs outputs"),
+    (lambda: simulate(linear(3), (X, Y), loss=losses.CrossEntropy([1.0, 2.0])), "2 class weights, but .* 3 outputs"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=one_number), r"one value per sample, shape \[2\], not shape \[\]"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: (o - t) ** 2),
+     r"not shape \[2, 2\], from outputs of shape \[2, 1\] and targets of shape \[2\]: use outputs.squeeze\(1\)"),
+    (lambda: simulate(linear(3), (X, draw(12, 3)), loss=lambda o, t: (o - t) ** 2), "mean over a sample's other axes"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: ((o - t) ** 2).mean(1)),
+     r"the loss mixes samples.* outputs \[n, 1\] and targets \[n\]: use outputs.squeeze\(1\)"),
+    (lambda: simulate(linear(1), (X, draw(12)), loss=lambda o, t: ((o - t) ** 2).mean(0)), "the loss mixes samples"),
+    (lambda: simulate(linear(2), (X, draw(12, 1)), loss=lambda o, t: (o[:, 0] - t).abs().mean(1)),
+     r"the loss mixes samples.* use targets.squeeze\(1\)"),
+    (lambda: simulate(linear(1), (X, torch.tensor([0, 0, 0, 1] * 3)), loss=lambda o, t: ((o - t) ** 2).mean(1)),
+     "the loss mixes samples"),
+    (lambda: simulate(linear(3), (X, Y), loss=centred), "the loss mixes samples"),
+    (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: o[:, 0] > t), "not torch.bool values"),
+    (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: None), r"number per sample, shape \[2\], not a NoneType:"),
+    (lambda: simulate(linear(3), (X, Y), loss=lambda o, t: 1 / 0), r"ZeroDivisionError: .* \(test_loss.py:\d+\)"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused_in_one_line(make, message):
+    with pytest.raises(lamina.BadInput, match=message) as refused:
+        make()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("is_zero", [False, True])
+@pytest.mark.parametrize("own", [
+    lambda o, t: (o[:, 0].sort()[0] - t) ** 2, lambda o, t: (o[:, 0] - t) ** 2 / len(t),
+    lambda o, t: (o[:, 0] - t) ** 2 * torch.arange(len(t)), lambda o, t: (o[:, 0].cumsum(0) - t) ** 2,
+    lambda o, t: (o[:, 0] - t.roll(1)) ** 2, lambda o, t: (o[:, 0] - t) ** 2 * (t > t.median()),
+])  # fmt: skip
+def test_a_loss_that_depends_on_the_rest_of_the_batch_is_refused(own, is_zero):
+    model = linear(1)
+    for parameter in model.parameters() if is_zero else ():
+        nn.init.zeros_(parameter)  # all outputs are equal, and nothing about them says what the loss does
+    with pytest.raises(lamina.BadInput, match="the loss mixes samples") as refused:
+        simulate(model, (X, draw(12).sort()[0]), loss=own)
+    assert "squeeze" not in str(refused.value)
+    simulate(model, (X, draw(12)), loss=lambda o, t: (o[:, 0] - t) ** 2)
+
+
+def test_a_loss_may_check_that_its_outputs_are_probabilities():
+    def entropy(outputs, targets):
+        assert (outputs.sum(1) - 1).abs().max() < 1e-6
+        return -outputs[torch.arange(len(targets)), targets].log()
+
+    simulate(nn.Sequential(linear(3), nn.Softmax(1)), (X, Y), loss=entropy, engine="loop")
+
+
+def test_a_loss_of_ones_own_may_draw_random_numbers_and_a_sample_be_alone():
+    simulate(linear(1), (X, draw(12)), loss=noisy, engine="loop")
+    lamina.Simulation(linear(1).double(), (X[:1], draw(1)), "fedavg", clients=1, loss=noisy, engine="loop")
+
+
+def test_a_loss_of_maps_gets_a_hint():
+    images, maps = torch.randn(8, 3, 4, 4), torch.arange(8 * 16).reshape(8, 4, 4) % 3
+    with pytest.raises(lamina.BadInput, match=r"not shape \[2, 4, 4\].*mean over a sample's other axes"):
+        lamina.Simulation(nn.Conv2d(3, 3, 1), (images, maps), clients=2, loss=nn.CrossEntropyLoss(reduction="none"))
