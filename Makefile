@@ -1,9 +1,10 @@
-# make demo    compare five optimisers on handwritten digits
+# make demo    compare five optimisers on handwritten digits; installs only what this needs
 # make test    lint, types, the tests
 # make test-all  also the long tests, the coverage of the algorithms and a real federation: what CI runs
 # make test-federation  a real SuperLink and SuperNodes as processes: minutes, because Flower waits
 # make docs    the documentation as a site, docs/_build/html/index.html (also built by make test)
 # make papers  only the checks of every algorithm against its paper, one line each
+# make dist    wheel and source archive, in dist/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -13,10 +14,10 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test docs papers clean
+.PHONY: demo test docs papers dist clean
 
-demo: $(VENV)/.installed
-	$(BIN)/lamina compare experiments/demo.toml
+demo: $(VENV)/.demo
+	$(BIN)/lamina demo
 
 test: lint
 	$(PYTEST)
@@ -49,16 +50,23 @@ docs: $(VENV)/.installed
 papers: $(VENV)/.installed
 	$(BIN)/pytest -v $(addprefix tests/algorithms/test_,pseudo_code.py reductions.py invariants.py)
 
+dist: $(VENV)/.installed
+	$(BIN)/python -m build
+
 # lamina, its peers and a plain PyTorch loop in one table; BENCH holds options, such as BENCH="W2 --rounds 10"
 .PHONY: bench
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py $(BENCH)
 
 # torch is pinned by constraints.txt; the package itself accepts a range
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lamina needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt -e '.[report]'
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.demo
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
 clean:

@@ -20,7 +20,7 @@ from lamina.experiment.config import load
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 NOTEBOOKS = sorted(DOCS.glob("notebooks/*.ipynb"))
 
 

@@ -27,7 +27,7 @@ if _TYPE_CHECKING:
     from lamina.algorithms import *  # noqa: F403
     from lamina.api.names import *  # noqa: F403
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _MODULES = frozenset(module.name for module in _pkgutil.iter_modules(__path__)) - {"__main__"}  # noqa: F405
 
 

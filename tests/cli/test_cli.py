@@ -99,7 +99,6 @@ def test_the_summary_of_a_small_run_has_a_fitting_unit(capsys):
         (["run", "small.toml", "--set", "algorithm.name=my.Own"], "your own is named 'my:Own'"),
         (["compare", "small.toml", "--algorithms", " "], "compare.algorithms is empty: name at least one"),
         (["run", "small.toml", "--sett", "train.lr=1"], "no such option"),
-        (["run", "small.toml", "--sett", "train.lr=1"], "'--set'"),
         (["run"], "missing argument 'EXPERIMENT.toml'; see lamina run --help"),
         (["compare", "small.toml", "--seeds", "0"], "'--seeds': 0 is not in the range"),
         (["runn"], "no such command 'runn'; did you mean 'run'?; see lamina --help"),

@@ -85,7 +85,7 @@ def test_quick_commands_import_nothing_heavy():
 
 
 def test_public_names_are_imported_on_first_use():
-    assert set(lamina.__all__) <= set(dir(lamina))
+    assert dir(lamina) == sorted(lamina.__all__)
     assert all(getattr(lamina, name) is not None for name in lamina.__all__)
     with pytest.raises(AttributeError, match="module 'lamina' has no attribute 'Simulatoin'"):
         lamina.Simulatoin  # noqa: B018

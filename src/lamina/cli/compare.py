@@ -1,4 +1,4 @@
-"""``lamina compare``: several algorithms on the same clients and batches; `run_comparison` also serves `reproduce`."""
+"""``lamina compare`` and ``lamina demo``: several algorithms on the same clients and batches."""
 
 from __future__ import annotations
 
@@ -58,6 +58,15 @@ def compare(
         shown = "; table, picture and CSV are of the finished runs" if comparison.entries else ""
         raise Interrupted(f"stopped after a round{shown}; {base.how_to_resume(overwrite)}")
     refuse_all_diverged(comparison.entries)
+
+
+@base.app.command()
+def demo() -> None:
+    """Compare five optimisers on handwritten digits, as the README shows, and write to runs/demo-compare.
+
+    Started again, it skips the runs that are complete and resumes the others.
+    """
+    compare(Path(__file__).with_name("demo.toml"))
 
 
 def run_comparison(
