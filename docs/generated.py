@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
-import typer
 from docutils import nodes
 from docutils.parsers.rst import Directive
 from docutils.statemachine import StringList
 
 from lamina import algorithms
 from lamina.algorithms.declaration import allowed, options
-from lamina.cli import app
+from lamina.cli import command_line
 from lamina.rounds.ledger import wire_cost
 
 
@@ -75,7 +74,7 @@ class Command(Generated):
 
     def lines(self, *arguments: str) -> list[str]:
         """Return the usage, the help and a table of the options."""
-        command: Any = typer.main.get_command(app)
+        command: Any = command_line()
         for name in arguments:
             command = command.commands[name]
         context = click.Context(command, info_name=" ".join(["lamina", *arguments]))

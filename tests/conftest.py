@@ -2,21 +2,16 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads must not spin
 
-import functools
 import gc
 import sys
 
 import hypothesis
 import pytest
 import torch
-import typer.main
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("lamina", deadline=None, derandomize=True, max_examples=20)
 hypothesis.settings.load_profile("lamina")
-
-# A process of lamina builds its command line once. The tests would build it a thousand times.
-typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def pytest_collection_finish():

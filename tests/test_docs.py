@@ -12,10 +12,9 @@ import click
 import matplotlib.pyplot as plt
 import pytest
 import sphinx.cmd.build
-import typer
 
 from lamina import algorithms
-from lamina.cli import app
+from lamina.cli import command_line
 from lamina.experiment.config import load
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +55,7 @@ def test_lamina_commands_exist(page):
     for block in blocks(page, "sh"):
         for line in re.findall(r"^lamina (.*)$", block.replace("\\\n", " "), flags=re.MULTILINE):
             words = shlex.split(line.replace("…", "x"), comments=True)
-            context = click.Context(typer.main.get_command(app), info_name="lamina")
+            context = click.Context(command_line(), info_name="lamina")
             while isinstance(context.command, click.Group):
                 context = click.Context(context.command.commands[words.pop(0)], parent=context)
             with contextlib.suppress(click.exceptions.Exit):  # an option that prints something, such as --list

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a bug, 2 bad input, 3 training diverged, 130 interrupted.
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import logging
 import sys
@@ -58,10 +59,16 @@ def main(arguments: list[str] | None = None) -> None:
         logging.getLogger("lamina").removeHandler(warnings)
 
 
+@functools.cache
+def command_line() -> click.Command:
+    """Return the whole command line as click's object, built once."""
+    return typer.main.get_command(app)
+
+
 def run_command(arguments: list[str] | None) -> int:
     """Run a command and return its exit code; an error that the user can act on is printed as one line."""
     try:
-        code = app(arguments, prog_name="lamina", standalone_mode=False)
+        code = command_line().main(arguments, prog_name="lamina", standalone_mode=False)
         if sys.stdout is not None:  # None if the parent process closed it
             sys.stdout.flush()  # an error now is reported; at exit it would be lost
         return int(code or 0)
