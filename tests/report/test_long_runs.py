@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -60,23 +59,6 @@ def test_a_drawn_figure_keeps_extremes(long_run):
     assert len(rounds) <= 6 * figures.STRETCHES + 2
     assert {1, PEAK, LOWER_PEAK, DIP, ROUNDS} <= set(rounds.astype(int))
     assert (values.min(), values.max()) == pytest.approx((1.0, 95.0))
-
-
-def test_the_cost_table_is_exact_though_its_steps_are_thinned(tmp_path, monkeypatch):
-    """A metric that improves in every round has as many steps as rounds."""
-    monkeypatch.setattr(page, "MOST_STEPS", 100)
-    folder = write_run(tmp_path / "a", [i / 5_000 for i in range(1, 5_001)])
-    report = build.build([folder], targets=[0.123, 0.77777])
-    (curve,) = page.page_data(report)["curves"]
-    (steps,) = curve["steps"]
-    assert len(steps) <= 102
-    for target in report.targets:
-        number, _, sent, seconds = next(step for step in steps if step[1] >= target)
-        cost = tables.cost_to_target(report.curves[0].histories, target)
-        assert (number, sent, seconds) == (cost.rounds, cost.bytes, cost.seconds)
-    for target in (0.1, 0.5, 0.9):  # typed on the page
-        number = next(step[0] for step in steps if step[1] >= target)
-        assert 0 <= number - math.ceil(target * 5_000 - 1e-9) <= 51
 
 
 def exported(folder):
