@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina.cli.export import write_table
+from lamina.cli.export import table_parts
 from lamina.experiment.runs import metrics_file
 from lamina.experiment.runs.records import find_folders
 from lamina.report import build, figures, page, tables
@@ -62,9 +62,8 @@ def test_a_drawn_figure_keeps_extremes(long_run):
 
 
 def exported(folder):
-    with io.BytesIO() as file:
-        head = write_table(find_folders([folder]), file)
-        return list(csv.DictReader(io.StringIO((head + file.read()).decode())))
+    text = b"".join(table_parts(find_folders([folder]))).decode()
+    return list(csv.DictReader(io.StringIO(text)))
 
 
 def test_an_export_holds_every_round(long_run):
