@@ -257,7 +257,7 @@ def test_a_copy_of_a_papers_experiment_is_whole_or_not_there(here, killed_while_
         ["version"],
         ["run", "small.toml", "--out", "r"],
         ["watch", "r", "--once"],
-        ["doctor", "--json"],
+        ["doctor"],
     ],
 )
 def test_a_full_disk_behind_the_output_is_one_line(here, capsys, monkeypatch, arguments):
