@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -80,12 +81,13 @@ def reproduce(
 
 def write_copy(file: Path, copy: Path) -> None:
     """Write a complete copy of an experiment file, without `extends`, for the user to edit; replace nothing."""
+    from lamina.base.atomic import write_file
     from lamina.experiment.toml import complete_text
 
-    text = complete_text(file)
+    if os.path.lexists(copy):
+        raise BadInput(f"cannot write '{copy}': File exists")
     try:
-        with copy.open("x", encoding="utf-8") as target:
-            target.write(text)
+        write_file(copy, complete_text(file).encode())
     except OSError as error:
         raise BadInput(f"cannot write '{copy}': {error.strerror or error}") from error
     echo(f"wrote {copy}; run it with: lamina reproduce {copy}")
