@@ -21,7 +21,7 @@ from lamina.experiment.trials.trials import Trial
 from lamina.report.build import Report
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.tables import Table, metric_of, unit_of_bytes
-from lamina.report.thinning import extremes, new_bests, thinned
+from lamina.report.thinning import extremes, thinned
 from lamina.training.history import History
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
@@ -157,7 +157,9 @@ def _drawn_rounds(
 def _steps(history: History, metric: str) -> list[list[float]]:
     """Return the rounds with a new best value of the metric, which give rounds-to-target for any target."""
     values = history.array(metric, optional=True)
-    places = new_bests(-values if smaller_is_better(metric) else values)
+    best = np.fmin.accumulate(values) if smaller_is_better(metric) else np.fmax.accumulate(values)
+    _, firsts = np.unique(best, return_index=True)
+    places = np.sort(firsts[~np.isnan(best[firsts])])  # the first values may be NaN
     down, up, seconds = (history.array(name, optional=True) for name in ("bytes_down", "bytes_up", "seconds"))
     with np.errstate(over="ignore"):
         costs = [np.nan_to_num(np.nancumsum(cost)) for cost in (down + up, seconds)]  # JSON has no infinity
