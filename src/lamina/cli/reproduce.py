@@ -84,10 +84,11 @@ def write_copy(file: Path, copy: Path) -> None:
     from lamina.base.atomic import write_file
     from lamina.experiment.toml import complete_text
 
+    text = complete_text(file)
     if os.path.lexists(copy):
         raise BadInput(f"cannot write '{copy}': File exists")
     try:
-        write_file(copy, complete_text(file).encode())
+        write_file(copy, text.encode())
     except OSError as error:
         raise BadInput(f"cannot write '{copy}': {error.strerror or error}") from error
     echo(f"wrote {copy}; run it with: lamina reproduce {copy}")
