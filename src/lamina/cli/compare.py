@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from lamina.base.text import plural
@@ -127,17 +126,14 @@ def write_page(result: ComparisonResult) -> Path | None:
     return result.report(result.folder / "report.html") if importlib.util.find_spec("plotly") else None
 
 
-def comparison_table(entries: Sequence[Trial], target: float | None, console: Console = base.out) -> Table:
-    """Return the table of a comparison for a console: narrow ones show fewer columns, some cannot show all characters.
+def comparison_table(entries: Sequence[Trial], target: float | None) -> Table:
+    """Return the table of a comparison for the terminal: narrow ones show fewer columns.
 
     Without a `target`, a value of the metric on the test data, its columns are left out.
     """
-    from lamina.report.tables import NEVER, NONE, algorithms_table
+    from lamina.report.tables import algorithms_table
 
     _, headings, rows, title = algorithms_table(entries, target)
-    if not console.encoding.startswith("utf"):
-        ascii = str.maketrans({"±": "+-", NEVER: "inf", NONE: "-"})
-        title, rows = title.translate(ascii), [[row[0], *(cell.translate(ascii) for cell in row[1:])] for row in rows]
     return base.table(
         headings,
         rows,
@@ -145,5 +141,4 @@ def comparison_table(entries: Sequence[Trial], target: float | None, console: Co
         no_wrap=headings[1:],
         optional=[headings[-1], headings[-2], *headings[3:4] * (target is not None), "lr"],
         title=title,
-        console=console,
     )

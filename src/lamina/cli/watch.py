@@ -39,7 +39,7 @@ EVERY = 1.0  # seconds between two frames
 START_TIMEOUT_S = 20.0  # to wait for a run that was just started: importing torch and reading data takes time
 LONGEST_SHOWN_S = 1e9  # of the time left
 RECENT = 20  # rounds, or frames, that the speed is measured over
-BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
+BARS = "▁▂▃▄▅▆▇█"
 LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best", "left", "round")  # on a narrow terminal
 COLOURS = {"running": "green", "complete": "blue", "stopped": "yellow", "diverged": "red"}
 
@@ -208,11 +208,10 @@ def sparkline(values: Sequence[float] | NDArray[np.float64], width: int) -> str:
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20), sparkline([0, 0, 1, 1], 2), sparkline([5.0], 9), sparkline([], 9)
     ('▁▂▃▄▅▆▇█', '▁█', '▁', '')
     """
-    heights = BARS if out.encoding.startswith("utf") else ASCII_BARS
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
     means = [statistics.fmean(values[a:b]) for a, b in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(heights) - 1) / (high - low) if high > low else 0.0
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     places = ((mean - low) * scale for mean in means)
-    return "".join(heights[round(place) if math.isfinite(place) else 0] for place in places)
+    return "".join(BARS[round(place) if math.isfinite(place) else 0] for place in places)
