@@ -27,8 +27,6 @@ from lamina.training.metrics import is_metric, is_percent, with_unit
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 DASHES = ("-", "--", ":", "-.")
-# by whether a rate without a finished run was pruned: the mark in the plot and its legend
-MARKS = {False: ("x", "cross: diverged or not finished"), True: ("v", "triangle: pruned")}
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
 MOST_RATE_LABELS = 7  # below a figure of this width
 STRETCHES = 500  # of a long curve, whose extremes are drawn
@@ -228,8 +226,9 @@ def rates_figure(responses: Sequence[Response]) -> Figure:
     axes.xaxis.set_major_locator(FixedLocator(rates_to_label([rate for rate, _ in tried])))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    kinds = sorted({trial.remark == "pruned" for _, trial in tried if trial.remark})
-    axes.set_xlabel(f"learning rate ({'; '.join([*(MARKS[kind][1] for kind in kinds), 'ring: best'])})")
+    remarks = dict.fromkeys(trial.remark for _, trial in tried if trial.remark)
+    crosses = f"; cross: {' or '.join(remarks)}" if remarks else ""
+    axes.set_xlabel(f"learning rate (ring: best{crosses})")
     axes.set_ylabel(f"best {' or '.join(dict.fromkeys(one.on for one in responses))} {metrics_in(responses)}")
     axes.grid(alpha=0.25)
     _add_legend(figure, axes)
@@ -245,7 +244,7 @@ def _draw_response(axes: Axes, response: Response, style: dict[str, Any]) -> Non
         score = scale * mean(trial.best)
         axes.plot([rate] * 2, [scale * min(trial.best), scale * max(trial.best)], color=colour, linewidth=1)
         if trial.remark:
-            axes.plot(rate, score, MARKS[trial.remark == "pruned"][0], color=colour)
+            axes.plot(rate, score, "x", color=colour)
             continue
         finished.append((rate, score))
         if rate == response.chosen:

@@ -467,9 +467,8 @@ def test_the_picture_has_a_line_for_every_choice_and_a_mark_for_the_pruned(here,
         ("layers tensor", [0.1, 0.2, 0.3]), ("layers module", [0.1, 0.2, 0.3])
     ]  # fmt: skip
     (axes,) = figure.axes
-    assert [line.get_marker() for line in axes.lines].count("v") == 2
-    assert [line.get_marker() for line in axes.lines].count("x") == 0
-    assert axes.get_xlabel() == "learning rate (triangle: pruned; ring: best)"
+    assert [line.get_marker() for line in axes.lines].count("x") == 2
+    assert axes.get_xlabel() == "learning rate (ring: best; cross: pruned)"
     (tensor, module) = [line for line in axes.lines if line.get_label().startswith("layers")]
     assert tensor.get_xdata().tolist() == module.get_xdata().tolist() == [0.1, 0.2]
 
