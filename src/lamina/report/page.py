@@ -92,18 +92,7 @@ def plotly_js() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise missing_extra("plotly", "report", "lamina report") from error
-    return parsed_at_once(str(get_plotlyjs()))
-
-
-def parsed_at_once(script: str) -> str:
-    """Return the script with its one big function in parentheses, which tell a browser that it is called at once.
-
-    Otherwise a browser parses it twice, which took a quarter of the time until the page was shown.
-    """
-    opening, closing = (' : this, () => {\n"use strict";', ' : this, (() => {\n"use strict";'), ("\n}));", "\n})));")
-    if script.count(opening[0]) != 1 or not script.rstrip().endswith(closing[0]):
-        return script  # another version of plotly: slower, but correct
-    return script.rstrip().removesuffix(closing[0]).replace(*opening) + closing[1]
+    return str(get_plotlyjs())
 
 
 def embed(data: Any) -> str:
