@@ -211,7 +211,7 @@ def test_results_and_the_edge(drawn, capsys):
     wider = tune("grid.toml", 'tune.grid={"train.lr" = [0.05, 0.2, 1e9]}', out="u")
     assert call(*[word for word in wider if word != "--quiet"]) == 0
     assert table("u")[2]["remark"] in ("diverged", "")
-    assert "edge" not in capsys.readouterr().out
+    assert "on the edge" not in capsys.readouterr().out
 
 
 def test_a_diverged_trial_is_marked_and_never_chosen(here, capsys):
