@@ -252,6 +252,7 @@ def test_a_comparison_has_a_table_a_plot_a_frame_and_a_page(tmp_path):
     pytest.importorskip("plotly")
     page = result.report(tmp_path / "page.html").read_text()
     assert "Fed-LAMB" in page
+    assert "passed from Python as objects" in page
 
 
 def test_a_comparison_resumes_and_refuses_other_objects(tmp_path):
