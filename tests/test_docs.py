@@ -58,7 +58,7 @@ def test_lamina_commands_exist(page):
             context = click.Context(command_line(), info_name="lamina")
             while isinstance(context.command, click.Group):
                 context = click.Context(context.command.commands[words.pop(0)], parent=context)
-            with contextlib.suppress(click.exceptions.Exit):  # an option that prints something, such as --list
+            with contextlib.suppress(click.exceptions.Exit):  # an option that prints something, such as --version
                 context.command.parse_args(context, words)
 
 

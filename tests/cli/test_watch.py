@@ -29,11 +29,9 @@ def here(empty_folder, monkeypatch):
 def make_run(folder, rounds, diverged=None):
     """A run's folder as lamina leaves it after some of its ten rounds, of half a second each."""
     folder = Path(folder)
-    (folder / "checkpoints").mkdir(parents=True)
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "metrics.jsonl").write_text("".join(map(line, range(1, rounds + 1))))
-    if rounds > 1:
-        (folder / "checkpoints" / f"round-{rounds - 1:06}.json").write_text("{}")
     if diverged:
         (folder / "diverged.json").write_text(json.dumps({"message": diverged}))
     return folder
@@ -55,7 +53,7 @@ def test_a_running_run(capsys):
     shown = frame(capsys, run)
     lock.release()
     for part in ("run: fedavg lr 0.1 seed 0, running", "4/10", "0.4, best 0.4", "0.25, best 0.25", "2 rounds/s",
-                 "0:00:03", "round 3"):  # fmt: skip
+                 "0:00:03"):  # fmt: skip
         assert part in shown
     assert "training loss" not in shown  # nothing finite to draw
 
@@ -166,9 +164,3 @@ def test_the_speed_seen_counts_more_than_the_recorded_one(monkeypatch):
         watch.out.print(view.frame())
     lock.release()
     assert "0.25 rounds/s" in printed.get()
-
-
-def test_a_stray_file_is_no_checkpoint(capsys):
-    run = make_run("run", 4)
-    (run / "checkpoints" / "round-000099.json").write_text("")
-    assert "round 3" in frame(capsys, run)

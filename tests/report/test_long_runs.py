@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina.cli.export import write_table
+from lamina.cli.export import table_parts
 from lamina.experiment.runs import metrics_file
 from lamina.experiment.runs.records import find_folders
 from lamina.report import build, figures, page, tables
@@ -62,27 +61,9 @@ def test_a_drawn_figure_keeps_extremes(long_run):
     assert (values.min(), values.max()) == pytest.approx((1.0, 95.0))
 
 
-def test_the_cost_table_is_exact_though_its_steps_are_thinned(tmp_path, monkeypatch):
-    """A metric that improves in every round has as many steps as rounds."""
-    monkeypatch.setattr(page, "MOST_STEPS", 100)
-    folder = write_run(tmp_path / "a", [i / 5_000 for i in range(1, 5_001)])
-    report = build.build([folder], targets=[0.123, 0.77777])
-    (curve,) = page.page_data(report)["curves"]
-    (steps,) = curve["steps"]
-    assert len(steps) <= 102
-    for target in report.targets:
-        number, _, sent, seconds = next(step for step in steps if step[1] >= target)
-        cost = tables.cost_to_target(report.curves[0].histories, target)
-        assert (number, sent, seconds) == (cost.rounds, cost.bytes, cost.seconds)
-    for target in (0.1, 0.5, 0.9):  # typed on the page
-        number = next(step[0] for step in steps if step[1] >= target)
-        assert 0 <= number - math.ceil(target * 5_000 - 1e-9) <= 51
-
-
 def exported(folder):
-    with io.BytesIO() as file:
-        head = write_table(find_folders([folder]), file)
-        return list(csv.DictReader(io.StringIO((head + file.read()).decode())))
+    text = b"".join(table_parts(find_folders([folder]))).decode()
+    return list(csv.DictReader(io.StringIO(text)))
 
 
 def test_an_export_holds_every_round(long_run):

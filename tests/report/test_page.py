@@ -71,13 +71,6 @@ def test_long_runs_are_thinned_for_drawing_only(tmp_path):
     assert len(curve["steps"][0]) == 400  # every record, for the table
 
 
-def test_plotlys_one_big_function_is_parsed_at_once():
-    script = page.plotly_js()
-    assert ': this, (() => {\n"use strict";' in script  # else a new plotly is wrapped otherwise, and opens slower
-    assert script.endswith("\n})));")
-    assert page.parsed_at_once("var other = 1;") == "var other = 1;"
-
-
 def open_browser(profile):
     """A new browser, which has nothing cached."""
     selenium = pytest.importorskip("selenium.webdriver")

@@ -91,10 +91,11 @@ def test_the_table_of_a_comparison_has_the_title():
     assert [str(cell) for cell in table.columns[0].cells] == ["fedlamb", "My-LAMB"]
 
 
-def test_the_cells_of_a_table_are_text_not_markup():
+def test_the_cells_of_a_table_are_text_not_markup(monkeypatch):
     console = Console(width=60, color_system=None)
+    monkeypatch.setattr(base, "out", console)
     with console.capture() as captured:
-        console.print(base.table(("name", "value"), [["[red]mine[/red]", ":smile: [1, 2]"]], console=console))
+        console.print(base.table(("name", "value"), [["[red]mine[/red]", ":smile: [1, 2]"]]))
     assert captured.get().splitlines()[1].split(maxsplit=1) == ["[red]mine[/red]", ":smile: [1, 2]"]
 
 
@@ -102,11 +103,12 @@ def test_the_cells_of_a_table_are_text_not_markup():
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
-def test_names_of_algorithms_are_whole_on_a_narrow_terminal(width):
+def test_names_of_algorithms_are_whole_on_a_narrow_terminal(width, monkeypatch):
     names = ["fedavg", "fedlada_lamb", "fedadam_star"]
     console = Console(width=width, color_system=None)
+    monkeypatch.setattr(base, "out", console)
     with console.capture() as captured:
-        console.print(comparison_table(entries(*((n, n) for n in names)), 0.9, console))
+        console.print(comparison_table(entries(*((n, n) for n in names)), 0.9))
     lines = captured.get().splitlines()
     assert all(any(line.split()[:1] == [name] for line in lines) for name in names)
     assert all(len(line) <= width for line in lines)

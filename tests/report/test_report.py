@@ -222,18 +222,6 @@ def test_validation_and_test_accuracies_are_labelled(tmp_path):
     assert [response.label for response in only.responses] == ["Fed-AMS"]
 
 
-def test_an_edge_is_one_of_all_rates_that_were_tried(tmp_path):
-    """Below the better of two final runs there are rates that tuning tried: it is on no edge."""
-    two_comparisons(tmp_path)
-    final = [response for response in build.build([tmp_path]).responses if response.on == "test"]
-    assert [(response.chosen, response.warning) for response in final] == [(0.03, "")]
-    (alone,) = build.build([tmp_path / "a" / "fedams", tmp_path / "b"]).responses
-    assert "0.03 lies on the edge of those tried; try smaller ones" in alone.warning  # nobody knows of the tuning
-    write_run(tmp_path / "c" / "fedams" / "seed0", [0.1, 0.95], lr=1.0, algorithm="fedams")
-    final = [response for response in build.build([tmp_path]).responses if response.on == "test"]
-    assert "try larger ones" in final[0].warning
-
-
 def test_without_several_rates_there_is_no_response(two):
     assert responses(find_records([two])) == []
 

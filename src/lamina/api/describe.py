@@ -59,7 +59,7 @@ def describe(
 
     Args:
         model: a module, a function that returns a new one, a name, or a table such as {"name": "mlp", "hidden": 64}.
-        data: as for `Simulation`, or a table of the `[data]` section.
+        data: as for `Simulation`.
         algorithm: an algorithm or a name.
         test: test data, unless `data` includes them.
         clients: a number, or a list of sample indices for each.
@@ -74,11 +74,7 @@ def describe(
     if algorithm is not None:
         name, options = algorithm_section(algorithm)
         tree["algorithm"] = {"name": name, **options}
-    if isinstance(data, Mapping):
-        if test is not None or not (clients is None or is_whole(clients)):
-            raise BadInput("data is a table: test data and lists of clients need data as objects, or by name")
-        tree["data"] |= data
-    elif isinstance(data, str) and test is None and (clients is None or is_whole(clients)):
+    if isinstance(data, str) and test is None and (clients is None or is_whole(clients)):
         tree["data"]["name"] = data
     else:
         objects["data"] = Splits(*cast(tuple[Dataset, Dataset], as_splits(data, test)))

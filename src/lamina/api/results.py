@@ -28,7 +28,7 @@ from lamina.report.figures import comparison_figure, curve_figure, metrics_of, r
 from lamina.report.rates import tuning_responses
 from lamina.report.save import save_page
 from lamina.training.history import History, Row, data_frame
-from lamina.training.progress import python_bars
+from lamina.training.progress import Bars, python_bars
 
 Rates = float | Sequence[float] | Mapping[str, float | Sequence[float]]
 
@@ -218,19 +218,24 @@ def compare(
     with kept_threads():
         comparison = Comparison(experiment, folder, overwrite=overwrite)
         with python_bars(chosen, progress) as bars:
-
-            def show(job: Job, row: Row) -> None:
-                state = "tuning" if job.tuning else "running"
-                bars.update(job.algorithm, row, state=state, completed=row["round"], total=job.rounds)
-
-            def show_end(job: Job, record: Record) -> None:
-                if not job.tuning:
-                    bars.update(job.algorithm, state="done", completed=len(record.history), total=job.rounds)
-
-            comparison.on_round, comparison.on_end = show, show_end
+            follow(comparison, bars)
             comparison.run()
     refuse_all_diverged(comparison.entries)
     return ComparisonResult(comparison, temporary)
+
+
+def follow(comparison: Comparison, bars: Bars) -> None:
+    """Show the progress of a comparison: a bar for each algorithm, which the runs that train side by side share."""
+
+    def show(job: Job, row: Row) -> None:
+        state = "tuning" if job.tuning else "running"
+        bars.update(job.algorithm, row, state=state, completed=row["round"], total=job.rounds)
+
+    def show_end(job: Job, record: Record) -> None:
+        if not job.tuning:
+            bars.update(job.algorithm, state="done", completed=len(record.history), total=job.rounds)
+
+    comparison.on_round, comparison.on_end = show, show_end
 
 
 def tune(

@@ -142,15 +142,14 @@ def table(
     optional: Sequence[str] = (),
     title: str | None = None,
     caption: str = "",
-    console: Console | None = None,
 ) -> Table:
-    """Return a table whose cells are text, not markup, and which fits the console, standard output by default.
+    """Return a table whose cells are text, not markup, and which fits the standard output.
 
     `right`, `no_wrap` and `optional` name columns: aligned to the right, never folded, and left out on a narrow
-    console, the least important one first.
+    terminal, the least important one first.
     """
-    console, rows = console or out, list(rows)
-    unbounded = console.options.update(max_width=10_000)  # rich measures nothing as wider than the console
+    rows = list(rows)
+    unbounded = out.options.update(max_width=10_000)  # rich measures nothing as wider than the console
     for count in range(len(optional) + 1):
         hidden = optional[:count]
         more = f"a wider terminal shows {', '.join(reversed(hidden))}".replace("\n", " ") if hidden else ""
@@ -168,7 +167,7 @@ def table(
             break
         for column in fitted.columns:
             column.max_width = None if column.no_wrap else UNFOLDED_CHARACTERS
-        fits = console.measure(fitted, options=unbounded).maximum <= console.width
+        fits = out.measure(fitted, options=unbounded).maximum <= out.width
         for column in fitted.columns:
             column.max_width = None
         if fits:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from lamina.base.text import plural
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from lamina.experiment.runs.records import Record
     from lamina.experiment.trials.compare import Comparison
     from lamina.experiment.trials.trials import Job, Trial
-    from lamina.training.history import Row
 
 
 @base.app.command()
@@ -76,30 +74,19 @@ def run_comparison(
 
     Progress is a bar for every algorithm on a terminal, else a line for every run that has ended.
     """
+    from lamina.api.results import follow
     from lamina.experiment.trials.compare import Comparison
 
-    settings = experiment.compare
-    best: dict[str, dict[int, float]] = {name: {} for name in settings.algorithms}  # by algorithm and seed
-    bars = base.round_bars(best)
-
-    def round_finished(job: Job, row: Row) -> None:  # runs that train side by side share a bar
-        state = "tuning" if job.tuning else "running"
-        bars.update(job.algorithm, row, state=state, completed=row["round"], total=job.rounds)
-
-    def run_ended(job: Job, record: Record) -> None:
-        metric = record.history.metric
-        if not bars.live:
-            which = f"tuning {job.label}, {plural(job.rounds, 'round')}" if job.tuning else job.label
-            print_ending(which, record, f"best {settings.select if job.tuning else 'test'} {metric}")
-        if not job.tuning:
-            scores = best[job.algorithm]
-            scores[record.seed] = record.history.best(metric, optional=True)
-            if len(scores) == settings.seeds:
-                bars.update(job.algorithm, state="done", score=f"best {sum(scores.values()) / len(scores):.3f}")
+    def print_end(job: Job, record: Record) -> None:
+        which = f"tuning {job.label}, {plural(job.rounds, 'round')}" if job.tuning else job.label
+        data = experiment.compare.select if job.tuning else "test"
+        print_ending(which, record, f"best {data} {record.history.metric}")
 
     comparison = Comparison(experiment, path, overwrite=overwrite, stop=stop, trackers=trackers)
-    comparison.on_round, comparison.on_end = round_finished, run_ended
-    with stop, bars:
+    with stop, base.round_bars(experiment.compare.algorithms) as bars:
+        follow(comparison, bars)
+        if not bars.live:
+            comparison.on_end = print_end
         finished = comparison.run()
     if comparison.entries:
         show(comparison)
@@ -136,17 +123,14 @@ def write_page(result: ComparisonResult) -> Path | None:
     return result.report(result.folder / "report.html") if importlib.util.find_spec("plotly") else None
 
 
-def comparison_table(entries: Sequence[Trial], target: float | None, console: Console = base.out) -> Table:
-    """Return the table of a comparison for a console: narrow ones show fewer columns, some cannot show all characters.
+def comparison_table(entries: Sequence[Trial], target: float | None) -> Table:
+    """Return the table of a comparison for the terminal: narrow ones show fewer columns.
 
     Without a `target`, a value of the metric on the test data, its columns are left out.
     """
-    from lamina.report.tables import NEVER, NONE, algorithms_table
+    from lamina.report.tables import algorithms_table
 
     _, headings, rows, title = algorithms_table(entries, target)
-    if not console.encoding.startswith("utf"):
-        ascii = str.maketrans({"±": "+-", NEVER: "inf", NONE: "-"})
-        title, rows = title.translate(ascii), [[row[0], *(cell.translate(ascii) for cell in row[1:])] for row in rows]
     return base.table(
         headings,
         rows,
@@ -154,5 +138,4 @@ def comparison_table(entries: Sequence[Trial], target: float | None, console: Co
         no_wrap=headings[1:],
         optional=[headings[-1], headings[-2], *headings[3:4] * (target is not None), "lr"],
         title=title,
-        console=console,
     )

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from lamina import __version__
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
-from lamina.cli.base import app, echo, echo_text, import_torch, out
+from lamina.cli.base import app, echo, import_torch, out
 
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
 EXTRAS = {  # extra: its package, and what for
@@ -32,29 +29,20 @@ GIB = 2**30
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="for scripts")] = False) -> None:
-    """List what is installed, devices, engines and data, with advice on what is missing."""
+def doctor() -> None:
+    """List what is installed, devices, threads and data, with advice on what is missing."""
     import_torch()
-    import torch
-
-    where = "captured as CUDA graphs" if torch.cuda.is_available() else "on the CPU"
-    engines = {"stacked": f"a cohort as one model, {where}", "vmap": "any model of torch.func", "loop": "any model"}
     advice: list[str] = []
     sections = {
         "installed": installed(advice),
-        "extras": {package: version(package) for package, _ in EXTRAS.values()},
         "devices": devices(advice),
-        "engines": engines,
         "threads": threads(advice),
         "data": data(advice),
     }
-    if as_json:
-        echo_text(json.dumps({**sections, "advice": advice}, indent=2) + "\n")
-        return
     for section, lines in sections.items():
         out.print(f"[bold]{section}[/]", highlight=False)
         for name, value in lines.items():
-            echo(f"  {name:<15} {_as_line(value)}")
+            echo(f"  {name:<15} {'–' if value is None else value}")
     out.print("[bold]advice[/]" if advice else "nothing to advise", highlight=False)
     for line in advice:
         echo(f"  - {line}")
@@ -71,7 +59,7 @@ def version(package: str) -> str | None:
 
 
 def installed(advice: list[str]) -> dict[str, Any]:
-    """Return the versions of lamina and of the packages it requires."""
+    """Return the versions of lamina, of the packages it requires and of those that its extras install."""
     import torch
 
     versions = {"lamina": __version__, "python": platform.python_version()} | {name: version(name) for name in NEEDED}
@@ -80,7 +68,8 @@ def installed(advice: list[str]) -> dict[str, Any]:
     if missing:
         advice.append(f"{', '.join(missing)} not installed: pip install -e . again")
     for extra, (package, purpose) in EXTRAS.items():
-        if version(package) is None:
+        versions[package] = version(package)
+        if versions[package] is None:
             advice.append(f"{purpose}: pip install -e '.[{extra}]'")
     return versions
 
@@ -92,20 +81,15 @@ def devices(advice: list[str]) -> dict[str, Any]:
     from lamina.engines.stacked.layers.convolution import kernels_for
     from lamina.experiment.runs.environment import processor
 
-    gpus = []
+    gpus: dict[str, str] = {}
     for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         facts = torch.cuda.get_device_properties(number)
         kernels = None
         with contextlib.suppress(Exception):  # whatever a broken triton raises when it is imported
             kernels = kernels_for(torch.device("cuda", number), torch.float32)
-        gpus.append(
-            {
-                "name": facts.name,
-                "memory_gib": round(facts.total_memory / GIB, 1),
-                "capability": f"{facts.major}.{facts.minor}",
-                "kernels": kernels is not None,
-            }
-        )
+        size, capability = f"{facts.total_memory / GIB:.1f} GiB", f"capability {facts.major}.{facts.minor}"
+        with_kernels = f"{'without' if kernels is None else 'with'} lamina's kernels"
+        gpus[f"gpu {number}"] = f"{facts.name}, {size}, {capability}, {with_kernels}"
     if not gpus and Path("/dev/nvidia0").exists():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
         advice.append(f"there is an NVIDIA GPU, but torch {built} and cannot use it: see pytorch.org/get-started")
@@ -114,7 +98,7 @@ def devices(advice: list[str]) -> dict[str, Any]:
     if gpus and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         advice.append("triton needs a C compiler on the GPU machine: install gcc")
     cores = {"cores": os.cpu_count() or 1, "usable cores": usable_cores()}
-    return {"cpu": processor(), **cores, "gpus": gpus, "triton": version("triton")}
+    return {"cpu": processor(), **cores, **(gpus or {"gpus": "none"}), "triton": version("triton")}
 
 
 def usable_cores() -> int:
@@ -157,25 +141,14 @@ def data(advice: list[str]) -> dict[str, Any]:
             places[name] = "comes with scikit-learn"
             continue
         place = source.locate(root)
-        places[name] = None if place is None else {"at": str(place.path), "missing": place.missing}
+        places[name] = None if place is None else str(place.path)
         if place is None:
             advice.append(f"{name} is not in {places['directory']}: put there {source.expected}")
         elif place.missing:
+            places[name] += " (incomplete)"
             advice.append(f"{name}: {place.path} lacks {', '.join(place.missing)}: put all of its files there")
     absent = [name for name, place in places.items() if place is None]
     if absent:
         from_hub = "; `datasets` is installed: if online, they are downloaded from the hub" * bool(version("datasets"))
         advice.append(f"{', '.join(absent)}: or set {ENVIRONMENT_VARIABLE} to where they are{from_hub}")
     return places
-
-
-def _as_line(value: Any) -> str:
-    if isinstance(value, list):
-        return "; ".join(map(_as_line, value)) or "none"
-    if isinstance(value, dict) and "at" in value:
-        return f"{value['at']}" + (f" (incomplete: {len(value['missing'])} missing)" if value["missing"] else "")
-    if isinstance(value, dict):
-        kernels = "with" if value["kernels"] else "without"
-        gpu_facts = f"{value['name']}, {value['memory_gib']} GiB, capability {value['capability']}"
-        return f"{gpu_facts}, {kernels} lamina's kernels"
-    return "–" if value is None else str(value)

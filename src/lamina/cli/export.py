@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import math
-import operator
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import typer
 
@@ -24,7 +21,6 @@ IDENTITY = {
     "learning_rate": "train.lr",
     "seed": "train.seed",
 }
-COPIED_BYTES = 1 << 20  # at a time
 FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # of every exported table
 
 
@@ -38,12 +34,9 @@ def export(
     from lamina.experiment.runs.metrics_file import collector_paused
     from lamina.experiment.runs.outputs import write_output
     from lamina.experiment.runs.records import find_folders
-    from lamina.storage.files import writing_to
 
-    with tempfile.TemporaryFile() as file:
-        with writing_to(Path(tempfile.gettempdir())), collector_paused():
-            head = write_table(find_folders(folders), file)
-        parts = itertools.chain([head], iter(lambda: b"".join(file.readlines(COPIED_BYTES)), b""))
+    with collector_paused():
+        parts = table_parts(find_folders(folders))
         if out_file is None:
             for part in parts:
                 echo_text(part.decode())
@@ -51,10 +44,10 @@ def export(
         write_output(out_file, parts, is_ours=lambda ends: ends.startswith(FIRST_COLUMNS), kind="exported table")
 
 
-def write_table(folders: Sequence[Path], file: BinaryIO) -> bytes:
-    """Write a CSV row for every round to a file: its run, the settings that identify it or differ, and the metrics.
+def table_parts(folders: Sequence[Path]) -> Iterator[bytes]:
+    """Yield a CSV table in parts: a row for every round with its run, the settings that identify it, and the metrics.
 
-    Return the heading. The file is then at its first row.
+    The files are read twice, first for the names of all metrics: they may be larger than the memory.
     """
     from lamina.experiment.runs.metrics_file import read_rows
     from lamina.experiment.runs.records import NO_PART_OF_IDENTITY, read_config
@@ -66,41 +59,25 @@ def write_table(folders: Sequence[Path], file: BinaryIO) -> bytes:
     for name, value in (item for values in all_settings for item in values.items()):
         texts.setdefault(name, set()).add(json.dumps(value))
     identity = IDENTITY | {name: name for name in texts if len(texts[name]) > 1 and name not in usual}
-    metrics: list[str] = []
-    known = -1
-    while known < len(metrics):  # start again if there was a new name below rows that have no cell for it
-        known = len(metrics)
-        file.seek(0)
-        file.truncate()
-        for folder, values in zip(folders, all_settings, strict=True):
-            cells = [short(folder), *(_cell(values.get(name)) for name in identity.values())]
-            for rows in read_rows(folder / "metrics.jsonl"):
-                metrics += _new_names(rows, set(metrics))
-                known = len(metrics) if file.tell() == 0 else known
-                file.write(_lines(csv_text([cells]).rstrip("\n"), rows, metrics).encode())
-    file.seek(0)
-    return csv_text([["run", *identity, *metrics]]).encode()
+    metrics: dict[str, None] = {}
+    for folder in folders:
+        for rows in read_rows(folder / "metrics.jsonl"):
+            metrics |= dict.fromkeys(itertools.chain.from_iterable(rows))
+    yield csv_text([["run", *identity, *metrics]]).encode()
+    for folder, values in zip(folders, all_settings, strict=True):
+        run = csv_text([[short(folder), *(_cell(values.get(name)) for name in identity.values())]]).rstrip("\n")
+        for rows in read_rows(folder / "metrics.jsonl"):
+            yield _lines(run, rows, metrics).encode()
 
 
-def _new_names(rows: Sequence[dict[str, Any]], known: set[str]) -> list[str]:
-    """Return the names of metrics that are not known yet, in their order."""
-    odd = (row for row in rows if not row.keys() <= known)
-    return list(dict.fromkeys(name for row in odd for name in row if name not in known))
-
-
-def _lines(run: str, rows: Sequence[dict[str, Any]], metrics: Sequence[str]) -> str:
+def _lines(run: str, rows: Iterable[dict[str, Any]], metrics: Iterable[str]) -> str:
     """Return CSV lines that begin with the cells of the run; missing and non-finite numbers are empty.
 
     Numbers are written as JSON, which is ten times faster than Python's own `csv`, and brackets then become lines.
     """
     from pydantic_core import to_json
 
-    cells: list[tuple[Any, ...]] = []
-    if len(metrics) > 1:
-        with contextlib.suppress(KeyError):  # all rows have all metrics, as is usual: faster
-            cells = list(map(operator.itemgetter(*metrics), rows))
-    cells = cells or [tuple(map(row.get, metrics)) for row in rows]
-    text = to_json(cells).decode()[2:-2]
+    text = to_json([tuple(map(row.get, metrics)) for row in rows]).decode()[2:-2]
     return f"{run}," + text.replace("null", "").replace("],[", f"\n{run},") + "\n"
 
 

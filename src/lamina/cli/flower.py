@@ -32,18 +32,14 @@ def keys(
     hosts: Annotated[
         list[str] | None, typer.Option("--host", help="name or IP address of the server; may be repeated")
     ] = None,
-    nodes: Annotated[int, typer.Option("--nodes", min=0, help="also make keys for this many nodes, to try it out")] = 0,
 ) -> None:
     """Make the server's keys: an authority, a TLS certificate for the SuperLink, a key that signs tasks."""
-    from lamina.flower.keys import make_node_key, make_server_keys
+    from lamina.flower.keys import make_server_keys
 
     files = make_server_keys(folder, hosts or [])
     echo(f"secret, stays here: {files.key}, {files.server_key}, {files.signing_key}")
     echo(f"for every node:     {files.certificate}, {files.verifying_key}")
     echo(f"for the SuperLink:  {files.server_certificate}")
-    for number in range(nodes):
-        private, public = make_node_key(folder / f"node-{number}")
-        echo(f"node {number}: {private} is the node's secret, {public} is registered with the server")
 
 
 @flower.command(name="node-key")
@@ -64,16 +60,12 @@ def node_key(
 @flower.command()
 def new(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that is new or empty")],
-    model: Annotated[
-        str | None, typer.Option("--model", help="one of lamina's models; else a small one to edit")
-    ] = None,
-    data: Annotated[str, typer.Option("--data", help="the data set to begin with")] = "digits",
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="nodes of the federation")] = 3,
 ) -> None:
     """Write a Flower app for your own model and data. It runs as it is; its README says how, also on three machines."""
     from lamina.cli.flower_template import write_new_app
 
-    package = write_new_app(folder, model, data, nodes)
+    package = write_new_app(folder, nodes)
     echo(f"wrote a Flower app to {folder}/: put your model into {package}/model.py, your data into {package}/data.py")
     echo(f"try it: lamina flower up {folder} --nodes {nodes}")
 
@@ -91,9 +83,6 @@ def up(
     overrides: Set = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="neither TLS nor node authentication")] = False,
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for the records")] = None,
-    port: Annotated[
-        int | None, typer.Option("--port", min=1, max=65535, help="the SuperLink's port; default: a free one")
-    ] = None,
     deadline: Annotated[
         float | None, typer.Option("--deadline", min=1, help="seconds a node has to answer; default: 600")
     ] = None,
@@ -128,7 +117,7 @@ def up(
     check_writable(place)
     display = Display(job, overwrite=overwrite)
     with terminate_as_interrupt(), display.bars:
-        federation = LocalFederation(place, nodes, secure=not insecure, port=port, say=display.say, warn=echo_progress)
+        federation = LocalFederation(place, nodes, secure=not insecure, say=display.say, warn=echo_progress)
         with federation:
             try:
                 status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 from pathlib import Path
@@ -14,7 +13,6 @@ from lamina.base.errors import BadInput
 from lamina.cli import base
 from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo
 from lamina.cli.compare import run_comparison
-from lamina.cli.listing import list_
 
 if TYPE_CHECKING:
     from lamina.experiment.trials.claims import Finding
@@ -23,22 +21,16 @@ if TYPE_CHECKING:
 Scale = Literal["full", "small"]
 
 
-def print_papers(wanted: bool) -> None:
-    """List the papers' experiments and exit, if asked for."""
-    if wanted:
-        list_("papers")
-        raise typer.Exit
-
-
 @base.app.command()
 @base.resumable
 def reproduce(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="a paper's figure or table, or an experiment file with claims")
-    ] = None,
-    listed: Annotated[
-        bool, typer.Option("--list", callback=print_papers, is_eager=True, help="list the names and their claims")
-    ] = False,
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="a figure or table, as `lamina list papers` names it, or an experiment file with claims",
+        ),
+    ],
     copy: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="run nothing: copy the experiment file, to edit it")
     ] = None,
@@ -52,8 +44,6 @@ def reproduce(
 
     Started again, it skips the runs that are complete and resumes the others.
     """
-    if name is None:
-        raise BadInput("say which: lamina reproduce NAME; lamina reproduce --list has the names")
     from lamina.experiment.config import load
     from lamina.experiment.trials import claims, reproduction
     from lamina.experiment.trials.trials import refuse_all_diverged
@@ -95,9 +85,9 @@ def write_copy(file: Path, copy: Path) -> None:
     from lamina.experiment.toml import complete_text
 
     text = complete_text(file)
+    if os.path.lexists(copy):
+        raise BadInput(f"cannot write '{copy}': File exists")
     try:
-        if os.path.lexists(copy):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
         write_file(copy, text.encode())
     except OSError as error:
         raise BadInput(f"cannot write '{copy}': {error.strerror or error}") from error

@@ -9,7 +9,7 @@ import typer
 
 from lamina.base.text import plural
 from lamina.cli import base
-from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, out, print_problem
+from lamina.cli.base import Interrupted, Overwrite, Quiet, Set, echo, out
 from lamina.cli.compare import print_ending
 
 if TYPE_CHECKING:
@@ -56,9 +56,6 @@ def tune(
     with turn(tuning.folder):  # other processes may write tables there
         save_picture(tuning)
     show(tuning, finished)
-    if not quiet:
-        for line in tuning.edges():
-            print_problem("warning", line)
     if not finished:
         raise Interrupted(f"stopped after a round; {base.how_to_resume(overwrite)}")
     refuse_all_diverged(tuning.trials, any)
@@ -66,24 +63,19 @@ def tune(
 
 def show(tuning: Tuning, finished: bool) -> None:
     """Print every trial, the choice, and notes about it."""
-    from lamina.experiment.trials.settings import written
     from lamina.report.tables import trials_table
 
     _, headings, rows, _ = trials_table(tuning)
     out.print(base.table(headings, rows, right=headings[:-1]))
-    best = tuning.best
-    echo(f"chosen on {tuning.chosen_on()}")
+    for line in tuning.notes():
+        echo(f"note: {line}")
     unfinished = sum(trial.remark == "not finished" for trial in tuning.trials)
     if finished and unfinished:
         echo(f"other workers still run {plural(unfinished, 'trial')}: the last of them writes the final tables")
-    if best is None:
+    if tuning.best is None:
         echo("no trial ran to its end: nothing is chosen")
     else:
-        echo(f"best: {written(best.settings)}; {tuning.score_name} {best.score:.4f}")
-        ties = sum(trial.score == best.score for trial in tuning.trials) - 1
-        if ties:
-            echo(f"note: {ties} more with the same score; the first is taken")
-        echo(f"run it with: lamina run {tuning.folder / 'best.toml'}")
+        echo(f"run the best with: lamina run {tuning.folder / 'best.toml'}")
     echo(f"runs, picture and tables in {tuning.folder}/")
 
 

@@ -39,8 +39,8 @@ EVERY = 1.0  # seconds between two frames
 START_TIMEOUT_S = 20.0  # to wait for a run that was just started: importing torch and reading data takes time
 LONGEST_SHOWN_S = 1e9  # of the time left
 RECENT = 20  # rounds, or frames, that the speed is measured over
-BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
-LEFT_OUT_FIRST = ("checkpoint", "curve", "rounds/s", "best", "left", "round")  # on a narrow terminal
+BARS = "▁▂▃▄▅▆▇█"
+LEFT_OUT_FIRST = ("curve", "rounds/s", "best", "left", "round")  # on a narrow terminal
 COLOURS = {"running": "green", "complete": "blue", "stopped": "yellow", "diverged": "red"}
 
 
@@ -102,7 +102,7 @@ class View:
         from lamina.experiment.trials.settings import shown_name
 
         history, rounds = record.history, int(record.config["train"]["rounds"])
-        finished, speed, left, checkpoint = self._progress(how, record)
+        finished, speed, left = self._progress(how, record)
         lines = Table.grid(padding=(0, 2))
         lines.add_row("round", Group(finished, ProgressBar(rounds, len(history), width=40)))
         data = "validation" if record.on_validation_data else "test"
@@ -116,7 +116,6 @@ class View:
         lines.add_row("speed", f"{speed} rounds/s")
         if left:
             lines.add_row("time left", left)
-        lines.add_row("checkpoint", f"round {checkpoint}")
         name = shown_name(record.algorithm, record.title)
         settings = f": {name} lr {record.lr:g} seed {record.seed}, "
         heading = Text.assemble(short(record.folder), settings, (how, COLOURS[how]))
@@ -128,7 +127,7 @@ class View:
     def _overview(self, states: Sequence[tuple[str, Record]]) -> RenderableType:
         """Return a table of several runs, a row each."""
         metric = states[0][1].history.metric
-        headings = ("run", "state", "round", metric, "best", "curve", "rounds/s", "left", "checkpoint")
+        headings = ("run", "state", "round", metric, "best", "curve", "rounds/s", "left")
         rows: list[list[str | Text]] = []
         for how, record in states:
             scores = finite(record.history.array(metric, optional=True))
@@ -144,16 +143,11 @@ class View:
             Text(f"{plural(len(states), 'run')}: {', '.join(counts)}"),
         )
 
-    def _progress(self, how: str, record: Record) -> tuple[str, str, str, str]:
-        """Return as text the finished rounds, rounds per second, the time left if it runs, and the last checkpoint."""
-        from lamina.storage.checkpoint import Checkpoints
-
+    def _progress(self, how: str, record: Record) -> tuple[str, str, str]:
+        """Return as text the finished rounds, rounds per second, and the time left if it runs."""
         finished, rounds, speed = len(record.history), int(record.config["train"]["rounds"]), self._speed(record)
         left = duration((rounds - finished) / speed) if speed else "–"
-        # A file of a round that has not been run is not a checkpoint.
-        checkpoints = [number for number in Checkpoints(record.folder / "checkpoints").rounds() if number <= finished]
-        newest = str(checkpoints[-1]) if checkpoints else "–"
-        return f"{finished}/{rounds}", f"{speed:.3g}" if speed else "–", left * (how == "running"), newest
+        return f"{finished}/{rounds}", f"{speed:.3g}" if speed else "–", left * (how == "running")
 
     def _speed(self, record: Record) -> float:
         """Return rounds per second as observed, else as recorded (too low for runs side by side); 0 if unknown."""
@@ -208,11 +202,10 @@ def sparkline(values: Sequence[float] | NDArray[np.float64], width: int) -> str:
     >>> sparkline([0, 1, 2, 3, 4, 5, 6, 7], 20), sparkline([0, 0, 1, 1], 2), sparkline([5.0], 9), sparkline([], 9)
     ('▁▂▃▄▅▆▇█', '▁█', '▁', '')
     """
-    heights = BARS if out.encoding.startswith("utf") else ASCII_BARS
     width = min(width, len(values))
     edges = [i * len(values) // width for i in range(width + 1)] if width else [0]
     means = [statistics.fmean(values[a:b]) for a, b in pairwise(edges)]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(heights) - 1) / (high - low) if high > low else 0.0
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     places = ((mean - low) * scale for mean in means)
-    return "".join(heights[round(place) if math.isfinite(place) else 0] for place in places)
+    return "".join(BARS[round(place) if math.isfinite(place) else 0] for place in places)

@@ -28,8 +28,6 @@ from lamina.training.metrics import is_metric, is_percent, with_unit
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 DASHES = ("-", "--", ":", "-.")
-# by whether a rate without a finished run was pruned: the mark in the plot and its legend
-MARKS = {False: ("x", "cross: diverged or not finished"), True: ("v", "triangle: pruned")}
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
 MOST_RATE_LABELS = 7  # below a figure of this width
 STRETCHES = 500  # of a long curve, whose extremes are drawn
@@ -149,35 +147,28 @@ def mean_of_seen(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def draw(axes: Axes, lines: Iterable[tuple[str, Sequence[History]]], metric: Metric, axis: str, unit: Unit) -> None:
-    """Draw every line, a label and a history per seed: the mean, and a band from the minimum to the maximum."""
+    """Draw every line, a label and a history per seed: the mean, and a band from the minimum to the maximum.
+
+    Every round is averaged over the seeds that reached it: one that diverged does not cut the others short.
+    """
     for index, (label, histories) in enumerate(lines):
-        draw_line(axes, histories, metric, axis, label, index, unit.bytes if axis == "bytes" else 1)
+        values = by_round(histories, metric.column) * (100 if metric.percent else 1)
+        drawn = ~np.isnan(values).all(axis=0)  # rounds that some seed reached and evaluated
+        if not drawn.any():  # every seed diverged at once: only the table names them
+            continue
+        seen, x = values[:, drawn], mean_spent(histories, axis)[drawn] / (unit.bytes if axis == "bytes" else 1)
+        bounds_and_mean = np.stack([np.nanmin(seen, axis=0), np.nanmax(seen, axis=0), mean_of_seen(seen)])
+        kept = thinned(bounds_and_mean, STRETCHES)
+        low, high, middle = bounds_and_mean[:, kept]
+        style = look(index)
+        marker = "o" if drawn.sum() == 1 else ""  # a line of one point is invisible
+        axes.fill_between(x[kept], low, high, color=style["color"], alpha=0.15, linewidth=0)
+        axes.plot(x[kept], middle, linewidth=1.8, label=label, marker=marker, **style)
     axes.set_xlabel(axis_title(axis, unit.name))
     axes.grid(alpha=0.25)
     if axis == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(metric.title)
-
-
-def draw_line(
-    axes: Axes, histories: Sequence[History], metric: Metric, axis: str, label: str, index: int, unit: float
-) -> None:
-    """Draw the mean over seeds as a line, minimum to maximum as a band.
-
-    Every round is averaged over the seeds that reached it: one that diverged does not cut the others short.
-    """
-    values = by_round(histories, metric.column) * (100 if metric.percent else 1)
-    drawn = ~np.isnan(values).all(axis=0)  # rounds that some seed reached and evaluated
-    if not drawn.any():  # every seed diverged at once: only the table names them
-        return
-    seen, x = values[:, drawn], mean_spent(histories, axis)[drawn] / unit
-    marker = "o" if drawn.sum() == 1 else ""  # a line of one point is invisible
-    style = look(index)
-    lines = np.stack([np.nanmin(seen, axis=0), np.nanmax(seen, axis=0), mean_of_seen(seen)])
-    kept = thinned(lines, STRETCHES)
-    low, high, middle = lines[:, kept]
-    axes.fill_between(x[kept], low, high, color=style["color"], alpha=0.15, linewidth=0)
-    axes.plot(x[kept], middle, linewidth=1.8, label=label, marker=marker, **style)
 
 
 # --- whole figures -----------------------------------------------------------------------------------------------
@@ -229,8 +220,9 @@ def rates_figure(responses: Sequence[Response]) -> Figure:
     axes.xaxis.set_major_locator(FixedLocator(rates_to_label([rate for rate, _ in tried])))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    kinds = sorted({trial.remark == "pruned" for _, trial in tried if trial.remark})
-    axes.set_xlabel(f"learning rate ({'; '.join([*(MARKS[kind][1] for kind in kinds), 'ring: best'])})")
+    remarks = dict.fromkeys(trial.remark for _, trial in tried if trial.remark)
+    crosses = f"; cross: {' or '.join(remarks)}" if remarks else ""
+    axes.set_xlabel(f"learning rate (ring: best{crosses})")
     axes.set_ylabel(f"best {' or '.join(dict.fromkeys(one.on for one in responses))} {metrics_in(responses)}")
     axes.grid(alpha=0.25)
     _add_legend(figure, axes)
@@ -246,7 +238,7 @@ def _draw_response(axes: Axes, response: Response, style: dict[str, Any]) -> Non
         score = scale * mean(trial.best)
         axes.plot([rate] * 2, [scale * min(trial.best), scale * max(trial.best)], color=colour, linewidth=1)
         if trial.remark:
-            axes.plot(rate, score, MARKS[trial.remark == "pruned"][0], color=colour)
+            axes.plot(rate, score, "x", color=colour)
             continue
         finished.append((rate, score))
         if rate == response.chosen:

@@ -21,14 +21,12 @@ from lamina.experiment.trials.trials import Trial
 from lamina.report.build import Report
 from lamina.report.figures import axis_title, by_round, mean_spent, metrics_of, spent
 from lamina.report.tables import Table, metric_of, unit_of_bytes
-from lamina.report.thinning import extremes, new_bests, thinned
+from lamina.report.thinning import extremes, thinned
 from lamina.training.history import History
 from lamina.training.metrics import is_percent, smaller_is_better, with_unit
 
 GENERATOR = '<meta name="generator" content="lamina report">'  # marks a page as ours, which may be replaced
-MOST_NUMBERS = 100_000  # of all curves together; the curves of longer runs are thinned, so that the page stays small
-POINTS = (100, 500)  # of one run: at least, at most
-MOST_STEPS = 10_000  # of one run in the cost table
+MOST_ROUNDS_DRAWN = 500  # of a curve; longer ones are thinned, so that the page stays small
 
 
 def html(report: Report) -> str:
@@ -58,11 +56,8 @@ def html(report: Report) -> str:
 def page_data(report: Report) -> dict[str, Any]:
     """Return the data that page.js draws."""
     metrics, unit = metrics_of(report.curves), unit_of_bytes(report.curves)
-    runs = sum(len(curve.records) for curve in report.curves)
-    fewest, most = POINTS
-    points = max(fewest, min(most, MOST_NUMBERS // max(1, runs * (len(metrics) + 2))))
     return {
-        "curves": [_curve(curve, [one.column for one in metrics], points, report) for curve in report.curves],
+        "curves": [_curve(curve, [one.column for one in metrics], report) for curve in report.curves],
         "metrics": [metric._asdict() for metric in metrics],
         "axes": {axis: axis_title(axis, unit.name) for axis in ("round", "bytes", "seconds")},
         "unit": unit._asdict(),
@@ -98,18 +93,7 @@ def plotly_js() -> str:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise missing_extra("plotly", "report", "lamina report") from error
-    return parsed_at_once(str(get_plotlyjs()))
-
-
-def parsed_at_once(script: str) -> str:
-    """Return the script with its one big function in parentheses, which tell a browser that it is called at once.
-
-    Otherwise a browser parses it twice, which took a quarter of the time until the page was shown.
-    """
-    opening, closing = (' : this, () => {\n"use strict";', ' : this, (() => {\n"use strict";'), ("\n}));", "\n})));")
-    if script.count(opening[0]) != 1 or not script.rstrip().endswith(closing[0]):
-        return script  # another version of plotly: slower, but correct
-    return script.rstrip().removesuffix(closing[0]).replace(*opening) + closing[1]
+    return str(get_plotlyjs())
 
 
 def embed(data: Any) -> str:
@@ -122,13 +106,14 @@ def html_table(table: Table) -> str:
     return f'<div class="table" data-name="{table.name}">{plain_table(table.head, table.rows)}</div>'
 
 
-def _curve(curve: Trial, columns: Sequence[str], points: int, report: Report) -> dict[str, Any]:
+def _curve(curve: Trial, columns: Sequence[str], report: Report) -> dict[str, Any]:
     histories = [history for history in curve.histories if len(history)]
-    summary = {"label": curve.name, "steps": [_steps(history, report) for history in curve.histories]}
+    summary = {"label": curve.name, "steps": [_steps(history, report.metric) for history in curve.histories]}
     if not histories:
         return {**summary, "seeds": [], "rounds": [], "columns": {}, "bytes": [], "seconds": [], "mean": {}}
     in_all = max(len(history) for history in histories)
-    kept = _drawn_rounds(curve, histories, columns, points, report) if in_all > points else np.arange(in_all)
+    is_long = in_all > MOST_ROUNDS_DRAWN
+    kept = _drawn_rounds(curve, histories, columns, report) if is_long else np.arange(in_all)
     return {
         **summary,
         "seeds": [run.seed for run in curve.records if len(run.history)],
@@ -142,18 +127,15 @@ def _curve(curve: Trial, columns: Sequence[str], points: int, report: Report) ->
 
 
 def _drawn_rounds(
-    curve: Trial, histories: Sequence[History], columns: Sequence[str], points: int, report: Report
+    curve: Trial, histories: Sequence[History], columns: Sequence[str], report: Report
 ) -> NDArray[np.intp]:
     """Return which rounds of a long run are drawn, counted from 0.
 
-    They are evaluated ones with all peaks of the metric, the extremes of the other columns, and the first to reach a
-    target.
+    They are those with peaks of the metric, the extremes of the other columns, and the first to reach a target.
     """
-    metric = metric_of([curve])
-    judged = by_round(histories, metric)
-    evaluated = np.flatnonzero(~np.isnan(judged).all(axis=0))
-    evaluated = evaluated if len(evaluated) else np.arange(judged.shape[1])
-    kept = set(evaluated[thinned(_band(judged[:, evaluated]), points // 4)].tolist())
+    judged = by_round(histories, metric_of([curve]))
+    band = np.stack([np.fmin.reduce(judged), np.fmax.reduce(judged)])
+    kept = set(thinned(band, MOST_ROUNDS_DRAWN // 4).tolist())
     for column in columns:
         kept |= {place for row in by_round(histories, column) for place in extremes(row)}
     for target in report.targets:
@@ -162,25 +144,12 @@ def _drawn_rounds(
     return np.array(sorted(kept), np.intp)
 
 
-def _band(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [2, rounds]: the smallest and the largest value over seeds."""
-    return np.stack([np.fmin.reduce(values), np.fmax.reduce(values)])
-
-
-def _steps(history: History, report: Report) -> list[list[float]]:
-    """Return the rounds with a new best value of the metric, which give rounds-to-target for any target.
-
-    Of more than `MOST_STEPS`, those that lie apart by their value are returned, and those that reach a target of the
-    report.
-    """
-    sign = -1 if smaller_is_better(report.metric) else 1
-    values = history.array(report.metric, optional=True)
-    places = new_bests(sign * values)
-    if len(places) > MOST_STEPS:
-        ranks = sign * values[places]  # ascending
-        wanted = np.concatenate([np.linspace(ranks[0], ranks[-1], MOST_STEPS), sign * np.array(report.targets)])
-        reached = np.unique(np.searchsorted(ranks, wanted))
-        places = places[reached[reached < len(places)]]
+def _steps(history: History, metric: str) -> list[list[float]]:
+    """Return the rounds with a new best value of the metric, which give rounds-to-target for any target."""
+    values = history.array(metric, optional=True)
+    best = np.fmin.accumulate(values) if smaller_is_better(metric) else np.fmax.accumulate(values)
+    _, firsts = np.unique(best, return_index=True)
+    places = np.sort(firsts[~np.isnan(best[firsts])])  # the first values may be NaN
     down, up, seconds = (history.array(name, optional=True) for name in ("bytes_down", "bytes_up", "seconds"))
     with np.errstate(over="ignore"):
         costs = [np.nan_to_num(np.nancumsum(cost)) for cost in (down + up, seconds)]  # JSON has no infinity

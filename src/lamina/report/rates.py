@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ from lamina.experiment.runs.records import Record
 from lamina.experiment.trials.settings import written
 from lamina.experiment.trials.trials import Trial
 from lamina.experiment.trials.tune import Tuning
-from lamina.report.curves import RATE, SEED, algorithm_of, group, identity
+from lamina.report.curves import RATE, SEED, algorithm_of, group
 from lamina.report.tables import NONE, Table, metric_of, score_text
 from lamina.training.metrics import with_unit
 
@@ -23,7 +22,6 @@ class Response:
     label: str
     on: str  # "test" or "validation"
     tried: list[tuple[float, Trial]]
-    elsewhere: tuple[float, ...] = ()  # rates that other runs tried with the same configuration
     metric: str = "accuracy"  # that runs are judged by
     joined: bool = True  # whether only the rate differs, so that a line through the points is meaningful
 
@@ -38,7 +36,7 @@ class Response:
         """Advice if the best rate is the smallest or largest one tried; otherwise empty."""
         if self.chosen is None:
             return f"{self.label}: no learning rate ran to its end"
-        rates = [*self.elsewhere, *(rate for rate, _ in self.tried)]
+        rates = [rate for rate, _ in self.tried]
         if self.chosen not in (min(rates), max(rates)):
             return ""
         way = "smaller" if self.chosen == min(rates) else "larger"
@@ -51,10 +49,6 @@ def responses(runs: Sequence[Record]) -> list[Response]:
     If a comparison tried other settings too, a rate stands for the best of its runs.
     """
     every = []
-    tuned: dict[str, list[float]] = {}
-    for run in runs:
-        if run.tuning:
-            tuned.setdefault(_configuration(run), []).append(run.lr)
     for tuning in (True, False):
         for family in group([run for run in runs if run.tuning is tuning], ignored=_tried_keys):
             by_rate: dict[float, list[Record]] = {}
@@ -64,8 +58,7 @@ def responses(runs: Sequence[Record]) -> list[Response]:
                 metric = metric_of([family])
                 tried = [(lr, _best(same)) for lr, same in sorted(by_rate.items())]
                 on = "validation" if family.records[0].on_validation_data else "test"
-                elsewhere = () if tuning else tuple(tuned.get(_configuration(family.records[0]), ()))
-                every.append(Response(family.name, on, tried, elsewhere, metric))
+                every.append(Response(family.name, on, tried, metric))
     if len({response.on for response in every}) > 1:
         every = [replace(response, label=f"{response.label}, {response.on}") for response in every]
     return every
@@ -84,15 +77,9 @@ def tuning_responses(tuning: Tuning) -> list[Response]:
             same = {key: trial.settings[key] for key in others if key not in ranges}
             by_others.setdefault(written(same) or tuning.title, []).append((trial.settings[RATE], trial))
     return [
-        Response(label, tuning.spec.select, sorted(tried, key=lambda one: one[0]), (), tuning.metric, not ranges)
+        Response(label, tuning.spec.select, sorted(tried, key=lambda one: one[0]), tuning.metric, not ranges)
         for label, tried in by_others.items()
     ]
-
-
-def _configuration(run: Record) -> str:
-    """Return what a comparison's tuning runs have in common with the runs of the chosen settings."""
-    tried = {f"algorithm.{name}" for name in _options_in_grid(run)}
-    return json.dumps(identity(run, {SEED, RATE, "train.rounds", "data.validation", *tried}), sort_keys=True)
 
 
 def _tried_keys(run: Record) -> set[str]:

@@ -34,14 +34,3 @@ def extremes(line: NDArray[np.float64]) -> set[int]:
     if np.isnan(line).all():
         return set()
     return {int(np.nanargmin(line)), int(np.nanargmax(line))}
-
-
-def new_bests(values: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return the places of values that are larger than all before; NaN is none.
-
-    >>> new_bests(np.array([0.1, np.nan, 0.3, 0.2, 0.3, 0.4])).tolist()
-    [0, 2, 5]
-    """
-    ranks = np.where(np.isnan(values), -np.inf, values)
-    before = np.concatenate([[-np.inf], np.maximum.accumulate(ranks)[:-1]])
-    return np.flatnonzero(ranks > before)

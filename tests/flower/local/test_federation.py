@@ -1,7 +1,6 @@
 """A SuperLink and SuperNodes on this machine: their keys, files, port and answers."""
 
 import contextlib
-import socket
 import sys
 
 import pytest
@@ -71,15 +70,6 @@ def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
     with pytest.raises(BadInput, match="is writing to the folder"), local.LocalFederation(tmp_path / "fed", 1):
         pytest.fail("started")
     first.release()
-
-
-def test_a_port_in_use(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        federation = local.LocalFederation(tmp_path / "fed", 1, port=port)
-        with pytest.raises(BadInput, match=f"port {port} is in use"), federation:
-            pytest.fail("started")
-    assert not (tmp_path / "fed").exists()
 
 
 def test_a_follower_and_a_node_that_ended_are_forgotten(tmp_path, monkeypatch):

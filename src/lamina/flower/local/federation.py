@@ -17,7 +17,6 @@ from typing import Any
 
 import httpx
 
-from lamina.base.errors import BadInput
 from lamina.base.text import plural
 from lamina.flower import keys
 from lamina.flower.local import processes
@@ -46,12 +45,11 @@ class LocalFederation:
         nodes: int,
         *,
         secure: bool = True,
-        port: int | None = None,
         say: Callable[[str], None] = lambda line: None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
         self.folder, self.count, self.secure = folder.absolute(), nodes, secure
-        self.port = port or processes.free_port()
+        self.port = processes.free_port()
         self.keys = keys.ServerKeys(self.folder / "keys")
         self.processes = Processes(self.folder, threads=max(1, (os.cpu_count() or 1) // nodes))
         self.node_ids: dict[int, int] = {}  # Flower's number of a node -> number of its client
@@ -76,11 +74,6 @@ class LocalFederation:
 
     def start(self) -> None:
         """Make the keys; start the SuperLink and the nodes; wait until all have joined."""
-        try:
-            processes.free_port(self.port)
-        except OSError as error:
-            wrong = f"port {self.port} is in use: choose another with --port, or none for a free one"
-            raise BadInput(wrong) from error
         self._lock = Lock(keys.private_folder(self.folder))
         self.folder.chmod(0o700)  # also one from before
         for name in ("keys", "superlink"):  # the SuperLink would refuse the nodes of the last start for a minute

@@ -192,9 +192,9 @@ def executable(name: str) -> str:
     return path
 
 
-def free_port(wanted: int = 0) -> int:
-    """Return a port nobody listens on now: the wanted one, or any; raises OSError if the wanted one is in use."""
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((HOST, wanted))
+        probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
