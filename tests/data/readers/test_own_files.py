@@ -88,9 +88,10 @@ def test_a_parquet_table_and_a_file_of_test_data(folder):
         (ROWS, {"client": "hospital"}, "no column 'hospital' (data.client)"),
         (ROWS, {"split": "parts"}, "no column 'parts' (data.split); did you mean 'part'?"),
         (ROWS, {"split": "grade"}, "must say 'train' or 'test', found 'mild'"),
-        (ROWS, {"categorical": []}, "column 'colour' holds text or dates: list it in data.categorical"),
-        (ROWS.replace("40,", "n/a.,"), {}, "column 'age' holds text in row 2 (counted from 1 below the header), "
-         "'n/a.': correct it or drop the row, or list the column in data.categorical"),
+        (ROWS, {"categorical": []}, "column 'colour' holds no number in row 1 (counted from 1 below the header), "
+         "'red', and 4 other rows: "),
+        (ROWS.replace("40,", "n/a.,"), {}, "column 'age' holds no number in row 2 (counted from 1 below the header), "
+         "'n/a.': correct it or drop the row, list the column in data.categorical, or leave it out"),
         (ROWS.replace("green,west", "green,"), {}, "column 'clinic' has a missing value in row 4 (counted from 1 below "
          "the header): fill it, or drop the row"),
         (ROWS, {"features": ["age", "grade"]}, "'grade' is a feature and has another role"),
@@ -104,12 +105,9 @@ def test_a_parquet_table_and_a_file_of_test_data(folder):
         (ROWS[:-20], {}, "column 'part' has a missing value in row 5 (counted from 1 below the header): "),  # it is cut
         (ROWS.replace("80.5", "inf").replace("90.5", "-inf"), {"standardise": True},
          "column 'weight' has an infinite value in row 2 (counted from 1 below the header), and 1 other row: "),
-        (ROWS.replace(",", ";"), {}, "has ';' between its columns: convert it, as with pandas.read_csv('rows.csv', "),
-        (ROWS.replace(",", ";").replace(".", ","), {}, "add decimal=','"),
-        (ROWS.replace("\n", ",\n").replace(",", "\t"), {}, r"sep='\t'"),
-        (ROWS.replace("red", "wei\xdf"), {}, "is not UTF-8 text: convert it, as with pandas.read_csv('rows.csv', "
-         "encoding='latin-1')"),
-        (ROWS.encode("utf-16").decode("latin-1"), {}, "encoding='utf-16'"),
+        (ROWS.replace(",", ";"), {}, "no column 'grade' (data.label) (columns: age;weight;"),
+        (ROWS.replace("red", "wei\xdf"), {}, "not a readable CSV file in UTF-8"),
+        (ROWS.encode("utf-16").decode("latin-1"), {}, "not a readable CSV file in UTF-8"),
         (ROWS + "1,2,3,4,5,6,7,8\n", {}, "not a readable CSV file"),
         (ROWS.replace("test", "train"), {}, "there are no test data"),
         ("\x00\xff", {}, ""),
@@ -142,7 +140,7 @@ def test_test_data_need_the_columns_of_the_training_data(folder):
     (folder / "b.csv").write_text("x,z\n1,0\n")
     assert "b.csv has no column 'y', which a.csv has" in refusal("table", path="a.csv", test="b.csv", label="y")
     (folder / "b.csv").write_text("x,y\n1,0\n?,1\n")
-    with pytest.raises(BadInput, match=r"^b\.csv: column 'x' holds text in row 2 .*, '\?':") as refused:
+    with pytest.raises(BadInput, match=r"^b\.csv: column 'x' holds no number in row 2 .*, '\?':") as refused:
         load("table", path="a.csv", test="b.csv", label="y")
     assert "?" not in refused.value.without_data  # which a federation's server may read
 
