@@ -187,15 +187,15 @@ SOURCES: dict[str, Source] = {
     "cifar10": _cifar_source(
         cifar.CIFAR10,
         "60,000 photographs, 32x32 colour, 10 classes",
-        "cifar-10-binary.tar.gz, or the folder cifar-10-batches-bin/ (data_batch_1.bin to data_batch_5.bin, "
-        "test_batch.bin), or cifar-10-python.tar.gz, or cifar-10-batches-py/",
+        "the folder cifar-10-batches-bin/ (of cifar-10-binary.tar.gz) or cifar-10-batches-py/ (of "
+        "cifar-10-python.tar.gz), unpacked",
         "label",
     ),
     "cifar100": _cifar_source(
         cifar.CIFAR100,
         "60,000 photographs, 32x32 colour, 100 classes in 20 groups (column coarse_label)",
-        "cifar-100-binary.tar.gz, or the folder cifar-100-binary/ (train.bin, test.bin), or cifar-100-python.tar.gz, "
-        "or cifar-100-python/",
+        "the folder cifar-100-binary/ (of cifar-100-binary.tar.gz) or cifar-100-python/ (of cifar-100-python.tar.gz), "
+        "unpacked",
         "fine_label",
     ),
     "tinyimagenet": Source(
