@@ -228,10 +228,8 @@ def test_leaf_users_are_clients(folder, caplog):
         ("", "not valid JSON"),
         (json.dumps(leaf_file(ann=[0, 1]))[:-9], "not valid JSON"),
         ("[]", "lacks the table 'user_data'"),
-        (json.dumps({"users": ["ann"], "user_data": {}}), "user 'ann' has no entry"),
-        (json.dumps({"user_data": {"ann": {"x": [[1]]}}}), "user 'ann' lacks the list 'y'"),
-        (json.dumps({"user_data": {"ann": []}}), "lacks the lists 'x' and 'y'"),
-        (json.dumps(leaf_file(ann=[0, 1]) | {"num_samples": [3]}), "'ann' has 2 labels, but num_samples says 3"),
+        (json.dumps({"user_data": {"ann": {"x": [[1]]}}}), "user 'ann' lacks the list 'x' or 'y'"),
+        (json.dumps({"user_data": {"ann": []}}), "user 'ann' lacks the list 'x' or 'y'"),
         (json.dumps({"user_data": {"ann": {"x": [[1]], "y": []}}}), "1 sample and 0 labels"),
         (json.dumps({"user_data": {"ann": {"x": [[1], [1, 2]], "y": [0, 1]}}}), "not numbers of one shape"),
         (json.dumps({"user_data": {"bob": {"x": ["to be", "or not"], "y": [1, 1]}}}), "x holds text"),
@@ -414,9 +412,6 @@ def test_sequences_of_a_hugging_face_data_set_are_padded(folder, fake_datasets):
     assert load("hub", **options, label="tokens").test.y.tolist() == [[2, 9, -100], [4, 4, -100]]
     fake_datasets["us/texts"] = {"train": parts["train"], "test": FakeHubSplit({"tokens": [[1.5]], "kind": ["cat"]})}
     assert load("hub", **options, label="kind").train.x.dtype == torch.float32
-    fake_datasets["us/texts"]["train"].columns["tokens"] = [[1.5, 2.5], [0.5, 0.5]]
-    message = "the samples of train and test have 2 and 1 numbers; give both the same"
-    assert message in refusal("hub", **options, label="kind")
     fake_datasets["us/texts"]["train"].columns["tokens"] = [[[1.5, 2.5]], [0.5]]
     assert "not an array of numbers of one shape" in refusal("hub", **options, label="kind")
 

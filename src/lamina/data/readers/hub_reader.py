@@ -11,7 +11,7 @@ import numpy as np
 from lamina.base.errors import BadInput, missing_extra, nearest
 from lamina.base.paths import checked_path
 from lamina.data import hub
-from lamina.data.convert import convert, refuse_other_lengths
+from lamina.data.convert import convert
 from lamina.data.dataset import Splits
 from lamina.data.readers.labels import Task, make_splits, mark_test_rows
 from lamina.objective.losses import IGNORED
@@ -82,12 +82,6 @@ def read(
     feature = parts[0].features.get(label)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of every token, or of the sample
     padded = {name: convert(path, f"the column '{name}'" if name else "the features", x[name]) for name in x}
-    refuse_other_lengths(path, padded)
-    for mask in [each.mask for each in padded.values() if len(parts) == 2 and each.mask is not None]:
-        lengths = [set(mask[rows].sum(1).tolist()) for rows in (~is_test, is_test)]
-        if len(lengths[0]) == len(lengths[1]) == 1:  # a table with other columns, not sequences
-            numbers = f"{lengths[0].pop()} and {lengths[1].pop()} numbers"
-            raise BadInput(f"{path}: the samples of {train} and {test} have {numbers}; give both the same")
     values = {name: each.values.numpy() for name, each in padded.items()}
     masks = {name: each.mask for name, each in padded.items() if each.mask is not None}
     return make_splits(

@@ -96,7 +96,7 @@ def _read_all(place: Path) -> Samples:
 
 
 def _read_file(file: Path) -> Mapping[str, Any]:
-    """Return the table ``user_data`` of one file, after checking that it lists the users of the file."""
+    """Return the table ``user_data`` of one file."""
     refuse_special(file)
     try:
         content = json.loads(file.read_bytes())
@@ -105,27 +105,14 @@ def _read_file(file: Path) -> Mapping[str, Any]:
     users = content.get("user_data") if isinstance(content, dict) else None
     if not isinstance(users, dict):
         raise BadInput(f"{file} is not in LEAF's format: it lacks the table 'user_data'")
-    named = content.get("users", [])
-    if not isinstance(named, list) or not all(isinstance(user, str) for user in named):
-        raise BadInput(f"{file}: 'users' must be a list of names, as in LEAF's files: correct it, or leave it out")
-    missing = [user for user in named if user not in users]
-    if missing:
-        raise BadInput(f"{file}: user {short_repr(missing[0])} has no entry in 'user_data': the file is incomplete")
-    counts = content.get("num_samples")
-    for user, count in zip(named, counts if isinstance(counts, list) else [], strict=False):
-        _, labels = _samples(file, user, users[user])
-        if len(labels) != count:
-            found = f"user {short_repr(user)} has {plural(len(labels), 'label')}"
-            raise BadInput(f"{file}: {found}, but num_samples says {short_repr(count)}")
     return users
 
 
 def _samples(file: Path, user: str, samples: Any) -> tuple[list[Any], list[Any]]:
-    given = samples if isinstance(samples, dict) else {}
-    missing = [f"'{key}'" for key in ("x", "y") if not isinstance(given.get(key), list)]
-    if missing:
-        raise BadInput(f"{file}: user '{user}' lacks the list{'s' * (len(missing) > 1)} {' and '.join(missing)}")
-    if len(samples["x"]) != len(samples["y"]):
-        counts = f"{plural(len(samples['x']), 'sample')} and {plural(len(samples['y']), 'label')}"
+    x, y = (samples.get(key) if isinstance(samples, dict) else None for key in ("x", "y"))
+    if not isinstance(x, list) or not isinstance(y, list):
+        raise BadInput(f"{file}: user '{user}' lacks the list 'x' or 'y'")
+    if len(x) != len(y):
+        counts = f"{plural(len(x), 'sample')} and {plural(len(y), 'label')}"
         raise BadInput(f"{file}: user '{user}' has {counts}; give one label each")
-    return samples["x"], samples["y"]
+    return x, y
