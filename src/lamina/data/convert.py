@@ -99,7 +99,7 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
         if values and _is_sequence(values[0]) and len({len(item) if _is_sequence(item) else -1 for item in values}) > 1:
             return _pad(name, what, values, fill)
         if values and hasattr(values[0], "convert"):
-            values = stack_pictures(values, len(values), f"{name}: {what}")
+            values = stack_pictures(values, len(values), lambda i: f"{name}: {what}: image {i}")
     try:
         array = np.asarray(values)
         if array.size and array.dtype.kind in "OUS" and isinstance(array.flat[0], str | bytes):
