@@ -84,14 +84,14 @@ def test_a_diverged_seed_does_not_shorten_the_picture():
     assert "band: min to max over seeds" in figure.axes[0].get_legend().get_title().get_text()
 
 
-def test_the_table_fits_eighty_columns():
+def test_the_table_fits_eighty_columns(tmp_path):
     names = [dataclasses.replace(entry([0.1, 0.95], [0.2, 0.99]), name=name) for name in algorithms.registry()]
     console = Console(width=80, file=io.StringIO(), color_system=None)
     console.print(comparison_table(names, 0.9, console))
     text = console.file.getvalue()
     assert all(f"{name} " in text for name in algorithms.registry())
     assert "97.0±2.8" in text
-    save_picture(comparison_figure(names, "all of them"), io.BytesIO())
+    save_picture(comparison_figure(names, "all of them"), tmp_path / "all.png")
 
 
 def test_a_warning_of_several_runs_is_printed_once(here, capsys):
