@@ -18,7 +18,7 @@ from lamina.base import rng
 from lamina.base.errors import BadInput, nearest
 from lamina.base.limits import MOST_CLIENTS, check_count, check_number
 from lamina.base.registry import create_named, refuse_unknown_options
-from lamina.base.text import listed, plural
+from lamina.base.text import plural
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Indices, Labels, Parts, stable_order
 
@@ -332,12 +332,8 @@ class ByColumn:
         try:
             values, owner = np.unique(columns[self.column], return_inverse=True)
         except TypeError as error:
-            kinds: dict[str, int] = {}
-            for number, value in enumerate(columns[self.column]):
-                kinds.setdefault(type(value).__name__, number)
-            found = listed([f"{kind} (sample {number})" for kind, number in kinds.items()])
             raise BadInput(
-                f"by-column: column '{self.column}' mixes kinds of values or misses some: {found}; make them all text "
+                f"by-column: column '{self.column}' mixes kinds of values or misses some ({error}); make them all text "
                 "or all numbers, and fill or drop the samples that miss one"
             ) from error
         if owner.ndim != 1 or owner.size == 0:

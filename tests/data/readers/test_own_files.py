@@ -452,7 +452,7 @@ def test_the_installed_datasets_package(folder):
     for column, message in (
         ("pixels", "column 'pixels' has no value in sample 3"),
         ("kind", "column 'kind' has no value in sample 3"),
-        ("site", "the column 'site' (data.client) must hold a number or a text for every sample"),
+        ("site", "has no column 'site' (data.client) with a number or text in every sample"),
     ):
         save(f"no_{column}", [*rows[:3], rows[3] | {column: None}, *rows[4:]])
         assert message in refusal("hub", path=f"no_{column}", **options)

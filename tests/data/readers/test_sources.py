@@ -9,9 +9,10 @@ import torch
 
 from data_setup import FakeHubSplit, one_line, pictures
 from lamina.base.errors import BadInput
-from lamina.data import SOURCES, load
+from lamina.data import load
 from lamina.data.readers import cifar
 from lamina.data.readers.files import data_directory
+from lamina.data.readers.sources import SOURCES
 
 
 def test_digits_keep_their_seventeen_grey_levels():

@@ -60,15 +60,11 @@ def read(
     y: list[Any] = []
     columns = []
     for part in parts:
-        if client is not None and client not in part.column_names:
-            known = ", ".join(part.column_names)
-            raise BadInput(
-                f"{path} has no column '{client}' (data.client){nearest(client, part.column_names)} ({known})"
-            )
         options = ("data.features", "data.label")
         inputs, labels, others, _ = hub.arrays(part, features, label, options=options)
         if client is not None and (client not in others or any(value is None for value in others[client])):
-            raise BadInput(f"{path}: the column '{client}' (data.client) must hold a number or a text for every sample")
+            hint = nearest(client, set(part.column_names) - {client})
+            raise BadInput(f"{path} has no column '{client}' (data.client) with a number or text in every sample{hint}")
         for name, values in (inputs if isinstance(inputs, dict) else {"": inputs}).items():
             x.setdefault(name, []).extend(values)
         y += labels
