@@ -22,15 +22,15 @@ def is_hub_dataset(data: Any) -> bool:
     return hasattr(data, "column_names") and hasattr(data, "with_format")
 
 
-def fetch(repository: str, *subset: str) -> Mapping[str, Any] | None:
-    """Return all splits of a data set on the hub (or in its local cache); None if `datasets` is not installed.
+def fetch(repository: str, *subset: str) -> Mapping[str, Any]:
+    """Return all splits of a data set on the hub (or in its local cache).
 
     `subset` is the name of the configuration, for a data set that has several.
     """
     try:
         from datasets import load_dataset
-    except ImportError:
-        return None
+    except ImportError as error:
+        raise missing_extra("datasets", "hub", f"downloading {repository}") from error
     try:
         splits: Mapping[str, Any] = load_dataset(repository, *subset)
     except Exception as error:  # offline, refused, moved: each layer below has its own exceptions

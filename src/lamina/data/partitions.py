@@ -76,17 +76,9 @@ class _Dealt:
         samples: int | None = None,
     ) -> Parts:
         """Share the samples; see `Partition.split`."""
-        if labels is None and self.needs_labels:
-            raise BadInput(f"{self.name}: regression data and maps have no class per sample; use iid or by-column")
-        if labels is None:
-            if samples is None:
-                raise BadInput(f"{self.name}: without labels, say how many samples there are (samples=...)")
-            labels = np.zeros(samples, np.int64)
-        labels = np.asarray(labels)
-        if self.needs_labels and (labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer)):
-            raise BadInput(f"{self.name}: labels must be one integer per sample")
-        if clients is None:
-            raise BadInput(f"{self.name}: say how many clients share the data")
+        if self.needs_labels and (labels is None or np.ndim(labels) != 1 or np.asarray(labels).dtype.kind not in "iu"):
+            raise BadInput(f"{self.name} needs one class per sample, which regression data and maps lack; use iid")
+        labels = np.zeros(samples or 0, np.int64) if labels is None else np.asarray(labels)
         clients = check_count(f"{self.name}: clients", clients, MOST_CLIENTS)
         if clients > len(labels):
             raise BadInput(

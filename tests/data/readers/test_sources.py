@@ -101,7 +101,7 @@ def test_a_hub_set_of_another_layout_is_explained(tmp_path, fake_hub):
     with pytest.raises(BadInput, match=r"zh-plus/tiny-imagenet has no split 'valid' \(splits: train\)"):
         load("tinyimagenet", tmp_path)
     fake_hub.splits["valid"] = FakeHubSplit({"image": pictures("L"), "label": [0]})
-    with pytest.raises(BadInput, match="need 1 values"):  # a colour set cannot be grey
+    with pytest.raises(BadInput, match="need 1 value each"):  # a colour set cannot be grey
         load("tinyimagenet", tmp_path)
 
 

@@ -55,13 +55,10 @@ class Release:
     train: tuple[PublishedFile, ...]
     test: tuple[PublishedFile, ...]
     decode: Callable[[Sequence[Content], int], Arrays]  # of the files of one part, and the number of classes
-    other_folders: tuple[str, ...] = ()
-    compressed: bool = False  # whether the files themselves may be compressed with gzip
 
     def find(self, root: Path, name: str) -> Place | None:
         """Return the first folder that holds any of the files, below `root` or its folder `name`."""
-        home = root / name
-        for folder in (home / self.folder, home, *(root / other for other in (self.folder, *self.other_folders))):
+        for folder in (root / name / self.folder, root / name, root / self.folder):
             missing = [file.name for file in self.files if not self.path(folder, file).is_file()]
             if len(missing) < len(self.files):
                 return Place(folder, missing)
@@ -75,7 +72,7 @@ class Release:
     def path(self, folder: Path, file: PublishedFile) -> Path:
         """Return the path of a file in a folder; the compressed file comes first."""
         compressed = folder / f"{file.name}.gz"
-        return compressed if self.compressed and compressed.is_file() else folder / file.name
+        return compressed if compressed.is_file() else folder / file.name
 
     def read(self, place: Place) -> dict[str, Content]:
         """Return the contents of all files, by name. Their checksum is verified before they are decompressed."""

@@ -102,8 +102,6 @@ def _load(root: Path, path: str, subset: str | None, online: bool) -> Mapping[st
     if not online:
         raise BadInput(f"{path} is on the Hugging Face hub, which is not asked here")
     try:
-        splits = hub.fetch(path, *([subset] if subset else []))
+        return hub.fetch(path, *([subset] if subset else []))
     except BadInput as error:
         raise BadInput(f"{error}, and there is no such folder here") from error
-    assert splits is not None  # `datasets` is installed
-    return splits
