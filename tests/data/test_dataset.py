@@ -163,7 +163,7 @@ def test_hub_columns_can_be_named_and_mistakes_are_explained():
         with pytest.raises(BadInput, match=message) as refused:
             as_dataset(split, **options)
         one_line(refused)
-    with pytest.raises(BadInput, match="resize the images"):
+    with pytest.raises(BadInput, match="give all pictures one size"):
         as_dataset(FakeHubSplit({"image": pictures("L") + pictures("L", size=(5, 5)), "label": [0, 1]}))
     with pytest.raises(BadInput, match="empty"):
         as_dataset(FakeHubSplit({"image": [], "label": []}))

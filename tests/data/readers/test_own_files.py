@@ -188,7 +188,7 @@ def test_damaged_pictures(folder):
     picture.write_bytes(b"")
     assert "1.png is not a readable picture" in refusal("images", path="pets")
     pictures("L", size=(9, 9))[0].save(picture)
-    assert "data.size = [height, width] resizes them" in refusal("images", path="pets")
+    assert "data.size = [height, width] resizes those of files" in refusal("images", path="pets")
     (folder / "pets" / "bird").mkdir()
     assert "bird' holds no pictures" in refusal("images", path="pets")
     assert "must be a height and a width" in refusal("images", path="pets", size=[3])
@@ -231,8 +231,8 @@ def test_leaf_users_are_clients(folder, caplog):
         (json.dumps({"user_data": {"ann": {"x": [[1]]}}}), "user 'ann' lacks the list 'x' or 'y'"),
         (json.dumps({"user_data": {"ann": []}}), "user 'ann' lacks the list 'x' or 'y'"),
         (json.dumps({"user_data": {"ann": {"x": [[1]], "y": []}}}), "1 sample and 0 labels"),
-        (json.dumps({"user_data": {"ann": {"x": [[1], [1, 2]], "y": [0, 1]}}}), "not numbers of one shape"),
-        (json.dumps({"user_data": {"bob": {"x": ["to be", "or not"], "y": [1, 1]}}}), "x holds text"),
+        (json.dumps({"user_data": {"ann": {"x": [[1], [1, 2]], "y": [0, 1]}}}), "x have different lengths"),
+        (json.dumps({"user_data": {"bob": {"x": ["to be", "or not"], "y": [1, 1]}}}), "x is not an array of numbers"),
         (json.dumps({"user_data": {}}), "holds no samples"),
         (json.dumps(leaf_file(ann=[0, 0])), "the class '1' appears only in the test data"),
     ],
@@ -372,7 +372,7 @@ def test_a_hugging_face_data_set_with_mapped_columns(folder, fake_datasets):
     assert (train.x.dtype, train.columns["site"].tolist()) == (torch.float32, ["a", "b", "a", "a", "b"])
     assert len(load("hub", **options).test) == 1  # no split named test: a fifth is held out
     assert "no split 'evl'; did you mean 'eval'?" in refusal("hub", **options, test="evl")
-    assert "no column 'sight' (data.client); did you mean 'site'?" in refusal("hub", **options | {"client": "sight"})
+    assert "in every sample; did you mean 'site'?" in refusal("hub", **options | {"client": "sight"})
     assert "no column 'kin'" in refusal("hub", **options | {"label": "kin"})
     assert "did not deliver us/cows (no data set us/cows), and there is no such folder here" in refusal(
         "hub", path="us/cows"

@@ -47,21 +47,10 @@ def read(
     place, train, held_out = read_own_parts(root, path, test, _read_all)
     x, y, users = [mine + others for mine, others in zip(train, held_out or ([], [], []), strict=True)]
     is_test = mark_test_rows(str(place), len(train[1]), None if held_out is None else len(held_out[1]), test)
-    if any(isinstance(sample, str) for sample in x):
-        raise BadInput(f"{place}: x holds text: number it in a function of your own (data.name = 'my_module:load')")
-    mask = None
-    try:
-        if tokens:
-            values, mask = convert(str(place), "x", x)
-            inputs = values.numpy()
-        else:
-            inputs = np.asarray(x, dtype=np.float32)
-    except OverflowError as error:
-        raise BadInput(f"{place}: x holds a whole number that is too large for float32; scale or drop it") from error
-    except (TypeError, ValueError) as error:
-        raise BadInput(
-            f"{place}: the samples of x are not numbers of one shape; token ids need data.tokens = true"
-        ) from error
+    values, mask = convert(str(place), "x", x)
+    if mask is not None and not tokens:
+        raise BadInput(f"{place}: the samples of x have different lengths; token ids need data.tokens = true")
+    inputs = values.numpy() if tokens else values.numpy().astype(np.float32)
     if shape is not None:
         try:
             inputs = inputs.reshape(len(inputs), *shape)
