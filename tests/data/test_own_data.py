@@ -280,10 +280,14 @@ def test_pandas_rows_in_another_order_are_refused(make):
     assert make(x, y.reset_index(drop=True)).y.tolist() == [0, 1]  # other labels: by place
 
 
-def test_minus_one_hundred_is_no_class_of_a_map():
-    data = lamina.Dataset(torch.zeros(2, 1, 2, 2), torch.tensor([[[0, -100], [1, 1]]] * 2))
+def test_another_ignored_value_is_stored_as_minus_one_hundred():
+    data = lamina.Dataset(torch.zeros(2, 1, 2, 2), torch.tensor([[[0, 255], [1, 1]]] * 2), ignore_index=255)
     assert data.classes == 2
+    assert data.y[0].tolist() == [[0, -100], [1, 1]]
     assert data.labels is None
+    for y in (torch.tensor([0, 255]), torch.tensor([[0.0, -1.0], [1.0, 0.0]])):  # where it would have no effect
+        with pytest.raises(lamina.BadInput, match="ignore_index is for integer maps"):
+            lamina.Dataset(torch.zeros(2, 3), y, ignore_index=255)
 
 
 def test_a_function_may_return_token_labels_of_different_length():

@@ -129,7 +129,7 @@ def one_number(outputs, targets):
     (lambda: simulate(linear(1), (X, Y), loss="bce"), "bce needs targets from 0 to 1, .* such as 2: .* -100"),
     (lambda: simulate(linear(3), (X, Y + 1)), "classes are numbered from 0, and the labels start at 1"),
     (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4) + 1)), "classes are numbered from 0"),
-    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4) - 1)), "but -1; .*-100"),
+    (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4) - 1)), "but -1; .*-100, or ignore_index=-1"),
     (lambda: simulate(conv(3), (draw(12, 2, 4, 4), integers(3, 12, 4, 4).double())), r"y\.astype\('int64'\)"),
     (lambda: simulate(linear(3), (X, Y - 1)), "but -1; if it marks a missing label, drop the sample"),
     (lambda: simulate(linear(3), (X, torch.where(draw(12, 3) > 1, torch.nan, 1.0)), loss="bce"), "holds nan; .*-100"),

@@ -45,6 +45,7 @@ class Dataset:
         name: The name of the data in messages and tables.
         columns: Further values per sample, such as the writer of a digit, to split by (`ByColumn`).
         class_names: The names of the classes, by number; the sorted text labels unless given.
+        ignore_index: The integer target that does not count in maps; stored as -100.
         mask: [n, length] bool, true where a padded sequence holds values; a forward pass with a parameter
             `attention_mask`, `mask` or `lengths` that the inputs do not name receives it. Of several inputs, a dict of
             masks by the input's name or place: `<input>_mask` and so on receive each, `mask` only one that is the same
@@ -63,6 +64,7 @@ class Dataset:
     name: str = "data"
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     class_names: Sequence[str] | None = None
+    ignore_index: int = IGNORED
     mask: Any = None
     column_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     labels_are_names: bool = False
@@ -104,6 +106,11 @@ class Dataset:
         self._check_images()
 
     def _check_labels(self) -> None:
+        if self.ignore_index != IGNORED and (self.y.is_floating_point() or self.y.dim() < 2):
+            raise BadInput(
+                f"{self.name}: ignore_index is for integer maps [n, ...], and y has shape {list(self.y.shape)} and "
+                f"dtype {self.y.dtype}; drop samples without a label, or give missing ones as -100 with loss='bce'"
+            )
         if self.y.is_floating_point():
             if self.classes is not None:
                 raise BadInput(
@@ -112,6 +119,9 @@ class Dataset:
                 )
             return
         labels = self.y.to(torch.int64)
+        if self.ignore_index != IGNORED:
+            labels = torch.where(labels == self.ignore_index, IGNORED, labels)
+            object.__setattr__(self, "ignore_index", IGNORED)
         largest = max(0, int(labels.max())) if labels.numel() else 0
         named = None if self.class_names is None else len(self.class_names)
         classes = int(self.classes) if self.classes is not None else named or largest + 1
@@ -126,7 +136,7 @@ class Dataset:
             valid = f"0..{classes - 1}" if self.classes is not None else "0, 1, 2, ..."
             rule = f"{self.name}: the label of sample {int(bad[0, 0])} is not one of {valid}"
             value = int(labels[is_wrong][0])
-            missing = "give it as -100" if labels.dim() > 1 else "drop the sample"
+            missing = f"give it as -100, or ignore_index={value}" if labels.dim() > 1 else "drop the sample"
             advice = f"if it marks a missing label, {missing}; for regression, give floats"
             raise BadInput(f"{rule}, but {value}; {advice}", without_data=rule)
         object.__setattr__(self, "y", labels)

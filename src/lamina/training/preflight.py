@@ -120,7 +120,10 @@ def check_fit(objective: Objective, data: Dataset, name: str, rows: int) -> bool
         if 0 < lowest < classes and outputs.dim() > 1 and classes - lowest <= outputs.shape[axis]:
             hint = f"; classes are numbered from 0, and the labels start at {lowest}: subtract {lowest}"
         elif data.y.dim() > 1:
-            hint = f"; if {classes - 1} marks what to ignore, give it as -100"
+            hint = (
+                f"; if {classes - 1} marks what to ignore, give a Dataset(x, y, ignore_index={classes - 1}), or "
+                f"data.ignore_index = {classes - 1} in a file"
+            )
         raise BadInput(
             f"the model's outputs have shape {shape} a sample, but the {name} labels go up to {classes - 1}: it needs "
             f"{classes}{hint}",

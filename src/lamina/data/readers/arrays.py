@@ -14,6 +14,7 @@ from lamina.base.text import listed, plural
 from lamina.data.dataset import Splits
 from lamina.data.readers.files import own_path
 from lamina.data.readers.labels import Task, make_splits, mark_test_rows
+from lamina.objective.losses import IGNORED
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -26,6 +27,7 @@ def read(
     label: str = "y",
     test: str | float | None = None,
     task: Task | None = None,
+    ignore_index: int = IGNORED,
     client: str | None = None,
 ) -> Splits:
     """Read arrays.
@@ -40,6 +42,7 @@ def read(
         label: The name of the array with the labels or targets.
         test: A file with the test data, or the fraction of the samples to hold out: 0.2 if there is no ``x_test``.
         task: ``classification`` or ``regression``; regression for floats if None, even whole ones.
+        ignore_index: The integer that marks pixels or tokens without a label.
         client: The name of the array that names the client of every training sample.
     """
     file = own_path(root, path)
@@ -67,7 +70,7 @@ def read(
     is_test = mark_test_rows(where, samples, None if held_out is None else len(held_out[features]), test)
     x, y = (_joined(where, name, arrays, held_out) for name in (features, label))
     y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
-    splits = make_splits(where, x, y, is_test, task=task, name=file.stem)
+    splits = make_splits(where, x, y, is_test, task=task, ignore_index=ignore_index, name=file.stem)
     others = {n: v for n, v in arrays.items() if n not in (features, label) and v.shape == (samples,)}
     columns = {name: values[~is_test[:samples]] for name, values in others.items()}
     return splits._replace(train=dataclasses.replace(splits.train, columns=columns))

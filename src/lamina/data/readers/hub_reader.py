@@ -14,6 +14,7 @@ from lamina.data import hub
 from lamina.data.convert import convert
 from lamina.data.dataset import Splits
 from lamina.data.readers.labels import Task, make_splits, mark_test_rows
+from lamina.objective.losses import IGNORED
 
 SAVED_MARKS = ("dataset_dict.json", "state.json")  # files that `save_to_disk` writes
 
@@ -28,6 +29,7 @@ def read(
     train: str = "train",
     test: str | float | None = None,
     task: Task | None = None,
+    ignore_index: int = IGNORED,
     client: str | None = None,
     online: bool = True,
 ) -> Splits:
@@ -46,6 +48,7 @@ def read(
         test: The split with the test data, or the fraction of the training data to hold out; if None, the split
             ``test``, else 0.2.
         task: ``classification`` or ``regression``; regression for floats if None, even whole ones.
+        ignore_index: The integer that marks pixels or tokens without a label.
         client: The column that names the client of every sample.
         online: Whether the hub may be asked.
     """
@@ -79,7 +82,7 @@ def read(
     masks = {name: each.mask for name, each in padded.items() if each.mask is not None}
     return make_splits(
         path, values.get("", values), y, is_test, mask=masks.get("", masks) if masks else None, task=task,
-        columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
+        ignore_index=ignore_index, columns=kept, class_names=tuple(names) if names else None, name=Path(path).name,
     )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ def make_splits(
     class_names: tuple[str, ...] | None = None,
     name: str = "data",
     mask: Any = None,
+    ignore_index: int = IGNORED,
 ) -> Splits:
     """Return training and test data from all samples.
 
@@ -64,6 +65,7 @@ def make_splits(
         class_names: the names of the classes, if y is numbered already.
         name: the name of the data.
         mask: where padded inputs hold values [n, length], or several by name.
+        ignore_index: the integer target that does not count in maps, beside -100.
     """
     if is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
@@ -89,7 +91,8 @@ def make_splits(
         masks = None if mask is None else map_batch(choose, mask)
         data = Dataset(
             map_batch(choose, inputs), targets[rows], classes,
-            name=name, columns=kept, class_names=class_names, mask=masks, labels_are_names=are_names,
+            name=name, columns=kept, class_names=class_names, ignore_index=ignore_index, mask=masks,
+            labels_are_names=are_names,
         )  # fmt: skip
         splits.append(data)
     return refuse_unseen_classes(where, Splits(*splits))
