@@ -93,7 +93,7 @@ def test_the_table_fits_eighty_columns(monkeypatch):
     text = console.file.getvalue()
     assert all(f"{name} " in text for name in algorithms.registry())
     assert "97.0±2.8" in text
-    save_picture(comparison_figure(names, "all of them"), io.BytesIO())
+    save_picture(comparison_figure(names, "all of them"), tmp_path / "all.png")
 
 
 def test_a_warning_of_several_runs_is_printed_once(here, capsys):

@@ -111,13 +111,9 @@ def test_an_incomplete_set_is_named():
         ("mnist", "mnist/train-labels-idx1-ubyte.gz", "mnist"),
         ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte", "FashionMNIST/raw"),
         *[
-            (files.name, file, place)
+            (files.name, f"{release.folder}/{release.test[0].name}", release.folder)
             for files in (cifar.CIFAR10, cifar.CIFAR100)
             for release in files.releases
-            for file, place in (
-                (f"{release.folder}/{release.test[0].name}", release.folder),
-                (f"{files.name}/{release.archive}", f"{files.name}/{release.archive}"),
-            )
         ],
         ("tinyimagenet", f"tinyimagenet/{tinyimagenet.FOLDER}/wnids.txt", f"tinyimagenet/{tinyimagenet.FOLDER}"),
     ],

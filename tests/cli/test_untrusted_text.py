@@ -218,7 +218,7 @@ def test_a_fifo_among_the_images_is_refused_not_waited_for(tmp_path, monkeypatch
 def test_a_model_must_be_a_class_or_a_function(here, capsys):
     (here / "made.py").write_text("import torch\nnet = torch.nn.Linear(64, 10)\n")
     assert call("run", "small.toml", "--set", "model.name=made:net") == 2
-    assert "is an instance of Linear: name its class" in one_line(capsys)
+    assert "is an instance of Linear: name a class" in one_line(capsys)
 
 
 @pytest.mark.parametrize("command", [["-m", "lamina"], ["-c", "import sys; sys.argv[0] = 'lamina'\n"

@@ -62,14 +62,14 @@ TWO = torch.tensor([0, 1])
         (lambda: Dataset(torch.zeros(2, 1), torch.tensor([0.0, float("nan")])), "sample 1 of y"),
         (lambda: Dataset(torch.zeros(2, 1, dtype=torch.complex64), TWO), "complex"),
         (lambda: Dataset(torch.zeros(2, 32, 32, 3, dtype=torch.uint8), TWO), "channels-last"),
-        (lambda: Dataset(GREY, TWO, mean=(0.5,)), "both mean and std"),
-        (lambda: Dataset(GREY, TWO, mean=(0.5, 0.5), std=(1.0, 1.0)), "need 1 values"),
-        (lambda: Dataset(GREY, TWO, mean=(0.5,), std=(0.0,)), "std positive"),
+        (lambda: Dataset(GREY, TWO, mean=(0.5,)), "mean and std need 1 value each"),
+        (lambda: Dataset(GREY, TWO, mean=(0.5, 0.5), std=(1.0, 1.0)), "mean and std need 1 value each"),
+        (lambda: Dataset(GREY, TWO, mean=(0.5,), std=(0.0,)), r"std > 0, found \(0.5,\) and \(0.0,\)"),
         (lambda: Dataset(GREY.float(), TWO, mean=(0.5,), std=(1.0,)), "normalise it before"),
         (lambda: Dataset(GREY, TWO, columns={"user": np.zeros(3)}), "column 'user' has 3 values for 2"),
-        (lambda: Dataset(GREY, TWO).subset([2]), "index 2 is not in 0..1"),
-        (lambda: Dataset(GREY, TWO).subset([]), "non-empty"),
-        (lambda: Dataset(GREY, TWO).subset([0.5]), "integer"),
+        (lambda: Dataset(GREY, TWO).subset([2]), "indices from 0 to 1"),
+        (lambda: Dataset(GREY, TWO).subset([]), "a list of sample indices"),
+        (lambda: Dataset(GREY, TWO).subset([0.5]), "a list of sample indices"),
         (lambda: Dataset(GREY, TWO).holdout(0.0, 0), "test data empty"),
         (lambda: Dataset(GREY, TWO).holdout(0.1, 0), "test data empty"),
         (lambda: Dataset(GREY, TWO).holdout(float("nan"), 0), "test data empty"),
@@ -163,7 +163,7 @@ def test_hub_columns_can_be_named_and_mistakes_are_explained():
         with pytest.raises(BadInput, match=message) as refused:
             as_dataset(split, **options)
         one_line(refused)
-    with pytest.raises(BadInput, match="resize the images"):
+    with pytest.raises(BadInput, match="give all pictures one size"):
         as_dataset(FakeHubSplit({"image": pictures("L") + pictures("L", size=(5, 5)), "label": [0, 1]}))
     with pytest.raises(BadInput, match="empty"):
         as_dataset(FakeHubSplit({"image": [], "label": []}))

@@ -6,8 +6,7 @@ import torch
 
 from lamina.base import rng
 from lamina.base.errors import BadInput
-from lamina.data import Augment, augment, prepare
-from lamina.data.feed import training_inputs
+from lamina.data.feed import Augment, augment, prepare, training_inputs
 
 
 def words(seed: int, *shape: int) -> torch.Tensor:

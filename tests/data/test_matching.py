@@ -90,12 +90,9 @@ def test_names_of_columns_that_were_replaced_do_not_count():
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (
-            ["a", "c"],
-            "^x of the test data lacks the column 'b' of the training data.*: give both the same columns, or ",
-        ),
-        (["a", "b", "c"], "^x of the test data has a column 'c', which the training data lack: give both the same"),
-        ([0, 1], "lacks the column 'a'"),
+        (["a", "c"], r"^x of the test data has other columns .* \('b'\): give both the same columns, or "),
+        (["a", "b", "c"], r"^x of the test data has other columns .* \('c'\): give both the same columns, or "),
+        ([0, 1], r"has other columns .* \('a'\)"),
     ],
 )
 def test_other_columns_are_refused(columns, message):
@@ -108,7 +105,7 @@ def test_other_columns_are_refused(columns, message):
 def test_two_columns_of_one_name_in_another_order_are_refused():
     table, _ = tables()
     train, test = (type(table)(np.ones((12, 3), "float32"), columns=list(names)) for names in ("aab", "aba"))
-    with pytest.raises(lamina.BadInput, match="another order than the training data, and 'a' is the name of two"):
+    with pytest.raises(lamina.BadInput, match=r"or two of one name \('a'\)"):
         simulate((train, LABELS), (test, LABELS), nn.Linear(3, 3))
     simulate((train, LABELS), (train, LABELS), nn.Linear(3, 3))
 

@@ -280,21 +280,6 @@ def test_pandas_rows_in_another_order_are_refused(make):
     assert make(x, y.reset_index(drop=True)).y.tolist() == [0, 1]  # other labels: by place
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        ({"attention_mask": [[1, 1, 1], [1]]}, "'attention_mask' of sample 1 has 1 value for 2 of 'input_ids'"),
-        ({"attention_mask": [[1, 1], [1, 1]]}, "'attention_mask' of sample 0 has 2 values for 3 of 'input_ids'"),
-        ({"input_ids_mask": [[1, 1, 1, 1], [1, 1]]}, "'input_ids_mask' of sample 0 has 4 values for 3 of 'input_ids'"),
-    ],
-)
-def test_a_mask_has_one_value_for_every_token(mask, message):
-    with pytest.raises(lamina.BadInput, match=message):
-        lamina.Dataset({"input_ids": [[5, 6, 7], [8, 9]], **mask}, [0, 1])
-    whole = {"attention_mask": [[1, 1, 1], [1, 1, 0]], "input_ids_mask": [[1, 1, 1], [1, 1]], "other": [[1], [2, 3]]}
-    assert lamina.Dataset({"input_ids": [[5, 6, 7], [8, 9]], **whole}, [0, 1]).x["attention_mask"].shape == (2, 3)
-
-
 def test_another_ignored_value_is_stored_as_minus_one_hundred():
     data = lamina.Dataset(torch.zeros(2, 1, 2, 2), torch.tensor([[[0, 255], [1, 1]]] * 2), ignore_index=255)
     assert data.classes == 2

@@ -16,6 +16,7 @@ from lamina.base.errors import BadInput, is_whole, nearest
 from lamina.base.text import listed, plural
 from lamina.data.hub import LABEL_COLUMNS
 from lamina.data.images import stack_pictures
+from lamina.objective.fingerprint import alike
 from lamina.objective.losses import IGNORED
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ def convert_inputs(name: str, x: Any, count: int) -> Padded:
         if not x or not all(isinstance(key, str) for key in x):
             raise BadInput(f"{name}: x is a dict: give every input under the name that the model's forward has for it")
         parts = {key: convert(name, f"x[{key!r}]", values) for key, values in x.items()}
-        refuse_other_lengths(name, parts)
         return Padded({key: part.values for key, part in parts.items()}, _masks(parts))
     if isinstance(x, tuple) and _are_inputs(x, count):
         several = [convert(name, f"x[{i}]", values) for i, values in enumerate(x)]
@@ -99,7 +99,7 @@ def convert(name: str, what: str, values: Any, fill: int = 0) -> Padded:
         if values and _is_sequence(values[0]) and len({len(item) if _is_sequence(item) else -1 for item in values}) > 1:
             return _pad(name, what, values, fill)
         if values and hasattr(values[0], "convert"):
-            values = stack_pictures(values, len(values), f"{name}: {what}")
+            values = stack_pictures(values, len(values), lambda i: f"{name}: {what}: image {i}")
     try:
         array = np.asarray(values)
         if array.size and array.dtype.kind in "OUS" and isinstance(array.flat[0], str | bytes):
@@ -153,7 +153,7 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
         samples = [data[i] for i in range(len(data))]
     except (TypeError, NotImplementedError) as error:
         raise BadInput(f"{name}: a torch data set needs __len__ and __getitem__, which iterable ones lack") from error
-    if any(_differs(sample, data[i]) for i, sample in enumerate(samples[:READ_TWICE])):
+    if any(not alike(sample, data[i]) for i, sample in enumerate(samples[:READ_TWICE])):
         log.warning(
             "%s: the samples of the torch data set change from read to read (a random transform?), but each is read "
             "once: all rounds train on the same draw; leave it out, or use augmentation=lamina.data.Augment()",
@@ -175,18 +175,6 @@ def read_samples(name: str, data: Any, y: str | None) -> tuple[Any, Any]:
     if isinstance(inputs[0], tuple):
         return tuple(list(part) for part in zip(*inputs, strict=True)), targets
     return inputs, targets
-
-
-def _differs(one: Any, other: Any) -> bool:
-    """Return whether two reads of a sample have other values."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() != other.keys() or any(_differs(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list) and isinstance(other, tuple | list):
-        return len(one) != len(other) or any(map(_differs, one, other))
-    if isinstance(one, str) or isinstance(other, str):
-        return bool(one != other)
-    a, b = np.asarray(one), np.asarray(other)  # tensors, arrays, pictures, numbers
-    return not np.array_equal(a, b, equal_nan=a.dtype.kind == b.dtype.kind == "f")
 
 
 def read_frame(
@@ -293,31 +281,6 @@ def _are_inputs(x: tuple[Any, ...], count: int) -> bool:
 
 def _masks(parts: Mapping[Any, Padded]) -> dict[Any, Tensor] | None:
     return {key: part.mask for key, part in parts.items() if part.mask is not None} or None
-
-
-def refuse_other_lengths(name: str, parts: Mapping[str, Padded]) -> None:
-    """Refuse a mask whose sequences are longer or shorter than those of the input it belongs to.
-
-    A mask that is already as wide as the padded input is accepted.
-    """
-    for key, part in parts.items():
-        owner = "input_ids" if key == "attention_mask" else key.removesuffix("_mask").removesuffix("_attention")
-        tokens = parts.get(owner)
-        if owner == key or tokens is None or part.values.dim() < 2 or tokens.values.dim() < 2:
-            continue
-        if part.mask is None and (tokens.mask is None or part.values.shape[1] == tokens.values.shape[1]):
-            continue
-        found, expected = _lengths(part), _lengths(tokens)
-        wrong = torch.nonzero(found != expected).flatten().tolist()
-        if wrong:
-            counts = f"{plural(int(found[wrong[0]]), 'value')} for {int(expected[wrong[0]])} of '{owner}'"
-            raise BadInput(f"{name}: '{key}' of sample {wrong[0]} has {counts}; give one each, or leave '{key}' out")
-
-
-def _lengths(part: Padded) -> Tensor:
-    """Return the number of values of every sample before it was padded."""
-    count, length = part.values.shape[:2]
-    return torch.full((count,), length) if part.mask is None else part.mask.sum(1)
 
 
 def _is_sequence(value: Any) -> bool:

@@ -152,20 +152,18 @@ class Dataset:
                 )
         if self.mean is None and self.std is None:
             return
-        if self.mean is None or self.std is None:
-            raise BadInput(f"{self.name}: give both mean and std, or neither")
         if not images:
             values = tensors(self.x)[0]
             raise BadInput(
                 f"{self.name}: mean and std are for uint8 images [n, channels, height, width]; "
                 f"x is {values.dtype} of shape {list(values.shape)}: normalise it before, or leave them out"
             )
-        channels = images[0].shape[1]
-        if len(self.mean) != channels or len(self.std) != channels:
-            counts = f"{len(self.mean)} and {len(self.std)}"
-            raise BadInput(f"{self.name}: mean and std need {channels} values (one per channel), found {counts}")
-        if not all(np.isfinite(m) for m in self.mean) or not all(np.isfinite(s) and s > 0 for s in self.std):
-            raise BadInput(f"{self.name}: mean must be finite and std positive, found {self.mean} and {self.std}")
+        channels, mean, std = images[0].shape[1], self.mean or (), self.std or ()
+        if not (len(mean) == len(std) == channels and np.isfinite([*mean, *std]).all() and min(std) > 0):
+            raise BadInput(
+                f"{self.name}: mean and std need {plural(channels, 'value')} each (one per channel), finite and with "
+                f"std > 0, found {self.mean} and {self.std}"
+            )
 
     def __len__(self) -> int:
         return len(self.y)
@@ -191,11 +189,9 @@ class Dataset:
     def subset(self, indices: Any) -> Dataset:
         """Return the samples at `indices` (integers, in that order)."""
         chosen = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices)
-        if chosen.ndim != 1 or chosen.size == 0 or not np.issubdtype(chosen.dtype, np.integer):
-            raise BadInput(f"{self.name}: a subset needs a non-empty list of integer sample indices")
-        outside = np.flatnonzero((chosen < 0) | (chosen >= len(self)))
-        if len(outside):
-            raise BadInput(f"{self.name}: sample index {chosen[outside[0]]} is not in 0..{len(self) - 1}")
+        is_list = chosen.ndim == 1 and chosen.size and chosen.dtype.kind in "iu"
+        if not is_list or chosen.min() < 0 or chosen.max() >= len(self):
+            raise BadInput(f"{self.name}: a subset needs a list of sample indices from 0 to {len(self) - 1}")
         chosen = chosen.astype(np.int64)
         rows = torch.from_numpy(chosen)
         return dataclasses.replace(

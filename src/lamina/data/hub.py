@@ -22,15 +22,15 @@ def is_hub_dataset(data: Any) -> bool:
     return hasattr(data, "column_names") and hasattr(data, "with_format")
 
 
-def fetch(repository: str, *subset: str) -> Mapping[str, Any] | None:
-    """Return all splits of a data set on the hub (or in its local cache); None if `datasets` is not installed.
+def fetch(repository: str, *subset: str) -> Mapping[str, Any]:
+    """Return all splits of a data set on the hub (or in its local cache).
 
     `subset` is the name of the configuration, for a data set that has several.
     """
     try:
         from datasets import load_dataset
-    except ImportError:
-        return None
+    except ImportError as error:
+        raise missing_extra("datasets", "hub", f"downloading {repository}") from error
     try:
         splits: Mapping[str, Any] = load_dataset(repository, *subset)
     except Exception as error:  # offline, refused, moved: each layer below has its own exceptions
@@ -64,12 +64,14 @@ def arrays(
         first = plain[0]
     except ImportError as error:  # `datasets` itself works without Pillow, until it meets a picture
         raise missing_extra("pillow", "images", f"decoding column '{inputs_of[0]}'") from error
-    inputs = {}
+    inputs: dict[str, Any] = {}
     for name in inputs_of:
         if isinstance(first[name], str):
             raise BadInput(f"column '{name}' holds text; tokenise it and name that column with {options[0]}=...")
-        is_picture = hasattr(first[name], "convert")
-        inputs[name] = stack_pictures(plain[name], len(plain), f"column '{name}'") if is_picture else list(plain[name])
+        if hasattr(first[name], "convert"):
+            inputs[name] = _pictures(plain, name)
+        else:
+            inputs[name] = list(plain[name])
     labels = list(plain[y])
     if y == "input_ids" and "attention_mask" in inputs:  # the tokens of a language model: padding is no target
         pairs = zip(labels, inputs["attention_mask"], strict=True)
@@ -86,6 +88,10 @@ def arrays(
     classes = getattr(getattr(data, "features", {}).get(y), "num_classes", None)
     is_one = len(inputs) == 1 and (x is None or isinstance(x, str))
     return inputs[inputs_of[0]] if is_one else inputs, labels, others, classes
+
+
+def _pictures(data: Any, column: str) -> NDArray[np.uint8]:
+    return stack_pictures(data[column], len(data), lambda index: f"column '{column}': image {index}")
 
 
 def _column(what: str, option: str, given: str | None, usual: Sequence[str], names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.base.errors import BadInput, nearest
+from lamina.base.errors import BadInput
 from lamina.data.dataset import Dataset
 from lamina.objective.batch import map_batch, named_tensors, tensors
 
@@ -61,7 +61,11 @@ def _with_columns_of(test: Dataset, train: Dataset) -> Dataset:
     for what in [name for name in parts if name in train.column_names and name in test.column_names]:
         names, wanted = test.column_names[what], train.column_names[what]
         if names != wanted:
-            _refuse_other_columns(what, names, wanted)
+            odd = [name for name in (*wanted, *names) if names.count(name) != 1 or wanted.count(name) != 1]
+            if odd:
+                rule = f"{what} of the test data has other columns than the training data, or two of one name"
+                advice = f"give both the same columns, or arrays ({what}.to_numpy()), which are matched by place"
+                raise BadInput(f"{rule} ('{odd[0]}'): {advice}", without_data=f"{rule}: {advice}")
             changed[what] = parts[what][:, [names.index(name) for name in wanted]]
     if not changed:
         return test
@@ -71,26 +75,6 @@ def _with_columns_of(test: Dataset, train: Dataset) -> Dataset:
         x=map_batch(lambda _: next(values), test.x),
         y=changed.get("y", test.y),
         column_names={**test.column_names, **{what: train.column_names[what] for what in changed}},
-    )
-
-
-def _refuse_other_columns(what: str, names: tuple[str, ...], wanted: tuple[str, ...]) -> None:
-    """Refuse the columns of test data that cannot be put into the order of the training data's."""
-    missing = [name for name in wanted if name not in names]
-    extra = [name for name in names if name not in wanted]
-    repeated = [name for name in wanted if names.count(name) > 1 or wanted.count(name) > 1]
-    if missing:
-        problem = f"lacks the column '{missing[0]}' of the training data{nearest(missing[0], extra)}"
-    elif extra:
-        problem = f"has a column '{extra[0]}', which the training data lack"
-    elif repeated:
-        problem = f"has columns in another order than the training data, and '{repeated[0]}' is the name of two"
-    else:
-        return
-    advice = f"give both the same columns, or arrays ({what}.to_numpy()), which are matched by place"
-    raise BadInput(
-        f"{what} of the test data {problem}: {advice}",
-        without_data=f"{what} of the test data has other columns than the training data: {advice}",
     )
 
 

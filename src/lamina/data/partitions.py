@@ -18,7 +18,7 @@ from lamina.base import rng
 from lamina.base.errors import BadInput, nearest
 from lamina.base.limits import MOST_CLIENTS, check_count, check_number
 from lamina.base.registry import create_named, refuse_unknown_options
-from lamina.base.text import listed, plural
+from lamina.base.text import plural
 from lamina.data.dataset import Dataset
 from lamina.data.parts import Indices, Labels, Parts, stable_order
 
@@ -76,17 +76,9 @@ class _Dealt:
         samples: int | None = None,
     ) -> Parts:
         """Share the samples; see `Partition.split`."""
-        if labels is None and self.needs_labels:
-            raise BadInput(f"{self.name}: regression data and maps have no class per sample; use iid or by-column")
-        if labels is None:
-            if samples is None:
-                raise BadInput(f"{self.name}: without labels, say how many samples there are (samples=...)")
-            labels = np.zeros(samples, np.int64)
-        labels = np.asarray(labels)
-        if self.needs_labels and (labels.ndim != 1 or not np.issubdtype(labels.dtype, np.integer)):
-            raise BadInput(f"{self.name}: labels must be one integer per sample")
-        if clients is None:
-            raise BadInput(f"{self.name}: say how many clients share the data")
+        if self.needs_labels and (labels is None or np.ndim(labels) != 1 or np.asarray(labels).dtype.kind not in "iu"):
+            raise BadInput(f"{self.name} needs one class per sample, which regression data and maps lack; use iid")
+        labels = np.zeros(samples or 0, np.int64) if labels is None else np.asarray(labels)
         clients = check_count(f"{self.name}: clients", clients, MOST_CLIENTS)
         if clients > len(labels):
             raise BadInput(
@@ -332,12 +324,8 @@ class ByColumn:
         try:
             values, owner = np.unique(columns[self.column], return_inverse=True)
         except TypeError as error:
-            kinds: dict[str, int] = {}
-            for number, value in enumerate(columns[self.column]):
-                kinds.setdefault(type(value).__name__, number)
-            found = listed([f"{kind} (sample {number})" for kind, number in kinds.items()])
             raise BadInput(
-                f"by-column: column '{self.column}' mixes kinds of values or misses some: {found}; make them all text "
+                f"by-column: column '{self.column}' mixes kinds of values or misses some ({error}); make them all text "
                 "or all numbers, and fill or drop the samples that miss one"
             ) from error
         if owner.ndim != 1 or owner.size == 0:

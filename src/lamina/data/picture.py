@@ -6,7 +6,7 @@ import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
@@ -69,11 +69,8 @@ def partition_picture(
     return figure
 
 
-def save_picture(figure: Figure, path: str | os.PathLike[str] | BinaryIO) -> None:
+def save_picture(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Save a figure atomically; the ending of its name chooses the format, PNG without one."""
-    if not isinstance(path, str | os.PathLike):
-        figure.savefig(path, dpi=150)
-        return
     place, image = Path(path), io.BytesIO()
     if not place.suffix:
         place = place.with_name(f"{place.name}.png")

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lamina.base.errors import BadInput, LaminaError, describe_error, is_whole, short_repr, unknown
+from lamina.base.errors import BadInput, LaminaError, describe_error, short_repr, unknown
 from lamina.base.registry import import_named, parameters_of, refuse_unknown_options
 from lamina.models.allocation import BoundedMemory
 from lamina.models.plain import SMU, cifar_cnn, cifar_cnn3, cnn, lenet, mlp, small_cnn
@@ -65,7 +65,7 @@ def create(
                 if torch.get_default_device().type != "cpu":
                     contexts.enter_context(torch.device("cpu"))
                 contexts.enter_context(torch.random.fork_rng(devices=[]))
-                torch.default_generator.manual_seed(_seed(seed))  # torch.manual_seed would reseed the GPUs as well
+                torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed the GPUs as well
             contexts.enter_context(bounded)
             module = factory(**arguments)
     except LaminaError:
@@ -88,13 +88,11 @@ def find(name: str) -> Factory:
             raise unknown("model", name, registry())
         return registry()[name].factory
     target = import_named("model", name)
-    if isinstance(target, nn.Module):
+    if isinstance(target, nn.Module) or not callable(target):
         raise BadInput(
-            f"the model '{name}' is an instance of {type(target).__name__}: name its class, or a function that returns "
-            "a new one, because every run starts from weights of its own"
+            f"the model '{name}' is an instance of {type(target).__name__}: name a class, or a function that returns a "
+            "new model, because every run starts from weights of its own"
         )
-    if not callable(target):
-        raise BadInput(f"the model '{name}' is of type {type(target).__name__}, not a function or class")
     return cast(Factory, target)
 
 
@@ -106,9 +104,3 @@ def _arguments(name: str, factory: Factory, given: dict[str, Any], options: dict
     chosen = factory.keywords if isinstance(factory, functools.partial) else {}
     # By name only: a factory with **kwargs mostly hands them on to one that knows no input_shape.
     return {key: value for key, value in given.items() if key in known and key not in chosen} | options
-
-
-def _seed(seed: Any) -> int:
-    if not is_whole(seed) or not -(2**63) <= seed < 2**64:
-        raise BadInput(f"seed must be a whole number of at most 64 bits, not {seed!r}")
-    return int(seed)

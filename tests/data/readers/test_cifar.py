@@ -4,7 +4,6 @@ import dataclasses
 import os
 import pickle
 import struct
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +23,7 @@ def small(files, samples=3):
     def shrink(batches):
         return tuple(dataclasses.replace(batch, shape=(samples, 3, 32, 32), md5=None) for batch in batches)
 
-    releases = tuple(
-        dataclasses.replace(r, archive_md5=None, train=shrink(r.train), test=shrink(r.test)) for r in files.releases
-    )
+    releases = tuple(dataclasses.replace(r, train=shrink(r.train), test=shrink(r.test)) for r in files.releases)
     return dataclasses.replace(files, releases=releases)
 
 
@@ -83,16 +80,11 @@ def write_release(files, release, folder):
 
 @pytest.mark.parametrize("files", [small(cifar.CIFAR10), small(cifar.CIFAR100)], ids=["cifar10", "cifar100"])
 @pytest.mark.parametrize("which", [0, 1], ids=["binary", "pickled"])
-@pytest.mark.parametrize("place", ["own", "root", "own-archive", "root-archive"])
+@pytest.mark.parametrize("place", ["own", "root"])
 def test_cifar_releases_are_read_from_every_place(tmp_path, files, which, place):
     release = files.releases[which]
-    base = tmp_path / files.name if place.startswith("own") else tmp_path
+    base = tmp_path / files.name if place == "own" else tmp_path
     written = write_release(files, release, base / release.folder)
-    if place.endswith("archive"):
-        with tarfile.open(base / release.archive, "w:gz") as tar:
-            tar.add(base / release.folder, arcname=release.folder)
-        for file in (base / release.folder).iterdir():
-            file.unlink()
     train, test = files.read(tmp_path)
     images = np.concatenate([written[batch.name][0] for batch in release.train])
     labels = np.concatenate([written[batch.name][1] for batch in release.train])
@@ -103,7 +95,7 @@ def test_cifar_releases_are_read_from_every_place(tmp_path, files, which, place)
         assert np.array_equal(train.columns["coarse_label"], labels // 5)
 
 
-def test_cifar_files_and_archives_that_are_not_whole(tmp_path):
+def test_cifar_files_that_are_not_whole(tmp_path):
     files = small(cifar.CIFAR10)
     release = files.releases[0]
     folder = tmp_path / release.folder
@@ -115,11 +107,10 @@ def test_cifar_files_and_archives_that_are_not_whole(tmp_path):
     last.unlink()
     with pytest.raises(BadInput, match=r"lacks data_batch_5.bin"):
         files.read(tmp_path)
-    archive = tmp_path / "archive" / release.archive
-    archive.parent.mkdir()
-    archive.write_bytes(b"<html>not found</html>")
-    with pytest.raises(BadInput, match="c32a1d4ab5d03f1284b67883e8d87530"):
-        load("cifar10", archive.parent)
+    for batch in cifar.CIFAR10.releases[0].files:
+        (folder / batch.name).write_bytes(b"<html>not found</html>")
+    with pytest.raises(BadInput, match="md5 expected 5dd7e06a14cb22eb9f671a540d1b7c25"):
+        load("cifar10", tmp_path)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -149,12 +140,7 @@ def test_permitted_names_are_never_numpy_itself():
 
 def test_the_published_cifar10():
     root = published_data()
-    places = [
-        base / name
-        for release in cifar.CIFAR10.releases
-        for name in (release.folder, release.archive)
-        for base in (root, root / "cifar10")
-    ]
+    places = [base / release.folder for release in cifar.CIFAR10.releases for base in (root, root / "cifar10")]
     if not any(place.exists() for place in places):
         pytest.skip(f"no unpacked cifar10 in {root}")
     train, test = load("cifar10", root, hub=False)

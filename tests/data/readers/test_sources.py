@@ -9,9 +9,10 @@ import torch
 
 from data_setup import FakeHubSplit, one_line, pictures
 from lamina.base.errors import BadInput
-from lamina.data import SOURCES, load
+from lamina.data import load
 from lamina.data.readers import cifar
 from lamina.data.readers.files import data_directory
+from lamina.data.readers.sources import SOURCES
 
 
 def test_digits_keep_their_seventeen_grey_levels():
@@ -100,7 +101,7 @@ def test_a_hub_set_of_another_layout_is_explained(tmp_path, fake_hub):
     with pytest.raises(BadInput, match=r"zh-plus/tiny-imagenet has no split 'valid' \(splits: train\)"):
         load("tinyimagenet", tmp_path)
     fake_hub.splits["valid"] = FakeHubSplit({"image": pictures("L"), "label": [0]})
-    with pytest.raises(BadInput, match="need 1 values"):  # a colour set cannot be grey
+    with pytest.raises(BadInput, match="need 1 value each"):  # a colour set cannot be grey
         load("tinyimagenet", tmp_path)
 
 

@@ -33,7 +33,7 @@ def read(
     """Read arrays.
 
     A file with test data of its own holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``. Further arrays with one
-    value per sample become columns; there, ``site_train`` is the column ``site``. Test data need no such columns.
+    value per sample become columns of the training data; there, ``site_train`` is the column ``site``.
 
     Args:
         root: The folder that relative paths start at.
@@ -68,17 +68,12 @@ def read(
             _check_arrays(str(test), held_out, roles, list(held_out), "")
     samples = len(arrays[features])
     is_test = mark_test_rows(where, samples, None if held_out is None else len(held_out[features]), test)
-    columns = {n: v for n, v in arrays.items() if n not in (features, label) and v.shape == (samples,)}
-    others = list(columns)
-    if held_out is not None:
-        others = [n for n in columns if n in held_out and held_out[n].shape == (len(held_out[features]),)]
-    x, y, *both = (_joined(where, name, arrays, held_out) for name in (features, label, *others))
+    x, y = (_joined(where, name, arrays, held_out) for name in (features, label))
     y = y.squeeze(1) if y.ndim == 2 and y.shape[1] == 1 else y
-    both_columns = dict(zip(others, both, strict=True))
-    splits = make_splits(
-        where, x, y, is_test, task=task, ignore_index=ignore_index, columns=both_columns, name=file.stem
-    )
-    return splits._replace(train=dataclasses.replace(splits.train, columns={**columns, **splits.train.columns}))
+    splits = make_splits(where, x, y, is_test, task=task, ignore_index=ignore_index, name=file.stem)
+    others = {n: v for n, v in arrays.items() if n not in (features, label) and v.shape == (samples,)}
+    columns = {name: values[~is_test[:samples]] for name, values in others.items()}
+    return splits._replace(train=dataclasses.replace(splits.train, columns=columns))
 
 
 def _read_file(file: Path) -> Arrays:

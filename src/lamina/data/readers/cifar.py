@@ -1,4 +1,4 @@
-"""Read CIFAR-10 and CIFAR-100 from their official binary or pickled release, unpacked or still in the tar.gz."""
+"""Read CIFAR-10 and CIFAR-100 from the unpacked folder of their official binary or pickled release."""
 
 from __future__ import annotations
 
@@ -102,8 +102,6 @@ CIFAR10 = PublishedSet(
                                             "53f37980c15c3d472c316c40844f3f0d")),
             (_batch("test_batch.bin", 10000, "803d5f7f4d78ea53de84dbe85f74fb6d"),),
             decode_binary,
-            "cifar-10-binary.tar.gz",
-            "c32a1d4ab5d03f1284b67883e8d87530",
         ),
         Release(
             "cifar-10-batches-py",
@@ -112,8 +110,6 @@ CIFAR10 = PublishedSet(
                                         "482c414d41f54cd18b22e5b47cb7c3cb")),
             (_batch("test_batch", 10000, "40351d587109b95175f43aff81a1287e"),),
             decode_pickle,
-            "cifar-10-python.tar.gz",
-            "c58f30108f718f92721af3b95e74349a",
         ),
     ),
 )  # fmt: skip
@@ -129,16 +125,12 @@ CIFAR100 = PublishedSet(
             (_batch("train.bin", 50000),),
             (_batch("test.bin", 10000),),
             decode_binary,
-            "cifar-100-binary.tar.gz",
-            "03b5dce01913d631647c71ecec9e9cb8",
         ),
         Release(
             "cifar-100-python",
             (_batch("train", 50000, "16019d7e3df5f24257cddd939b257f8d"),),
             (_batch("test", 10000, "f0ef6b0ae62326f3e7ffdfab6717acfc"),),
             decode_pickle,
-            "cifar-100-python.tar.gz",
-            "eb9058c3a382ffc7106e4002c42a8d85",
         ),
     ),
 )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ Arrays = tuple[NDArray[np.uint8], NDArray[np.int64]]  # images [n, channels, hei
 class Place(NamedTuple):
     """Where the files of a data set are; nothing is read, so a damaged file goes unnoticed."""
 
-    path: Path  # a folder or an archive
+    path: Path  # a folder
     missing: list[str]  # names of the files that it lacks
 
 
@@ -50,27 +49,19 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Release:
-    """One published form of a data set: files in a folder, and perhaps the archive of that folder."""
+    """One published form of a data set: files in a folder."""
 
     folder: str
     train: tuple[PublishedFile, ...]
     test: tuple[PublishedFile, ...]
     decode: Callable[[Sequence[Content], int], Arrays]  # of the files of one part, and the number of classes
-    archive: str = ""
-    archive_md5: str | None = None
-    other_folders: tuple[str, ...] = ()
-    compressed: bool = False  # whether the files themselves may be compressed with gzip
 
     def find(self, root: Path, name: str) -> Place | None:
-        """Return the first folder that holds any of the files, or the archive, below `root` or its folder `name`."""
-        home = root / name
-        for folder in (home / self.folder, home, *(root / other for other in (self.folder, *self.other_folders))):
+        """Return the first folder that holds any of the files, below `root` or its folder `name`."""
+        for folder in (root / name / self.folder, root / name, root / self.folder):
             missing = [file.name for file in self.files if not self.path(folder, file).is_file()]
             if len(missing) < len(self.files):
                 return Place(folder, missing)
-        for archive in (home / self.archive, root / self.archive):
-            if self.archive and archive.is_file():
-                return Place(archive, [])
         return None
 
     @property
@@ -81,14 +72,12 @@ class Release:
     def path(self, folder: Path, file: PublishedFile) -> Path:
         """Return the path of a file in a folder; the compressed file comes first."""
         compressed = folder / f"{file.name}.gz"
-        return compressed if self.compressed and compressed.is_file() else folder / file.name
+        return compressed if compressed.is_file() else folder / file.name
 
     def read(self, place: Place) -> dict[str, Content]:
         """Return the contents of all files, by name. Their checksum is verified before they are decompressed."""
-        if place.path.is_file():
-            return self._read_archive(place.path)
         if place.missing:
-            raise BadInput(f"{place.path} lacks {place.missing[0]}; put all files of {self.archive or 'the set'} there")
+            raise BadInput(f"{place.path} lacks {place.missing[0]}; put all files of the set there")
         contents = {}
         for file in self.files:
             path = self.path(place.path, file)
@@ -96,19 +85,6 @@ class Release:
             verify_md5(path, file.md5_gz if is_compressed else file.md5)
             data = path.read_bytes()
             contents[file.name] = Content(file, gzip.decompress(data) if is_compressed else data, path)
-        return contents
-
-    def _read_archive(self, archive: Path) -> dict[str, Content]:
-        """Read the files out of the archive in one pass; nothing is written to disk."""
-        verify_md5(archive, self.archive_md5)
-        wanted = {f"{self.folder}/{file.name}": file for file in self.files}
-        contents = {}
-        with tarfile.open(archive, "r:gz") as tar:
-            for member in tar:
-                file = wanted.get(member.name.removeprefix("./"))
-                opened = None if file is None else tar.extractfile(member)
-                if file is not None and opened is not None:
-                    contents[file.name] = Content(file, opened.read(), archive / file.name)
         return contents
 
 
@@ -123,7 +99,7 @@ class PublishedSet:
     releases: tuple[Release, ...]
 
     def locate(self, root: Path) -> Place | None:
-        """Return the folder or archive of the first release found; None when there is none."""
+        """Return the folder of the first release found; None when there is none."""
         return next((place for release in self.releases if (place := release.find(root, self.name))), None)
 
     def read(self, root: Path) -> Splits | None:

@@ -42,7 +42,7 @@ def read(root: Path, *, path: str, test: str | float | None = None, size: list[i
         needed = (len(files) + 1) * size[0] * size[1]  # one is being decoded while the others are stored
         check_memory(f"resizing {plural(len(files), 'picture')} to data.size = {size}", needed, "choose a smaller size")
     pictures = Pictures([file for file, _ in files], "replace or remove it", size)
-    x = stack_pictures(pictures, len(files), str(folder))
+    x = stack_pictures(pictures, len(files), lambda i: str(files[i][0]))
     return make_splits(str(folder), x, [name for _, name in files], is_test, name=folder.name)
 
 

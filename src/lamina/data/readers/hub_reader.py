@@ -11,7 +11,7 @@ import numpy as np
 from lamina.base.errors import BadInput, missing_extra, nearest
 from lamina.base.paths import checked_path
 from lamina.data import hub
-from lamina.data.convert import convert, refuse_other_lengths
+from lamina.data.convert import convert
 from lamina.data.dataset import Splits
 from lamina.data.readers.labels import Task, make_splits, mark_test_rows
 from lamina.objective.losses import IGNORED
@@ -63,15 +63,11 @@ def read(
     y: list[Any] = []
     columns = []
     for part in parts:
-        if client is not None and client not in part.column_names:
-            known = ", ".join(part.column_names)
-            raise BadInput(
-                f"{path} has no column '{client}' (data.client){nearest(client, part.column_names)} ({known})"
-            )
         options = ("data.features", "data.label")
         inputs, labels, others, _ = hub.arrays(part, features, label, options=options)
         if client is not None and (client not in others or any(value is None for value in others[client])):
-            raise BadInput(f"{path}: the column '{client}' (data.client) must hold a number or a text for every sample")
+            hint = nearest(client, set(part.column_names) - {client})
+            raise BadInput(f"{path} has no column '{client}' (data.client) with a number or text in every sample{hint}")
         for name, values in (inputs if isinstance(inputs, dict) else {"": inputs}).items():
             x.setdefault(name, []).extend(values)
         y += labels
@@ -82,12 +78,6 @@ def read(
     feature = parts[0].features.get(label)
     names = getattr(getattr(feature, "feature", feature), "names", None)  # of every token, or of the sample
     padded = {name: convert(path, f"the column '{name}'" if name else "the features", x[name]) for name in x}
-    refuse_other_lengths(path, padded)
-    for mask in [each.mask for each in padded.values() if len(parts) == 2 and each.mask is not None]:
-        lengths = [set(mask[rows].sum(1).tolist()) for rows in (~is_test, is_test)]
-        if len(lengths[0]) == len(lengths[1]) == 1:  # a table with other columns, not sequences
-            numbers = f"{lengths[0].pop()} and {lengths[1].pop()} numbers"
-            raise BadInput(f"{path}: the samples of {train} and {test} have {numbers}; give both the same")
     values = {name: each.values.numpy() for name, each in padded.items()}
     masks = {name: each.mask for name, each in padded.items() if each.mask is not None}
     return make_splits(
@@ -115,8 +105,6 @@ def _load(root: Path, path: str, subset: str | None, online: bool) -> Mapping[st
     if not online:
         raise BadInput(f"{path} is on the Hugging Face hub, which is not asked here")
     try:
-        splits = hub.fetch(path, *([subset] if subset else []))
+        return hub.fetch(path, *([subset] if subset else []))
     except BadInput as error:
         raise BadInput(f"{error}, and there is no such folder here") from error
-    assert splits is not None  # `datasets` is installed
-    return splits

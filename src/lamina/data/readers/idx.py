@@ -29,9 +29,7 @@ FILES = (
 def _idx_set(name: str, folder: str, mean: float, std: float, md5s: Sequence[tuple[str, str]]) -> PublishedSet:
     """Return a set of four files in torchvision's `folder`; their checksums are compressed as published, and plain."""
     files = [PublishedFile(*file, md5, md5_gz) for file, (md5_gz, md5) in zip(FILES, md5s, strict=True)]
-    release = Release(
-        f"{folder}/raw", tuple(files[:2]), tuple(files[2:]), decode_idx, other_folders=(folder,), compressed=True
-    )
+    release = Release(f"{folder}/raw", tuple(files[:2]), tuple(files[2:]), decode_idx)
     return PublishedSet(name, 10, (mean,), (std,), (release,))
 
 

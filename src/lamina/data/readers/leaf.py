@@ -47,21 +47,10 @@ def read(
     place, train, held_out = read_own_parts(root, path, test, _read_all)
     x, y, users = [mine + others for mine, others in zip(train, held_out or ([], [], []), strict=True)]
     is_test = mark_test_rows(str(place), len(train[1]), None if held_out is None else len(held_out[1]), test)
-    if any(isinstance(sample, str) for sample in x):
-        raise BadInput(f"{place}: x holds text: number it in a function of your own (data.name = 'my_module:load')")
-    mask = None
-    try:
-        if tokens:
-            values, mask = convert(str(place), "x", x)
-            inputs = values.numpy()
-        else:
-            inputs = np.asarray(x, dtype=np.float32)
-    except OverflowError as error:
-        raise BadInput(f"{place}: x holds a whole number that is too large for float32; scale or drop it") from error
-    except (TypeError, ValueError) as error:
-        raise BadInput(
-            f"{place}: the samples of x are not numbers of one shape; token ids need data.tokens = true"
-        ) from error
+    values, mask = convert(str(place), "x", x)
+    if mask is not None and not tokens:
+        raise BadInput(f"{place}: the samples of x have different lengths; token ids need data.tokens = true")
+    inputs = values.numpy() if tokens else values.numpy().astype(np.float32)
     if shape is not None:
         try:
             inputs = inputs.reshape(len(inputs), *shape)
@@ -96,7 +85,7 @@ def _read_all(place: Path) -> Samples:
 
 
 def _read_file(file: Path) -> Mapping[str, Any]:
-    """Return the table ``user_data`` of one file, after checking that it lists the users of the file."""
+    """Return the table ``user_data`` of one file."""
     refuse_special(file)
     try:
         content = json.loads(file.read_bytes())
@@ -105,27 +94,14 @@ def _read_file(file: Path) -> Mapping[str, Any]:
     users = content.get("user_data") if isinstance(content, dict) else None
     if not isinstance(users, dict):
         raise BadInput(f"{file} is not in LEAF's format: it lacks the table 'user_data'")
-    named = content.get("users", [])
-    if not isinstance(named, list) or not all(isinstance(user, str) for user in named):
-        raise BadInput(f"{file}: 'users' must be a list of names, as in LEAF's files: correct it, or leave it out")
-    missing = [user for user in named if user not in users]
-    if missing:
-        raise BadInput(f"{file}: user {short_repr(missing[0])} has no entry in 'user_data': the file is incomplete")
-    counts = content.get("num_samples")
-    for user, count in zip(named, counts if isinstance(counts, list) else [], strict=False):
-        _, labels = _samples(file, user, users[user])
-        if len(labels) != count:
-            found = f"user {short_repr(user)} has {plural(len(labels), 'label')}"
-            raise BadInput(f"{file}: {found}, but num_samples says {short_repr(count)}")
     return users
 
 
 def _samples(file: Path, user: str, samples: Any) -> tuple[list[Any], list[Any]]:
-    given = samples if isinstance(samples, dict) else {}
-    missing = [f"'{key}'" for key in ("x", "y") if not isinstance(given.get(key), list)]
-    if missing:
-        raise BadInput(f"{file}: user '{user}' lacks the list{'s' * (len(missing) > 1)} {' and '.join(missing)}")
-    if len(samples["x"]) != len(samples["y"]):
-        counts = f"{plural(len(samples['x']), 'sample')} and {plural(len(samples['y']), 'label')}"
+    x, y = (samples.get(key) if isinstance(samples, dict) else None for key in ("x", "y"))
+    if not isinstance(x, list) or not isinstance(y, list):
+        raise BadInput(f"{file}: user '{user}' lacks the list 'x' or 'y'")
+    if len(x) != len(y):
+        counts = f"{plural(len(x), 'sample')} and {plural(len(y), 'label')}"
         raise BadInput(f"{file}: user '{user}' has {counts}; give one label each")
-    return samples["x"], samples["y"]
+    return x, y

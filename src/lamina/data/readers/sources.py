@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.base import rng
-from lamina.base.errors import BadInput, nearest, unknown
+from lamina.base.errors import BadInput, LaminaError, nearest, unknown
 from lamina.data import hub
 from lamina.data.dataset import Dataset, Splits, as_dataset
 from lamina.data.readers import cifar, idx, tinyimagenet
@@ -25,12 +25,10 @@ from lamina.data.readers.own import FORMATS, check_names, check_types, load_form
 
 @dataclass(frozen=True)
 class HubCopy:
-    """Where the hub keeps a set: repository, test split, columns, and the usual normalisation."""
+    """Where the hub keeps a set: repository, test split, and the usual normalisation."""
 
     repository: str
     test: str
-    x: str
-    y: str
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -91,14 +89,13 @@ def load(
     if splits is None and hub and source.hub is not None:
         try:
             splits = _from_hub(name, source.hub)
-        except BadInput as error:
+        except LaminaError as error:
             reason = f"; {error}"
     if splits is not None:
         return splits
     raise BadInput(
         f"no files of {name} in '{root.absolute()}'{reason}: expected there {source.expected}; put them there, or set "
-        f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install -e '.[hub]' and "
-        "be online"
+        f"{ENVIRONMENT_VARIABLE} (or data.dir, data_dir=) to where they are, or pip install -e '.[hub]' and be online"
     )
 
 
@@ -119,17 +116,12 @@ def check_options(name: str, options: Mapping[str, Any], other_keys: Mapping[str
         raise BadInput(f"[data] has no key '{option}'{nearest(option, keys)} (keys: {', '.join(keys)})")
 
 
-def _from_hub(name: str, copy: HubCopy) -> Splits | None:
+def _from_hub(name: str, copy: HubCopy) -> Splits:
     splits = hub.fetch(copy.repository)
-    if splits is None:
-        return None
     missing = [part for part in ("train", copy.test) if part not in splits]
     if missing:
         raise BadInput(f"the hub's {copy.repository} has no split '{missing[0]}' (splits: {', '.join(splits)})")
-    train, test = (
-        as_dataset(splits[part], x=copy.x, y=copy.y, mean=copy.mean, std=copy.std, name=name)
-        for part in ("train", copy.test)
-    )
+    train, test = (as_dataset(splits[part], mean=copy.mean, std=copy.std, name=name) for part in ("train", copy.test))
     return Splits(train, test)
 
 
@@ -160,13 +152,13 @@ def _idx_source(files: PublishedSet, description: str, published: str, repositor
     (release,) = files.releases
     names = ", ".join(f"{file.name}.gz" for file in release.files)
     words = f"{names}, or the same without .gz, in {files.name}/ or {release.folder}/"
-    copy = HubCopy(repository, "test", "image", "label", files.mean, files.std)
+    copy = HubCopy(repository, "test", files.mean, files.std)
     return Source(description, files.read, words, published, copy, files.locate)
 
 
-def _cifar_source(files: PublishedSet, description: str, words: str, label: str) -> Source:
+def _cifar_source(files: PublishedSet, description: str, words: str) -> Source:
     words = f"{words}, in {files.name}/ or directly"
-    copy = HubCopy(f"uoft-cs/{files.name}", "test", "img", label, files.mean, files.std)
+    copy = HubCopy(f"uoft-cs/{files.name}", "test", files.mean, files.std)
     return Source(description, files.read, words, "https://www.cs.toronto.edu/~kriz/cifar.html", copy, files.locate)
 
 
@@ -187,16 +179,14 @@ SOURCES: dict[str, Source] = {
     "cifar10": _cifar_source(
         cifar.CIFAR10,
         "60,000 photographs, 32x32 colour, 10 classes",
-        "cifar-10-binary.tar.gz, or the folder cifar-10-batches-bin/ (data_batch_1.bin to data_batch_5.bin, "
-        "test_batch.bin), or cifar-10-python.tar.gz, or cifar-10-batches-py/",
-        "label",
+        "the folder cifar-10-batches-bin/ (of cifar-10-binary.tar.gz) or cifar-10-batches-py/ (of "
+        "cifar-10-python.tar.gz), unpacked",
     ),
     "cifar100": _cifar_source(
         cifar.CIFAR100,
         "60,000 photographs, 32x32 colour, 100 classes in 20 groups (column coarse_label)",
-        "cifar-100-binary.tar.gz, or the folder cifar-100-binary/ (train.bin, test.bin), or cifar-100-python.tar.gz, "
-        "or cifar-100-python/",
-        "fine_label",
+        "the folder cifar-100-binary/ (of cifar-100-binary.tar.gz) or cifar-100-python/ (of cifar-100-python.tar.gz), "
+        "unpacked",
     ),
     "tinyimagenet": Source(
         "110,000 photographs, 64x64 colour, 200 classes; the validation images are the test set",
@@ -204,7 +194,7 @@ SOURCES: dict[str, Source] = {
         "the unzipped folder tiny-imagenet-200/ (train/<wnid>/images/*.JPEG, val/images/*.JPEG, "
         "val/val_annotations.txt), in tinyimagenet/ or directly",
         "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
-        HubCopy("zh-plus/tiny-imagenet", "valid", "image", "label", tinyimagenet.MEAN, tinyimagenet.STD),
+        HubCopy("zh-plus/tiny-imagenet", "valid", tinyimagenet.MEAN, tinyimagenet.STD),
         tinyimagenet.locate,
     ),
 }

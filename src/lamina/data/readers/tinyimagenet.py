@@ -81,7 +81,7 @@ def _dataset(folder: Path, part: str, samples: Sequence[tuple[Path, int]]) -> Da
     cache = folder.parent / f"{folder.name}.{part}.{listing:08x}.npy"
     images = _from_cache(cache, len(samples))
     if images is None:
-        images = stack_pictures(Pictures(paths, UNZIP_AGAIN), len(paths), str(folder), colour=True)
+        images = stack_pictures(Pictures(paths, UNZIP_AGAIN), len(paths), lambda i: str(paths[i]), colour=True)
         with contextlib.suppress(OSError):  # without a cache, the next start decodes again
             _write_atomically(cache, images)
     labels = torch.tensor([label for _, label in samples])
