@@ -85,7 +85,7 @@ def test_a_diverged_seed_does_not_shorten_the_picture():
     assert "band: min to max over seeds" in figure.axes[0].get_legend().get_title().get_text()
 
 
-def test_the_table_fits_eighty_columns(monkeypatch):
+def test_the_table_fits_eighty_columns(monkeypatch, tmp_path):
     names = [dataclasses.replace(entry([0.1, 0.95], [0.2, 0.99]), name=name) for name in algorithms.registry()]
     console = Console(width=80, file=io.StringIO(), color_system=None)
     monkeypatch.setattr(base, "out", console)
