@@ -43,7 +43,7 @@ def _of_all_clients(plain: Convolution, x: Tensor, weight: Tensor, bias: Tensor 
     return form(plain, by_client, weight, bias, groups).flatten(0, 1)
 
 
-class _StackedConvolution:
+class StackedConvolution:
     """A convolution of one or three axes. weight [C, out, in / groups, ...], bias [C, out]."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
@@ -51,15 +51,7 @@ class _StackedConvolution:
         return convolve(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
-class StackedConv1d(_StackedConvolution, nn.Conv1d):
-    """Conv1d, client by client."""
-
-
-class StackedConv3d(_StackedConvolution, nn.Conv3d):
-    """Conv3d, client by client."""
-
-
-class _StackedTransposed:
+class StackedTransposed:
     """A transposed convolution. weight [C, in, out / groups, ...], bias [C, out]."""
 
     def forward(self: Any, input: Tensor, output_size: Any = None) -> Tensor:
@@ -73,18 +65,6 @@ class _StackedTransposed:
             return TRANSPOSED[axes](x, weight, bias, self.stride, self.padding, extra, groups, self.dilation)
 
         return _of_all_clients(plain, input, self.weight, self.bias, self.groups)
-
-
-class StackedConvTranspose1d(_StackedTransposed, nn.ConvTranspose1d):
-    """ConvTranspose1d, client by client."""
-
-
-class StackedConvTranspose2d(_StackedTransposed, nn.ConvTranspose2d):
-    """ConvTranspose2d, client by client."""
-
-
-class StackedConvTranspose3d(_StackedTransposed, nn.ConvTranspose3d):
-    """ConvTranspose3d, client by client."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Any:
