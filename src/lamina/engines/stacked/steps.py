@@ -146,14 +146,7 @@ def train(problem: Problem, parts: Sequence[Layers], work: LocalWork) -> tuple[A
         batch = work.batches.at(k)
         y = _named(parts, [part.y for part in local])
         gradients, losses = problem.step_gradients(work, y, x, work.buffers, batch)
-        grads = _vectors(parts, work, gradients)
-        seconds: list[Tensor] = []
-        if work.second:
-            states = zip(local, down, grads, parts, strict=True)
-            points = [work.algorithm.second_point(own, fixed, g, work.lr, part) for own, fixed, g, part in states]
-            gradients, _ = problem.step_gradients(work, _named(parts, points), x, copy_buffers(work.buffers), batch)
-            seconds = _vectors(parts, work, gradients)
-        local = _step(parts, work, local, down, grads, seconds, batch.counts)
+        local = algorithm_step(problem, parts, work, local, down, gradients, x, work.buffers, batch)
         total = total + losses
     return join(local, work.local), total
 
@@ -171,17 +164,26 @@ def _vectors(parts: Sequence[Layers], work: LocalWork, gradients: Mapping[str, T
     return vectors if work.clip is None else _clipped(vectors, work.clip)
 
 
-def _step(
-    parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any], gradients: list[Tensor],
-    seconds: list[Tensor], counts: Tensor | None,
+def algorithm_step(
+    problem: Problem, parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any],
+    gradients: Mapping[str, Tensor], x: Mapping[str, Tensor], buffers: Buffers, batch: Batches,
 ) -> list[Any]:  # fmt: skip
-    """Return the local state after the algorithm's step, part by part; a row without this step keeps its state."""
-    after = []
-    more: list[dict[str, Tensor]] = [{"second_grad": second} for second in seconds] or [{}] * len(parts)
-    for part, old, fixed, gradient, second in zip(parts, local, down, gradients, more, strict=True):
-        new = work.algorithm.step(old, fixed, gradient, work.lr, part, **second)
-        after.append(new if counts is None else where_active(counts, new, old))
-    return after
+    """Return the local state after the algorithm's step, part by part; a row without this step keeps its state.
+
+    `gradients` are those at the local parameters, by name; the other arguments are as in `step_gradients`.
+    """
+    algorithm, grads = work.algorithm, _vectors(parts, work, gradients)
+    seconds: list[dict[str, Tensor]] = [{}] * len(parts)
+    if work.second:
+        states = zip(local, down, grads, parts, strict=True)
+        points = [algorithm.second_point(own, fixed, grad, work.lr, part) for own, fixed, grad, part in states]
+        at_points, _ = problem.step_gradients(work, _named(parts, points), x, copy_buffers(buffers), batch)
+        seconds = [{"second_grad": vector} for vector in _vectors(parts, work, at_points)]
+    states = zip(local, down, grads, parts, seconds, strict=True)
+    after = [algorithm.step(own, fixed, grad, work.lr, part, **second) for own, fixed, grad, part, second in states]
+    if batch.counts is None:
+        return after
+    return [_where_active(batch.counts, new, old) for new, old in zip(after, local, strict=True)]
 
 
 def copy_buffers(buffers: Buffers) -> Buffers:
@@ -189,7 +191,7 @@ def copy_buffers(buffers: Buffers) -> Buffers:
     return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
-def where_active(counts: Tensor, new: Any, old: Any) -> Any:
+def _where_active(counts: Tensor, new: Any, old: Any) -> Any:
     """Return a record with the new state of the rows that took the step, and the old state of the others."""
     is_active = (counts > 0).unsqueeze(1)
     pairs = zip(new, old, strict=True)
