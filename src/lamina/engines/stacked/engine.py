@@ -141,7 +141,8 @@ class Stacked:
             now.downs.append(member.algorithm.broadcast(member.state.server, info))
         now.sums = [self._empty_sums(member) for member in members]
         now.clients = [dict(member.state.clients) for member in members]
-        self._run(chunks, lambda chunk: self._train_chunk(now, chunk))
+        # a chunk that does not fit the GPU's memory is run again: `_add` adds nothing before all memory is there
+        self._run(chunks, lambda chunk: self._add(now, chunk, self._train(now, chunk)))
         if ranks.world > 1:
             layouts = [self._empty_upload(member, down) for member, down in zip(members, now.downs, strict=True)]
             ranks.combine(now.sums, layouts, now.failed)
@@ -165,13 +166,6 @@ class Stacked:
             return error
 
     # --- one chunk ------------------------------------------------------------------------------------------------
-
-    def _train_chunk(self, now: RoundInProgress, chunk: list[Row]) -> None:
-        """Train some rows and add their uploads to the sums.
-
-        A chunk that does not fit the GPU's memory is run again, so nothing is added before all memory is there.
-        """
-        self._add(now, chunk, self._train(now, chunk))
 
     def _train(self, now: RoundInProgress, chunk: list[Row]) -> Trained:
         """Let every row's client train, from the broadcast to the upload; a GPU may still be working on it."""
@@ -220,9 +214,12 @@ class Stacked:
         )
 
     def _add(self, now: RoundInProgress, chunk: list[Row], trained: Trained) -> None:
-        """Add what some rows have trained to the sums of their members, and leave out rows that diverged."""
-        # Compute all sums, and the server's step after the last chunk, before we know that all is finite: the host then
-        # waits for the GPU only once.
+        """Add what some rows have trained to the sums of their members, and leave out members that diverged.
+
+        All sums, and the server's step after the last chunk, are computed in the hope that they are finite, so that the
+        host waits for the GPU only once. If they are not, which is rare, the sums are computed again without those
+        members, and `close_round` takes the steps.
+        """
         up, client, buffers = trained.up, trained.client, trained.buffers
         totals = self._totals(now, chunk, trained, trained.row_weights)
         steps = self._step_servers(now, totals) if now.is_last(chunk) else {}
@@ -247,14 +244,14 @@ class Stacked:
         of_rows, gaps, of_steps = np.split(np.array(numbers.tolist()), np.cumsum([by_row.numel(), len(between)]))
         loss, spread, checked = of_rows.reshape(3, len(chunk))
         is_finite = np.isfinite(checked)
-        if not is_finite.all():  # the square of a finite number may be too large for float32
+        if not is_finite.all():
+            # without the distances: the square of a finite number may be too large for float32
             total = torch.stack([total.to(distances.device) for total in (*checks, up.delta.sum(-1))]).sum(0)
             is_finite = np.isfinite(total.double().tolist())
             for r in map(int, np.flatnonzero(~is_finite)):
                 if chunk[r].member not in now.failed:
                     now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
-            if not is_finite.all():  # again, without the members that diverged
-                totals, steps = self._totals(now, chunk, trained, self._row_weights(now, chunk)), {}
+            totals, steps = self._totals(now, chunk, trained, self._row_weights(now, chunk)), {}
             again = chunk_distances(chunk, up.delta.double(), now.sums, totals, self._to_layout)
             spread, gaps = (np.array(values.tolist()) for values in again)
 
@@ -276,9 +273,8 @@ class Stacked:
         for e, (total_up, total_buffers) in totals.items():
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
         now.trained_rows += len(chunk)
-        values = iter(of_steps.tolist())
-        for e, step in steps.items():
-            now.sums[e].server_step = step, [next(values) for _ in range(len(step.measured))]
+        for e, measured in zip(steps, of_steps.reshape(-1, 3), strict=False):  # there are no steps if a row diverged
+            now.sums[e].server_step = steps[e]._replace(measured=torch.from_numpy(measured))
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
         """Take the members' steps on the server; none if other ranks or another aggregation than the mean need more."""
