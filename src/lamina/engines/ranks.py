@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lamina.base.errors import Diverged
 from lamina.engines.state import Sums
@@ -84,28 +85,24 @@ class Ranks(NamedTuple):
         """
         if self.world == 1:
             return
-        packed: list[Tensor] = []
-        for e, (total, (zero_up, zero_trust)) in enumerate(zip(sums, layouts, strict=True)):
-            up = zero_up if total.up is None else total.up
-            packed += [value for value in up if value is not None]
-            packed += [total.buffers[name] for name in sorted(total.buffers)]
-            numbers = [total.loss, float(e in failed)]
-            packed.append(torch.tensor(numbers, dtype=zero_up.delta.dtype, device=zero_up.delta.device))
-            packed.append(zero_trust if total.trust is None else total.trust)
-        flat = self.add(torch.cat([value.reshape(-1).to(packed[0].dtype) for value in packed]))
-        pieces = iter(
-            piece.reshape(value.shape)
-            for piece, value in zip(torch.split(flat, [value.numel() for value in packed]), packed, strict=True)
-        )
-        somewhere = False
         own_ups = [total.up for total in sums]
-        for total, (zero_up, _) in zip(sums, layouts, strict=True):
-            total.up = type(zero_up)(*(None if value is None else next(pieces) for value in zero_up))
-            for name in sorted(total.buffers):
-                total.buffers[name] = next(pieces)
-            total.loss, flag = next(pieces).tolist()
-            trust = next(pieces)
-            total.trust = trust if len(trust) else None
+        of_members = [
+            (
+                zero_up if total.up is None else total.up,
+                dict(sorted(total.buffers.items())),
+                zero_up.delta.new_tensor([total.loss, float(e in failed)]),
+                zero_trust if total.trust is None else total.trust,
+            )
+            for e, (total, (zero_up, zero_trust)) in enumerate(zip(sums, layouts, strict=True))
+        ]
+        values = [leaf for leaf in tree_leaves(of_members) if isinstance(leaf, Tensor)]
+        flat = self.add(torch.cat([value.reshape(-1).to(values[0].dtype) for value in values]))
+        pieces = iter(torch.split(flat, [value.numel() for value in values]))
+        summed = tree_map_only(Tensor, lambda value: next(pieces).reshape(value.shape), of_members)
+        somewhere = False
+        for total, (up, buffers, numbers, trust) in zip(sums, summed, strict=True):
+            total.up, total.buffers, total.trust = up, buffers, trust if len(trust) else None
+            total.loss, flag = numbers.tolist()
             somewhere = somewhere or flag > 0
         self._combine_spreads(sums, own_ups)
         if somewhere:
