@@ -28,7 +28,7 @@ from lamina.engines.stacked.folding import (
     per_client,
     unfold_clients,
 )
-from lamina.engines.stacked.layers.convolution import StackedConvolution, StackedTransposed, convolve, kernels_apply
+from lamina.engines.stacked.layers.convolution import StackedConvolution, StackedTransposed, kernels_apply
 from lamina.engines.stacked.layers.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
 from lamina.engines.stacked.layers.per_module import PerModule, per_module
 from lamina.engines.stacked.layers.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
@@ -46,7 +46,7 @@ class StackedLinear(nn.Linear):
         return self.kernel(input, self.weight, self.bias)
 
 
-class StackedConv2d(nn.Conv2d):
+class StackedConv2d(StackedConvolution, nn.Conv2d):
     """Conv2d as one convolution of all clients; weight [C, out, in / groups, kh, kw], bias [C, out]."""
 
     kernel: Callable[..., Tensor] | None = None  # our own, where it applies: set by `use_kernels`
@@ -54,7 +54,7 @@ class StackedConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, in, H, W] -> [C * B, out, H', W']."""
         if self.kernel is None:
-            return convolve(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+            return super().forward(input)
         return self.kernel(input, self.weight, self.stride, self.padding, bias=self.bias)
 
 
