@@ -179,8 +179,8 @@ def algorithm_step(
         points = [algorithm.second_point(own, fixed, grad, work.lr, part) for own, fixed, grad, part in states]
         at_points, _ = problem.step_gradients(work, _named(parts, points), x, copy_buffers(buffers), batch)
         seconds = [{"second_grad": vector} for vector in _vectors(parts, work, at_points)]
-    states = zip(local, down, grads, parts, seconds, strict=True)
-    after = [algorithm.step(own, fixed, grad, work.lr, part, **second) for own, fixed, grad, part, second in states]
+    inputs = zip(local, down, grads, parts, seconds, strict=True)
+    after = [algorithm.step(own, fixed, grad, work.lr, part, **second) for own, fixed, grad, part, second in inputs]
     if batch.counts is None:
         return after
     return [_where_active(batch.counts, new, old) for new, old in zip(after, local, strict=True)]

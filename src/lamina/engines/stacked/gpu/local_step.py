@@ -45,9 +45,9 @@ class Pass:
     is_last: bool  # whether it writes the new state
 
 
-# of the table of blocks: where a block starts and ends, its layer, where its tensor starts, and whether the block is the
-# first of its tensor, of its module and of the row
-BLOCK_COLUMNS = ("start", "end", "tensor", "module", "tensor_start", "first_of_tensor", "first_of_module", "first_of_row")
+BLOCK_COLUMNS = (  # of the table of blocks: elements from `start` to `end`, in a tensor that starts at `tensor_start`
+    "start", "end", "tensor", "module", "tensor_start", "first_of_tensor", "first_of_module", "first_of_row",
+)  # fmt: skip
 ADDRESS_COLUMNS = ("address", "stride", "bytes", "is_aligned")  # of the gradient of every tensor
 
 
