@@ -175,6 +175,11 @@ def close_round(
     return State(plan.number, step.server, state.buffers | step.buffers, clients, state.ledger), report
 
 
+def copy_buffers(buffers: Buffers) -> Buffers:
+    """Return copies, for a forward pass that must not update the buffers themselves."""
+    return {name: buffer.clone() for name, buffer in buffers.items()}
+
+
 def client_weights(plan: RoundFacts, by_examples: bool) -> list[float]:
     """Return every active client's weight in the mean."""
     shares = plan.examples if by_examples else np.ones(len(plan.cohort))

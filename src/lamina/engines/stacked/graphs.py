@@ -33,7 +33,6 @@ from lamina.objective.objective import Buffers
 log = logging.getLogger(__name__)
 
 MAX_CAPTURED = 2  # kept at a time for each problem: rounds with and without short batches, say
-WARM_UP_RUNS = 1  # before a capture, so that libraries have their workspaces
 ALIGNMENT = 16  # elements between the starts of rows: wide loads
 
 
@@ -233,7 +232,7 @@ class CapturedSteps:
     # --- one step --------------------------------------------------------------------------------------------------
 
     def _fuse(self) -> Any:
-        """Return the algorithm's step as a kernel, or None where there is no Triton or no such kernel."""
+        """Return the algorithm's step as a kernel; None without Triton, or if the step has no such kernel."""
         if self._kernels is None:
             return None
         from lamina.engines.stacked.gpu.local_step import LocalStep
@@ -309,11 +308,8 @@ class CapturedSteps:
         side = _warm_up_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP_RUNS):
-                self._k.zero_()
-                self._step(rows, sent_addresses.copy_)
+            self._step(rows, sent_addresses.copy_)  # so that libraries have their workspaces
         torch.cuda.current_stream().wait_stream(side)
-        self._k.zero_()
         unsent: list[Tensor] = []
 
         def send_later(addresses: Tensor) -> Tensor:
@@ -345,7 +341,7 @@ def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
         with torch.cuda.graph(graph, pool=pool):
             try:
                 work()
-            except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended; its end may fail, too
+            except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended, which may also fail
                 too_large = error
     except RuntimeError:
         if too_large is None:

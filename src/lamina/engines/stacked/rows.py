@@ -58,11 +58,10 @@ class RoundInProgress:
     sums: list[Sums] = field(default_factory=list)
     clients: list[dict[int, Any]] = field(default_factory=list)
     failed: dict[int, Diverged] = field(default_factory=dict)
-    trained_rows: int = 0
 
     def is_last(self, chunk: Sequence[Row]) -> bool:
         """Return whether no rows remain after these."""
-        return self.trained_rows + len(chunk) == len(self.rows)
+        return chunk[-1] == self.rows[-1]
 
     def plans(self, chunk: Sequence[Row]) -> list[Round]:
         """Return the plan of every row."""

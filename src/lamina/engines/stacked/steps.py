@@ -21,6 +21,7 @@ from lamina.data.feed import Augment, training_inputs
 from lamina.engines.stacked.forward import Forward
 from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
+from lamina.engines.state import copy_buffers
 from lamina.objective.batch import map_batch
 from lamina.objective.layers import Grouping, Layers
 from lamina.objective.objective import Buffers, Objective
@@ -57,7 +58,7 @@ class LocalWork:
     lr: Number
     clip: Number | None = None  # the largest norm of a gradient
     control: bool = False  # subtract the gradient of the same batch at down.x
-    second: bool = False  # compute the gradient of the same batch at the algorithm's second point, too
+    second: bool = False  # also compute the gradient of the same batch at the algorithm's second point
 
     @property
     def rows(self) -> int:
@@ -184,11 +185,6 @@ def algorithm_step(
     if batch.counts is None:
         return after
     return [_where_active(batch.counts, new, old) for new, old in zip(after, local, strict=True)]
-
-
-def copy_buffers(buffers: Buffers) -> Buffers:
-    """Return copies, for a forward pass that must not update the buffers themselves."""
-    return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def _where_active(counts: Tensor, new: Any, old: Any) -> Any:

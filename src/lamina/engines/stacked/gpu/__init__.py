@@ -1,1 +1,1 @@
-"""Convolutions of many clients in Triton: needs an NVIDIA GPU and the `triton` that comes with torch there."""
+"""GPU kernels of the stacked engine in Triton: they need an NVIDIA GPU and the `triton` that comes with torch."""

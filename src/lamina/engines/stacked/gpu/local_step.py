@@ -40,7 +40,7 @@ class Pass:
     """One kernel."""
 
     function: Any
-    inputs: list[str]
+    inputs: list[str]  # without the gradient, which it finds by the table of addresses
     norms: list[str]  # whose squares it adds up, block by block
     is_last: bool  # whether it writes the new state
 
@@ -114,7 +114,7 @@ def write_pass(
             needed.add(name)
             waiting += values[name].uses
     ordered = [value for name, value in values.items() if name in needed]  # recorded in the order of computation
-    inputs = [value.name for value in ordered if not value.code]
+    inputs = [value.name for value in ordered if not value.code and value.name != "grad"]
     body = []
     for value in ordered:
         if value.code:
@@ -127,7 +127,7 @@ def write_pass(
             body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + i, mask=wide, other=0.0)")
         else:
             body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + {INDEX[value.kind]})")
-    arguments = "".join(f"p_{name}, s_{name}, " for name in inputs if name != "grad")
+    arguments = "".join(f"p_{name}, s_{name}, " for name in inputs)
     if number < last:
         for name in norms:
             operand = values[name].norm_of
@@ -248,9 +248,8 @@ class LocalStep:
         for step in self._passes:
             arguments: list[Any] = []
             for name in step.inputs:
-                if name != "grad":
-                    buffer = self._norms[name] if name in self._norms else self._buffers[name]
-                    arguments += [buffer, buffer.stride(0)]
+                buffer = self._norms[name] if name in self._norms else self._buffers[name]
+                arguments += [buffer, buffer.stride(0)]
             arguments += [self._partial[name] for name in step.norms]
             if step.is_last:
                 for field, buffer in self._outputs.items():

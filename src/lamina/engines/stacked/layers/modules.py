@@ -271,7 +271,7 @@ def stack(module: nn.Module) -> nn.Module:
 
 
 def frozen_per_client(stacked: nn.Module) -> set[str]:
-    """Return the names of the frozen parameters that a stacked module takes with a leading axis C, too."""
+    """Return the names of the frozen parameters that a stacked module also takes with a leading axis C."""
     kinds = set(STACKED.values())
     layers = [(name, layer) for name, layer in stacked.named_modules() if type(layer) in kinds]
     return {
