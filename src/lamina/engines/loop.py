@@ -32,7 +32,7 @@ from lamina.base import rng
 from lamina.data.dataset import Dataset
 from lamina.data.feed import training_inputs
 from lamina.engines.divergence import StepCheck, all_finite, diverged_upload
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round, copy_buffers
+from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
 from lamina.objective.batch import Inputs, map_batch
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.aggregation import combine_vectors
@@ -83,7 +83,7 @@ class Loop:
         server_info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_gradient=mean_gradient)
         down = algorithm.broadcast(state.server, server_info)
 
-        sums, clients = Sums(weights=weights, aggregation=self.protocol.aggregation), dict(state.clients)
+        sums, clients = RoundSums(weights=weights, aggregation=self.protocol.aggregation), dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
             full_gradient = full_gradients[c] if needs.full_gradient else None
             info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lamina.base.errors import Diverged
-from lamina.engines.state import Sums
+from lamina.engines.state import RoundSums
 
 
 class Ranks(NamedTuple):
@@ -53,7 +53,7 @@ class Ranks(NamedTuple):
         return list(self.add(torch.stack([own.get(c, zero) for c in range(cohort)])))
 
     def share_uploads(
-        self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged], cohorts: list[int]
+        self, sums: list[RoundSums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged], cohorts: list[int]
     ) -> None:
         """Send every member's uploads to all ranks, if the aggregation keeps them.
 
@@ -75,7 +75,7 @@ class Ranks(NamedTuple):
                 up = type(zero_up)(*(None if field is None else field[c] for field in fields))
                 total.uploads[c] = up, {name: values[c] for name, values in buffers.items()}
 
-    def combine(self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged]) -> None:
+    def combine(self, sums: list[RoundSums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged]) -> None:
         """Add up every member's sums over the ranks in one all-reduce, and their spreads in a second, tiny one.
 
         Args:
@@ -113,7 +113,7 @@ class Ranks(NamedTuple):
                 for e, (text, number, client, layer) in theirs.items():
                     failed.setdefault(e, Diverged(text, round=number, client=client, layer=layer))
 
-    def _combine_spreads(self, sums: list[Sums], own_ups: list[Any]) -> None:
+    def _combine_spreads(self, sums: list[RoundSums], own_ups: list[Any]) -> None:
         """Add up every member's spread around the mean of all ranks; `own_ups` are the sums over this rank's rows."""
         spreads = []
         for total, own in zip(sums, own_ups, strict=True):

@@ -52,7 +52,7 @@ class RoundReport:
 
 
 @dataclass
-class Sums:
+class RoundSums:
     """The sums of a round over its clients; the weights of the cohort sum to one."""
 
     up: Any = None  # the weighted sum of the Ups: their mean
@@ -139,7 +139,7 @@ class ServerStep(NamedTuple):
     measured: Tensor  # ||x+ - x||, ||mean delta_i - (x+ - x)||^2, and whether x+ is finite; float64
 
 
-def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, sums: Sums) -> ServerStep:
+def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, sums: RoundSums) -> ServerStep:
     """Take the server's step on the means, without waiting for a GPU."""
     info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_steps=sums.steps)
     up, buffers = sums.combined(algorithm)
@@ -151,7 +151,13 @@ def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundF
 
 
 def close_round(
-    algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, down: Any, sums: Sums, clients: dict[int, Any]
+    algorithm: Algorithm,
+    layers: Layers,
+    state: State,
+    plan: RoundFacts,
+    down: Any,
+    sums: RoundSums,
+    clients: dict[int, Any],
 ) -> tuple[State, RoundReport]:
     """Return the state after the server's step and the round's report. All engines end a round here."""
     step = step_server(algorithm, layers, state, plan, sums) if sums.server_step is None else sums.server_step

@@ -60,16 +60,16 @@ from lamina.engines.stacked.steps import (
     Batches,
     LocalWork,
     NoBroadcast,
-    Problem,
+    StackedObjective,
     Summing,
     SumOfGradients,
     train,
 )
 from lamina.engines.state import (
     RoundReport,
+    RoundSums,
     ServerStep,
     State,
-    Sums,
     client_weights,
     close_round,
     step_server,
@@ -114,8 +114,8 @@ class Stacked:
         return parts_of(self.algorithm, self._problem.layers, self.objective.device)
 
     @functools.cached_property
-    def _problem(self) -> Problem:
-        return Problem(self.objective, self.data, self.forward, self.protocol.augmentation)
+    def _problem(self) -> StackedObjective:
+        return StackedObjective(self.objective, self.data, self.forward, self.protocol.augmentation)
 
     def run_round(self, state: State, plan: Round, ahead: PlanAhead | None = None) -> tuple[State, RoundReport]:
         """Run one round of one experiment; `ahead` is called while a GPU works on it."""
@@ -285,7 +285,7 @@ class Stacked:
             steps[e] = step_server(member.algorithm, self.objective.layers, member.state, member.plan, sums)
         return steps
 
-    def _take_steps(self, problem: Problem, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
+    def _take_steps(self, problem: StackedObjective, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
         """Return the local state after all steps, and the sum of every row's losses."""
         if self.graphs is not None:
             return self.graphs.train(problem, work, lone_sample)
@@ -358,12 +358,12 @@ class Stacked:
             mean_buffers = {name: means(b) for name, b in buffers.items() if b.is_floating_point()}
         return {e: now.sums[e].plus(row_of(mean_up, i), row_buffers(mean_buffers, i)) for i, e in enumerate(members)}
 
-    def _empty_sums(self, member: Member) -> Sums:
+    def _empty_sums(self, member: Member) -> RoundSums:
         """Return zeros, and what every rank knows from the plan alone."""
         weights = client_weights(member.plan, member.protocol.by_examples)
         buffers = {n: torch.zeros_like(b) for n, b in member.state.buffers.items() if b.is_floating_point()}
         steps = float(np.dot(weights, member.plan.steps))
-        return Sums(buffers=buffers, steps=steps, weights=weights, aggregation=self.protocol.aggregation)
+        return RoundSums(buffers=buffers, steps=steps, weights=weights, aggregation=self.protocol.aggregation)
 
     def _empty_upload(self, member: Member, down: Any) -> tuple[Any, Tensor]:
         """Return an upload and trust ratios of zeros, which tell an empty rank what the others send in this round."""
@@ -400,7 +400,7 @@ class Stacked:
         buffers = {n: torch.stack([state.buffers[n] for state in states]) for n in self.objective.buffers}
         start = Summing(y, torch.zeros_like(y))
         work = LocalWork(SumOfGradients(), start, NoBroadcast(), buffers, Batches(index, counts, None, None), 0.0)
-        local, _ = self._take_steps(Problem(self.objective, self.data, self.forward, summed=True), work)
+        local, _ = self._take_steps(StackedObjective(self.objective, self.data, self.forward, summed=True), work)
         gradients = local.total / send(sizes, device).to(y.dtype).unsqueeze(1)
         now.gradients |= dict(zip(chunk, gradients, strict=True))
 

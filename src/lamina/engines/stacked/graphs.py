@@ -27,7 +27,7 @@ from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
 from lamina.engines.stacked.rows import map_record
-from lamina.engines.stacked.steps import Batches, LocalWork, Problem, algorithm_step
+from lamina.engines.stacked.steps import Batches, LocalWork, StackedObjective, algorithm_step
 from lamina.objective.objective import Buffers
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Graphs:
     _captured: dict[Any, CapturedSteps] = field(default_factory=dict, repr=False)
     _pool: Any = field(default=None, repr=False)  # the memory that their activations share: one runs at a time
 
-    def train(self, problem: Problem, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
+    def train(self, problem: StackedObjective, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
         """Take all local steps; return the local state and the sum of losses, both valid until the next call.
 
         Args:
@@ -138,7 +138,7 @@ def _aligned(like: Tensor, rows: int) -> Tensor:
 class CapturedSteps:
     """The local steps of up to `capacity` rows, in buffers of their own."""
 
-    def __init__(self, problem: Problem, work: LocalWork, pool: Any) -> None:
+    def __init__(self, problem: StackedObjective, work: LocalWork, pool: Any) -> None:
         self.capacity = work.rows
         self._kernels = kernels_for(work.local.y.device, work.local.y.dtype)
         self._problem, self._pool = problem, pool

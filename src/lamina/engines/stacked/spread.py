@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.engines.stacked.rows import Row, send
-from lamina.engines.state import Sums
+from lamina.engines.state import RoundSums
 
 PIECE_ELEMENTS = 1 << 24  # of a difference in memory at a time
 
@@ -18,7 +18,7 @@ PIECE_ELEMENTS = 1 << 24  # of a difference in memory at a time
 def chunk_distances(
     chunk: Sequence[Row],
     delta: Tensor,
-    sums: Sequence[Sums],
+    sums: Sequence[RoundSums],
     totals: Mapping[int, tuple[Any, Any]],
     in_layout: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def _squares(rows: Tensor) -> Tensor:
     return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
 
 
-def _squared_gap(mean: Tensor, before: Sums, in_layout: Callable[[Tensor], Tensor]) -> Tensor:
+def _squared_gap(mean: Tensor, before: RoundSums, in_layout: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the squared distance of a mean from the mean of the clients that are in the sums."""
     if before.up is None:
         return torch.zeros((), dtype=torch.float64, device=mean.device)

@@ -67,7 +67,7 @@ class LocalWork:
 
 
 @dataclass(frozen=True)
-class Problem:
+class StackedObjective:
     """The function that the rows differentiate: the loss of the model on batches of the data."""
 
     objective: Objective
@@ -138,7 +138,7 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index.flatten()).reshape(*index.shape, *values.shape[1:])
 
 
-def train(problem: Problem, parts: Sequence[Layers], work: LocalWork) -> tuple[Any, Tensor]:
+def train(problem: StackedObjective, parts: Sequence[Layers], work: LocalWork) -> tuple[Any, Tensor]:
     """Take all local steps; return the final local state and the sum of every row's losses [rows]."""
     local, down = split(work.local, parts), split(work.down, parts)
     x = _named(parts, [part.x for part in down]) if work.control else {}
@@ -166,7 +166,7 @@ def _vectors(parts: Sequence[Layers], work: LocalWork, gradients: Mapping[str, T
 
 
 def algorithm_step(
-    problem: Problem, parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any],
+    problem: StackedObjective, parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any],
     gradients: Mapping[str, Tensor], x: Mapping[str, Tensor], buffers: Buffers, batch: Batches,
 ) -> list[Any]:  # fmt: skip
     """Return the local state after the algorithm's step, part by part; a row without this step keeps its state.
