@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import lamina
 from lamina.data import load, partitions
 from lamina.engines.stacked import engine as stacked
-from lamina.engines.state import Sums, close_round
+from lamina.engines.state import RoundSums, close_round
 from lamina.flower import Limits
 from lamina.flower.checks import Update
 from lamina.flower.judge import sizes_of, stand_out
@@ -216,7 +216,7 @@ def run(
         rows = torch.nonzero(own.y == largest).flatten() if suppress else torch.arange(len(own))
         return lambda x: objective.gradient(x, objective.buffers, own.inputs(rows), own.y[rows], train=False)
 
-    def close(algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: Sums, clients: Any) -> Any:
+    def close(algorithm: Any, layers: Any, state: Any, plan: Any, down: Any, sums: RoundSums, clients: Any) -> Any:
         """Stand in for the engine's `close_round`."""
         updates = {
             int(plan.cohort[c]): Update(up, buffers, int(plan.examples[c]), int(plan.steps[c]), 0.0)
@@ -236,7 +236,7 @@ def run(
             del updates[client]
         by_examples = weighting == "examples"
         shares = np.array([one.examples if by_examples else 1 for one in updates.values()], dtype=float)
-        kept = Sums(weights=(shares / shares.sum()).tolist(), aggregation=make_aggregation(aggregation))
+        kept = RoundSums(weights=(shares / shares.sum()).tolist(), aggregation=make_aggregation(aggregation))
         for c, (up, buffers, _, steps, *_) in enumerate(updates.values()):
             kept.add_client(c, algorithm, up, buffers, loss=0.0, steps=steps, by_examples=by_examples)
         return close_round(algorithm, layers, state, plan, down, kept, clients)

@@ -11,7 +11,7 @@ import lamina
 from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.rows import Row
 from lamina.engines.stacked.spread import chunk_distances
-from lamina.engines.state import Sums
+from lamina.engines.state import RoundSums
 from small_simulations import set_chunk
 
 SAMPLES = 30  # of every client
@@ -66,7 +66,7 @@ def test_an_upload_that_is_not_finite_shows_in_the_distances(rows):
     delta[0, -1] = torch.inf
     chunk = [Row(0, c, 1 / rows) for c in range(rows)]
     totals = {0: (Up(delta.mean(0)), {})}
-    by_row, _ = chunk_distances(chunk, delta, [Sums()], totals, lambda vector: vector)
+    by_row, _ = chunk_distances(chunk, delta, [RoundSums()], totals, lambda vector: vector)
     assert not torch.isfinite(by_row[0])
 
 
@@ -88,7 +88,7 @@ def test_ranks_add_up_the_spread_of_their_clients(shares, monkeypatch):
         return total
 
     def work(rank):
-        sums = Sums(weights=weights)
+        sums = RoundSums(weights=weights)
         for c in shares[rank]:
             sums.add_client(c, lamina.FedAvg(), Up(deltas[c]), {}, loss=0.0, steps=1, by_examples=False)
         Ranks(rank, 2).combine([sums], [(Up(torch.zeros(1000)), torch.zeros(0))], {})

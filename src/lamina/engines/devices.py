@@ -27,7 +27,7 @@ def choose_device(device: str | torch.device) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.zeros(1, device=chosen).item()  # raises an error on a device without numbers ("meta"), too
+        torch.zeros(1, device=chosen).item()  # also raises an error on a device without numbers ("meta")
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0][:100]
         raise BadInput(

@@ -32,7 +32,7 @@ from lamina.base import rng
 from lamina.data.dataset import Dataset
 from lamina.data.feed import training_inputs
 from lamina.engines.divergence import StepCheck, all_finite, diverged_upload
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
+from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round, copy_buffers
 from lamina.objective.batch import Inputs, map_batch
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.aggregation import combine_vectors
@@ -83,12 +83,12 @@ class Loop:
         server_info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_gradient=mean_gradient)
         down = algorithm.broadcast(state.server, server_info)
 
-        sums, clients = Sums(weights=weights, aggregation=self.protocol.aggregation), dict(state.clients)
+        sums, clients = RoundSums(weights=weights, aggregation=self.protocol.aggregation), dict(state.clients)
         for c, client_id in enumerate(plan.cohort.tolist()):
             full_gradient = full_gradients[c] if needs.full_gradient else None
             info = ClientInfo(plan.number, plan.lr, layers, float(plan.steps[c]), full_gradient)
             client = clients[client_id] if client_id in clients else algorithm.client_init(x, layers)
-            buffers = _copy(state.buffers)  # local training updates the copy
+            buffers = copy_buffers(state.buffers)  # local training updates the copy
 
             local, losses = self.train_client(down, client, buffers, info, plan, c)
             up, clients[client_id] = algorithm.finish(local, down, client, info)
@@ -134,7 +134,7 @@ class Loop:
                 if needs.second_gradient:  # of the same batch, at a point that the algorithm chooses
                     point = algorithm.second_point(local, down, grad, info.lr, layers)
                     # a copy, because only the pass at y updates the buffers
-                    second["second_grad"], _ = self._gradient(point, _copy(buffers), batch, control)
+                    second["second_grad"], _ = self._gradient(point, copy_buffers(buffers), batch, control)
                 after = algorithm.step(local, down, grad, info.lr, layers, **second)
                 losses.append(loss)
                 if watch is not None:
@@ -154,7 +154,7 @@ class Loop:
 
         grad, loss = gradient(y, buffers)
         if control is not None:
-            grad = grad - gradient(control, _copy(buffers))[0]
+            grad = grad - gradient(control, copy_buffers(buffers))[0]
         if self.protocol.clip is not None and not self.algorithm.clips_direction:
             grad = clip_by_norm(grad, self.protocol.clip)
         return grad, loss
@@ -186,9 +186,5 @@ class Loop:
     ) -> NoReturn:
         """Raise `Diverged` for a client whose result is not finite, after running it again and checking every step."""
         check = StepCheck(self.objective, buffers, plan, c, lambda k: self._batch(plan, c, k))
-        self.train_client(down, client, _copy(buffers), info, plan, c, check)
+        self.train_client(down, client, copy_buffers(buffers), info, plan, c, check)
         raise diverged_upload(self.objective.layers, up, plan, c)  # the steps were finite, the upload is not
-
-
-def _copy(buffers: Buffers) -> Buffers:
-    return {name: buffer.clone() for name, buffer in buffers.items()}

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lamina.base.errors import Diverged
-from lamina.engines.state import Sums
+from lamina.engines.state import RoundSums
 
 
 class Ranks(NamedTuple):
@@ -52,7 +53,7 @@ class Ranks(NamedTuple):
         return list(self.add(torch.stack([own.get(c, zero) for c in range(cohort)])))
 
     def share_uploads(
-        self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged], cohorts: list[int]
+        self, sums: list[RoundSums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged], cohorts: list[int]
     ) -> None:
         """Send every member's uploads to all ranks, if the aggregation keeps them.
 
@@ -74,7 +75,7 @@ class Ranks(NamedTuple):
                 up = type(zero_up)(*(None if field is None else field[c] for field in fields))
                 total.uploads[c] = up, {name: values[c] for name, values in buffers.items()}
 
-    def combine(self, sums: list[Sums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged]) -> None:
+    def combine(self, sums: list[RoundSums], layouts: list[tuple[Any, Tensor]], failed: dict[int, Diverged]) -> None:
         """Add up every member's sums over the ranks in one all-reduce, and their spreads in a second, tiny one.
 
         Args:
@@ -84,28 +85,24 @@ class Ranks(NamedTuple):
         """
         if self.world == 1:
             return
-        packed: list[Tensor] = []
-        for e, (total, (zero_up, zero_trust)) in enumerate(zip(sums, layouts, strict=True)):
-            up = zero_up if total.up is None else total.up
-            packed += [value for value in up if value is not None]
-            packed += [total.buffers[name] for name in sorted(total.buffers)]
-            numbers = [total.loss, float(e in failed)]
-            packed.append(torch.tensor(numbers, dtype=zero_up.delta.dtype, device=zero_up.delta.device))
-            packed.append(zero_trust if total.trust is None else total.trust)
-        flat = self.add(torch.cat([value.reshape(-1).to(packed[0].dtype) for value in packed]))
-        pieces = iter(
-            piece.reshape(value.shape)
-            for piece, value in zip(torch.split(flat, [value.numel() for value in packed]), packed, strict=True)
-        )
-        somewhere = False
         own_ups = [total.up for total in sums]
-        for total, (zero_up, _) in zip(sums, layouts, strict=True):
-            total.up = type(zero_up)(*(None if value is None else next(pieces) for value in zero_up))
-            for name in sorted(total.buffers):
-                total.buffers[name] = next(pieces)
-            total.loss, flag = next(pieces).tolist()
-            trust = next(pieces)
-            total.trust = trust if len(trust) else None
+        of_members = [
+            (
+                zero_up if total.up is None else total.up,
+                dict(sorted(total.buffers.items())),
+                zero_up.delta.new_tensor([total.loss, float(e in failed)]),
+                zero_trust if total.trust is None else total.trust,
+            )
+            for e, (total, (zero_up, zero_trust)) in enumerate(zip(sums, layouts, strict=True))
+        ]
+        values = [leaf for leaf in tree_leaves(of_members) if isinstance(leaf, Tensor)]
+        flat = self.add(torch.cat([value.reshape(-1).to(values[0].dtype) for value in values]))
+        pieces = iter(torch.split(flat, [value.numel() for value in values]))
+        summed = tree_map_only(Tensor, lambda value: next(pieces).reshape(value.shape), of_members)
+        somewhere = False
+        for total, (up, buffers, numbers, trust) in zip(sums, summed, strict=True):
+            total.up, total.buffers, total.trust = up, buffers, trust if len(trust) else None
+            total.loss, flag = numbers.tolist()
             somewhere = somewhere or flag > 0
         self._combine_spreads(sums, own_ups)
         if somewhere:
@@ -116,7 +113,7 @@ class Ranks(NamedTuple):
                 for e, (text, number, client, layer) in theirs.items():
                     failed.setdefault(e, Diverged(text, round=number, client=client, layer=layer))
 
-    def _combine_spreads(self, sums: list[Sums], own_ups: list[Any]) -> None:
+    def _combine_spreads(self, sums: list[RoundSums], own_ups: list[Any]) -> None:
         """Add up every member's spread around the mean of all ranks; `own_ups` are the sums over this rank's rows."""
         spreads = []
         for total, own in zip(sums, own_ups, strict=True):

@@ -52,7 +52,7 @@ class RoundReport:
 
 
 @dataclass
-class Sums:
+class RoundSums:
     """The sums of a round over its clients; the weights of the cohort sum to one."""
 
     up: Any = None  # the weighted sum of the Ups: their mean
@@ -66,7 +66,7 @@ class Sums:
     weights: list[float] = field(default_factory=list)  # every client's weight; needed by all aggregations but the mean
     aggregation: Aggregation = MEAN
     uploads: dict[int, tuple[Any, Buffers]] = field(default_factory=dict)  # by place in the cohort; see `keep`
-    server_step: tuple[ServerStep, list[float]] | None = None  # with its measured values, if it is taken already
+    server_step: ServerStep | None = None  # if it is taken already; its measured values are on the host then
 
     @property
     def keeps_uploads(self) -> bool:
@@ -95,7 +95,7 @@ class Sums:
         self.keep(c, up, buffers)  # a robust aggregation weights by itself; the mean needs only the sums
         if by_examples:  # `algorithm.state_changes` add up over all clients (SCAFFOLD's c): each counts the same
             up = undo_weighting(algorithm, up, weight * len(self.weights))
-        self.add(up, buffers, weight)
+        self.up, self.buffers = self.plus(up, buffers, weight)
         self.loss += weight * loss
         self.bytes_up += sum(payload_bytes(up).values())
         self.steps += weight * steps
@@ -114,17 +114,13 @@ class Sums:
         self.spread += within + (gap * self.weight * weight / (self.weight + weight) if self.weight else 0.0)
         self.weight += weight
 
-    def add(self, up: Any, buffers: Buffers, weight: float = 1.0) -> None:
-        """Add a weighted Up and the floating buffers that go with it; a field that is not sent stays None."""
-        self.up, self.buffers = self.plus(up, buffers, weight)
-
     def add_trust(self, ratios: Tensor | None, weight: float) -> None:
         """Add one client's trust ratios, if its algorithm has them."""
         if ratios is not None:
             self.trust = weight * ratios if self.trust is None else self.trust + weight * ratios
 
     def plus(self, up: Any, buffers: Buffers, weight: float = 1.0) -> tuple[Any, Buffers]:
-        """Return `up` and `buffers` with these added, without changing them."""
+        """Return `up` and the floating `buffers` with these, weighted, added; a field that is not sent stays None."""
         if self.up is None:
             total_up = type(up)(*(None if value is None else weight * value for value in up))
         else:
@@ -143,7 +139,7 @@ class ServerStep(NamedTuple):
     measured: Tensor  # ||x+ - x||, ||mean delta_i - (x+ - x)||^2, and whether x+ is finite; float64
 
 
-def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, sums: Sums) -> ServerStep:
+def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, sums: RoundSums) -> ServerStep:
     """Take the server's step on the means, without waiting for a GPU."""
     info = ServerInfo(plan.number, plan.lr, layers, plan.participation, mean_steps=sums.steps)
     up, buffers = sums.combined(algorithm)
@@ -155,11 +151,17 @@ def step_server(algorithm: Algorithm, layers: Layers, state: State, plan: RoundF
 
 
 def close_round(
-    algorithm: Algorithm, layers: Layers, state: State, plan: RoundFacts, down: Any, sums: Sums, clients: dict[int, Any]
+    algorithm: Algorithm,
+    layers: Layers,
+    state: State,
+    plan: RoundFacts,
+    down: Any,
+    sums: RoundSums,
+    clients: dict[int, Any],
 ) -> tuple[State, RoundReport]:
     """Return the state after the server's step and the round's report. All engines end a round here."""
-    step, measured = sums.server_step or (step_server(algorithm, layers, state, plan, sums), None)
-    update_norm, gap, finite = step.measured.tolist() if measured is None else measured
+    step = step_server(algorithm, layers, state, plan, sums) if sums.server_step is None else sums.server_step
+    update_norm, gap, finite = step.measured.tolist()
     if not finite:
         raise diverged(layers, step.server.x, plan.number, plan.lr, client=None)
     extra = buffer_bytes(state.buffers)  # BatchNorm statistics travel with the model
@@ -177,6 +179,11 @@ def close_round(
         mean_steps=sums.steps,
     )
     return State(plan.number, step.server, state.buffers | step.buffers, clients, state.ledger), report
+
+
+def copy_buffers(buffers: Buffers) -> Buffers:
+    """Return copies, for a forward pass that must not update the buffers themselves."""
+    return {name: buffer.clone() for name, buffer in buffers.items()}
 
 
 def client_weights(plan: RoundFacts, by_examples: bool) -> list[float]:

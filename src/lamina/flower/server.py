@@ -17,7 +17,7 @@ import numpy as np
 from lamina.algorithms.contract import ClientInfo, ServerInfo
 from lamina.base.errors import Diverged, LaminaError
 from lamina.engines.divergence import went_nonfinite
-from lamina.engines.state import RoundReport, State, Sums, client_weights, close_round
+from lamina.engines.state import RoundReport, RoundSums, State, client_weights, close_round
 from lamina.experiment.runs.folder import RunFolder
 from lamina.flower import wire
 from lamina.flower.checks import Update
@@ -206,7 +206,7 @@ class Server:
         """Take the server's step on the mean of the updates, as the engines do."""
         facts = self._facts(record.round, updates)
         weights = client_weights(facts, self.protocol.by_examples)
-        sums = Sums(weights=weights, aggregation=self.protocol.aggregation)
+        sums = RoundSums(weights=weights, aggregation=self.protocol.aggregation)
         by_examples = self.protocol.by_examples
         for c, one in enumerate(updates.values()):
             loss, steps = one.loss, one.steps

@@ -230,7 +230,7 @@ def test_another_order_of_convolution_kernels_is_only_for_those_that_ignore_it()
         assert ignores_order(type("Theirs", (kind,), {"__module__": "theirs"})(), *model), name
 
 
-def test_answers_are_remembered_by_model_functions_and_options(monkeypatch):
+def test_answers_follow_the_model_the_functions_and_the_options(monkeypatch):
     small = Layers({"weight": (3, 4)}), torch.device("cpu")
     assert works_by_layer(AsksForTheSize(), *small)
     assert not works_by_layer(AsksForTheSize(), *MODEL)

@@ -10,8 +10,8 @@ from torch.nn import functional as F  # noqa: N812
 import lamina
 from lamina.engines.stacked import graphs, memory
 from lamina.engines.stacked.graphs import CapturedSteps
-from lamina.engines.stacked.steps import Problem
-from lamina.engines.state import Sums
+from lamina.engines.stacked.steps import StackedObjective
+from lamina.engines.state import RoundSums
 from small_simulations import PARTS, assert_same, set_chunk, simulation, take_gpu_path
 
 
@@ -35,8 +35,8 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
         simulation("mlp", name, engine, clients=[range(i, i + 9) for i in range(0, 45, 9)], participation=1.0)
         for engine in ("stacked", "loop")
     )
-    usual = Problem.mean_losses
-    monkeypatch.setattr(Problem, "mean_losses", mean_losses)
+    usual = StackedObjective.mean_losses
+    monkeypatch.setattr(StackedObjective, "mean_losses", mean_losses)
     set_chunk(run, 5)
     run.run(2)
     alone.run(2)
@@ -58,7 +58,7 @@ def test_a_chunk_that_does_not_fit_the_memory_is_halved(name, before, monkeypatc
         (CapturedSteps, "__init__", 1),
         (torch, "tensordot", 2),  # of the mean; the second time without those that have diverged
         (lamina.engines.loop.Loop, "explain", 2),
-        (Sums, "plus", 2),
+        (RoundSums, "plus", 2),
         (torch, "_foreach_mul", 1),
     ],
 )
@@ -144,7 +144,7 @@ def test_the_memory_of_a_row_is_measured(layer):
     """Linear(8, 64)-ReLU-Linear(64, 3): the saved activations grow by the batch, the vectors do not."""
     net = nn.Sequential(nn.Linear(8, 64), layer(), nn.Linear(64, 3))
     run = lamina.Simulation(net, (torch.randn(64, 8), torch.arange(64) % 3), "fedavg", clients=2, device="cpu")
-    problem = Problem(run.objective, run.train_data, run.engine.forward)
+    problem = StackedObjective(run.objective, run.train_data, run.engine.forward)
     small, large = (memory.row_bytes(problem, batch) for batch in (8, 32))
     p = sum(t.numel() for t in net.parameters())
     assert small >= memory.VECTORS_PER_ROW * 4 * p
@@ -155,6 +155,6 @@ def test_a_large_model_on_a_cpu_has_a_chunk_for_itself():
     data = (torch.randn(48, 8), torch.arange(48) % 3)
     for net, rows in ((nn.Linear(8, 40_000), 1), (nn.Linear(8, 100), 4660)):
         run = lamina.Simulation(net, data, "fedavg", clients=PARTS, device="cpu")
-        problem = Problem(run.objective, run.train_data, run.engine.forward)
+        problem = StackedObjective(run.objective, run.train_data, run.engine.forward)
         chunks = memory.Memory(torch.device("cpu")).cut(list(range(5000)), problem, batch=8, graphs=1)
         assert len(chunks[0]) == rows  # 16 MB / (900 parameters x 4 bytes)

@@ -256,6 +256,7 @@ def test_a_transformer_stays_stacked():
             r"computes one value over all samples .* \(max\) \(test_probe.py:\d+\)",
         ),
         (Words(scale_grad_by_freq=True), text(), r"uses embedding with scale_grad_by_freq \(test_probe.py:\d+\)"),
+        (Lookup(), text(), r"uses embedding with padding_idx \(test_probe.py:\d+\)"),
     ],
 )
 def test_one_line_says_why_the_loop_is_taken(model, data, reason, caplog):

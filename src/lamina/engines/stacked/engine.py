@@ -60,16 +60,16 @@ from lamina.engines.stacked.steps import (
     Batches,
     LocalWork,
     NoBroadcast,
-    Problem,
+    StackedObjective,
     Summing,
     SumOfGradients,
     train,
 )
 from lamina.engines.state import (
     RoundReport,
+    RoundSums,
     ServerStep,
     State,
-    Sums,
     client_weights,
     close_round,
     step_server,
@@ -114,8 +114,8 @@ class Stacked:
         return parts_of(self.algorithm, self._problem.layers, self.objective.device)
 
     @functools.cached_property
-    def _problem(self) -> Problem:
-        return Problem(self.objective, self.data, self.forward, self.protocol.augmentation)
+    def _problem(self) -> StackedObjective:
+        return StackedObjective(self.objective, self.data, self.forward, self.protocol.augmentation)
 
     def run_round(self, state: State, plan: Round, ahead: PlanAhead | None = None) -> tuple[State, RoundReport]:
         """Run one round of one experiment; `ahead` is called while a GPU works on it."""
@@ -141,7 +141,8 @@ class Stacked:
             now.downs.append(member.algorithm.broadcast(member.state.server, info))
         now.sums = [self._empty_sums(member) for member in members]
         now.clients = [dict(member.state.clients) for member in members]
-        self._run(chunks, lambda chunk: self._train_chunk(now, chunk))
+        # a chunk that does not fit the GPU's memory is run again: `_add` adds nothing before all memory is there
+        self._run(chunks, lambda chunk: self._add(now, chunk, self._train(now, chunk)))
         if ranks.world > 1:
             layouts = [self._empty_upload(member, down) for member, down in zip(members, now.downs, strict=True)]
             ranks.combine(now.sums, layouts, now.failed)
@@ -165,13 +166,6 @@ class Stacked:
             return error
 
     # --- one chunk ------------------------------------------------------------------------------------------------
-
-    def _train_chunk(self, now: RoundInProgress, chunk: list[Row]) -> None:
-        """Train some rows and add their uploads to the sums.
-
-        A chunk that does not fit the GPU's memory is run again, so nothing is added before all memory is there.
-        """
-        self._add(now, chunk, self._train(now, chunk))
 
     def _train(self, now: RoundInProgress, chunk: list[Row]) -> Trained:
         """Let every row's client train, from the broadcast to the upload; a GPU may still be working on it."""
@@ -220,9 +214,12 @@ class Stacked:
         )
 
     def _add(self, now: RoundInProgress, chunk: list[Row], trained: Trained) -> None:
-        """Add what some rows have trained to the sums of their members, and leave out rows that diverged."""
-        # Compute all sums, and the server's step after the last chunk, before we know that all is finite: the host then
-        # waits for the GPU only once.
+        """Add what some rows have trained to the sums of their members, and leave out members that diverged.
+
+        All sums, and the server's step after the last chunk, are computed in the hope that they are finite, so that the
+        host waits for the GPU only once. If they are not, which is rare, the sums are computed again without those
+        members, and `close_round` takes the steps.
+        """
         up, client, buffers = trained.up, trained.client, trained.buffers
         totals = self._totals(now, chunk, trained, trained.row_weights)
         steps = self._step_servers(now, totals) if now.is_last(chunk) else {}
@@ -247,14 +244,14 @@ class Stacked:
         of_rows, gaps, of_steps = np.split(np.array(numbers.tolist()), np.cumsum([by_row.numel(), len(between)]))
         loss, spread, checked = of_rows.reshape(3, len(chunk))
         is_finite = np.isfinite(checked)
-        if not is_finite.all():  # the square of a finite number may be too large for float32
+        if not is_finite.all():
+            # without the distances: the square of a finite number may be too large for float32
             total = torch.stack([total.to(distances.device) for total in (*checks, up.delta.sum(-1))]).sum(0)
             is_finite = np.isfinite(total.double().tolist())
             for r in map(int, np.flatnonzero(~is_finite)):
                 if chunk[r].member not in now.failed:
                     now.failed[chunk[r].member] = self._explain(now, chunk[r], self._in_usual_order(row_of(up, r)))
-            if not is_finite.all():  # again, without the members that diverged
-                totals, steps = self._totals(now, chunk, trained, self._row_weights(now, chunk)), {}
+            totals, steps = self._totals(now, chunk, trained, self._row_weights(now, chunk)), {}
             again = chunk_distances(chunk, up.delta.double(), now.sums, totals, self._to_layout)
             spread, gaps = (np.array(values.tolist()) for values in again)
 
@@ -275,10 +272,8 @@ class Stacked:
                 now.clients[row.member][now.client_id(row)] = kept[r]
         for e, (total_up, total_buffers) in totals.items():
             now.sums[e].up, now.sums[e].buffers = total_up, total_buffers
-        now.trained_rows += len(chunk)
-        values = iter(of_steps.tolist())
-        for e, step in steps.items():
-            now.sums[e].server_step = step, [next(values) for _ in range(len(step.measured))]
+        for e, measured in zip(steps, of_steps.reshape(-1, 3), strict=False):  # there are no steps if a row diverged
+            now.sums[e].server_step = steps[e]._replace(measured=torch.from_numpy(measured))
 
     def _step_servers(self, now: RoundInProgress, totals: dict[int, tuple[Any, Buffers]]) -> dict[int, ServerStep]:
         """Take the members' steps on the server; none if other ranks or another aggregation than the mean need more."""
@@ -290,7 +285,7 @@ class Stacked:
             steps[e] = step_server(member.algorithm, self.objective.layers, member.state, member.plan, sums)
         return steps
 
-    def _take_steps(self, problem: Problem, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
+    def _take_steps(self, problem: StackedObjective, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
         """Return the local state after all steps, and the sum of every row's losses."""
         if self.graphs is not None:
             return self.graphs.train(problem, work, lone_sample)
@@ -363,12 +358,12 @@ class Stacked:
             mean_buffers = {name: means(b) for name, b in buffers.items() if b.is_floating_point()}
         return {e: now.sums[e].plus(row_of(mean_up, i), row_buffers(mean_buffers, i)) for i, e in enumerate(members)}
 
-    def _empty_sums(self, member: Member) -> Sums:
+    def _empty_sums(self, member: Member) -> RoundSums:
         """Return zeros, and what every rank knows from the plan alone."""
         weights = client_weights(member.plan, member.protocol.by_examples)
         buffers = {n: torch.zeros_like(b) for n, b in member.state.buffers.items() if b.is_floating_point()}
         steps = float(np.dot(weights, member.plan.steps))
-        return Sums(buffers=buffers, steps=steps, weights=weights, aggregation=self.protocol.aggregation)
+        return RoundSums(buffers=buffers, steps=steps, weights=weights, aggregation=self.protocol.aggregation)
 
     def _empty_upload(self, member: Member, down: Any) -> tuple[Any, Tensor]:
         """Return an upload and trust ratios of zeros, which tell an empty rank what the others send in this round."""
@@ -405,7 +400,7 @@ class Stacked:
         buffers = {n: torch.stack([state.buffers[n] for state in states]) for n in self.objective.buffers}
         start = Summing(y, torch.zeros_like(y))
         work = LocalWork(SumOfGradients(), start, NoBroadcast(), buffers, Batches(index, counts, None, None), 0.0)
-        local, _ = self._take_steps(Problem(self.objective, self.data, self.forward, summed=True), work)
+        local, _ = self._take_steps(StackedObjective(self.objective, self.data, self.forward, summed=True), work)
         gradients = local.total / send(sizes, device).to(y.dtype).unsqueeze(1)
         now.gradients |= dict(zip(chunk, gradients, strict=True))
 

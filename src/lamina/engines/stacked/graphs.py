@@ -23,18 +23,16 @@ from torch import Tensor
 
 from lamina.algorithms.contract import Number
 from lamina.algorithms.declaration import options
-from lamina.algorithms.primitives import clip_by_norm
 from lamina.engines.stacked.gpu.launch import compile_ahead, recording
 from lamina.engines.stacked.independence import number_options
 from lamina.engines.stacked.layers.convolution import kernels_for, wait_for_kernels
 from lamina.engines.stacked.rows import map_record
-from lamina.engines.stacked.steps import Batches, LocalWork, Problem, copy_buffers, where_active
+from lamina.engines.stacked.steps import Batches, LocalWork, StackedObjective, algorithm_step
 from lamina.objective.objective import Buffers
 
 log = logging.getLogger(__name__)
 
 MAX_CAPTURED = 2  # kept at a time for each problem: rounds with and without short batches, say
-WARM_UP_RUNS = 1  # before a capture, so that libraries have their workspaces
 ALIGNMENT = 16  # elements between the starts of rows: wide loads
 
 
@@ -45,7 +43,7 @@ class Graphs:
     _captured: dict[Any, CapturedSteps] = field(default_factory=dict, repr=False)
     _pool: Any = field(default=None, repr=False)  # the memory that their activations share: one runs at a time
 
-    def train(self, problem: Problem, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
+    def train(self, problem: StackedObjective, work: LocalWork, lone_sample: bool = False) -> tuple[Any, Tensor]:
         """Take all local steps; return the local state and the sum of losses, both valid until the next call.
 
         Args:
@@ -92,7 +90,7 @@ def _structure(work: LocalWork) -> Any:
         work.second,
         work.clip is None,
         tuple(value is None for value in work.local),
-        tuple(None if value is None else value.stride(0) == 0 for value in work.down),
+        tuple(None if value is None else _is_shared(value) for value in work.down),
         type(work.algorithm),
         tuple((name, None if name in numbers else value) for name, value in _options(work).items()),
     )
@@ -118,13 +116,18 @@ def _with_room(steps: int) -> int:
 
 
 def size_class(rows: int) -> int:
-    """Return the number of rows that a step is captured for: a cohort of varying size needs few captures, idles little.
+    """Return the number of rows that a step is captured for: rounded up, so that cohorts of similar size share it.
 
     >>> [size_class(rows) for rows in (3, 8, 9, 15, 17, 100)]
     [3, 8, 9, 15, 18, 104]
     """
     step = 1 << max(0, rows.bit_length() - 4)
     return -(-rows // step) * step
+
+
+def _is_shared(value: Tensor) -> bool:
+    """Return whether all rows are the same vector, expanded: only one row is in memory."""
+    return value.stride(0) == 0
 
 
 def _aligned(like: Tensor, rows: int) -> Tensor:
@@ -135,7 +138,7 @@ def _aligned(like: Tensor, rows: int) -> Tensor:
 class CapturedSteps:
     """The local steps of up to `capacity` rows, in buffers of their own."""
 
-    def __init__(self, problem: Problem, work: LocalWork, pool: Any) -> None:
+    def __init__(self, problem: StackedObjective, work: LocalWork, pool: Any) -> None:
         self.capacity = work.rows
         self._kernels = kernels_for(work.local.y.device, work.local.y.dtype)
         self._problem, self._pool = problem, pool
@@ -155,7 +158,7 @@ class CapturedSteps:
         self._at_x = problem.layers.unflatten(self._down.x) if work.control else {}
         self._fused = self._fuse()
         self._graphs: dict[int, Callable[[], None]] = {}  # by number of rows
-        self._tables: list[Tensor] = []
+        self._sent_addresses: list[Tensor] = []  # of the gradients, one table per graph
 
     def train(self, work: LocalWork) -> tuple[Any, Tensor]:
         """Take all steps from these inputs; the returned tensors are valid until the next call.
@@ -183,7 +186,7 @@ class CapturedSteps:
 
     def _like_broadcast(self, value: Tensor) -> Tensor:
         """Return a buffer for all rows, or for a vector that all rows share."""
-        return _aligned(value, 1).expand(self.capacity, -1) if value.stride(0) == 0 else self._rows_like(value)
+        return _aligned(value, 1).expand(self.capacity, -1) if _is_shared(value) else self._rows_like(value)
 
     def _steps_like(self, value: Tensor) -> Tensor:
         return value.new_zeros(self.capacity, _with_room(value.shape[1]), *value.shape[2:])
@@ -204,10 +207,9 @@ class CapturedSteps:
         for target, source in zip((*self._local, *self._down), (*work.local, *work.down), strict=True):
             if target is None:
                 continue
-            is_vector = source.dim() == 2 and source.stride(0) == 0  # the same for all rows
-            if target.stride(0) == 0:
+            if _is_shared(target):
                 target[0].copy_(source[0])
-            elif is_vector and self._kernels is not None:
+            elif self._kernels is not None and source.dim() == 2 and _is_shared(source):
                 self._kernels.fill_rows(target[:rows], source[0], rounded if target is self._local.y else None)
             else:
                 target[:rows].copy_(source)
@@ -230,7 +232,7 @@ class CapturedSteps:
     # --- one step --------------------------------------------------------------------------------------------------
 
     def _fuse(self) -> Any:
-        """Return the algorithm's step as a kernel, or None where there is no Triton or no such kernel."""
+        """Return the algorithm's step as a kernel; None without Triton, or if the step has no such kernel."""
         if self._kernels is None:
             return None
         from lamina.engines.stacked.gpu.local_step import LocalStep
@@ -246,10 +248,10 @@ class CapturedSteps:
             log.info("the local step is not fused into one kernel: %s.step uses %s", name, reason)
             return None
 
-    def _step(self, rows: int, addresses: Callable[[Tensor], Tensor]) -> None:
+    def _step(self, rows: int, send_addresses: Callable[[Tensor], Tensor]) -> None:
         """Take one local step of the first rows, in place.
 
-        `addresses` takes the table of the gradients' addresses to the device, where the kernels read it.
+        `send_addresses` copies the table of the gradients' addresses to the device, where the kernels read it.
         """
         batch = map_record(lambda value: value[:rows].index_select(1, self._k).squeeze(1), self._batches)
         y, x = ({n: view[:rows] for n, view in views.items()} for views in (self._parameters, self._at_x))
@@ -260,7 +262,7 @@ class CapturedSteps:
         else:
             pieces = [piece.contiguous() for piece in self._problem.layers.pieces(gradients)]
             is_active = self._all_active if batch.counts is None else batch.counts
-            self._fused.run(rows, is_active, addresses(self._fused.addresses(pieces)))
+            self._fused.run(rows, is_active, send_addresses(self._fused.addresses(pieces)))
         self._losses[:rows] += losses
         self._k += 1
 
@@ -270,20 +272,14 @@ class CapturedSteps:
         """Take the step with torch's operations, from the gradients at y by name."""
         local, down = (map_record(lambda value: value[:rows], record) for record in (self._local, self._down))
         numbers = {name: value[:rows] for name, value in self._numbers.items()}
-        algorithm = dataclasses.replace(self._work.algorithm, **numbers)
-        problem, layers, lr = self._problem, self._problem.layers, self._lr[:rows]
-
-        def vector(gradients: dict[str, Tensor]) -> Tensor:
-            flat = torch.cat([piece.to(local.y.dtype) for piece in layers.pieces(gradients)], dim=-1)
-            return flat if self._clip is None else clip_by_norm(flat, self._clip[:rows])
-
-        gradient, second = vector(gradients), {}
-        if self._work.second:
-            point = layers.unflatten(algorithm.second_point(local, down, gradient, lr, layers))
-            at_point, _ = problem.step_gradients(self._work, point, x, copy_buffers(buffers), batch)
-            second["second_grad"] = vector(at_point)
-        after = algorithm.step(local, down, gradient, lr, layers, **second)
-        after = after if batch.counts is None else where_active(batch.counts, after, local)
+        work = dataclasses.replace(
+            self._work,
+            algorithm=dataclasses.replace(self._work.algorithm, **numbers),
+            lr=self._lr[:rows],
+            clip=None if self._clip is None else self._clip[:rows],
+        )
+        whole = [self._problem.layers]
+        (after,) = algorithm_step(self._problem, whole, work, [local], [down], gradients, x, buffers, batch)
         for old, new in zip(local, after, strict=True):
             if old is not None and new is not old:
                 old.copy_(new)
@@ -299,35 +295,31 @@ class CapturedSteps:
         """
         device = self._local.y.device
         if device.type != "cuda":
-            return lambda: self._step(rows, lambda table: table)
-        table = torch.zeros(len(self._problem.layers.names), 4, dtype=torch.long, device=device)
-        self._tables.append(table)  # the graph reads it as long as it lives
-        step = self._step
+            return lambda: self._step(rows, lambda addresses: addresses)
+        sent_addresses = torch.zeros(len(self._problem.layers.names), 4, dtype=torch.long, device=device)
+        self._sent_addresses.append(sent_addresses)  # the graph reads them as long as it lives
         if not self._graphs:
             with recording() as launches:
                 self._copy_in(work)
-                step(rows, table.copy_)
+                self._step(rows, sent_addresses.copy_)
             compile_ahead(launches)
         wait_for_kernels()
         self._copy_in(work)
         side = _warm_up_stream(device)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(WARM_UP_RUNS):
-                self._k.zero_()
-                step(rows, table.copy_)
+            self._step(rows, sent_addresses.copy_)  # so that libraries have their workspaces
         torch.cuda.current_stream().wait_stream(side)
-        self._k.zero_()
-        written: list[Tensor] = []
+        unsent: list[Tensor] = []
 
-        def remember(addresses: Tensor) -> Tensor:
+        def send_later(addresses: Tensor) -> Tensor:
             """Keep the addresses: a copy to the device cannot be captured, and the graph's memory does not move."""
-            written.append(addresses)
-            return table
+            unsent.append(addresses)
+            return sent_addresses
 
-        replay = _captured(lambda: step(rows, remember), self._pool)
-        if written:
-            table.copy_(written[-1])
+        replay = _captured(lambda: self._step(rows, send_later), self._pool)
+        if unsent:
+            sent_addresses.copy_(unsent[-1])
         return replay
 
 
@@ -349,7 +341,7 @@ def _captured(work: Callable[[], None], pool: Any) -> Callable[[], None]:
         with torch.cuda.graph(graph, pool=pool):
             try:
                 work()
-            except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended; its end may fail, too
+            except torch.cuda.OutOfMemoryError as error:  # raised once the capture has ended, which may also fail
                 too_large = error
     except RuntimeError:
         if too_large is None:

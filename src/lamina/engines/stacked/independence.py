@@ -25,7 +25,6 @@ from lamina.engines.stacked.rows import map_record
 from lamina.objective.layers import Layers
 
 SIZES = tuple(10.0**exponent for exponent in range(-6, 7, 2))  # of the states and gradients that are tried
-MAX_REMEMBERED = 256  # answers per check
 
 
 @dataclass(frozen=True)
@@ -61,39 +60,24 @@ class Trial:
 ON_TINY_MODEL = Trial(TINY, SIZES, torch.float64, torch.device("cpu"), tolerance=1e-9)
 
 
-def _trials(algorithm: Algorithm, layers: Layers, device: torch.device) -> list[Trial]:
-    """Return the trials that decide about an algorithm: a tiny model and, if it is a user's, the real one.
+Check = Callable[[Algorithm, Trial], bool]
 
-    The real model may be large: its trial has one size and float32.
-    """
+
+def _passes(check: Check, algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
+    """Return whether an algorithm passes a check on a tiny model and, if it is a user's, on the real one."""
     if not is_user_defined(algorithm):
-        return [ON_TINY_MODEL]
-    return [ON_TINY_MODEL, Trial(layers, (1.0,), torch.float32, device, tolerance=1e-5, slack=1e-5)]
+        return _passes_on_tiny_model(check, algorithm)
+    return check(algorithm, ON_TINY_MODEL) and check(algorithm, _on_real_model(layers, device))
 
 
-Check = Callable[[Algorithm, Layers, torch.device], bool]
+@functools.lru_cache(maxsize=256)  # similar runs ask the same questions
+def _passes_on_tiny_model(check: Check, algorithm: Algorithm) -> bool:
+    return check(algorithm, ON_TINY_MODEL)
 
 
-def _remembered(check: Check) -> Check:
-    """Remember the answers of a check by class, functions, options and layers: similar runs ask the same questions."""
-    answers: dict[Any, bool] = {}
-
-    @functools.wraps(check)
-    def remembered(algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
-        kind = type(algorithm)
-        values = [getattr(algorithm, name) for name in options(kind)]
-        if any(isinstance(value, Tensor) for value in values):
-            return check(algorithm, layers, device)
-        functions = kind.init, kind.begin, kind.step, kind.second_point, kind.finish, kind.needs
-        model = (*layers.shapes.items(), device) if is_user_defined(algorithm) else None
-        key = (kind, functions, tuple(values), model)
-        if key not in answers:
-            if len(answers) == MAX_REMEMBERED:
-                answers.clear()
-            answers[key] = check(algorithm, layers, device)
-        return answers[key]
-
-    return remembered
+def _on_real_model(layers: Layers, device: torch.device) -> Trial:
+    """Return a trial with one size and float32, because the model may be large."""
+    return Trial(layers, (1.0,), torch.float32, device, tolerance=1e-5, slack=1e-5)
 
 
 def parts_of(algorithm: Algorithm, layers: Layers, device: torch.device) -> list[Layers]:
@@ -131,38 +115,34 @@ def join(records: list[Any], like: Any) -> Any:
     return type(like)(*map(joined, zip(*records, strict=True), like))
 
 
-@_remembered
 def works_by_layer(algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
     """Return whether a step part by part, one part per tensor, is the step on the whole vector.
 
     A norm of the whole gradient, in the step or for its second point, makes a difference, and so does a slice.
     """
-    if algorithm.grouping != "tensor":
-        return False
-    try:
-        return all(_steps_by_part(algorithm, trial) for trial in _trials(algorithm, layers, device))
-    except Exception:  # such as that of the ten largest elements of a layer with three
-        return False
+    return algorithm.grouping == "tensor" and _passes(_steps_by_part, algorithm, layers, device)
 
 
 def _steps_by_part(algorithm: Algorithm, trial: Trial) -> bool:
     parts = trial.layers.parts()
-    for local, down, grads in _random_steps(algorithm, trial):
-        whole = _step_results(algorithm, local, down, grads, trial.layers)
-        rows = zip(split(local, parts), split(down, parts), split(grads, parts), parts, strict=True)
-        by_part = zip(*(_step_results(algorithm, *row) for row in rows), strict=True)
-        if not all(trial.equal(one, join(list(pieces), local)) for one, pieces in zip(whole, by_part, strict=True)):
-            return False
+    try:
+        for local, down, grads in _random_steps(algorithm, trial):
+            whole = _step_results(algorithm, local, down, grads, trial.layers)
+            rows = zip(split(local, parts), split(down, parts), split(grads, parts), parts, strict=True)
+            by_part = zip(*(_step_results(algorithm, *row) for row in rows), strict=True)
+            if not all(trial.equal(one, join(list(pieces), local)) for one, pieces in zip(whole, by_part, strict=True)):
+                return False
+    except Exception:  # such as that of the ten largest elements of a layer with three
+        return False
     return True
 
 
-@_remembered
 def works_by_row(algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
     """Return whether an algorithm computes the same for two rows together as for each alone; a norm of both does not.
 
     A branch changes the results only if some values are on either side of it, so this also looks for the read itself.
     """
-    return all(_rows_are_independent(algorithm, trial) for trial in _trials(algorithm, layers, device))
+    return _passes(_rows_are_independent, algorithm, layers, device)
 
 
 def _rows_are_independent(algorithm: Algorithm, trial: Trial) -> bool:
@@ -177,13 +157,12 @@ def _rows_are_independent(algorithm: Algorithm, trial: Trial) -> bool:
     return _matches_single_rows(algorithm, (algorithm, algorithm), trial)
 
 
-@_remembered
 def ignores_order(algorithm: Algorithm, layers: Layers, device: torch.device) -> bool:
     """Return whether the elements of a layer may stand in another order, as convolution kernels do on a GPU."""
     layout = layers.channels_last(device)
     if layout is None or not is_user_defined(algorithm):
         return True
-    trial = _trials(algorithm, layers, device)[-1]
+    trial = _on_real_model(layers, device)
     generator = torch.Generator().manual_seed(0)
     x, gradient = (trial.draw(layers.size, generator, rows=1)[0] for _ in range(2))
     down, client, info = _first_broadcast(algorithm, x, gradient, layers)

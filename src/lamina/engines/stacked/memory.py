@@ -17,7 +17,7 @@ from torch import Tensor
 from lamina.algorithms.contract import Algorithm
 from lamina.base.errors import BadInput
 from lamina.engines.stacked.gpu.launch import recording
-from lamina.engines.stacked.steps import Batches, Problem
+from lamina.engines.stacked.steps import Batches, StackedObjective
 from lamina.objective.objective import Objective
 from lamina.rounds.ledger import payload_bytes
 
@@ -41,7 +41,7 @@ class Memory:
     _row_limit: int | None = field(default=None, repr=False)  # once more rows were seen not to fit
     _fitting_rows: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)  # by batch size and graphs
 
-    def cut(self, rows: list[R], problem: Problem, batch: int, graphs: int) -> list[list[R]]:
+    def cut(self, rows: list[R], problem: StackedObjective, batch: int, graphs: int) -> list[list[R]]:
         """Cut rows into chunks that fit. On a GPU they are about equally long, so that one captured step serves all.
 
         Args:
@@ -106,7 +106,7 @@ class Memory:
         most = self._row_limit or max(map(len, chunks), default=1)
         return [chunk[i : i + most] for chunk in chunks for i in range(0, len(chunk), most)]
 
-    def rows_that_fit(self, problem: Problem, batch: int, graphs: int) -> int:
+    def rows_that_fit(self, problem: StackedObjective, batch: int, graphs: int) -> int:
         """Return how many rows train at a time: as many as fit a GPU's free memory, or a CPU's caches."""
         start = problem.objective.start
         if self.device.type != "cuda":
@@ -118,7 +118,7 @@ class Memory:
         return self._fitting_rows[batch, graphs]
 
 
-def row_bytes(problem: Problem, batch: int) -> int:
+def row_bytes(problem: StackedObjective, batch: int) -> int:
     """Return the memory that one row needs: its vectors, and twice what its forward pass saves for the backward one."""
     saved: dict[int, int] = {}
 

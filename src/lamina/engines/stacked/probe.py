@@ -5,6 +5,7 @@ If in doubt, clients are trained one by one.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -132,9 +133,9 @@ class _Watched(Tensor):
         kwargs = kwargs or {}
         if func in _COPIES_TO_PYTHON:
             _refuse(f"reads a tensor's values ({func.__name__})")
-        if func in _OPTIONS:
-            option = _OPTIONS[func](*args, **kwargs)
-            if option:
+        for option in _REFUSED_OPTIONS.get(func, ()):
+            value = inspect.signature(func).bind(*args, **kwargs).arguments.get(option)
+            if value is not None and value is not False:
                 _refuse(f"uses {func.__name__} with {option}")
         if getattr(func, "__module__", "") == F.__name__:  # torch's own functions look at values only to check them
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -188,23 +189,10 @@ def _refuse(what: str) -> NoReturn:
     raise _DependsOnBatch(f"the model or the loss {what}{where}, so clients cannot share a batch")
 
 
-def _embedding_option(
-    input: Any, weight: Any, padding_idx: Any = None, max_norm: Any = None, norm_type: Any = 2.0,
-    scale_grad_by_freq: bool = False, sparse: bool = False,
-) -> str:  # fmt: skip
-    """Return the name of an option that vmap computes wrongly or that counts tokens over the batch, or ""."""
-    if scale_grad_by_freq:
-        return "scale_grad_by_freq"
-    return "padding_idx" if padding_idx is not None else "max_norm" if max_norm is not None else ""
-
-
-def _bag_option(
-    input: Any, weight: Any, offsets: Any = None, max_norm: Any = None, norm_type: Any = 2,
-    scale_grad_by_freq: bool = False, *more: Any, **options: Any,
-) -> str:  # fmt: skip
-    return "scale_grad_by_freq" if scale_grad_by_freq else "max_norm" if max_norm is not None else ""
-
-
-_OPTIONS: dict[Any, Callable[..., str]] = {F.embedding: _embedding_option, F.embedding_bag: _bag_option}
+# options that vmap computes wrongly, or that count tokens over the batch
+_REFUSED_OPTIONS = {
+    F.embedding: ("scale_grad_by_freq", "padding_idx", "max_norm"),
+    F.embedding_bag: ("scale_grad_by_freq", "max_norm"),
+}
 # not seen by a dispatch mode: they copy memory
 _COPIES_TO_PYTHON = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)

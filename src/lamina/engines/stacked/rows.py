@@ -16,7 +16,7 @@ from lamina.algorithms.declaration import options
 from lamina.base.errors import Diverged
 from lamina.data.parts import Indices
 from lamina.engines.ranks import Ranks
-from lamina.engines.state import RoundReport, State, Sums, client_weights
+from lamina.engines.state import RoundReport, RoundSums, State, client_weights
 from lamina.objective.layers import ChannelsLast
 from lamina.objective.objective import Buffers
 from lamina.rounds.plan import Round
@@ -55,14 +55,13 @@ class RoundInProgress:
     ahead: PlanAhead | None = None
     gradients: dict[Row, Tensor] = field(default_factory=dict)  # over all of a client's data, if the algorithm needs it
     downs: list[Any] = field(default_factory=list)
-    sums: list[Sums] = field(default_factory=list)
+    sums: list[RoundSums] = field(default_factory=list)
     clients: list[dict[int, Any]] = field(default_factory=list)
     failed: dict[int, Diverged] = field(default_factory=dict)
-    trained_rows: int = 0
 
     def is_last(self, chunk: Sequence[Row]) -> bool:
         """Return whether no rows remain after these."""
-        return self.trained_rows + len(chunk) == len(self.rows)
+        return chunk[-1] == self.rows[-1]
 
     def plans(self, chunk: Sequence[Row]) -> list[Round]:
         """Return the plan of every row."""

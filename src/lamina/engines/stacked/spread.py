@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lamina.engines.stacked.rows import Row, send
-from lamina.engines.state import Sums
+from lamina.engines.state import RoundSums
 
 PIECE_ELEMENTS = 1 << 24  # of a difference in memory at a time
 
@@ -18,7 +18,7 @@ PIECE_ELEMENTS = 1 << 24  # of a difference in memory at a time
 def chunk_distances(
     chunk: Sequence[Row],
     delta: Tensor,
-    sums: Sequence[Sums],
+    sums: Sequence[RoundSums],
     totals: Mapping[int, tuple[Any, Any]],
     in_layout: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
@@ -33,13 +33,21 @@ def chunk_distances(
         totals: the members' sums of uploads with this chunk; a member that diverged has none.
         in_layout: brings vectors into the forward pass's layout.
     """
+
+    def mean(e: int) -> Tensor:
+        """Return the mean delta of a member's rows in the chunk."""
+        if e not in totals:
+            return torch.zeros_like(delta[0])
+        weight = sum(row.weight for row in chunk if row.member == e)
+        after, before = totals[e][0].delta, sums[e].up
+        return in_layout((after if before is None else after - before.delta) / weight).to(delta.dtype)
+
     owners = [row.member for row in chunk]
     members = list(dict.fromkeys(owners))
     if len(chunk) == 1:  # its own mean
         centres, by_row = delta, 0 * delta.sum(-1)  # NaN unless all is finite
     else:
-        weights = {e: sum(row.weight for row in chunk if row.member == e) for e in members}
-        centres = torch.stack([_mean(e, weights[e], delta, sums, totals, in_layout) for e in members])
+        centres = torch.stack([mean(e) for e in members])
         by_row = squared_distances(delta, centres, [members.index(e) for e in owners])
     between = [_squared_gap(centre, sums[e], in_layout) for e, centre in zip(members, centres, strict=True)]
     return by_row, torch.stack(between)
@@ -65,22 +73,7 @@ def _squares(rows: Tensor) -> Tensor:
     return torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).reshape(len(rows))
 
 
-def _mean(
-    e: int,
-    weight: float,
-    like: Tensor,
-    sums: Sequence[Sums],
-    totals: Mapping[int, tuple[Any, Any]],
-    in_layout: Callable[[Tensor], Tensor],
-) -> Tensor:
-    """Return the mean delta of a member's rows in the chunk, whose weights sum to `weight`."""
-    if e not in totals:
-        return torch.zeros_like(like[0])
-    after, before = totals[e][0].delta, sums[e].up
-    return in_layout((after if before is None else after - before.delta) / weight).to(like.dtype)
-
-
-def _squared_gap(mean: Tensor, before: Sums, in_layout: Callable[[Tensor], Tensor]) -> Tensor:
+def _squared_gap(mean: Tensor, before: RoundSums, in_layout: Callable[[Tensor], Tensor]) -> Tensor:
     """Return the squared distance of a mean from the mean of the clients that are in the sums."""
     if before.up is None:
         return torch.zeros((), dtype=torch.float64, device=mean.device)

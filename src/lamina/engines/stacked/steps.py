@@ -21,6 +21,7 @@ from lamina.data.feed import Augment, training_inputs
 from lamina.engines.stacked.forward import Forward
 from lamina.engines.stacked.independence import join, split
 from lamina.engines.stacked.side_stream import differentiate
+from lamina.engines.state import copy_buffers
 from lamina.objective.batch import map_batch
 from lamina.objective.layers import Grouping, Layers
 from lamina.objective.objective import Buffers, Objective
@@ -57,7 +58,7 @@ class LocalWork:
     lr: Number
     clip: Number | None = None  # the largest norm of a gradient
     control: bool = False  # subtract the gradient of the same batch at down.x
-    second: bool = False  # compute the gradient of the same batch at the algorithm's second point, too
+    second: bool = False  # also compute the gradient of the same batch at the algorithm's second point
 
     @property
     def rows(self) -> int:
@@ -66,7 +67,7 @@ class LocalWork:
 
 
 @dataclass(frozen=True)
-class Problem:
+class StackedObjective:
     """The function that the rows differentiate: the loss of the model on batches of the data."""
 
     objective: Objective
@@ -137,7 +138,7 @@ def _take(values: Tensor, index: Tensor) -> Tensor:
     return values.index_select(0, index.flatten()).reshape(*index.shape, *values.shape[1:])
 
 
-def train(problem: Problem, parts: Sequence[Layers], work: LocalWork) -> tuple[Any, Tensor]:
+def train(problem: StackedObjective, parts: Sequence[Layers], work: LocalWork) -> tuple[Any, Tensor]:
     """Take all local steps; return the final local state and the sum of every row's losses [rows]."""
     local, down = split(work.local, parts), split(work.down, parts)
     x = _named(parts, [part.x for part in down]) if work.control else {}
@@ -146,14 +147,7 @@ def train(problem: Problem, parts: Sequence[Layers], work: LocalWork) -> tuple[A
         batch = work.batches.at(k)
         y = _named(parts, [part.y for part in local])
         gradients, losses = problem.step_gradients(work, y, x, work.buffers, batch)
-        grads = _vectors(parts, work, gradients)
-        seconds: list[Tensor] = []
-        if work.second:
-            states = zip(local, down, grads, parts, strict=True)
-            points = [work.algorithm.second_point(own, fixed, g, work.lr, part) for own, fixed, g, part in states]
-            gradients, _ = problem.step_gradients(work, _named(parts, points), x, copy_buffers(work.buffers), batch)
-            seconds = _vectors(parts, work, gradients)
-        local = _step(parts, work, local, down, grads, seconds, batch.counts)
+        local = algorithm_step(problem, parts, work, local, down, gradients, x, work.buffers, batch)
         total = total + losses
     return join(local, work.local), total
 
@@ -171,25 +165,29 @@ def _vectors(parts: Sequence[Layers], work: LocalWork, gradients: Mapping[str, T
     return vectors if work.clip is None else _clipped(vectors, work.clip)
 
 
-def _step(
-    parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any], gradients: list[Tensor],
-    seconds: list[Tensor], counts: Tensor | None,
+def algorithm_step(
+    problem: StackedObjective, parts: Sequence[Layers], work: LocalWork, local: list[Any], down: list[Any],
+    gradients: Mapping[str, Tensor], x: Mapping[str, Tensor], buffers: Buffers, batch: Batches,
 ) -> list[Any]:  # fmt: skip
-    """Return the local state after the algorithm's step, part by part; a row without this step keeps its state."""
-    after = []
-    more: list[dict[str, Tensor]] = [{"second_grad": second} for second in seconds] or [{}] * len(parts)
-    for part, old, fixed, gradient, second in zip(parts, local, down, gradients, more, strict=True):
-        new = work.algorithm.step(old, fixed, gradient, work.lr, part, **second)
-        after.append(new if counts is None else where_active(counts, new, old))
-    return after
+    """Return the local state after the algorithm's step, part by part; a row without this step keeps its state.
+
+    `gradients` are those at the local parameters, by name; the other arguments are as in `step_gradients`.
+    """
+    algorithm, grads = work.algorithm, _vectors(parts, work, gradients)
+    seconds: list[dict[str, Tensor]] = [{}] * len(parts)
+    if work.second:
+        states = zip(local, down, grads, parts, strict=True)
+        points = [algorithm.second_point(own, fixed, grad, work.lr, part) for own, fixed, grad, part in states]
+        at_points, _ = problem.step_gradients(work, _named(parts, points), x, copy_buffers(buffers), batch)
+        seconds = [{"second_grad": vector} for vector in _vectors(parts, work, at_points)]
+    inputs = zip(local, down, grads, parts, seconds, strict=True)
+    after = [algorithm.step(own, fixed, grad, work.lr, part, **second) for own, fixed, grad, part, second in inputs]
+    if batch.counts is None:
+        return after
+    return [_where_active(batch.counts, new, old) for new, old in zip(after, local, strict=True)]
 
 
-def copy_buffers(buffers: Buffers) -> Buffers:
-    """Return copies, for a forward pass that must not update the buffers themselves."""
-    return {name: buffer.clone() for name, buffer in buffers.items()}
-
-
-def where_active(counts: Tensor, new: Any, old: Any) -> Any:
+def _where_active(counts: Tensor, new: Any, old: Any) -> Any:
     """Return a record with the new state of the rows that took the step, and the old state of the others."""
     is_active = (counts > 0).unsqueeze(1)
     pairs = zip(new, old, strict=True)

@@ -13,7 +13,7 @@ from kinds import KINDS, PARTS, model
 from lamina import models
 from lamina.algorithms.contract import LocalModel
 from lamina.engines.stacked.memory import free_bytes
-from lamina.engines.stacked.steps import Problem
+from lamina.engines.stacked.steps import StackedObjective
 from second_gradients import FedSam, VarianceReduced
 from small_simulations import set_chunk
 
@@ -124,8 +124,8 @@ def test_graphs_that_are_garbage_are_not_destroyed_while_another_is_captured(mon
                 gc.collect()
         return usual(*arguments)
 
-    usual = Problem.mean_losses
-    monkeypatch.setattr(Problem, "mean_losses", mean_losses)
+    usual = StackedObjective.mean_losses
+    monkeypatch.setattr(StackedObjective, "mean_losses", mean_losses)
     reference = simulation("fedlamb", "loop")
     reference.run(2)
     for _ in range(2):

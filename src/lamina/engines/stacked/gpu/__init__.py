@@ -1,1 +1,1 @@
-"""GPU kernels in Triton for the stacked engine: need an NVIDIA GPU and the `triton` that comes with torch there."""
+"""GPU kernels of the stacked engine in Triton: they need an NVIDIA GPU and the `triton` that comes with torch."""

@@ -1,4 +1,4 @@
-"""The local step of an algorithm as one GPU kernel, or one more for each norm that it waits for.
+"""The local step of an algorithm as one GPU kernel, plus one per norm it depends on.
 
 A step is about twenty operations on vectors as long as the model. Run one by one they would read and write every vector
 many times. So the operations that `trace` recorded are written down as Triton code that reads each vector once.
@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -39,25 +40,38 @@ class Pass:
     """One kernel."""
 
     function: Any
-    inputs: list[str]
+    inputs: list[str]  # without the gradient, which it finds by the table of addresses
     norms: list[str]  # whose squares it adds up, block by block
     is_last: bool  # whether it writes the new state
 
 
-HEAD = """
+BLOCK_COLUMNS = (  # of the table of blocks: elements from `start` to `end`, in a tensor that starts at `tensor_start`
+    "start", "end", "tensor", "module", "tensor_start", "first_of_tensor", "first_of_module", "first_of_row",
+)  # fmt: skip
+ADDRESS_COLUMNS = ("address", "stride", "bytes", "is_aligned")  # of the gradient of every tensor
+
+
+def _column(name: str) -> str:
+    """Return the Triton code that reads a column of the block's own line, or of its tensor's gradient."""
+    if name in BLOCK_COLUMNS:
+        return f"tl.load(blocks + {len(BLOCK_COLUMNS)} * block + {BLOCK_COLUMNS.index(name)})"
+    return f"tl.load(addresses + {len(ADDRESS_COLUMNS)} * tensor + {ADDRESS_COLUMNS.index(name)})"
+
+
+HEAD = f"""
 @triton.jit
-def local_step(blocks, active, addresses, {arguments}BLOCK: tl.constexpr):
+def local_step(blocks, active, addresses, {{arguments}}BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) + tl.program_id(2) * tl.num_programs(1)
     if tl.load(active + row) == 0:
         return
-    start = {start}
-    end = tl.load(blocks + 8 * block + 1)
-    tensor = tl.load(blocks + 8 * block + 2)
-    module = tl.load(blocks + 8 * block + 3)
+    start = {{start}}
+    end = {_column("end")}
+    tensor = {_column("tensor")}
+    module = {_column("module")}
     i = start + tl.arange(0, BLOCK)
     mask = i < end
-    wide = {wide}
+    wide = {{wide}}
 """
 # a gradient is bfloat16 or float32, and the starts of its rows are aligned or not
 LOAD_GRADIENT = """        if is_aligned:
@@ -65,15 +79,14 @@ LOAD_GRADIENT = """        if is_aligned:
         else:
             grad = tl.load(address.to(tl.pointer_type({dtype})) + row * stride + offset, mask=mask, other=0.0){convert}
 """  # noqa: E501
-GRADIENT = f"""    address = tl.multiple_of(tl.load(addresses + 4 * tensor), 16)
-    stride = tl.load(addresses + 4 * tensor + 1)
-    is_aligned = tl.load(addresses + 4 * tensor + 3) != 0
+GRADIENT = f"""    address = tl.multiple_of({_column("address")}, 16)
+    stride = {_column("stride")}
+    is_aligned = {_column("is_aligned")} != 0
     offset = i - {{first}}
-    if tl.load(addresses + 4 * tensor + 2) == 2:
+    if {_column("bytes")} == 2:
 {LOAD_GRADIENT.format(dtype="tl.bfloat16", convert=".to(tl.float32)")}    else:
 {LOAD_GRADIENT.format(dtype="tl.float32", convert="")}"""
 INDEX = {"element": "i", "tensor": "tensor", "module": "module", "row": "0"}
-FIRST_BLOCK_COLUMN = {"tensor": 5, "module": 6, "row": 7}  # of the table of blocks
 
 
 def write_pass(
@@ -101,20 +114,20 @@ def write_pass(
             needed.add(name)
             waiting += values[name].uses
     ordered = [value for name, value in values.items() if name in needed]  # recorded in the order of computation
-    inputs = [value.name for value in ordered if not value.code]
+    inputs = [value.name for value in ordered if not value.code and value.name != "grad"]
     body = []
     for value in ordered:
         if value.code:
             body.append(f"    {value.name} = {value.code}")
         elif value.name == "grad":
-            first = "tl.load(blocks + 8 * block + 4)"
+            first = _column("tensor_start")
             first = f"tl.multiple_of({first}, {ALIGNMENT})" if aligned else first
             body.append(GRADIENT.format(first=first).rstrip("\n"))
         elif value.kind == "element":
             body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + i, mask=wide, other=0.0)")
         else:
             body.append(f"    {value.name} = tl.load(p_{value.name} + row * s_{value.name} + {INDEX[value.kind]})")
-    arguments = "".join(f"p_{name}, s_{name}, " for name in inputs if name != "grad")
+    arguments = "".join(f"p_{name}, s_{name}, " for name in inputs)
     if number < last:
         for name in norms:
             operand = values[name].norm_of
@@ -126,12 +139,12 @@ def write_pass(
             arguments += f"o_{field}, t_{field}, "
             kind, mask = values[name].kind, "wide"
             if kind != "element":  # written once, by the first block of the layer or row
-                mask = f"tl.load(blocks + 8 * block + {FIRST_BLOCK_COLUMN[kind]}) != 0"
+                mask = f"{_column(f'first_of_{kind}')} != 0"
             body.append(f"    tl.store(o_{field} + row * t_{field} + {INDEX[kind]}, {name}, mask={mask})")
         if rounded and "y" in outputs:
             arguments += "rounded, rounded_row, "
             body.append(f"    tl.store(rounded + row * rounded_row + i, ({outputs['y']}).to(tl.bfloat16), mask=wide)")
-    start, wide = "tl.load(blocks + 8 * block)", "mask"
+    start, wide = _column("start"), "mask"
     if aligned:
         # only the last tensor ends between two multiples, and the buffers have room there: loads may be wide
         start = f"tl.multiple_of({start}, {ALIGNMENT})"
@@ -218,7 +231,7 @@ class LocalStep:
         self._partial = {name: torch.zeros(self._rows, len(self._blocks), device=lr.device) for name in self._norms}
 
     def addresses(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return a line per gradient: address, stride between rows, bytes of an element, and if rows are aligned."""
+        """Return a line of `ADDRESS_COLUMNS` per gradient; the stride is between rows, the bytes are of an element."""
         rows = [[g.data_ptr(), g.stride(0), g.element_size(), g.stride(0) % ALIGNMENT == 0] for g in gradients]
         return torch.tensor(rows, dtype=torch.int64)
 
@@ -235,9 +248,8 @@ class LocalStep:
         for step in self._passes:
             arguments: list[Any] = []
             for name in step.inputs:
-                if name != "grad":
-                    buffer = self._norms[name] if name in self._norms else self._buffers[name]
-                    arguments += [buffer, buffer.stride(0)]
+                buffer = self._norms[name] if name in self._norms else self._buffers[name]
+                arguments += [buffer, buffer.stride(0)]
             arguments += [self._partial[name] for name in step.norms]
             if step.is_last:
                 for field, buffer in self._outputs.items():
@@ -268,32 +280,22 @@ def _two_axes(blocks: int) -> tuple[int, int]:
 
 
 def _block_table(layers: Layers, device: torch.device) -> tuple[Tensor, dict[str, Tensor], bool]:
-    """Return the blocks, the first and last block of every layer, and whether all blocks start at aligned elements.
-
-    A block is [start, end, tensor, module, start of the tensor, is first of its tensor, of its module, of the row].
-    """
-    rows: list[list[int]] = []
-    modules, ends, total = layers.group_sizes("module"), [], 0
-    for size in modules:
-        total += size
-        ends.append(total)
-    start, groups = 0, {"tensor": [], "module": [[0, 0] for _ in modules], "row": []}  # type: ignore[var-annotated]
-    seen_modules: set[int] = set()
-    for tensor, size in enumerate(layers.sizes):
-        module = next(m for m, end in enumerate(ends) if start < end or size == 0)
-        first = len(rows)
-        for place in range(start, start + size, BLOCK):
-            new_module = module not in seen_modules
-            seen_modules.add(module)
-            if new_module:
-                groups["module"][module][0] = len(rows)
-            flags = [int(place == start), int(new_module), int(not rows)]
-            rows.append([place, min(place + BLOCK, start + size), tensor, module, start, *flags])
-            groups["module"][module][1] = len(rows)
-        groups["tensor"].append([first, len(rows)])
-        start += size
-    groups["row"].append([0, len(rows)])
-    aligned = all(row[0] % ALIGNMENT == 0 for row in rows)
-    rows += [[0] * 8] * (math.prod(_two_axes(len(rows))) - len(rows))  # empty blocks
-    tables = {name: torch.tensor(pairs, dtype=torch.int32, device=device) for name, pairs in groups.items()}
-    return torch.tensor(rows, dtype=torch.int32, device=device), tables, aligned
+    """Return the table of blocks, the range of blocks of every layer, and whether all start at aligned elements."""
+    modules = {name: number for number, name in enumerate(layers.group_names("module"))}
+    starts = np.cumsum([0, *layers.sizes]).tolist()
+    lines = [
+        [place, min(place + BLOCK, starts[tensor + 1]), tensor, modules[name.rpartition(".")[0]], starts[tensor]]
+        for tensor, name in enumerate(layers.names)
+        for place in range(starts[tensor], starts[tensor + 1], BLOCK)
+    ]
+    count = len(lines)
+    table = np.zeros((math.prod(_two_axes(count)), len(BLOCK_COLUMNS)), dtype=np.int32)  # may end with empty blocks
+    table[:count, :5] = lines
+    groups = {}
+    for kind, size in {"tensor": len(layers.names), "module": len(modules), "row": 1}.items():
+        layer = table[:count, BLOCK_COLUMNS.index(kind)] if kind != "row" else np.zeros(count)  # never decreases
+        table[:count, BLOCK_COLUMNS.index(f"first_of_{kind}")] = np.diff(layer, prepend=-1) != 0
+        ranges = [np.searchsorted(layer, np.arange(size), side) for side in ("left", "right")]
+        groups[kind] = torch.tensor(np.stack(ranges, 1), dtype=torch.int32, device=device)
+    aligned = all(line[0] % ALIGNMENT == 0 for line in lines)
+    return torch.from_numpy(table).to(device), groups, aligned

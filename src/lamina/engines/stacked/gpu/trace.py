@@ -7,9 +7,10 @@ the sizes of the model (``if grad.shape[-1] < 100``): a user's step is run again
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,10 +121,19 @@ class Trace(WatchingMode):
         self._add(Value(name, self._kind(norms), "", (), operand.name, over, number_of_pass=number), norms)
 
     def add_copy(self, source: Tensor, copy: Tensor) -> None:
-        """Record a tensor that is to a block the same number as another."""
+        """Record a per-layer value that every element of the layer reads."""
         value = self.values[self.name_of(source)]
         name = self._new_name()
         self._add(Value(name, self._kind(copy), value.name, (value.name,), number_of_pass=value.number_of_pass), copy)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing within the context."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _kind(self, tensor: Tensor) -> Kind:
         return self._kinds.get(tensor.shape[-1], "") if tensor.dim() else "number"
@@ -155,11 +165,10 @@ class Trace(WatchingMode):
         terms = [term(argument) for argument in args]
         base = operation.partition(".")[0]
         if base in ("add", "sub", "rsub"):
+            first, second = (terms[1], terms[0]) if base == "rsub" else terms[:2]
             scale = kwargs.get("alpha", args[2] if len(args) > 2 else 1)
-            first, second = terms[:2] if base != "rsub" else (terms[1], terms[0])
             if scale != 1:
-                scaled = f"({_literal(scale)} * {terms[1] if base != 'rsub' else terms[0]})"
-                first, second = (first, scaled)
+                second = f"({_literal(scale)} * {second})"
             return f"({first} {'+' if base == 'add' else '-'} {second})", operands
         if base == "pow" and args[1] == 2:
             return f"({terms[0]} * {terms[0]})", operands
@@ -192,30 +201,17 @@ class TracedLayers(Layers):
 
     def norms(self, u: Tensor, by: Grouping = "tensor") -> Tensor:
         """Record the norms of all layers."""
-        with _paused(self._trace):
+        with self._trace.paused():
             norms = super().norms(u, by)
         self._trace.add_norm(u, norms, by)
         return norms
 
     def spread(self, per_layer: Tensor, by: Grouping = "tensor") -> Tensor:
         """Record a value that every element of a layer reads."""
-        with _paused(self._trace):
+        with self._trace.paused():
             elements = super().spread(per_layer, by)
         self._trace.add_copy(per_layer, elements)
         return elements
-
-
-class _paused:  # noqa: N801
-    """Suspend a trace."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-
-    def __enter__(self) -> None:
-        self._trace.__exit__(None, None, None)
-
-    def __exit__(self, *_: object) -> None:
-        self._trace.__enter__()
 
 
 def _constant(operation: str, args: Sequence[Any], result: Any) -> float:

@@ -23,18 +23,6 @@ CONVOLUTIONS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
 
-def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Any, padding: Any, dilation: Any, groups: int
-) -> Tensor:
-    """x [C * B, in, ...], weight [C, out, in / groups, ...], bias [C, out] -> [C * B, out, ...]; one to three axes."""
-    function = CONVOLUTIONS[x.dim() - 2]
-
-    def plain(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-        return function(x, weight, bias, stride, padding, dilation, groups)
-
-    return _of_all_clients(plain, x, weight, bias, groups)
-
-
 def _of_all_clients(plain: Convolution, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
     """Apply a plain convolution with the weights of every client, in the form that suits the device."""
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -43,23 +31,20 @@ def _of_all_clients(plain: Convolution, x: Tensor, weight: Tensor, bias: Tensor 
     return form(plain, by_client, weight, bias, groups).flatten(0, 1)
 
 
-class _StackedConvolution:
-    """A convolution of one or three axes. weight [C, out, in / groups, ...], bias [C, out]."""
+class StackedConvolution:
+    """A convolution of one to three axes. weight [C, out, in / groups, ...], bias [C, out]."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """[C * B, in, ...] -> [C * B, out, ...]."""
-        return convolve(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        function = CONVOLUTIONS[input.dim() - 2]
+
+        def plain(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+            return function(x, weight, bias, self.stride, self.padding, self.dilation, groups)
+
+        return _of_all_clients(plain, input, self.weight, self.bias, self.groups)
 
 
-class StackedConv1d(_StackedConvolution, nn.Conv1d):
-    """Conv1d, client by client."""
-
-
-class StackedConv3d(_StackedConvolution, nn.Conv3d):
-    """Conv3d, client by client."""
-
-
-class _StackedTransposed:
+class StackedTransposed:
     """A transposed convolution. weight [C, in, out / groups, ...], bias [C, out]."""
 
     def forward(self: Any, input: Tensor, output_size: Any = None) -> Tensor:
@@ -73,18 +58,6 @@ class _StackedTransposed:
             return TRANSPOSED[axes](x, weight, bias, self.stride, self.padding, extra, groups, self.dilation)
 
         return _of_all_clients(plain, input, self.weight, self.bias, self.groups)
-
-
-class StackedConvTranspose1d(_StackedTransposed, nn.ConvTranspose1d):
-    """ConvTranspose1d, client by client."""
-
-
-class StackedConvTranspose2d(_StackedTransposed, nn.ConvTranspose2d):
-    """ConvTranspose2d, client by client."""
-
-
-class StackedConvTranspose3d(_StackedTransposed, nn.ConvTranspose3d):
-    """ConvTranspose3d, client by client."""
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> Any:

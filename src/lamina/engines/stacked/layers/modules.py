@@ -28,15 +28,7 @@ from lamina.engines.stacked.folding import (
     per_client,
     unfold_clients,
 )
-from lamina.engines.stacked.layers.convolution import (
-    StackedConv1d,
-    StackedConv3d,
-    StackedConvTranspose1d,
-    StackedConvTranspose2d,
-    StackedConvTranspose3d,
-    convolve,
-    kernels_apply,
-)
+from lamina.engines.stacked.layers.convolution import StackedConvolution, StackedTransposed, kernels_apply
 from lamina.engines.stacked.layers.embedding import StackedEmbedding, StackedEmbeddingBag, VmapEmbedding
 from lamina.engines.stacked.layers.per_module import PerModule, per_module
 from lamina.engines.stacked.layers.recurrent import StackedGRU, StackedLSTM, StackedRNN, VmapLSTMCell
@@ -54,7 +46,7 @@ class StackedLinear(nn.Linear):
         return self.kernel(input, self.weight, self.bias)
 
 
-class StackedConv2d(nn.Conv2d):
+class StackedConv2d(StackedConvolution, nn.Conv2d):
     """Conv2d as one convolution of all clients; weight [C, out, in / groups, kh, kw], bias [C, out]."""
 
     kernel: Callable[..., Tensor] | None = None  # our own, where it applies: set by `use_kernels`
@@ -62,7 +54,7 @@ class StackedConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, in, H, W] -> [C * B, out, H', W']."""
         if self.kernel is None:
-            return convolve(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+            return super().forward(input)
         return self.kernel(input, self.weight, self.stride, self.padding, bias=self.bias)
 
 
@@ -81,11 +73,8 @@ class StackedGroupNorm(nn.GroupNorm):
         groups = input.view(shape).to(at_least_float32(input))  # a view in any memory format: no copy
         variance, mean = torch.var_mean(groups, dim=list(range(2, groups.dim())), correction=0, keepdim=True)
         out = ((groups - mean) * torch.rsqrt(variance + self.eps)).flatten(1, 2)
-        if self.affine:
-            clients = self.weight.shape[0]
-            x = unfold_clients(out, clients)
-            out = (x * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)).flatten(0, 1)
-        out = out.to(input.dtype)
+        x = unfold_clients(out, self.weight.shape[0])
+        out = (x * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)).flatten(0, 1).to(input.dtype)
         out = out if residual is None else out + residual
         out = F.relu(out) if relu else out
         return (out, out) if twice else out
@@ -96,17 +85,8 @@ class StackedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """[C * B, ..., *normalized_shape], the same shape out."""
-        x = input.to(at_least_float32(input))
-        out = F.layer_norm(x, self.normalized_shape, eps=self.eps)
-        if self.elementwise_affine:
-            clients, shape = self.weight.shape[0], tuple(self.normalized_shape)
-            y = unfold_clients(out, clients)
-            view = (clients, *[1] * (y.dim() - 1 - len(shape)), *shape)
-            y = y * self.weight.reshape(view)
-            if self.bias is not None:
-                y = y + self.bias.reshape(view)
-            out = y.flatten(0, 1)
-        return out.to(input.dtype)
+        out = F.layer_norm(input.to(at_least_float32(input)), self.normalized_shape, eps=self.eps)
+        return _scaled(out, self.weight, self.bias).to(input.dtype)
 
 
 class StackedRMSNorm(nn.RMSNorm):
@@ -115,14 +95,19 @@ class StackedRMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """[C * B, ..., *normalized_shape], the same shape out."""
         out = F.rms_norm(x.to(at_least_float32(x)), self.normalized_shape, eps=self.eps)
-        clients, shape = self.weight.shape[0], tuple(self.normalized_shape)
-        y = unfold_clients(out, clients)
-        y = y * self.weight.reshape(clients, *[1] * (y.dim() - 1 - len(shape)), *shape)
-        return y.flatten(0, 1).to(x.dtype)
+        return _scaled(out, self.weight, None).to(x.dtype)
+
+
+def _scaled(out: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Scale and shift values [C * B, ..., *shape] by every client's own weight and bias [C, *shape]."""
+    x = unfold_clients(out, weight.shape[0])
+    view = (weight.shape[0], *[1] * (x.dim() - weight.dim()), *weight.shape[1:])
+    x = x * weight.reshape(view)
+    return (x if bias is None else x + bias.reshape(view)).flatten(0, 1)
 
 
 class _StackedInstanceNorm:
-    """Statistics per sample and channel, scale and shift per client."""
+    """InstanceNorm with statistics per sample and channel, scale and shift per client."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         """[C * B, channels, ...], the same shape out."""
@@ -130,18 +115,6 @@ class _StackedInstanceNorm:
         out = F.instance_norm(input.to(at_least_float32(input)), eps=self.eps)
         x = unfold_clients(out, self.weight.shape[0])
         return (x * per_client(self.weight, x, 2) + per_client(self.bias, x, 2)).flatten(0, 1).to(input.dtype)
-
-
-class StackedInstanceNorm1d(_StackedInstanceNorm, nn.InstanceNorm1d):
-    """InstanceNorm1d, client by client."""
-
-
-class StackedInstanceNorm2d(_StackedInstanceNorm, nn.InstanceNorm2d):
-    """InstanceNorm2d, client by client."""
-
-
-class StackedInstanceNorm3d(_StackedInstanceNorm, nn.InstanceNorm3d):
-    """InstanceNorm3d, client by client."""
 
 
 class StackedPReLU(nn.PReLU):
@@ -227,18 +200,6 @@ class _StackedBatchNorm:
         return mean, (centred**2).sum(axes) / count, count
 
 
-class StackedBatchNorm1d(_StackedBatchNorm, nn.BatchNorm1d):
-    """BatchNorm1d with statistics per client."""
-
-
-class StackedBatchNorm2d(_StackedBatchNorm, nn.BatchNorm2d):
-    """BatchNorm2d with statistics per client."""
-
-
-class StackedBatchNorm3d(_StackedBatchNorm, nn.BatchNorm3d):
-    """BatchNorm3d with statistics per client."""
-
-
 class StackedMultiheadAttention(StreamAttention):
     """MultiheadAttention with four projections per client, in training and in evaluation."""
 
@@ -249,24 +210,22 @@ class StackedMultiheadAttention(StreamAttention):
         return linear(x, weight, bias)
 
 
+def _of_any_axes(form: type, *kinds: type[nn.Module]) -> dict[type[nn.Module], type[nn.Module]]:
+    """Return the stacked classes of layers that have one form for any number of axes, by the layers' own classes."""
+    return {kind: type(f"Stacked{kind.__name__}", (form, kind), {}) for kind in kinds}
+
+
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: StackedLinear,
     nn.modules.linear.NonDynamicallyQuantizableLinear: StackedLinear,  # the out_proj of attention
     nn.Conv2d: StackedConv2d,
-    nn.Conv1d: StackedConv1d,
-    nn.Conv3d: StackedConv3d,
-    nn.ConvTranspose1d: StackedConvTranspose1d,
-    nn.ConvTranspose2d: StackedConvTranspose2d,
-    nn.ConvTranspose3d: StackedConvTranspose3d,
+    **_of_any_axes(StackedConvolution, nn.Conv1d, nn.Conv3d),
+    **_of_any_axes(StackedTransposed, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+    **_of_any_axes(_StackedBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    **_of_any_axes(_StackedInstanceNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
     nn.GroupNorm: StackedGroupNorm,
     nn.LayerNorm: StackedLayerNorm,
-    nn.BatchNorm1d: StackedBatchNorm1d,
-    nn.BatchNorm2d: StackedBatchNorm2d,
-    nn.BatchNorm3d: StackedBatchNorm3d,
     nn.RMSNorm: StackedRMSNorm,
-    nn.InstanceNorm1d: StackedInstanceNorm1d,
-    nn.InstanceNorm2d: StackedInstanceNorm2d,
-    nn.InstanceNorm3d: StackedInstanceNorm3d,
     nn.PReLU: StackedPReLU,
     nn.Embedding: StackedEmbedding,
     nn.EmbeddingBag: StackedEmbeddingBag,
@@ -312,7 +271,7 @@ def stack(module: nn.Module) -> nn.Module:
 
 
 def frozen_per_client(stacked: nn.Module) -> set[str]:
-    """Return the names of the frozen parameters that a stacked module takes with a leading axis C, too."""
+    """Return the names of the frozen parameters that a stacked module also takes with a leading axis C."""
     kinds = set(STACKED.values())
     layers = [(name, layer) for name, layer in stacked.named_modules() if type(layer) in kinds]
     return {
@@ -369,7 +328,7 @@ def use_kernels(stacked: nn.Module, kernels: Any, precision: str) -> None:
             layer.kernel = kernels.drop
         elif isinstance(layer, StackedLinear) and layer.in_features % 8 == 0 and layer.out_features % 8 == 0:
             layer.kernel = kernels.linear  # rows of aligned matrices
-        elif isinstance(layer, StackedGroupNorm) and layer.affine:
+        elif isinstance(layer, StackedGroupNorm):
             layer.kernel = kernels.group_norm
         elif isinstance(layer, PlainMaxPool2d) and math.prod(_two(layer.kernel_size)) <= kernels.LARGEST_WINDOW:
             layer.kernel = kernels.max_pool

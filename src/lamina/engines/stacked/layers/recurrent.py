@@ -18,8 +18,8 @@ class _StackedRecurrent:
         """Return the next state from what the weights make of the input and of the hidden state."""
         raise NotImplementedError
 
-    def run(self: Any, input: Any, hx: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the outputs and the last states, shaped as torch's own layer shapes them."""
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        """[C * B, T, in] -> the outputs [C * B, T, out] and the last state, [layers, C * B, ...] each."""
         if not isinstance(input, Tensor) or input.dim() != 3:  # packing reads lengths, which the probe refuses before
             raise CannotStack("recurrent layers have a stacked form for padded sequences [n, length, features] only")
         clients = self.weight_ih_l0.shape[0]
@@ -37,7 +37,7 @@ class _StackedRecurrent:
             x = torch.cat(outputs, -1)
         last = tuple(torch.stack([one.flatten(0, 1) for one in ones]) for ones in zip(*ends, strict=True))
         out = x.flatten(0, 1)
-        return (out if self.batch_first else out.transpose(0, 1)), last
+        return (out if self.batch_first else out.transpose(0, 1)), last if len(last) > 1 else last[0]
 
     def scan(self: Any, x: Tensor, suffix: str, start: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run one layer in one direction: [C, B, T, in] -> [C, B, T, out] and the last state."""
@@ -66,11 +66,6 @@ class _StackedRecurrent:
 class StackedRNN(_StackedRecurrent, nn.RNN):
     """tanh or ReLU of the input and of the last output."""
 
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """[C * B, T, in] -> the outputs [C * B, T, hidden] and the last one [layers, C * B, hidden]."""
-        outputs, (last,) = self.run(input, hx)
-        return outputs, last
-
     def step(self, inputs: Tensor, hidden: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See the base class."""
         total = inputs + hidden
@@ -79,11 +74,6 @@ class StackedRNN(_StackedRecurrent, nn.RNN):
 
 class StackedGRU(_StackedRecurrent, nn.GRU):
     """Gated recurrent units."""
-
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """[C * B, T, in] -> the outputs [C * B, T, hidden] and the last one [layers, C * B, hidden]."""
-        outputs, (last,) = self.run(input, hx)
-        return outputs, last
 
     def step(self, inputs: Tensor, hidden: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See the base class."""
@@ -95,11 +85,7 @@ class StackedGRU(_StackedRecurrent, nn.GRU):
 
 
 class StackedLSTM(_StackedRecurrent, nn.LSTM):
-    """Long short-term memory, with or without a projection."""
-
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        """[C * B, T, in] -> the outputs [C * B, T, out] and the last state, two tensors [layers, C * B, ...]."""
-        return self.run(input, hx)
+    """Long short-term memory, with or without a projection; its state is an output and a memory."""
 
     def step(self, inputs: Tensor, hidden: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """See the base class."""
