@@ -192,9 +192,7 @@ def executable(name: str) -> str:
     return path
 
 
-def free_port(wanted: int = 0) -> int:
-    """Return a port nobody listens on now: the wanted one, or any; raises OSError if the wanted one is in use."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((HOST, wanted))
+def free_port() -> int:
+    """Return a port nobody listens on now."""
+    with socket.create_server((HOST, 0)) as probe:
         return int(probe.getsockname()[1])
