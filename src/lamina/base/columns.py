@@ -59,11 +59,6 @@ class Columns(Sequence[Row]):
         floats: NDArray[np.float64] = np.ma.filled(self._column(name).astype(np.float64), np.nan)
         return floats
 
-    def cells(self, name: str) -> list[float | int | None]:
-        """Return one column, None where a row has no such value."""
-        cells: list[float | int | None] = self._column(name).tolist()
-        return cells
-
     def __len__(self) -> int:
         return self._length
 
@@ -79,9 +74,9 @@ class Columns(Sequence[Row]):
         return next(iter(self[place : place + 1]))
 
     def __iter__(self) -> Iterator[Row]:
-        names = self.names
-        for row in zip(*map(self.cells, names), strict=True):
-            yield {name: value for name, value in zip(names, row, strict=True) if value is not None}
+        values = (column.tolist() for column in self._columns.values())  # None where a row has no such value
+        for row in zip(*values, strict=True):
+            yield {name: value for name, value in zip(self._columns, row, strict=True) if value is not None}
 
 
 def _column(values: Sequence[Any]) -> Column:
