@@ -413,9 +413,10 @@ def test_a_notebook_gets_html_bars(monkeypatch):
     with progress.python_bars(["a<b"], None, total=4, state="") as bars:
         assert isinstance(bars, NotebookBars)
         bars.update("a<b", {"round": 1, "accuracy": 0.5}, completed=1)
-        assert 'value="1" max="4"' in bars._repr_html_()
-        assert "a&lt;b" in bars._repr_html_()
-        assert "accuracy 0.500" in bars._repr_html_()
+        html = drawn[0]._repr_mimebundle_((), ())["text/html"]
+        assert "a&lt;b" in html
+        assert "1/4" in html
+        assert "accuracy 0.500" in html
     assert len(drawn) == 2  # the bar, and nothing at the end
     assert not progress.python_bars(["a"], False).live
 

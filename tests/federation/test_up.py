@@ -140,7 +140,7 @@ def test_the_app_of_the_template_runs_as_it_is(lamina, tmp_path):
     text = file.read_text()
     assert "rounds=10," in text
     file.write_text(text.replace("rounds=10,", "rounds=2,"))
-    ran = lamina("up", "my-app", "--nodes", "2", "--insecure")
+    ran = lamina("up", "my-app", "--nodes", "2")
     printed, said = ran.communicate()
     assert ran.returncode == 0, said
     assert "2 rounds, best accuracy" in printed

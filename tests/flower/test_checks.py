@@ -343,12 +343,6 @@ def test_divergence_is_called_divergence(algorithm, lr, tmp_path):
     assert (setup.out / "diverged.json").exists()
 
 
-@pytest.mark.parametrize("name", ["times_against", "times_examples"])
-def test_a_removed_limit_is_refused_with_what_to_do(name):
-    with pytest.raises(BadInput, match=f"limits: {name} was removed.*aggregation='trimmed_mean' or 'median'"):
-        Limits(**{name: 2.0})
-
-
 @pytest.mark.parametrize("given", [{"max_norm": -1}, {"on_large": "cut"}, {"times_median": 0}, {"max_examples": 0}])
 def test_wrong_limits_are_one_clear_line(given):
     with pytest.raises(BadInput):

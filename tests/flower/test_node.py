@@ -101,9 +101,9 @@ def tokens(most=7, labels=3):
 @pytest.mark.parametrize(
     ("model", "data", "why"),
     [
-        (Tokens(), (19620304, 3), "hold a token id that has no row in the model: layer 'table' (Embedding) has a "
-         "vocabulary of 7 ids, 0 to 6"),
-        (Tokens(), (-19620304, 3), "hold a token id that has no row in the model"),
+        (Tokens(), (19620304, 3), "layer 'table' (Embedding) gets an id from the train data that it has no row "
+         "for: its rows are 0 to 6"),
+        (Tokens(), (-19620304, 3), "gets an id from the train data that it has no row for"),
         (Tokens(), (7, 19620304), "outputs have shape (3,) a sample, but the train data have more classes"),
         (Tokens("writes"), (7, 3), "the model's forward pass writes into the parameter 'head.bias'"),
         (Tokens("raises"), (7, 3), "the model cannot take the train data, samples of shape (5,): ValueError"),

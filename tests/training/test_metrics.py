@@ -9,7 +9,7 @@ import lamina
 from lamina.data.dataset import as_dataset
 from lamina.experiment.config import parse
 from lamina.objective.objective import Objective
-from lamina.training.evaluation import measure, named
+from lamina.training.evaluation import Evaluation
 from lamina.training.history import History
 from lamina.training.metrics import LABEL_METRICS, Batch, find, find_all, read_primary, smaller_is_better
 
@@ -35,7 +35,7 @@ def measured(outputs, targets, *metrics, loss="cross_entropy"):
     objective = Objective(Same(*shape), loss)
     data = as_dataset((np.asarray(outputs).reshape(len(outputs), -1), targets))
     chosen = find_all(list(metrics))
-    return named(measure(objective, objective.start, objective.buffers, data, chosen), chosen)
+    return Evaluation(chosen, data).run(objective, objective.start, objective.buffers)
 
 
 def counts(predicted, actual, classes):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import resource
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +98,7 @@ def available_bytes(device: torch.device | None = None) -> int | None:
         return int(torch.cuda.mem_get_info(device)[0])
     if device is not None and device.type != "cpu":
         return None
-    limits = (_free_on_host(), _free_in_group(), _free_in_process())
+    limits = (_free_on_host(), _free_in_group())
     return min((free for free in limits if free is not None), default=None)
 
 
@@ -130,17 +129,6 @@ def _free_in_group() -> int | None:
                     limit, used = (int((place / f"memory.{file}").read_text(encoding="ascii")) for file in files)
                     free.append(max(0, limit - used + _reclaimable(place)))
     return min(free, default=None)
-
-
-def _free_in_process() -> int | None:
-    """Return the memory that ``ulimit -v`` leaves; None without a limit."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return None
-    with contextlib.suppress(OSError, ValueError):
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        return max(0, limit - pages * os.sysconf("SC_PAGE_SIZE"))
-    return None
 
 
 def _reclaimable(group: Path) -> int:

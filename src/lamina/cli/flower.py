@@ -81,7 +81,6 @@ def up(
     ],
     nodes: Annotated[int, typer.Option("--nodes", min=1, help="nodes to start, one per client")] = 3,
     overrides: Set = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="neither TLS nor node authentication")] = False,
     out_folder: Annotated[Path | None, typer.Option("--out", help="folder for the records")] = None,
     deadline: Annotated[
         float | None, typer.Option("--deadline", min=1, help="seconds a node has to answer; default: 600")
@@ -117,7 +116,7 @@ def up(
     check_writable(place)
     display = Display(job, overwrite=overwrite)
     with terminate_as_interrupt(), display.bars:
-        federation = LocalFederation(place, nodes, secure=not insecure, say=display.say, warn=echo_progress)
+        federation = LocalFederation(place, nodes, say=display.say, warn=echo_progress)
         with federation:
             try:
                 status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,25 +41,14 @@ class Limits:
             this many times the round's median. It stops broken nodes and absurd values; against hostile nodes, use a
             robust mean (``aggregation``). With fewer than three answers nothing is compared. None switches it off.
         max_examples: the most examples a client may say it has.
-        non_negative: fields of which a negative entry is refused; by default those that the algorithm's class
-            declares (`Algorithm.non_negative`), such as second moments.
     """
 
     max_norm: float | Mapping[str, float] | None = None
     on_large: Literal["reject", "clip"] = "reject"
     times_median: float | None = 100.0
     max_examples: int = 10_000_000
-    non_negative: Sequence[str] | None = None
-    times_against: InitVar[None] = None  # removed
-    times_examples: InitVar[None] = None  # removed
 
-    def __post_init__(self, times_against: None, times_examples: None) -> None:
-        for name, value in {"times_against": times_against, "times_examples": times_examples}.items():
-            if value is not None:
-                raise BadInput(
-                    f"limits: {name} was removed, because it did not stop hostile nodes: leave it out, and train with "
-                    "aggregation='trimmed_mean' or 'median' unless you trust every node"
-                )
+    def __post_init__(self) -> None:
         if self.on_large not in ("reject", "clip"):
             raise unknown("limits.on_large", self.on_large, ("reject", "clip"))
         factors = {} if self.times_median is None else {"times_median": self.times_median}
@@ -78,13 +67,12 @@ class Limits:
 
     def check_fields(self, fields: Sequence[str]) -> None:
         """Refuse a limit for a field that the algorithm does not send."""
-        for place, names in (("max_norm", self.norms), ("non_negative", self.non_negative or ())):
-            for name in names:
-                if name not in fields:
-                    raise BadInput(
-                        f"limits: {place} names '{name}', which is not a field of the uploads"
-                        f"{nearest(str(name), fields)} (fields: {', '.join(fields)})"
-                    )
+        for name in self.norms:
+            if name not in fields:
+                raise BadInput(
+                    f"limits: max_norm names '{name}', which is not a field of the uploads"
+                    f"{nearest(str(name), fields)} (fields: {', '.join(fields)})"
+                )
 
 
 class FullGradient(NamedTuple):

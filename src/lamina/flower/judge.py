@@ -43,13 +43,12 @@ class Judge:
 
     def expect(self, state: State, down: Any, info: ClientInfo) -> Expected:
         """Return what a sound update looks like: the fields an engine would get from one local step."""
-        non_negative = self.limits.non_negative
         return Expected(
             self._upload(down, info),
             wire.floating(state.buffers),
             lambda examples: int(self.protocol.steps(np.array([examples]))[0]),
             self.limits,
-            self.algorithm.non_negative if non_negative is None else non_negative,
+            self.algorithm.non_negative,
         )
 
     def _upload(self, down: Any, info: ClientInfo) -> Any:

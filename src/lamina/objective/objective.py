@@ -199,11 +199,6 @@ class Objective:
 
         def differentiate(outputs: Tensor) -> tuple[Tensor, Tensor]:
             losses = self.loss(outputs, targets)
-            if losses.shape != (len(targets),):
-                raise BadInput(
-                    f"the loss must return one value per sample, shape ({len(targets)},), not {tuple(losses.shape)}: "
-                    "use reduction='none'"
-                )
             loss = losses.mean() if weights is None else losses @ weights
             if not loss.requires_grad:
                 raise BadInput("there is no gradient: the loss does not depend on any trainable parameter")

@@ -35,14 +35,6 @@ WEIGHT = "/weight"  # suffix of weight keys; not valid in a metric's name
 MOST_EVALUATED = 16_384  # samples; tokens are small, but their activations are not
 
 
-def measure(
-    objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
-) -> Tensor:
-    """Return the mean loss and the metrics as a tensor on the device."""
-    kept = predict(objective, x, buffers, data, metrics)
-    return torch.stack([value_of(metric, values).to(objective.device) for metric, values in kept.items()])
-
-
 def sample_means(
     objective: Objective, x: Tensor, buffers: Buffers, data: Dataset, metrics: Sequence[Metric] | None = None
 ) -> dict[str, float]:
@@ -72,12 +64,6 @@ def weight_name(metric: Metric) -> str:
 def metric_of_mean(metric: Metric, value: float) -> float:
     """Return a metric from its mean over samples; `is_function_of_mean` says for which metrics that works."""
     return float(value_of(metric, (torch.tensor([value], dtype=torch.float64),)))
-
-
-def named(measured: Tensor, metrics: Sequence[Metric] | None = None) -> dict[str, float]:
-    """Return the values of `measure` by name; this waits for the GPU once."""
-    names = [metric.name for metric in with_loss((ACCURACY,) if metrics is None else metrics)]
-    return dict(zip(names, measured.tolist(), strict=False))
 
 
 def with_loss(metrics: Sequence[Metric]) -> list[Metric]:
@@ -210,10 +196,12 @@ class Evaluation:
 
         It returns the values by name, with the columns of clients.
         """
-        measured = None if self.test is None else measure(objective, x, buffers, self.test, self.metrics)
+        kept = {} if self.test is None else predict(objective, x, buffers, self.test, self.metrics)
+        numbers = [value_of(metric, values).to(objective.device) for metric, values in kept.items()]
+        measured, names = torch.stack(numbers) if numbers else torch.empty(0), [metric.name for metric in kept]
 
         def finish() -> dict[str, float]:
-            row = {} if measured is None else named(measured, self.metrics)
+            row = dict(zip(names, measured.tolist(), strict=True))  # waits for the GPU once
             for group in self.clients:
                 kept = predict(objective, x, buffers, group.data, self.metrics)
                 chosen = self.metrics or [metric for metric in kept if metric is not LOSS or len(kept) == 1]

@@ -38,7 +38,7 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
         data = sources.load(data)
     if isinstance(data, tuple) and len(data) == 2 and all(isinstance(part, Dataset) for part in data):
         data, test = data[0], data[1] if test is None else test
-    elif isinstance(data, tuple) and len(data) == 2 and all(map(_is_pair, data)) and len(data[0][0]) != 2:
+    elif isinstance(data, tuple) and len(data) == 2 and _are_arrays(data[1]):
         raise BadInput(
             "the data are a pair of pairs: pass only (x, y) of the training data there, and the others as test=(x, y)"
         )
@@ -50,11 +50,9 @@ def as_splits(data: Any, test: Any = None) -> tuple[Dataset, Dataset | None]:
     return train_data, test_data
 
 
-def _is_pair(data: Any) -> bool:
-    """Return whether data may be inputs and targets, (x, y), with one target for each sample."""
-    if not isinstance(data, tuple) or len(data) != 2:
-        return False
-    return all(hasattr(part, "__len__") and getattr(part, "ndim", 1) for part in data) and len(data[0]) == len(data[1])
+def _are_arrays(targets: Any) -> bool:
+    """Return whether targets are a pair of arrays, as another (x, y) is."""
+    return isinstance(targets, tuple) and len(targets) == 2 and all(getattr(part, "ndim", 0) for part in targets)
 
 
 def as_model(model: nn.Module | Factory | str, data: Dataset, seed: int) -> nn.Module:

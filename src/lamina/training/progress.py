@@ -6,7 +6,6 @@ import importlib
 import sys
 import time
 from collections.abc import Callable, Iterable
-from html import escape
 from typing import Any
 
 from rich.console import Console
@@ -68,7 +67,7 @@ class Bars:
 
 
 class NotebookBars(Bars):
-    """The same bars as HTML in a notebook's output; rich would need ipywidgets for them."""
+    """The same bars in a notebook's output; rich needs ipywidgets to draw them again by itself."""
 
     def __init__(self, names: Iterable[str], **options: Any) -> None:
         super().__init__(names, Console(), is_shown=False, **options)
@@ -78,7 +77,7 @@ class NotebookBars(Bars):
 
     def __enter__(self) -> NotebookBars:
         self._ipython = importlib.import_module("IPython.display")
-        self._handle = self._ipython.display(self, display_id=True)
+        self._handle = self._ipython.display(self._bars, display_id=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -91,34 +90,7 @@ class NotebookBars(Bars):
         now = time.monotonic()
         if self._handle is not None and now - self._drawn_at >= NOTEBOOK_REFRESH_S:
             self._drawn_at = now
-            self._handle.update(self)
-
-    def __repr__(self) -> str:
-        tasks = self._bars.tasks
-        return "\n".join(f"{task.description}: {task.completed:g} of {task.total or 0:g} rounds" for task in tasks)
-
-    def _repr_html_(self) -> str:
-        cells = [
-            f"<tr><td>{escape(task.description)}</td><td>{escape(task.fields['state'])}</td>"
-            f'<td><progress value="{task.completed:g}" max="{task.total or 1:g}"></progress></td>'
-            f"<td>{task.completed:g}/{task.total or 0:g}</td><td>{escape(task.fields['score'])}</td></tr>"
-            for task in self._bars.tasks
-        ]
-        return f"<table>{''.join(cells)}</table>"
-
-
-class NoBars(Bars):
-    """Bars that are not shown: a user may call `run(1)` in a loop, and rich takes a tenth of a millisecond."""
-
-    live = False
-
-    def __init__(self) -> None: ...
-
-    def __enter__(self) -> NoBars:
-        return self
-
-    def update(self, name: str, row: Row | None = None, **changes: Any) -> None:
-        """Do nothing."""
+            self._handle.update(self._bars)
 
 
 def in_notebook() -> bool:
@@ -133,7 +105,7 @@ def python_bars(names: Iterable[str], progress: bool | None, **options: Any) -> 
         return NotebookBars(names, **options)
     if progress is None:
         progress = sys.stderr is not None and sys.stderr.isatty()
-    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=True, **options) if progress else NoBars()
+    return Bars(names, Console(stderr=True, force_terminal=True), is_shown=progress, **options)
 
 
 class IntervalLines:

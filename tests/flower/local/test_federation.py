@@ -1,4 +1,4 @@
-"""A SuperLink and SuperNodes on this machine: their keys, files, port and answers."""
+"""A SuperLink and SuperNodes on this machine: their keys, files and answers."""
 
 import contextlib
 import sys
@@ -38,7 +38,8 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
     folder = tmp_path / "fed"
     folder.mkdir(mode=0o755)
     (folder / "superlink").mkdir(mode=0o755)
-    federation = local.LocalFederation(folder, 1, secure=False)
+    federation = local.LocalFederation(folder, 1)
+    federation.register = lambda key: 7
     federation.start_superlink = lambda: federation.processes.launch(
         "superlink",
         [sys.executable, "-c", "import os; open('db', 'w'); os.mkdir('dir'); print('SuperNode ID: 7', flush=True)"],

@@ -51,15 +51,14 @@ class MetricsFile:
                 self._forget()
             end = self.end_of(len(self.rows))
             file.seek(end)
-            ends = [self.ends]
+            tables, ends, count = [self.rows], [self.ends], len(self.rows)
             for lines in _whole_lines(file):
-                table = self._parse(lines, len(self.rows))
-                self.rows.extend(table)
-                ends.append(_line_ends(lines)[: len(table)] + end)
-                end += len(lines)
+                tables.append(self._parse(lines, count))
+                ends.append(_line_ends(lines)[: len(tables[-1])] + end)
+                count, end = count + len(tables[-1]), end + len(lines)
                 if self.damaged is not None:
                     break
-            self.ends = np.concatenate(ends)
+            self.rows, self.ends = Columns.joined(tables), np.concatenate(ends)
             self._last_line = self._read_last_line(file)
         return self
 
@@ -73,14 +72,14 @@ class MetricsFile:
         """Return the rows of some lines, up to a damaged one."""
         with contextlib.suppress(*DAMAGE):
             return Columns.from_rows(_rows(lines, before))
-        table = Columns()
+        tables = [Columns()]
         for number, line in enumerate(lines.split(b"\n")[:-1], before):
             try:
-                table.extend(Columns.from_rows(_rows(line + b"\n", number)))
+                tables.append(Columns.from_rows(_rows(line + b"\n", number)))
             except DAMAGE:
                 self.damaged = number + 1
                 break
-        return table
+        return Columns.joined(tables)
 
 
 @contextlib.contextmanager

@@ -44,12 +44,10 @@ class LocalFederation:
         folder: Path,
         nodes: int,
         *,
-        secure: bool = True,
         say: Callable[[str], None] = lambda line: None,
         warn: Callable[[str], None] | None = None,
     ) -> None:
-        self.folder, self.count, self.secure = folder.absolute(), nodes, secure
-        self.port = processes.free_port()
+        self.folder, self.count, self.port = folder.absolute(), nodes, processes.free_port()
         self.keys = keys.ServerKeys(self.folder / "keys")
         self.processes = Processes(self.folder, threads=max(1, (os.cpu_count() or 1) // nodes))
         self.node_ids: dict[int, int] = {}  # Flower's number of a node -> number of its client
@@ -86,10 +84,9 @@ class LocalFederation:
         self.processes.start_guard()
         self._say("starting the SuperLink")
         self.start_superlink()
-        if self.secure:
-            self._say(f"registering {plural(self.count, 'node')}")
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(self.register, map(self.node_key, range(self.count))))
+        self._say(f"registering {plural(self.count, 'node')}")
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(self.register, map(self.node_key, range(self.count))))
         self._say(f"starting {self.count} SuperNodes")
         for client in range(self.count):
             self.start_node(client)
@@ -114,21 +111,19 @@ class LocalFederation:
 
     def start_superlink(self) -> None:
         """Start the SuperLink, and wait until it answers."""
-        safety, trust = ["--insecure"], "insecure = true"
-        if self.secure:
-            safety = ["--ssl-ca-certfile", str(self.keys.certificate), "--ssl-keyfile", str(self.keys.server_key)]
-            safety += ["--ssl-certfile", str(self.keys.server_certificate), "--enable-supernode-auth"]
-            trust = f"root-certificates = {json.dumps(str(self.keys.certificate))}"
-        command = ["flower-superlink", "--host", HOST, "--port", str(self.port), *safety]
+        command = ["flower-superlink", "--host", HOST, "--port", str(self.port), "--enable-supernode-auth"]
+        command += ["--ssl-ca-certfile", str(self.keys.certificate), "--ssl-keyfile", str(self.keys.server_key)]
+        command += ["--ssl-certfile", str(self.keys.server_certificate)]
         command += ["--database", str(self.folder / "superlink" / "state.db")]
         self.superlink = self.processes.launch("superlink", command, "superlink")
-        text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{HOST}:{self.port}"\n{trust}\n'
+        text = f'[superlink]\ndefault = "{LINK}"\n\n[superlink.{LINK}]\naddress = "{HOST}:{self.port}"\n'
+        text += f"root-certificates = {json.dumps(str(self.keys.certificate))}\n"
         (self.folder / "command" / "config.toml").write_text(text, encoding="utf-8")
         self.superlink.wait_for(self._is_healthy, "the SuperLink", START_S)
 
     def _is_healthy(self) -> bool:
-        url = f"http{'s' * self.secure}://{HOST}:{self.port}/health"
-        trusted = ssl.create_default_context(cafile=str(self.keys.certificate)) if self.secure else True
+        url = f"https://{HOST}:{self.port}/health"
+        trusted = ssl.create_default_context(cafile=str(self.keys.certificate))
         try:
             return httpx.get(url, verify=trusted, timeout=5, trust_env=False).status_code == 200
         except httpx.HTTPError:
@@ -150,11 +145,8 @@ class LocalFederation:
             "state-dir": str(self.folder / name / "state"),
             NODE_OPTION: str(self.keys.verifying_key),
         }
-        safety = ["--insecure"]
-        if self.secure:
-            safety = ["--root-certificates", str(self.keys.certificate)]
-            safety += ["--auth-supernode-private-key", str(self.node_key(client))]
-        command = ["flower-supernode", *safety, "--superlink", f"{HOST}:{self.port}"]
+        command = ["flower-supernode", "--root-certificates", str(self.keys.certificate)]
+        command += ["--auth-supernode-private-key", str(self.node_key(client)), "--superlink", f"{HOST}:{self.port}"]
         command += ["--host", HOST, "--port", str(processes.free_port()), "--node-config", _as_options(settings)]
         self.nodes[client] = self.processes.launch(name, command, name)
         return self.nodes[client]

@@ -193,8 +193,6 @@ def executable(name: str) -> str:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((HOST, 0))
+    """Return a port nobody listens on now."""
+    with socket.create_server((HOST, 0)) as probe:
         return int(probe.getsockname()[1])

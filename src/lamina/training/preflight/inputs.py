@@ -71,33 +71,26 @@ def check_token_ids(run: DryRun) -> None:
         return
     starts = range(0, len(data), CHUNK_SAMPLES)
     for ids in _token_ids(objective, (data.inputs(slice(i, i + CHUNK_SAMPLES), objective.dtype) for i in starts)):
-        where, count = f"layer '{ids.name}' ({type(ids.layer).__name__})", ids.layer.num_embeddings
-        if not ids.have_rows and ids.are_positions:
-            rows = (
-                f"{where} has {count}: shorten the sequences or enlarge the layer (in transformers' configurations: "
-                "n_positions or max_position_embeddings)"
-            )
-            raise BadInput(
-                f"the sequences of the {name} data are too long: they need {ids.high + 1} positions, but {rows}",
-                without_data=f"the sequences of the {name} data need more positions than the model has: {rows}",
-            )
         if not ids.have_rows:
-            rows = f"{where} has a vocabulary of {count} ids, 0 to {count - 1}: enlarge num_embeddings or map the ids"
+            layer, count = f"layer '{ids.name}' ({type(ids.layer).__name__})", ids.layer.num_embeddings
+            rows = (
+                f"its rows are 0 to {count - 1}: map the ids or enlarge num_embeddings; if they are positions, shorten "
+                "the sequences or enlarge n_positions or max_position_embeddings"
+            )
             raise BadInput(
-                f"the {name} data hold the token id {ids.high if ids.low >= 0 else ids.low}, but {rows}",
-                without_data=f"the {name} data hold a token id that has no row in the model: {rows}",
+                f"{layer} gets the id {ids.high if ids.low >= 0 else ids.low} from the {name} data, but {rows}",
+                without_data=f"{layer} gets an id from the {name} data that it has no row for: {rows}",
             )
 
 
 @dataclass
 class _TokenIds:
-    """The ids that an embedding is called with; positions count up in every sequence."""
+    """The ids that an embedding is called with."""
 
     name: str
     layer: Any
     low: int = 0
     high: int = 0
-    are_positions: bool = True
 
     @property
     def have_rows(self) -> bool:
@@ -109,7 +102,6 @@ class _TokenIds:
         if not ids.numel():
             return None
         self.low, self.high = min(self.low, int(ids.min())), max(self.high, int(ids.max()))
-        self.are_positions &= ids.dim() > 0 and ids.shape[-1] > 1 and bool((ids.diff() == 1).all())
         ids = ids.clamp(0, layer.num_embeddings - 1)  # so that the other embeddings are reached
         return ((ids, *args[1:]), kwargs) if args else (args, kwargs | {"input": ids})
 

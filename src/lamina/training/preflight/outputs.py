@@ -34,10 +34,7 @@ def check_classes(run: DryRun) -> None:
     shape = f"the model's outputs have shape {tuple(outputs.shape[1:])} a sample"
     last_axis_fits = outputs.dim() > 2 and outputs.shape[-1] >= classes
     if axis == 1 and last_axis_fits and outputs.shape[:-1] == run.targets.shape:
-        raise BadInput(
-            f"{shape}, with the classes on the last axis: use loss='token_cross_entropy', or 'causal_lm' to predict "
-            "the next token"
-        )
+        return  # the loss says that the classes are on the last axis
     hint = ""
     if last_axis_fits and y.dim() == 1:
         hint = " on the first of these axes; if the others are positions, take the mean over them in the model"
