@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina.cli.export import write_table
+from lamina.cli.export import table_parts
 from lamina.experiment.runs import metrics_file
 from lamina.experiment.runs.records import find_folders
 from lamina.report import build, figures, page, tables
@@ -80,9 +80,7 @@ def test_the_cost_table_is_exact_though_its_steps_are_thinned(tmp_path, monkeypa
 
 
 def exported(folder):
-    with io.BytesIO() as file:
-        head = write_table(find_folders([folder]), file)
-        return list(csv.DictReader(io.StringIO((head + file.read()).decode())))
+    return list(csv.DictReader(io.StringIO(b"".join(table_parts(find_folders([folder]))).decode())))
 
 
 def test_an_export_holds_every_round(long_run):
@@ -96,7 +94,7 @@ def test_an_export_holds_every_round(long_run):
 
 def test_an_export_keeps_gaps_names_and_awkward_numbers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", 100)  # less than a line: columns appear after rows were written
+    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", 100)  # less than a line
     folder = write_run(Path("a],[b"), [0.5, None, 0.25])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[1] |= {"late": 1e-05, "null_column": None, "bytes_up": 2**62}
