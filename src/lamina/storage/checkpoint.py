@@ -157,17 +157,6 @@ class Checkpoints:
         self._newest = {self._manifest(number).name, content["state"]["file"], *segments}
         return state, content["history"]
 
-    def is_sound(self, number: int) -> bool:
-        """Return whether all files of a checkpoint are there and undamaged."""
-        try:
-            content = self._read_manifest(number)
-            self._read(content["state"]["file"], content["state"]["sha256"])
-            for name, segment in content["segments"].items():
-                self._read(name, segment["sha256"])
-        except Damaged:
-            return False
-        return True
-
     def _read_manifest(self, number: int) -> dict[str, Any]:
         """Return the content of a manifest; refuse another run's."""
         path = self._manifest(number)
