@@ -162,7 +162,7 @@ def test_a_damaged_line_after_a_checkpoint_costs_only_the_rounds_after_it(half, 
     monkeypatch.setattr(Checkpoints, "save", dying)
     with pytest.raises(Killed):
         call(*command(half, rounds=6))
-    assert "line 4 of" in said_in_one_line(capsys)
+    assert "metrics.jsonl is missing or damaged after round 3: resuming" in said_in_one_line(capsys)
     left[0] = 99
     assert call(*command(half, rounds=6)) == 0
     assert capsys.readouterr().err == ""
