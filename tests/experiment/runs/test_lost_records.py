@@ -380,7 +380,7 @@ def test_a_metrics_line_that_is_not_a_row_of_numbers_is_damage(here, capsys, lin
         assert call(*reader) == 0
     assert capsys.readouterr().err == ""
     assert call(*command("part")) == 0
-    assert "line 4 of part/metrics.jsonl is damaged" in said_in_one_line(capsys)
+    assert "part/metrics.jsonl is missing or damaged after round 3" in said_in_one_line(capsys)
 
 
 def without(*keys):
