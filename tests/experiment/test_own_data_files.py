@@ -112,7 +112,7 @@ def test_compare_tune_and_report_take_a_table(folder):
     assert call("compare", "table.toml", "--out", "c", "--quiet") == 0
     assert {path.name for path in (folder / "c").iterdir()} >= {"fedavg", "fedlamb", "rounds.csv"}
     assert call("tune", "table.toml", "--out", "t", "--quiet") == 0
-    with pytest.raises(BadInput, match=r"'data.standardise' cannot be tuned: all trials share"):
+    with pytest.raises(BadInput, match=r"'data.standardise' cannot be tuned: all trials have the same data"):
         with_settings(load("table.toml"), {"data.standardise": True})
     pytest.importorskip("plotly")
     assert call("report", "c", "--out", "page.html") == 0

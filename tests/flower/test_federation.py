@@ -85,7 +85,7 @@ def test_the_run_folder_is_that_of_a_simulation(tmp_path):
     assert made.tables()
     from lamina.cli.export import table_parts
 
-    assert b"wire_bytes_down" in next(table_parts([setup.out]))
+    assert "wire_bytes_down" in next(table_parts([setup.out])).decode()
 
 
 @pytest.mark.parametrize("augmentation", [None, lamina.data.Augment(2, fill="mean")])

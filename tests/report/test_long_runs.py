@@ -62,8 +62,7 @@ def test_a_drawn_figure_keeps_extremes(long_run):
 
 
 def exported(folder):
-    text = b"".join(table_parts(find_folders([folder]))).decode()
-    return list(csv.DictReader(io.StringIO(text)))
+    return list(csv.DictReader(io.StringIO(b"".join(table_parts(find_folders([folder]))).decode())))
 
 
 def test_an_export_holds_every_round(long_run):
@@ -77,7 +76,7 @@ def test_an_export_holds_every_round(long_run):
 
 def test_an_export_keeps_gaps_names_and_awkward_numbers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", 100)  # less than a line: columns appear after rows were written
+    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", 100)  # less than a line
     folder = write_run(Path("a],[b"), [0.5, None, 0.25])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[1] |= {"late": 1e-05, "null_column": None, "bytes_up": 2**62}

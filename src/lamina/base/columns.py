@@ -59,6 +59,11 @@ class Columns(Sequence[Row]):
         floats: NDArray[np.float64] = np.ma.filled(self._column(name).astype(np.float64), np.nan)
         return floats
 
+    def cells(self, name: str) -> list[Any]:
+        """Return one column as Python's numbers, None where a row has no such value."""
+        cells: list[Any] = self._column(name).tolist()
+        return cells
+
     def __len__(self) -> int:
         return self._length
 
@@ -74,8 +79,7 @@ class Columns(Sequence[Row]):
         return next(iter(self[place : place + 1]))
 
     def __iter__(self) -> Iterator[Row]:
-        values = (column.tolist() for column in self._columns.values())  # None where a row has no such value
-        for row in zip(*values, strict=True):
+        for row in zip(*map(self.cells, self._columns), strict=True):
             yield {name: value for name, value in zip(self._columns, row, strict=True) if value is not None}
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lamina.base.text import csv_text
 from lamina.cli.base import Runs, app, echo_text, import_torch
+
+if TYPE_CHECKING:
+    from lamina.base.columns import Columns
 
 IDENTITY = {
     "data": "data.name",
@@ -21,6 +24,7 @@ IDENTITY = {
     "learning_rate": "train.lr",
     "seed": "train.seed",
 }
+ROWS_AT_A_TIME = 1 << 12
 FIRST_COLUMNS = ",".join(["run", *IDENTITY]).encode()  # of every exported table
 
 
@@ -31,25 +35,20 @@ def export(
 ) -> None:
     """Write all rounds of all runs as one CSV table, with the settings in which the runs differ."""
     import_torch()
-    from lamina.experiment.runs.metrics_file import collector_paused
     from lamina.experiment.runs.outputs import write_output
     from lamina.experiment.runs.records import find_folders
 
-    with collector_paused():
-        parts = table_parts(find_folders(folders))
-        if out_file is None:
-            for part in parts:
-                echo_text(part.decode())
-            return
-        write_output(out_file, parts, is_ours=lambda ends: ends.startswith(FIRST_COLUMNS), kind="exported table")
+    parts = table_parts(find_folders(folders))
+    if out_file is None:
+        for part in parts:
+            echo_text(part.decode())
+        return
+    write_output(out_file, parts, is_ours=lambda ends: ends.startswith(FIRST_COLUMNS), kind="exported table")
 
 
 def table_parts(folders: Sequence[Path]) -> Iterator[bytes]:
-    """Yield a CSV table in parts: a row for every round with its run, the settings that identify it, and the metrics.
-
-    The files are read twice, first for the names of all metrics: they may be larger than the memory.
-    """
-    from lamina.experiment.runs.metrics_file import read_rows
+    """Return a CSV table in parts: a row for every round, with its run, the settings that differ, and the metrics."""
+    from lamina.experiment.runs.metrics_file import MetricsFile
     from lamina.experiment.runs.records import NO_PART_OF_IDENTITY, read_config
     from lamina.experiment.runs.trackers import settings
 
@@ -59,26 +58,29 @@ def table_parts(folders: Sequence[Path]) -> Iterator[bytes]:
     for name, value in (item for values in all_settings for item in values.items()):
         texts.setdefault(name, set()).add(json.dumps(value))
     identity = IDENTITY | {name: name for name in texts if len(texts[name]) > 1 and name not in usual}
-    metrics: dict[str, None] = {}
-    for folder in folders:
-        for rows in read_rows(folder / "metrics.jsonl"):
-            metrics |= dict.fromkeys(itertools.chain.from_iterable(rows))
-    yield csv_text([["run", *identity, *metrics]]).encode()
-    for folder, values in zip(folders, all_settings, strict=True):
-        run = csv_text([[short(folder), *(_cell(values.get(name)) for name in identity.values())]]).rstrip("\n")
-        for rows in read_rows(folder / "metrics.jsonl"):
-            yield _lines(run, rows, metrics).encode()
+    histories = [MetricsFile(folder / "metrics.jsonl").read().rows for folder in folders]
+    metrics = list(dict.fromkeys(name for history in histories for name in history.names))
+    runs = [
+        csv_text([[short(folder), *(_cell(values.get(name)) for name in identity.values())]]).rstrip("\n")
+        for folder, values in zip(folders, all_settings, strict=True)
+    ]
+    head = csv_text([["run", *identity, *metrics]]).encode()
+    lines = (_lines(run, history, metrics) for run, history in zip(runs, histories, strict=True))
+    return itertools.chain([head], itertools.chain.from_iterable(lines))
 
 
-def _lines(run: str, rows: Iterable[dict[str, Any]], metrics: Iterable[str]) -> str:
-    """Return CSV lines that begin with the cells of the run; missing and non-finite numbers are empty.
+def _lines(run: str, history: Columns, metrics: Sequence[str]) -> Iterator[bytes]:
+    """Yield CSV lines that begin with the cells of the run; missing and non-finite numbers are empty.
 
     Numbers are written as JSON, which is ten times faster than Python's own `csv`, and brackets then become lines.
     """
     from pydantic_core import to_json
 
-    text = to_json([tuple(map(row.get, metrics)) for row in rows]).decode()[2:-2]
-    return f"{run}," + text.replace("null", "").replace("],[", f"\n{run},") + "\n"
+    for start in range(0, len(history), ROWS_AT_A_TIME):
+        rows = history[start : start + ROWS_AT_A_TIME]
+        cells = list(zip(*map(rows.cells, metrics), strict=True))
+        text = to_json(cells, inf_nan_mode="null").decode()[2:-2]
+        yield (f"{run}," + text.replace("null", "").replace("],[", f"\n{run},") + "\n").encode()
 
 
 def short(folder: Path) -> str:

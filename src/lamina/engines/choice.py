@@ -20,7 +20,7 @@ from lamina.engines.stacked.independence import ignores_order, number_without_co
 from lamina.engines.stacked.memory import keep_freed_memory
 from lamina.engines.stacked.probe import probe_samples
 from lamina.objective.batch import same_kind
-from lamina.objective.fingerprint import same_inputs, same_tensor
+from lamina.objective.fingerprint import same_tensors
 from lamina.objective.objective import Objective
 
 UNCONTROLLED = (
@@ -69,7 +69,7 @@ def _recent_engines(name: str, precision: Precision, data: Dataset) -> Iterator[
         engine = reference()
         if engine is None or (other_name, other_precision) != (name, precision):
             continue
-        if same_inputs(engine.data.x, data.x) and same_tensor(engine.data.y, data.y):
+        if same_tensors(engine.data.x, data.x) and same_tensors(engine.data.y, data.y):
             yield engine
 
 

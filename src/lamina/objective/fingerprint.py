@@ -90,19 +90,13 @@ def is_laminas(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).partition(".")[0] == "lamina"
 
 
-def same_tensor(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same type, device, shape and numbers."""
-    return one is other or ((one.dtype, one.device) == (other.dtype, other.device) and torch.equal(one, other))
-
-
-def same_inputs(one: Inputs, other: Inputs) -> bool:
-    """Return whether two batches hold the same tensors."""
-    return type(one) is type(other) and same_tensors(named_tensors(one), named_tensors(other))
-
-
-def same_tensors(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    """Return whether two sets of named tensors are the same."""
-    return one.keys() == other.keys() and all(same_tensor(one[name], other[name]) for name in one)
+def same_tensors(one: Inputs, other: Inputs) -> bool:
+    """Return whether two batches, or sets of named tensors, have the same names, types, devices, shapes and numbers."""
+    tensors, others = named_tensors(one), named_tensors(other)
+    if type(one) is not type(other) or tensors.keys() != others.keys():
+        return False
+    pairs = [(tensor, others[name]) for name, tensor in tensors.items()]
+    return all(a is b or ((a.dtype, a.device) == (b.dtype, b.device) and torch.equal(a, b)) for a, b in pairs)
 
 
 class _Digest:

@@ -42,17 +42,12 @@ def source_digests(things: Iterable[Any]) -> dict[str, str]:
             file = getattr(sys.modules.get(thing.__module__), "__file__", None)
             sources.setdefault(Path(file).name if file else "notebook", set()).add(ast.unparse(source))
     digests = {file: hash_parts(sorted(texts)) for file, texts in sources.items()}
-    visited: set[str] = set()
-    while queue:
-        name = queue.pop()
-        spec = _find(name) if name not in visited and _is_users(name) else None
-        visited.add(name)
-        if spec is not None:
+    for name in queue:  # it grows
+        if _is_users(name) and (spec := _find(name)) is not None:
             _, digest, imported = _modules.get(id(spec)) or _modules.setdefault(id(spec), _read(spec))
-            queue += imported
+            queue += imported - set(queue)
             if spec.origin and spec.has_location:  # a package without __init__.py has no file
-                depth = name.count(".") + (1 if spec.submodule_search_locations is None else 2)
-                digests["/".join(Path(spec.origin).parts[-depth:])] = digest
+                digests[str(Path((spec.parent or "").replace(".", "/"), Path(spec.origin).name))] = digest
     return digests
 
 
@@ -75,12 +70,10 @@ def source_of(code: CodeType) -> ast.Module | None:
         tree = _parse("".join(linecache.getlines(code.co_filename)))
     except (SyntaxError, ValueError):
         return None
-    found: list[ast.stmt] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min(one.lineno for one in (node, *getattr(node, "decorator_list", [])))
-            if first == code.co_firstlineno:
-                found.append(ast.Expr(node) if isinstance(node, ast.Lambda) else node)
+    kinds = ast.Lambda | ast.FunctionDef | ast.AsyncFunctionDef
+    functions = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    starts = [min(one.lineno for one in (node, *getattr(node, "decorator_list", []))) for node in functions]
+    found: list[Any] = [node for node, start in zip(functions, starts, strict=True) if start == code.co_firstlineno]
     return ast.Module(found, []) if found else None
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,15 @@ def as_json(value: Any) -> Any:
 
 def check_writable(folder: Path) -> None:
     """Refuse, before any work is done, a folder that could not be made or written to."""
-    with writing_to(folder):
-        place = folder.absolute()
-        while not place.exists():
-            if place.is_symlink():
-                what = f"'{place}' is a link to '{place.readlink()}', which does not exist"
-                raise BadInput(f"{what}: choose another with --out (out=…)")
-            place = place.parent
-        if not place.is_dir():
-            raise BadInput(f"'{place}' is a file, not a folder: choose another with --out (out=…)")
-        usable = os.access(place, os.R_OK | os.W_OK | os.X_OK)
-        read_only = bool(os.statvfs(place).f_flag & os.ST_RDONLY)
-    if read_only or not usable:
-        why = f"'{place}' is on a read-only file system" if read_only else f"no permission in '{place}'"
-        raise BadInput(f"cannot write to the folder '{folder}': {why}; choose another with --out (out=…)")
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        why = f"{error.strerror or error}: '{place}'"
+        raise BadInput(f"cannot write to the folder '{folder}': {why}; choose another with --out (out=…)") from error
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from lamina.engines.stacked.engine import Stacked
 from lamina.engines.stacked.independence import work_together
 from lamina.engines.stacked.rows import Member
 from lamina.engines.state import RoundReport
-from lamina.objective.fingerprint import alike, same_inputs, same_tensor
+from lamina.objective.fingerprint import alike, same_tensors
 from lamina.rounds.plan import Round
 from lamina.rounds.settings import PER_MEMBER, Protocol
 from lamina.training.evaluation import refuse_nonfinite
@@ -155,9 +155,9 @@ def mismatch(first: Training, other: Training) -> str:
 
 def _data_difference(one: Dataset, other: Dataset) -> str:
     """Return how two data sets differ in the batches they give a model, or an empty string."""
-    if not same_inputs(one.x, other.x):
+    if not same_tensors(one.x, other.x):
         return "they have different training data"
-    if not same_tensor(one.y, other.y):
+    if not same_tensors(one.y, other.y):
         return "their training data have different labels or targets"
     for name in ("mean", "std"):
         a, b = getattr(one, name), getattr(other, name)

@@ -12,7 +12,7 @@ import lamina
 from helpers import Killed, assert_same, call, rows, said_in_one_line, skip_pictures, words
 from lamina import BadInput
 from lamina.experiment.runs.folder import RunFolder
-from lamina.experiment.runs.rebuild import rebuild, shown
+from lamina.experiment.runs.rebuild import rebuild
 from lamina.experiment.runs.records import read_record
 from lamina.report import build, figures, page
 from lamina.storage.checkpoint import Checkpoints
@@ -136,7 +136,7 @@ def test_damaged_metrics_do_not_discard_checkpoints(half, capsys, damage, name):
     assert call("rebuild", place) == 0
     all_rounds = [1, 2, 3, 4] if name == "half" else [1, 2, 3, 4, 5, 6]
     lost = {damage_line_1: [1], damage_line_2: [2], delete_line_2: [2]}.get(damage, all_rounds)
-    assert f"the metrics of these are lost: {shown(lost)}\n" in capsys.readouterr().out
+    assert f"the metrics of {len(lost)} of {len(all_rounds)} rounds are lost\n" in capsys.readouterr().out
     assert call(*command(place, rounds=6)) == 0
     assert capsys.readouterr().err == ""
     assert read_record(place).complete
@@ -162,7 +162,7 @@ def test_a_damaged_line_after_a_checkpoint_costs_only_the_rounds_after_it(half, 
     monkeypatch.setattr(Checkpoints, "save", dying)
     with pytest.raises(Killed):
         call(*command(half, rounds=6))
-    assert "line 4 of" in said_in_one_line(capsys)
+    assert "metrics.jsonl is missing or damaged after round 3: resuming" in said_in_one_line(capsys)
     left[0] = 99
     assert call(*command(half, rounds=6)) == 0
     assert capsys.readouterr().err == ""
@@ -222,10 +222,10 @@ def test_one_damaged_run_of_several_is_refused_and_the_others_are_kept(here, cap
 
 def test_what_cannot_be_rebuilt_is_one_line(half, capsys):
     (half / "metrics.jsonl").unlink()
-    for path in (half / "checkpoints").glob("state-*"):
-        truncate(path)
+    for path in (half / "checkpoints").glob("round-*"):
+        path.unlink()
     assert call("rebuild", half) == 2
-    assert "has no sound checkpoint to rebuild the history from" in said_in_one_line(capsys)
+    assert "has no checkpoint to rebuild the history from" in said_in_one_line(capsys)
     shutil.rmtree(half / "checkpoints")
     assert call("rebuild", half) == 2
     assert "no run with checkpoints" in said_in_one_line(capsys)

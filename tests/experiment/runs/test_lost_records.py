@@ -186,7 +186,7 @@ def test_finished_rounds_without_a_checkpoint_are_not_thrown_away(here, capsys, 
     before = snapshot(name)
     assert call(*command(name, f"train.rounds={rounds}")) == 2
     said = said_in_one_line(capsys)
-    assert f"has {rounds - 1 if name == 'part' else 4} finished rounds but no checkpoint to resume from" in said
+    assert f"has {rounds - 1 if name == 'part' else 4} finished rounds but no sound checkpoint to resume from" in said
     assert "--overwrite" in said
     assert {n: d for n, d in snapshot(name).items() if "lock" not in n} == {
         n: d for n, d in before.items() if "lock" not in n
@@ -380,7 +380,7 @@ def test_a_metrics_line_that_is_not_a_row_of_numbers_is_damage(here, capsys, lin
         assert call(*reader) == 0
     assert capsys.readouterr().err == ""
     assert call(*command("part")) == 0
-    assert "line 4 of part/metrics.jsonl is damaged" in said_in_one_line(capsys)
+    assert "part/metrics.jsonl is missing or damaged after round 3" in said_in_one_line(capsys)
 
 
 def without(*keys):
@@ -443,5 +443,5 @@ def test_a_link_to_nothing_as_the_folder_is_one_line(here, capsys, kind):
     Path("link").symlink_to("nowhere")
     more = sets("tune.grid.train.lr=[0.01]", "train.rounds=1")
     assert call(kind, "small.toml", "--out", "link", "--quiet", *more) == 2
-    assert "'link' is a link to 'nowhere', which does not exist" in said_in_one_line(capsys).replace(f"{here}/", "")
+    assert "cannot write to the folder 'link': No such file or directory" in said_in_one_line(capsys)
     assert not Path("nowhere").exists()

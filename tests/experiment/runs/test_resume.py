@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -142,29 +143,27 @@ def test_the_log_tells_a_run_from_its_start(half):
 
 def read_only(monkeypatch, place):
     """As on a file system that is mounted read-only, where root may not write, either."""
-    statvfs = os.statvfs
 
-    def mounted(path):
-        found = statvfs(path)
-        flag = found.f_flag | (os.ST_RDONLY if Path(path).resolve().is_relative_to(place.resolve()) else 0)
-        return os.statvfs_result([*found[:8], flag, *found[9:]])
+    def refused(dir):
+        assert Path(dir).resolve().is_relative_to(place.resolve())
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(os, "statvfs", mounted)
+    monkeypatch.setattr(tempfile, "TemporaryFile", refused)
     monkeypatch.setattr(Lock, "__init__", lambda self, path: pytest.fail(f"wrote to {path}"))
 
 
 def test_a_read_only_file_system_is_called_so_and_a_complete_run_there_is_complete(half, capsys, monkeypatch):
     read_only(monkeypatch, half.parent)
     assert call(*command(half, rounds=6)) == 2
-    assert "is on a read-only file system" in capsys.readouterr().err
+    assert "Read-only file system" in capsys.readouterr().err
     assert call(*command("new", rounds=6)) == 2
-    assert "is on a read-only file system" in capsys.readouterr().err
+    assert "Read-only file system" in capsys.readouterr().err
     assert call(*[word for word in command("whole", rounds=6) if word != "--quiet"]) == 0
     assert "is complete: 6 rounds" in capsys.readouterr().out
     assert call(*command("whole", "train.lr=0.5", rounds=6)) == 2
     assert "holds another run" in capsys.readouterr().err
     assert call(*command("whole", rounds=6), "--overwrite") == 2
-    assert "is on a read-only file system" in capsys.readouterr().err
+    assert "Read-only file system" in capsys.readouterr().err
 
 
 def test_checkpoints_of_every_third_round(here, capsys):

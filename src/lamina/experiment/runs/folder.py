@@ -160,12 +160,8 @@ class RunFolder:
         if best_damage:
             what = f"'{self._best.path}' is damaged ({best_damage}): the best model so far is lost"
             self._say(what, logging.WARNING)
-        if damaged is not None:
-            self._damage = f"line {damaged} of {metrics} is damaged"
-        elif finished and not metrics.exists():
-            self._damage = f"{metrics} is missing"
-        elif finished > count:
-            self._damage = f"{metrics} has {count} of {plural(finished, 'finished round')}"
+        if damaged is not None or finished > count:
+            self._damage = f"{metrics} is missing or damaged after round {count}"
         if how is not None:
             number = how.get("round", count + 1)
             self.diverged = Diverged(how["message"], round=number, client=how.get("client"), layer=how.get("layer", ""))
@@ -185,10 +181,14 @@ class RunFolder:
         every = settings.get("checkpoint_every", 1) if isinstance(settings, Mapping) else 1
         # A run that was killed before its first checkpoint has never had one.
         if self._model_round or not is_whole(every) or finished > every:
-            raise BadInput(
-                f"the folder '{self.path}' has {finished} finished rounds but no checkpoint to resume from: restore "
-                f"'{self.path / 'checkpoints'}', or start again with --overwrite (overwrite=True) or without the folder"
-            )
+            raise self._no_checkpoint(finished)
+
+    def _no_checkpoint(self, finished: int) -> BadInput:
+        return BadInput(
+            f"the folder '{self.path}' has {plural(finished, 'finished round')} but no sound checkpoint to resume "
+            f"from: restore '{self.path / 'checkpoints'}', or start again with --overwrite (overwrite=True) or without "
+            "the folder"
+        )
 
     def rounds(self) -> list[int]:
         """Return the rounds that the run could resume after."""
@@ -200,11 +200,7 @@ class RunFolder:
             return self.history
         self.refuse_lost()
         if number == 0 and self.checkpoints.rounds():
-            raise BadInput(
-                f"the folder '{self.path}' has {plural(len(self.history), 'finished round')} but no sound checkpoint "
-                f"to resume from: restore '{self.path / 'checkpoints'}', or start again with --overwrite "
-                "(overwrite=True) or without the folder"
-            )
+            raise self._no_checkpoint(len(self.history))
         again = len(self.history) if number == 0 else 0
         self.history = self.history[:number]
         self._best = BestModel(self._best.path, self.history, self._metric)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import itertools
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
-from lamina.base.columns import NOT_FINITE, Columns
+from lamina.base.columns import Columns
 from lamina.base.errors import BadInput
 
 CHUNK_BYTES = 1 << 19  # that are read at a time
@@ -46,7 +43,7 @@ class MetricsFile:
 
     def read(self) -> MetricsFile:
         """Read the lines after those that are known, or the whole file if it was cut back or replaced meanwhile."""
-        with open_to_read(self.path) as file, collector_paused():
+        with open_to_read(self.path) as file:
             if self.damaged is not None or self._read_last_line(file) != self._last_line:
                 self._forget()
             end = self.end_of(len(self.rows))
@@ -82,39 +79,6 @@ class MetricsFile:
         return Columns.joined(tables)
 
 
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector: it would visit millions of dicts, which hold no cycles, again and again."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-def read_rows(path: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of a metrics file, many at a time, as `MetricsFile` has them; null stands for NaN."""
-    before = 0
-    with open_to_read(path) as file:
-        for lines in _whole_lines(file):
-            try:
-                rows = _numbers(_rows(lines, before))
-            except DAMAGE:
-                yield from _rows_one_by_one(lines, before)
-                return
-            yield rows
-            before += len(rows)
-
-
-def _rows_one_by_one(lines: bytes, before: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of some lines, up to a damaged one."""
-    with contextlib.suppress(*DAMAGE):
-        for number, line in enumerate(lines.split(b"\n")[:-1], before):
-            yield _numbers(_rows(line + b"\n", number))
-
-
 def _rows(lines: bytes, before: int) -> list[dict[str, Any]]:
     """Return the rows of lines that follow `before` others; raise one of `DAMAGE` if a line is not the next row."""
     # One call for many lines is several times faster than one for each.
@@ -123,19 +87,6 @@ def _rows(lines: bytes, before: int) -> list[dict[str, Any]]:
         raise ValueError("a line is not a row")
     if [row["round"] for row in rows] != list(range(before + 1, before + 1 + len(rows))):
         raise ValueError("a round is missing")
-    return rows
-
-
-def _numbers(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows if all their values are finite numbers or None; otherwise raise an error, as `Columns` does."""
-    values = list(itertools.chain.from_iterable(map(dict.values, rows)))
-    kinds = set(map(type, values))
-    if not kinds <= {int, float, NOT_FINITE}:
-        raise TypeError("a row holds something that is not a number")
-    if NOT_FINITE in kinds:
-        values = [value for value in values if value is not None]
-    if not math.isfinite(sum(values)) and not all(map(math.isfinite, values)):  # the sum alone is much faster
-        raise ValueError("a row holds a number that is not finite")
     return rows
 
 

@@ -7,30 +7,24 @@ round up to the newest checkpoint gets a line with its number and ``"lost": 1`` 
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 from lamina.base.atomic import write_file
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
 from lamina.experiment.runs.folder import round_of
-from lamina.experiment.runs.log_lines import LogLines
 from lamina.experiment.runs.metrics_file import MetricsFile, sound_lines
-from lamina.experiment.runs.records import REPLACED, check_config, read_json, refuse_format
+from lamina.experiment.runs.records import REPLACED, read_config
 from lamina.storage.checkpoint import Checkpoints
 from lamina.storage.files import writing_to
 from lamina.storage.locks import Lock
 from lamina.training.history import LOST
 
-log = logging.getLogger(__name__)
-
 
 def rebuild(folder: str | Path) -> str:
     """Rebuild the history of the run in a folder, if that is needed; return what was done, in a line."""
     folder = Path(folder)
-    config = read_json(folder / "config.json")
-    refuse_format(folder, config, "rebuild it with that one")
-    check_config(folder, config)
+    read_config(folder)  # refuses a folder that holds no run
     lock = Lock(folder)
     try:
         return _rebuild(folder)
@@ -40,15 +34,14 @@ def rebuild(folder: str | Path) -> str:
 
 def _rebuild(folder: Path) -> str:
     metrics, checkpoints = folder / "metrics.jsonl", Checkpoints(folder / "checkpoints")
-    resumable = [number for number in checkpoints.rounds() if checkpoints.is_sound(number)]
-    newest = max([*resumable, round_of(folder / "model.safetensors")[0]])
+    newest = max([*checkpoints.rounds(), round_of(folder / "model.safetensors")[0]])
     if metrics.exists():
         file = MetricsFile(metrics).read()
         if file.damaged is None and len(file.rows) >= newest:
             return f"{folder}: the history is sound, with {plural(len(file.rows), 'round')}"
     if not newest or (folder / REPLACED).exists():
         raise BadInput(
-            f"'{folder}' has no sound checkpoint to rebuild the history from: restore '{metrics}' or "
+            f"'{folder}' has no checkpoint to rebuild the history from: restore '{metrics}' or "
             f"'{checkpoints.folder}', or start again with --overwrite (overwrite=True)"
         )
     lines = sound_lines(metrics)
@@ -60,23 +53,4 @@ def _rebuild(folder: Path) -> str:
         lines[number] = json.dumps({"round": number, LOST: 1}).encode() + b"\n"
     with writing_to(folder):
         write_file(metrics, b"".join(lines[number] for number in range(1, last + 1)))
-    kept = f"{last - len(lost)} of {plural(last, 'round')} kept"
-    with LogLines() as log_lines:
-        log_lines.follow(folder)
-        log.info("%s: history rebuilt: %s; lost: %s", folder, kept, shown(lost))
-    return f"{folder}: {kept}; the metrics of these are lost: {shown(lost)}"
-
-
-def shown(rounds: list[int]) -> str:
-    """Return ascending numbers in words.
-
-    >>> shown([1, 2, 3, 7]), shown([])
-    ('1 to 3, 7', 'none')
-    """
-    ranges: list[list[int]] = []
-    for number in rounds:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1][1:] = [number]
-        else:
-            ranges.append([number])
-    return ", ".join(" to ".join(map(str, ends)) for ends in ranges) or "none"
+    return f"{folder}: history rebuilt; the metrics of {len(lost)} of {plural(last, 'round')} are lost"

@@ -269,17 +269,15 @@ def _read(path: Path) -> bytes:
 def remove_records(folder: Path) -> None:
     """Delete the files of a run except its lock and its config.json, which marks the folder as lamina's.
 
-    The files of a run that has ended go first: what a kill leaves behind must not look complete. A file `REPLACED`
-    stays until the caller deletes it: without it, what a kill leaves behind would look like a run with lost metrics.
+    The metrics go first: what a kill leaves behind must not look complete. A file `REPLACED` stays until the caller
+    deletes it: without it, what a kill leaves behind would look like a run with lost metrics.
     """
     (folder / REPLACED).touch()
     sync_folder(folder)
-    first = ["metrics.jsonl", "diverged.json", "model.safetensors"]
-    for name in [*first, *sorted(FILES - {"lock", "config.json", *first})]:
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    for name in sorted(FILES - {"lock", "config.json"}):
         old = folder / name
         shutil.rmtree(old) if old.is_dir() else old.unlink(missing_ok=True)
-        if name == first[-1]:
-            sync_folder(folder)
 
 
 def delete_runs(folder: Path, runs: Iterable[Path]) -> None:

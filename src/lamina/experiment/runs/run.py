@@ -25,7 +25,6 @@ from lamina.experiment.config import Experiment
 from lamina.experiment.runs.folder import RunFolder
 from lamina.storage.checkpoint import Checkpoints, load_newest
 from lamina.storage.identity import of_run
-from lamina.storage.locks import is_at, lost
 from lamina.training.evaluation import refuse_nonfinite
 from lamina.training.history import History, Row
 from lamina.training.population import Population
@@ -45,8 +44,6 @@ class RankFolder:
         self.checkpoints = Checkpoints(folder, accept_changed_code=accept_changed_code)
         self.diverged: Diverged | None = None
         self._found = found  # whether the first process resumes a run
-        self._lock = path / "lock"  # the first process's; on another machine it may not be there
-        self._file = self._lock.open("rb") if self._lock.exists() else None
 
     def rounds(self) -> list[int]:
         """Return the rounds that this process could resume after."""
@@ -58,8 +55,6 @@ class RankFolder:
 
     def checkpoint(self, simulation: Training) -> None:
         """Save the state after this round."""
-        if self._file is not None and not is_at(self._file, self._lock):
-            raise lost(self._lock.parent)
         self.checkpoints.save(simulation.state)
 
     def record(self, row: Row, simulation: Training) -> None:
@@ -76,9 +71,7 @@ class RankFolder:
         self.diverged = error
 
     def close(self) -> None:
-        """Close the first process's lock, which was only read."""
-        if self._file is not None:
-            self._file.close()
+        """Do nothing: the first process holds the lock."""
 
 
 def join_ranks(experiment: Experiment) -> tuple[Experiment, Ranks]:
@@ -188,7 +181,7 @@ def train(
     if population is not None:
         population.diverged |= diverged
     number = max(simulation.state.round for simulation in simulations)
-    watch = CheckpointWatch(every)
+    began, writing_seconds, has_warned = time.monotonic(), 0.0, Ranks.current().rank > 0  # the first one warns for all
     while number < rounds and len(diverged) < len(simulations):
         number += 1
         rows, failed = _run_round(simulations, population, diverged, evaluate=number == rounds)
@@ -198,8 +191,14 @@ def train(
         stopped = not everywhere(not stop()) and number < rounds
         # A run that diverges leaves the population: save the others, so that this round is not repeated without it.
         if number % every == 0 or number == rounds or stopped or failed:
-            with watch:
-                _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
+            before = time.monotonic()
+            _for_each(rows, lambda i: folders[i].checkpoint(simulations[i]))
+            writing_seconds += time.monotonic() - before
+            fraction = writing_seconds / (time.monotonic() - began)
+            if not has_warned and writing_seconds > SLOW_WRITING_SECONDS and fraction > SLOW_WRITING_FRACTION:
+                has_warned = True
+                what = "writing checkpoints takes %.0f %% of the time: raise run.checkpoint_every, which is %d"
+                log.warning(what, 100 * fraction, every)
         for i, reason in failed.items():
             folders[i].diverge(reason)
         diverged |= failed
@@ -209,31 +208,6 @@ def train(
             return True
     _for_each([i for i in range(len(simulations)) if i not in diverged], lambda i: folders[i].finish(simulations[i]))
     return False
-
-
-class CheckpointWatch:
-    """Measures the writing of checkpoints, and warns once if it takes most of the time."""
-
-    def __init__(self, every: int) -> None:
-        self._every = every  # rounds
-        self._began = self._entered = time.monotonic()
-        self._seconds = 0.0
-        self._has_warned = Ranks.current().rank > 0  # the first process warns for all
-
-    def __enter__(self) -> None:
-        self._entered = time.monotonic()
-
-    def __exit__(self, *_: object) -> None:
-        now = time.monotonic()
-        self._seconds += now - self._entered
-        fraction = self._seconds / (now - self._began)
-        if not self._has_warned and self._seconds > SLOW_WRITING_SECONDS and fraction > SLOW_WRITING_FRACTION:
-            self._has_warned = True
-            log.warning(
-                "writing checkpoints takes %.0f %% of the time: raise run.checkpoint_every, which is %d",
-                100 * fraction,
-                self._every,
-            )
 
 
 def _for_each(runs: Iterable[int], write: Callable[[int], None]) -> None:

@@ -261,11 +261,9 @@ def tuning_rounds(experiment: Experiment) -> list[int]:
     """Return the rounds of tuning runs, stage by stage."""
     given, rounds = experiment.compare.tuning_rounds, experiment.train.rounds
     stages = [rounds] if given is None else given
-    if not stages or sorted(set(stages)) != stages:
-        raise BadInput(f"compare.tuning_rounds = {stages}: must be a number, or a list of growing numbers")
-    if stages[-1] > rounds:
-        shown = stages if len(stages) > 1 else stages[0]
-        raise BadInput(f"compare.tuning_rounds = {shown}: must be at most train.rounds = {rounds}")
+    if not stages or sorted(set(stages)) != stages or stages[-1] > rounds:
+        expected = f"a number, or a list of growing numbers, at most train.rounds = {rounds}"
+        raise BadInput(f"compare.tuning_rounds = {stages}: must be {expected}")
     return stages
 
 

@@ -41,9 +41,10 @@ from lamina.training.metrics import smaller_is_better
 
 TABLES = ("trials.csv", "best.toml", "learning-rates.png")
 NO_MORE_ROUNDS = 1 << 62  # trials of a study are compared after the same number of rounds, so that cannot grow
-# what tuning sets itself, or what would make scores incomparable
-NOT_TUNED = ("train.seed", "train.rounds", "data.name", "data.dir", "run", "compare", "tune")
-EVALUATED_DATA = ("data.validation", "data.heldout_clients", "data.local_test")
+NOT_TUNED = {  # what tuning sets itself, or what would make scores incomparable
+    "train.seed", "train.rounds", "data.name", "data.dir", "data.validation", "data.heldout_clients", "data.local_test",
+    "run", "compare", "tune",
+}  # fmt: skip
 
 
 def paper_grids() -> dict[str, list[str]]:
@@ -82,16 +83,12 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
     """Return the experiment with some keys set, validated as a file would be."""
     tree = experiment.model_dump(exclude_unset=True)
     for key in settings:
-        for refused in NOT_TUNED:
-            if key == refused or key.startswith(f"{refused}."):
-                raise BadInput(f"'{key}' cannot be tuned")
-        if key in EVALUATED_DATA:
-            raise BadInput(f"'{key}' cannot be tuned: trials evaluated on different samples cannot be compared")
         section, _, option = key.partition(".")
-        if section == "data" and not fits_any_data(option.partition(".")[0], None):
-            raise BadInput(f"'{key}' cannot be tuned: all trials share the data that the file names")
         if not option:
             raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
+        is_of_data = section == "data" and not fits_any_data(option.partition(".")[0], None)
+        if is_of_data or section in NOT_TUNED or key in NOT_TUNED:
+            raise BadInput(f"'{key}' cannot be tuned: all trials have the same data, seeds, rounds and way of running")
     changed = parse(set_keys(tree, {tuple(key.split(".")): value for key, value in settings.items()}), source="tune")
     changed = changed.with_objects(experiment.objects)
     build_parts(changed)  # refuses a wrong option before anything runs
