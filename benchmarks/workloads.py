@@ -130,9 +130,9 @@ def cohort(w: Workload, number: int) -> np.ndarray:
     """Return the users that lamina's round plan selects in a round, counted from 1."""
     from lamina.rounds.clients import Clients
     from lamina.rounds.plan import Plan
-    from lamina.rounds.settings import Protocol
+    from lamina.rounds.settings import TrainSettings
 
-    protocol = Protocol(lr=w.lr, participation=w.active / w.users, sampling=w.sampling)
+    protocol = TrainSettings(lr=w.lr, participation=w.active / w.users, sampling=w.sampling)
     return Plan(Clients.elsewhere(w.users), protocol).cohort(number)
 
 

@@ -17,7 +17,7 @@ from lamina.experiment.toml import as_toml
 from lamina.experiment.trials.tune import with_settings
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 from lamina.training.training import RunOptions
 
 X, Y = torch.randn(30, 4, generator=torch.Generator().manual_seed(0)), torch.arange(30) % 3
@@ -41,7 +41,7 @@ def test_epochs_beside_local_steps_are_refused(epochs):
     with pytest.raises(lamina.BadInput, match=r"epochs = . and local_steps = 4.*give one of them"):
         simulate(epochs=epochs, local_steps=4)
     with pytest.raises(lamina.BadInput, match="give one of them"):
-        Protocol(lr=0.1, epochs=epochs, local_steps=4)
+        TrainSettings(lr=0.1, epochs=epochs, local_steps=4)
 
 
 def test_each_of_epochs_and_local_steps_alone_is_fine():
@@ -149,7 +149,7 @@ def test_no_batch_size_is_one_batch_of_all_a_client_has(engine):
 
 
 def test_a_client_alone_gets_its_whole_data_too():
-    plan = Plan(Clients.elsewhere(3), Protocol(lr=0.1, batch_size=None, local_steps=2))
+    plan = Plan(Clients.elsewhere(3), TrainSettings(lr=0.1, batch_size=None, local_steps=2))
     alone = plan.round_of(1, np.array([1]), [np.arange(5, 15)])
     together = plan.round_of(1, np.array([0, 1]), [np.arange(15), np.arange(5, 15)])
     assert alone.batch(0, 1).tolist() == together.batch(1, 1).tolist()

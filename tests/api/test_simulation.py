@@ -14,7 +14,7 @@ from lamina import algorithms
 from lamina.data import Augment, Classes, Dirichlet, Reallocate
 from lamina.rounds.plan import Plan
 from lamina.rounds.schedules import Cosine, Exponential, Milestones
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 
 
 def blobs(n=240, classes=3, features=4, seed=0):
@@ -251,7 +251,7 @@ def test_divergence_stops_with_round_client_and_layer_and_keeps_the_records():
             return self.fine(x) + self.wild(x) ** 9
 
     simulation = simulate("fedavg", model=Exploding(), lr=0.02, clip=None)
-    protocol = Protocol(0.02, schedule=Exponential(40.0), participation=0.5, batch_size=16, seed=7)
+    protocol = TrainSettings(0.02, schedule=Exponential(40.0), participation=0.5, batch_size=16, seed=7)
     simulation.plan = Plan(simulation.plan.clients, protocol)
     with pytest.raises(
         lamina.Diverged, match=r"round \d+: client \d+ \(local step \d+ of \d+\) went non-finite"

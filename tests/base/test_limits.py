@@ -16,7 +16,7 @@ from lamina.experiment.trials.settings import points
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.schedules import Exponential, Milestones
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 
 X, Y = torch.randn(40, 8), torch.arange(40) % 4
 ABSURD = ("1000000000", "2147483648", "9223372036854775808", "1" + "0" * 30, "-1", "0", "nan", "inf", "-inf")
@@ -136,7 +136,7 @@ def test_a_round_that_does_not_fit_is_refused_before_it_is_planned():
     for settings in ({"local_steps": 10**8}, {"epochs": 10**8}):
         started = time.perf_counter()
         with pytest.raises(BadInput, match=r"round 1 of 2 clients, .* needs at least .* free: lower local_steps"):
-            limited(Plan(clients, Protocol(lr=0.1, batch_size=1, **settings)))
+            limited(Plan(clients, TrainSettings(lr=0.1, batch_size=1, **settings)))
         assert time.perf_counter() - started < 5
 
 
@@ -154,7 +154,7 @@ def test_the_estimate_of_a_round_is_a_lower_bound(monkeypatch):
     for size, batch_size, epochs, steps in ((1000, 10, 50, None), (1000, 1, None, 5000), (20, 32, None, 5000)):
         plan = Plan(
             Clients([range(i * size, (i + 1) * size) for i in range(4)], 4 * size),
-            Protocol(lr=0.1, batch_size=batch_size, epochs=epochs, local_steps=steps),
+            TrainSettings(lr=0.1, batch_size=batch_size, epochs=epochs, local_steps=steps),
         )
         tracemalloc.start()
         plan.round(1)
@@ -174,7 +174,7 @@ def test_a_schedule_that_leaves_the_floats_is_one_line():
     clients = Clients([range(4)], samples=4)
     for schedule in (Exponential(1e300), Milestones((1, 2, 3), 1e300)):
         with pytest.raises(BadInput, match="gives the learning rate"):
-            Plan(clients, Protocol(lr=0.1, schedule=schedule)).round(3)
+            Plan(clients, TrainSettings(lr=0.1, schedule=schedule)).round(3)
 
 
 def test_a_schedule_that_ends_before_the_rounds_is_refused_before_the_first(refused):

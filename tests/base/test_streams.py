@@ -24,7 +24,7 @@ from lamina.data.readers.labels import mark_test_rows
 from lamina.objective.dropout import set_streams, with_streams
 from lamina.rounds.clients import Clients, reserve
 from lamina.rounds.plan import Plan, dropout_streams, sample_counters
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 
 SOURCES = Path(lamina.__file__).parent
 PURPOSE = re.compile(r'rng\.(?:key|torch_seed|generator)\([^"\n]*"([^"]+)"')
@@ -33,7 +33,7 @@ LABELS = np.arange(24) % 3
 
 
 def plan(**more):
-    return Plan(CLIENTS, Protocol(0.1, participation=0.2, batch_size=3, epochs=1, seed=7, **more))
+    return Plan(CLIENTS, TrainSettings(0.1, participation=0.2, batch_size=3, epochs=1, seed=7, **more))
 
 
 # --- no two streams coincide ------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from lamina.experiment.runs.records import read_record
 from lamina.flower import Federation
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 
 
 @pytest.mark.parametrize("algorithm", sorted(lamina.algorithms.registry()))
@@ -130,8 +130,8 @@ def test_a_client_that_knows_only_itself_plans_the_same_batches(sizes, batch_siz
     parts = [np.arange(a, b)[::-1] for a, b in itertools.pairwise(bounds)]
     epochs = None if local_steps else epochs
     settings = {"lr": 0.1, "batch_size": batch_size, "epochs": epochs, "local_steps": local_steps, "seed": seed}
-    whole = Plan(Clients(parts, int(bounds[-1])), Protocol(**settings)).round(number)
-    alone = Plan(Clients.elsewhere(len(sizes)), Protocol(**settings))
+    whole = Plan(Clients(parts, int(bounds[-1])), TrainSettings(**settings)).round(number)
+    alone = Plan(Clients.elsewhere(len(sizes)), TrainSettings(**settings))
     for client, part in enumerate(parts):
         own = alone.round_of(number, np.array([client]), [np.arange(len(part))])
         assert own.steps[0] == whole.steps[client]

@@ -16,7 +16,7 @@ from lamina.data.dataset import Dataset
 from lamina.rounds.clients import Clients, deal
 from lamina.rounds.plan import Plan
 from lamina.rounds.schedules import Constant, Cosine, Exponential, Milestones, make_schedule
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 
 
 def ragged(sizes):
@@ -40,7 +40,7 @@ plans = st.fixed_dictionaries(
 def make(p, **more):
     length = {} if "local_steps" in more else {"epochs": p["epochs"]}
     settings = {"participation": p["participation"], "batch_size": p["batch_size"], "seed": p["seed"]}
-    return Plan(ragged(p["sizes"]), Protocol(0.1, **settings, **length, **more))
+    return Plan(ragged(p["sizes"]), TrainSettings(0.1, **settings, **length, **more))
 
 
 @given(plans)
@@ -90,8 +90,8 @@ def test_local_steps_fixes_k_for_everyone(p, steps):
 
 
 def test_a_clients_batches_do_not_depend_on_who_else_is_active():
-    alone = Plan(ragged([9, 7, 5]), Protocol(0.1, batch_size=2, seed=3))
-    some = Plan(ragged([9, 7, 5]), Protocol(0.1, batch_size=2, seed=3, participation=0.34))
+    alone = Plan(ragged([9, 7, 5]), TrainSettings(0.1, batch_size=2, seed=3))
+    some = Plan(ragged([9, 7, 5]), TrainSettings(0.1, batch_size=2, seed=3, participation=0.34))
     for number in range(1, 30):
         part, full = some.round(number), alone.round(number)
         (i,) = part.cohort
@@ -101,28 +101,28 @@ def test_a_clients_batches_do_not_depend_on_who_else_is_active():
 
 
 def test_rounds_seeds_and_clients_differ():
-    plan = Plan(ragged([64, 64]), Protocol(0.1, batch_size=64))
+    plan = Plan(ragged([64, 64]), TrainSettings(0.1, batch_size=64))
     orders = [tuple(plan.round(r).index[0, 0]) for r in range(1, 6)]
-    orders.append(tuple(Plan(ragged([64, 64]), Protocol(0.1, batch_size=64, seed=1)).round(1).index[0, 0]))
+    orders.append(tuple(Plan(ragged([64, 64]), TrainSettings(0.1, batch_size=64, seed=1)).round(1).index[0, 0]))
     orders.append(tuple(plan.round(1).index[1, 0] - 64))
     assert len(set(orders)) == len(orders)
 
 
 def test_two_epochs_have_different_orders():
-    plan = Plan(ragged([64]), Protocol(0.1, batch_size=64, epochs=2)).round(1)
+    plan = Plan(ragged([64]), TrainSettings(0.1, batch_size=64, epochs=2)).round(1)
     assert not np.array_equal(plan.index[0, 0], plan.index[0, 1])
 
 
 def test_sampling_is_fair():
     """Over 4000 rounds with 3 of 10 active, each client is active 1200 times, up to 5 standard deviations (29)."""
-    plan = Plan(ragged([1] * 10), Protocol(0.1, participation=0.3, seed=5))
+    plan = Plan(ragged([1] * 10), TrainSettings(0.1, participation=0.3, seed=5))
     counts = np.bincount(np.concatenate([plan.cohort(r) for r in range(1, 4001)]), minlength=10)
     assert counts.sum() == 12_000
     assert np.abs(counts - 1200).max() < 5 * np.sqrt(4000 * 0.3 * 0.7)
 
 
 def test_bernoulli_cohorts_vary_and_are_never_empty():
-    plan = Plan(ragged([1] * 10), Protocol(0.1, participation=0.15, sampling="bernoulli"))
+    plan = Plan(ragged([1] * 10), TrainSettings(0.1, participation=0.15, sampling="bernoulli"))
     sizes = [len(plan.cohort(r)) for r in range(1, 2001)]
     assert min(sizes) == 1
     assert len(set(sizes)) > 3
@@ -133,7 +133,7 @@ def test_bernoulli_cohorts_vary_and_are_never_empty():
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_cohort_of_a_size_is_equally_likely(size):
     """The possible cohorts of 5 clients: chi-square with k - 1 degrees of freedom, mean k - 1, variance 2 (k - 1)."""
-    plan = Plan(Clients.elsewhere(5), Protocol(0.1, participation=size / 5, seed=11))
+    plan = Plan(Clients.elsewhere(5), TrainSettings(0.1, participation=size / 5, seed=11))
     _, counts = np.unique([plan.cohort(r) for r in range(1, 5001)], axis=0, return_counts=True)
     k = math.comb(5, size)
     assert len(counts) == k
@@ -154,7 +154,7 @@ def test_bernoulli_coins_are_fair_and_independent(p):
 @pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
 def test_cohorts_at_the_edges(sampling):
     def cohort(clients, participation):
-        plan = Plan(Clients.elsewhere(clients), Protocol(0.1, participation=participation, sampling=sampling))
+        plan = Plan(Clients.elsewhere(clients), TrainSettings(0.1, participation=participation, sampling=sampling))
         return plan.cohort(1)
 
     assert cohort(1, 1.0).tolist() == [0]
@@ -167,7 +167,7 @@ def test_cohorts_at_the_edges(sampling):
 
 @pytest.mark.parametrize("sampling", ["exact", "bernoulli"])
 def test_a_cohort_of_a_million_clients_reaches_them_all_and_costs_its_size(sampling):
-    plan = Plan(Clients.elsewhere(1_000_000), Protocol(0.1, participation=1e-4, sampling=sampling))
+    plan = Plan(Clients.elsewhere(1_000_000), TrainSettings(0.1, participation=1e-4, sampling=sampling))
     started = time.process_time()
     cohorts = [plan.cohort(r) for r in range(1, 201)]
     assert time.process_time() - started < 2  # sorting a million clients 200 times takes 30 seconds
@@ -214,21 +214,21 @@ def test_schedules():
     assert [Cosine(4).factor(r) for r in (1, 3, 5, 9)] == pytest.approx([1, 0.5, 0, 0])
     assert Cosine(4, floor=0.2).factor(3) == pytest.approx(0.6)
     assert Constant().factor(99) == 1
-    plan = Plan(ragged([1]), Protocol(0.5, schedule=Exponential(0.5)))
+    plan = Plan(ragged([1]), TrainSettings(0.5, schedule=Exponential(0.5)))
     assert plan.round(3).lr == 0.125
 
 
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: Plan(ragged([1]), Protocol(0.1, participation=0.0)), "participation"),
-        (lambda: Plan(ragged([1]), Protocol(0.1, participation=1.5)), "participation"),
-        (lambda: Plan(ragged([1]), Protocol(0.1, batch_size=0)), "batch_size"),
-        (lambda: Plan(ragged([1]), Protocol(0.1, epochs=0)), "epochs"),
-        (lambda: Plan(ragged([1]), Protocol(0.1, local_steps=0)), "local_steps"),
-        (lambda: Plan(ragged([1]), Protocol(float("nan"))), "lr"),
-        (lambda: Plan(ragged([1]), Protocol(-1.0)), "lr"),
-        (lambda: Plan(ragged([1]), Protocol(0.1, sampling="bernouli")), "did you mean 'bernoulli'"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, participation=0.0)), "participation"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, participation=1.5)), "participation"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, batch_size=0)), "batch_size"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, epochs=0)), "epochs"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, local_steps=0)), "local_steps"),
+        (lambda: Plan(ragged([1]), TrainSettings(float("nan"))), "lr"),
+        (lambda: Plan(ragged([1]), TrainSettings(-1.0)), "lr"),
+        (lambda: Plan(ragged([1]), TrainSettings(0.1, sampling="bernouli")), "did you mean 'bernoulli'"),
         (lambda: ragged([3, 0]), "client 1 has no samples"),
         (lambda: Clients([], samples=3), "at least one client"),
         (lambda: Clients([[0, 5]], samples=3), "client 0 is given sample 5, but the data have 3 samples"),

@@ -12,7 +12,7 @@ from lamina.rounds.aggregation import Median
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
 from lamina.rounds.schedules import Cosine
-from lamina.rounds.settings import SERVER_ONLY, UNPLANNED, Protocol, Settings
+from lamina.rounds.settings import SERVER_ONLY, UNPLANNED, Settings, TrainSettings
 
 # another value of every setting
 OTHER = {
@@ -37,7 +37,7 @@ def alternatives(hint):
 
 
 def test_the_keyword_arguments_are_the_fields():
-    arguments, fields = get_type_hints(Settings), get_type_hints(Protocol)
+    arguments, fields = get_type_hints(Settings), get_type_hints(TrainSettings)
     assert list(arguments) == list(fields) == list(OTHER)
     for name, hint in fields.items():
         assert alternatives(hint) <= alternatives(arguments[name]), name
@@ -46,15 +46,15 @@ def test_the_keyword_arguments_are_the_fields():
 @pytest.mark.parametrize("name", OTHER)
 def test_settings_that_do_not_make_another_plan_leave_the_rounds_alone(name):
     parts = [np.arange(0, 9), np.arange(9, 16), np.arange(16, 30), np.arange(30, 34)]
-    base = Protocol(0.1, participation=0.75, batch_size=4)
+    base = TrainSettings(0.1, participation=0.75, batch_size=4)
     plans = [
         Plan(Clients(parts, samples=34), each) for each in (base, dataclasses.replace(base, **{name: OTHER[name]}))
     ]
     one, other = ([(p.cohort.tolist(), p.index.tolist()) for p in map(plan.round, (1, 2, 3))] for plan in plans)
-    assert (one == other) == plans[0].same_rounds(plans[1]) == (name not in Protocol.names(UNPLANNED))
+    assert (one == other) == plans[0].same_rounds(plans[1]) == (name not in TrainSettings.names(UNPLANNED))
 
 
 def test_a_client_gets_every_setting_that_is_not_the_servers():
-    local_settings = {name: OTHER[name] for name in Protocol.names(SERVER_ONLY) if name != "epochs"}
-    received = Protocol.from_local_record(json.loads(json.dumps(Protocol(**local_settings).local_record(1))))
-    assert received == Protocol(**local_settings)
+    local_settings = {name: OTHER[name] for name in TrainSettings.names(SERVER_ONLY) if name != "epochs"}
+    received = TrainSettings.from_local_record(json.loads(json.dumps(TrainSettings(**local_settings).local_record(1))))
+    assert received == TrainSettings(**local_settings)

@@ -25,7 +25,7 @@ from lamina.engines.devices import Precision, choose_device
 from lamina.engines.stacked.engine import Stacked
 from lamina.models.registry import Factory
 from lamina.rounds.clients import Heldout
-from lamina.rounds.settings import Protocol, Settings
+from lamina.rounds.settings import Settings, TrainSettings
 from lamina.storage.identity import of_run
 from lamina.training.history import History, Row
 from lamina.training.inputs import as_algorithm, as_splits
@@ -151,7 +151,7 @@ class Simulation(Training):
         chosen_metrics = find_all(metrics)
         algorithm = as_algorithm(algorithm)  # tried on a tiny model
         arguments = inspect.signature(Simulation).parameters
-        protocol = Protocol.of(algorithm, settings, arguments)  # validated, with the defaults filled in
+        protocol = TrainSettings.of(algorithm, settings, arguments)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
         train_data, test_data = as_splits(train, test)
         super().__init__(

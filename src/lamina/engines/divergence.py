@@ -12,7 +12,7 @@ from torch import Tensor
 from lamina.base.errors import Diverged
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective
-from lamina.rounds.plan import Round
+from lamina.rounds.plan import RoundPlan
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class StepCheck:
 
     objective: Objective
     buffers: Buffers
-    plan: Round
+    plan: RoundPlan
     c: int
     batch: Callable[[int], Any]  # the `inputs` of a step and the `stream` of its dropout masks
 
@@ -61,7 +61,7 @@ class StepCheck:
         return nonfinite[0] if nonfinite else None
 
 
-def diverged_upload(layers: Layers, up: Any, plan: Round, c: int) -> Diverged:
+def diverged_upload(layers: Layers, up: Any, plan: RoundPlan, c: int) -> Diverged:
     """Return the error for a client whose upload or state is not finite, although its steps were."""
     client_id = int(plan.cohort[c])
     for name, value in zip(up._fields, up, strict=True):

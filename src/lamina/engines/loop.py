@@ -36,8 +36,8 @@ from lamina.engines.state import RoundReport, RoundSums, State, client_weights, 
 from lamina.objective.batch import Inputs, map_batch
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.aggregation import combine_vectors
-from lamina.rounds.plan import Round
-from lamina.rounds.settings import Protocol
+from lamina.rounds.plan import RoundPlan
+from lamina.rounds.settings import TrainSettings
 
 FULL_GRADIENT_CHUNK = 512  # samples at a time in a gradient over all of a client's data
 # The same for BatchNorm without running statistics: its output for a sample depends on the samples evaluated with it,
@@ -61,12 +61,12 @@ class Loop:
     algorithm: Algorithm
     objective: Objective
     data: Dataset  # on the objective's device
-    protocol: Protocol
+    protocol: TrainSettings
     record_trust_ratios: bool = False
     name: ClassVar[str] = "loop"
     why: str = "engine='loop' was asked for"  # the reason for this engine, which messages quote
 
-    def run_round(self, state: State, plan: Round) -> tuple[State, RoundReport]:
+    def run_round(self, state: State, plan: RoundPlan) -> tuple[State, RoundReport]:
         """Run one round: broadcast, local training of every active client, mean, server update."""
         algorithm, layers, x = self.algorithm, self.objective.layers, state.server.x
         needs = algorithm.needs(plan.number)  # what it asks for besides mini-batch gradients
@@ -111,7 +111,7 @@ class Loop:
         client: Any,
         buffers: Buffers,
         info: ClientInfo,
-        plan: Round,
+        plan: RoundPlan,
         c: int,
         watch: Callable[[int, Tensor, Tensor, Any, Any], None] | None = None,
     ) -> tuple[Any, Tensor]:
@@ -159,7 +159,7 @@ class Loop:
             grad = clip_by_norm(grad, self.protocol.clip)
         return grad, loss
 
-    def _batch(self, plan: Round, c: int, k: int) -> Batch:
+    def _batch(self, plan: RoundPlan, c: int, k: int) -> Batch:
         """Gather, augment and normalise the batch of the c-th active client's step k."""
         data, device = self.data, self.objective.device
         index = torch.from_numpy(plan.batch(c, k)).to(device)
@@ -170,7 +170,7 @@ class Loop:
         stream = torch.from_numpy(plan.dropout_stream(c, k)).to(device)
         return Batch(inputs, data.y[index], stream, rng.torch_seed(int(plan.streams[c]), "dropout", k))
 
-    def full_gradient(self, x: Tensor, buffers: Buffers, plan: Round, c: int) -> Tensor:
+    def full_gradient(self, x: Tensor, buffers: Buffers, plan: RoundPlan, c: int) -> Tensor:
         """Return the gradient over all data of the c-th active client, with fixed BatchNorm statistics."""
         data, total = self.data, torch.zeros_like(x)
         index = torch.from_numpy(plan.samples[c]).to(self.objective.device)
@@ -182,7 +182,7 @@ class Loop:
         return total
 
     def explain(
-        self, down: Any, client: Any, buffers: Buffers, info: ClientInfo, plan: Round, c: int, up: Any
+        self, down: Any, client: Any, buffers: Buffers, info: ClientInfo, plan: RoundPlan, c: int, up: Any
     ) -> NoReturn:
         """Raise `Diverged` for a client whose result is not finite, after running it again and checking every step."""
         check = StepCheck(self.objective, buffers, plan, c, lambda k: self._batch(plan, c, k))

@@ -26,7 +26,7 @@ from lamina.experiment.objects import describe_code
 from lamina.rounds import aggregation
 from lamina.rounds.clients import DEFAULT_CLIENTS
 from lamina.rounds.schedules import Schedule, make_schedule
-from lamina.rounds.settings import Protocol, Settings
+from lamina.rounds.settings import Settings, TrainSettings
 from lamina.storage.identity import splits_digest
 from lamina.training.inputs import as_algorithm, create_model
 from lamina.training.metrics import Metric, description, find_all
@@ -90,7 +90,9 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Trainin
 def settings_of(experiment: Experiment) -> Settings:
     """Return the settings of the experiment's protocol, as arguments of `Simulation` and `Federation`."""
     data, train, objects = experiment.data, experiment.train, experiment.objects.settings
-    same = {name: getattr(train, name) for name in type(train).model_fields if name in Protocol.__dataclass_fields__}
+    same = {
+        name: getattr(train, name) for name in type(train).model_fields if name in TrainSettings.__dataclass_fields__
+    }
     augment_options = {each.name: getattr(data, f"augment_{each.name}") for each in dataclasses.fields(Augment)}
     own = {
         "batch_size": None if train.batch_size == "full" else train.batch_size,
@@ -136,10 +138,12 @@ def build_schedule(experiment: Experiment) -> Schedule:
     return make_schedule(section.name, **length | section.options())
 
 
-def build_parts(experiment: Experiment) -> tuple[algorithms.Algorithm, Protocol, Partition, Sequence[Metric] | None]:
+def build_parts(
+    experiment: Experiment,
+) -> tuple[algorithms.Algorithm, TrainSettings, Partition, Sequence[Metric] | None]:
     """Return the parts of an experiment that need no data; refuse a wrong option of any of them."""
     algorithm = build_algorithm(experiment)
-    protocol = Protocol.of(algorithm, settings_of(experiment))
+    protocol = TrainSettings.of(algorithm, settings_of(experiment))
     # None: the default metrics
     metrics = find_all(experiment.objects.metrics or experiment.train.metrics)
     return algorithm, protocol, build_partition(experiment), metrics

@@ -29,7 +29,7 @@ from lamina.experiment.objects import Objects
 from lamina.experiment.sections import Data, Fraction, Named, PathText, default_name
 from lamina.experiment.toml import read_tree, set_keys
 from lamina.objective.losses import LOSSES
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 
 NO_OBJECTS = Objects()  # one for all experiments, so that two with the same settings are equal
 Positive = Annotated[float, Field(gt=0)]
@@ -80,17 +80,17 @@ class _Train(_Section):
 if TYPE_CHECKING:
 
     class Train(_Train):
-        """The `[train]` section: the number of rounds, and the fields of `Protocol`."""
+        """The `[train]` section: the number of rounds, and the fields of `TrainSettings`."""
 
         def __getattr__(self, name: str) -> Any: ...
 else:
-    # The fields of `Protocol` with its types, bounds and defaults, except for those that a file writes otherwise.
+    # The fields of `TrainSettings` with its types, bounds and defaults, except for those that a file writes otherwise.
     _fields = {
         each.name: (
-            Annotated[get_type_hints(Protocol)[each.name], Field(**each.metadata.get("bounds", {}))],
+            Annotated[get_type_hints(TrainSettings)[each.name], Field(**each.metadata.get("bounds", {}))],
             each.default,
         )
-        for each in dataclasses.fields(Protocol)
+        for each in dataclasses.fields(TrainSettings)
         if each.name != "augmentation"  # in the [data] section
     } | {
         "lr": (Positive | None, None),  # None: the algorithm's own default

@@ -27,7 +27,7 @@ from lamina.flower.store import Store, default_folder
 from lamina.flower.wire import Task
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.clients import Clients
-from lamina.rounds.plan import Plan, Round
+from lamina.rounds.plan import Plan, RoundPlan
 from lamina.training.evaluation import sample_means
 from lamina.training.preflight import check_evaluation, check_training
 
@@ -211,7 +211,7 @@ class Node(ClientApp):
         sent = {name: _decode(name, arrays.get(name), value) for name, value in wire.floating(buffers).items()}
         return buffers | sent
 
-    def _plan(self, task: Task, data: Dataset) -> Round:
+    def _plan(self, task: Task, data: Dataset) -> RoundPlan:
         """Return this client's part of the round plan: the same batches as if all clients were simulated together."""
         protocol = task.protocol
         steps, batch = int(protocol.steps(np.array([len(data)]))[0]), min(len(data), protocol.batch_size or len(data))

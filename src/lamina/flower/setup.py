@@ -23,7 +23,7 @@ from lamina.flower.checks import Limits
 from lamina.objective.objective import Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
-from lamina.rounds.settings import Protocol, Settings
+from lamina.rounds.settings import Settings, TrainSettings
 from lamina.training.evaluation import ClientSamples
 from lamina.training.masks import with_mask
 from lamina.training.metrics import Metric, find_all, is_function_of_mean
@@ -63,7 +63,7 @@ class Setup:
     ) -> None:
         self.algorithm = algorithms.create(algorithm) if isinstance(algorithm, str) else algorithm
         rehearse(self.algorithm)
-        self.protocol = Protocol.of(self.algorithm, settings)
+        self.protocol = TrainSettings.of(self.algorithm, settings)
         self.plan = Plan(Clients.elsewhere(clients), self.protocol)
         self.make_model, self.data, self.test, self.node_test, self.device = model, data, test, node_test, device
         self.rounds, self.evaluate_every, self.evaluate_on = rounds, evaluate_every, evaluate_on

@@ -30,7 +30,7 @@ from lamina.algorithms.declaration import options
 from lamina.base.errors import BadInput
 from lamina.flower.internals import serialised_bytes
 from lamina.objective.objective import Buffers, Objective
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 
 RAW = "lamina.raw"  # how the bytes of an array are to be read: the numbers one after another, little-endian
 ANSWER = "answer"  # the record of a reply that says to which message it is one
@@ -161,7 +161,7 @@ class Task(BaseModel):
     client: Number
     clients: Number
     participation: float = Field(gt=0, le=1)
-    settings: str = Field(max_length=10_000)  # JSON of `Protocol.local_record`
+    settings: str = Field(max_length=10_000)  # JSON of `TrainSettings.local_record`
     base: OptionalHex  # the token of the exchange whose client state the server last accepted; "": start without state
     keep: list[Hex] = Texts  # tokens the server may still name as base, beside this exchange's
     held: list[FieldName] = Texts  # Down fields the node should hold
@@ -169,10 +169,10 @@ class Task(BaseModel):
     gradient: OptionalHex  # the token of the exchange in which the node sent its full gradient (Mime)
 
     @functools.cached_property
-    def protocol(self) -> Protocol:
+    def protocol(self) -> TrainSettings:
         """The settings of this client's training in this round."""
         try:
-            return Protocol.from_local_record(json.loads(self.settings))
+            return TrainSettings.from_local_record(json.loads(self.settings))
         except (BadInput, ValueError, RecursionError) as error:
             why = shorten(str(error)) if isinstance(error, BadInput) else "its settings are not JSON"
             raise BadInput(f"the server's message makes no sense: {why}; {SAME_VERSION}") from None

@@ -191,7 +191,7 @@ def aligned(loss: Loss, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     return _next_tokens(outputs, targets) if loss is causal_lm else (outputs, targets)
 
 
-def is_own(loss: Loss) -> bool:
+def is_user_defined(loss: Loss) -> bool:
     """Return whether the loss is not one of lamina's."""
     return not isinstance(loss, CrossEntropy | BinaryCrossEntropy) and all(loss is not one for one in LOSSES.values())
 

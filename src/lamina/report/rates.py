@@ -28,7 +28,7 @@ class Response:
     @property
     def chosen(self) -> float | None:
         """The best rate among those that ran to their end."""
-        rate, trial = max(self.tried, key=lambda one: one[1].rank)
+        rate, trial = max(self.tried, key=lambda one: one[1].score_key)
         return None if math.isnan(trial.score) else rate
 
     @property
@@ -104,7 +104,7 @@ def _best(runs: Sequence[Record]) -> Trial:
         options = {name: run.config["algorithm"].get(name) for name in _options_in_grid(run) if run.tuning}
         by_others.setdefault(written(options), []).append(run)
     trials = [Trial(others, {}, same, len(same)) for others, same in by_others.items()]
-    return max(trials, key=lambda trial: trial.rank)
+    return max(trials, key=lambda trial: trial.score_key)
 
 
 def metrics_in(responses: Sequence[Response]) -> str:

@@ -43,20 +43,20 @@ class Clients:
     def __init__(self, parts: Sequence[Any], samples: int) -> None:
         self.parts = _checked_parts(parts, samples)
         self.count = len(self.parts)
-        self.moving: Reallocation | None = None
+        self.reallocation: Reallocation | None = None
 
     @classmethod
     def elsewhere(cls, count: int) -> Clients:
         """Return clients whose samples are on other machines, so that only their number is known."""
         self = cls.__new__(cls)
-        self.parts, self.count, self.moving = NO_PARTS, check_count("clients", count, MOST_CLIENTS), None
+        self.parts, self.count, self.reallocation = NO_PARTS, check_count("clients", count, MOST_CLIENTS), None
         return self
 
     def samples(self, round: int, cohort: Indices) -> Sequence[Indices]:
         """Return the sample indices of every active client in a round."""
-        if self.moving is None:
+        if self.reallocation is None:
             return [self.parts[i] for i in cohort]
-        partition, labels, seed, samples = self.moving
+        partition, labels, seed, samples = self.reallocation
         try:
             return partition.split(labels, len(cohort), rng.key(seed, "reallocate", round), samples=samples)
         except BadInput as error:
@@ -66,7 +66,7 @@ class Clients:
 
     def same_as(self, other: Clients) -> bool:
         """Return whether both give every client the same samples in every round."""
-        return self.count == other.count and self.parts == other.parts and alike(self.moving, other.moving)
+        return self.count == other.count and self.parts == other.parts and alike(self.reallocation, other.reallocation)
 
 
 def _checked_parts(parts: Sequence[Any], samples: int) -> Parts:
@@ -140,7 +140,7 @@ def deal(data: Dataset, clients: int | Sequence[Any] | None, partition: Any, see
     count = check_count("clients", DEFAULT_CLIENTS if clients is None else clients, MOST_CLIENTS)
     if isinstance(partition, Reallocate):
         dealt = Clients.elsewhere(count)  # no client keeps samples
-        dealt.moving = Reallocation(partition, data.labels, seed, len(data))
+        dealt.reallocation = Reallocation(partition, data.labels, seed, len(data))
         return dealt
     return Clients(split_dataset(partition, data, count, seed), samples=len(data))
 
@@ -172,7 +172,7 @@ def reserve(clients: Clients, heldout: Heldout | None, local_test: float | None,
     """
     if heldout is None and local_test is None:
         return Reserved(clients, NO_PARTS, NO_PARTS)
-    if clients.moving is not None:
+    if clients.reallocation is not None:
         raise BadInput("held-out clients and local test splits need clients that keep their data, not 'reallocate'")
     if clients.parts.may_repeat:
         raise BadInput("held-out clients and local test splits need clients that share no sample: set refill = false")

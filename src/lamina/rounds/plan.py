@@ -18,7 +18,7 @@ from lamina.base.limits import check_memory
 from lamina.base.text import plural
 from lamina.data.parts import Indices
 from lamina.rounds.clients import Clients
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 
 MOST_REDRAWS = 10_000  # draws of a Bernoulli cohort, which may be empty
 PLAN_COPIES = 2.5  # copies of a round's orders and batches in memory while it is planned, as measured
@@ -37,7 +37,7 @@ class RoundFacts:
 
 
 @dataclass(frozen=True)
-class Round(RoundFacts):
+class RoundPlan(RoundFacts):
     """One round of the plan. K = the largest number of steps, B = batch size."""
 
     samples: Sequence[Indices]  # every active client's data
@@ -75,7 +75,7 @@ class Plan:
     """The clients and the protocol: together with a round's number they determine the round."""
 
     clients: Clients
-    protocol: Protocol
+    protocol: TrainSettings
 
     def cohort(self, round: int) -> Indices:
         """Return the active clients: exactly max(1, round(C N)) of them, or each with an independent probability.
@@ -95,12 +95,12 @@ class Plan:
         """Return whether all rounds of two plans are the same, except for their learning rates."""
         return self.protocol.same_rounds(other.protocol) and self.clients.same_as(other.clients)
 
-    def round(self, number: int) -> Round:
+    def round(self, number: int) -> RoundPlan:
         """Return the plan of round `number`, counted from 1."""
         cohort = self.cohort(number)
         return self.round_of(number, cohort, self.clients.samples(number, cohort))
 
-    def round_of(self, number: int, cohort: Indices, samples: Sequence[Indices]) -> Round:
+    def round_of(self, number: int, cohort: Indices, samples: Sequence[Indices]) -> RoundPlan:
         """Return the plan of a round for these clients and their samples.
 
         What a client does depends on its own number and samples alone: a client that knows only itself gets the same
@@ -139,7 +139,7 @@ class Plan:
             row[: len(ids)] = ids
         index = padded[c, order[c, which_pass, at]]
 
-        return Round(
+        return RoundPlan(
             number=number,
             lr=self.protocol.rate(number),
             participation=len(cohort) / self.clients.count,

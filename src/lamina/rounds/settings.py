@@ -55,7 +55,7 @@ class Settings(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Protocol:
+class TrainSettings:
     """The settings of training. See `lamina.Simulation` for what each of them means.
 
     The bounds are in pydantic's words, for the settings that the `[train]` section takes over as they are.
@@ -100,7 +100,7 @@ class Protocol:
             )
 
     @classmethod
-    def of(cls, algorithm: Algorithm, settings: Mapping[str, Any], others: Iterable[str] = ()) -> Protocol:
+    def of(cls, algorithm: Algorithm, settings: Mapping[str, Any], others: Iterable[str] = ()) -> TrainSettings:
         """Return the protocol with these settings; the default learning rate is the algorithm's.
 
         `others` are arguments beside the settings, which a mistyped name may mean.
@@ -152,7 +152,7 @@ class Protocol:
         """Return the number of batches in one pass over so many samples, with the last short one."""
         return np.ones_like(sizes) if self.batch_size is None else -(-sizes // self.batch_size)
 
-    def same_rounds(self, other: Protocol) -> bool:
+    def same_rounds(self, other: TrainSettings) -> bool:
         """Return whether both draw the same cohorts and batches in every round."""
         return all(getattr(self, name) == getattr(other, name) for name in self.names(UNPLANNED))
 
@@ -162,7 +162,7 @@ class Protocol:
         return {name: value for name, value in record.items() if name in self.names(SERVER_ONLY)}
 
     @classmethod
-    def from_local_record(cls, record: Mapping[str, Any]) -> Protocol:
+    def from_local_record(cls, record: Mapping[str, Any]) -> TrainSettings:
         """Return the protocol of one client in one round; `BadInput` if the record is not one."""
         expected = cls.names(SERVER_ONLY)
         if not isinstance(record, dict) or record.keys() != set(expected):

@@ -27,7 +27,7 @@ from lamina.objective.losses import LOSSES, Loss, as_loss
 from lamina.objective.objective import Objective
 from lamina.rounds.clients import Clients
 from lamina.rounds.plan import Plan
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 from lamina.storage.files import as_json
 
 Identity = Mapping[str, Any]  # by the name of the setting, as JSON gives it back
@@ -129,7 +129,7 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def held_values(algorithm: Algorithm, loss: Loss, protocol: Protocol) -> dict[str, str | None]:
+def held_values(algorithm: Algorithm, loss: Loss, protocol: TrainSettings) -> dict[str, str | None]:
     """Return digests of the values that a user's loss, algorithm and aggregation hold; None for lamina's own."""
     others = {"algorithm_values": type(algorithm), "aggregation_values": protocol.aggregation}
     digests = {name: None if is_laminas(value) else value_digest(value) for name, value in others.items()}
@@ -137,7 +137,7 @@ def held_values(algorithm: Algorithm, loss: Loss, protocol: Protocol) -> dict[st
     return {"loss_values": None if is_named else value_digest(loss), **digests}
 
 
-def parts_with_code(algorithm: Algorithm, model: Any, protocol: Protocol) -> list[Any]:
+def parts_with_code(algorithm: Algorithm, model: Any, protocol: TrainSettings) -> list[Any]:
     """Return the parts of a run that a user may have written, except for data and metrics."""
     return [type(algorithm), model, as_loss(protocol.loss), protocol.aggregation, protocol.schedule]
 
@@ -156,8 +156,8 @@ def _model_digest(objective: Objective) -> str:
 
 
 def _partition_digest(clients: Clients) -> dict[str, str]:
-    if clients.moving is not None:
-        partition, _, seed, samples = clients.moving
+    if clients.reallocation is not None:
+        partition, _, seed, samples = clients.reallocation
         return {"reallocation": value_digest([partition, seed, samples])}
     numbers = (part.astype("<i8").tobytes() for part in (clients.parts.bounds, clients.parts.samples))
     return {"partition": hashlib.sha256(b"".join(numbers)).hexdigest()[:16]}

@@ -25,7 +25,7 @@ from lamina.engines.ranks import Ranks
 from lamina.engines.stacked.rows import on_device
 from lamina.engines.state import RoundReport, State, client_weights
 from lamina.objective.objective import Buffers, Objective
-from lamina.rounds.plan import Plan, Round
+from lamina.rounds.plan import Plan, RoundPlan
 from lamina.training.metrics import DIAGNOSTICS
 
 
@@ -49,7 +49,7 @@ class Diagnostics:
     data: Dataset  # the training data
     plan: Plan
 
-    def measure(self, before: State, after: State, plan: Round, report: RoundReport) -> dict[str, float]:
+    def measure(self, before: State, after: State, plan: RoundPlan, report: RoundReport) -> dict[str, float]:
         """Return the columns of a finished round. A quantity that the method does not have is left out."""
         theory = self.algorithm.analysis(after.server, before.server)
         row: dict[str, Tensor] = {}
@@ -105,7 +105,7 @@ class Diagnostics:
             total += gradient
         return total
 
-    def _drift(self, before: State, plan: Round, down: Any) -> Tensor:
+    def _drift(self, before: State, plan: RoundPlan, down: Any) -> Tensor:
         """Return the mean over clients and local steps of ||y_{i,k} - x||^2, by training the round's clients again."""
         loop, layers = Loop(self.algorithm, self.objective, self.data, self.plan.protocol), self.objective.layers
         total, ranks = torch.zeros((), dtype=torch.float64, device=down.x.device), Ranks.current()

@@ -32,11 +32,11 @@ LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
 NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
 
 
-def rank(value: float, name: str) -> float:
-    """Return a number that is the larger, the better a value of a column is; NaN is the worst.
+def score_key(value: float, name: str) -> float:
+    """Return a score of a column's value: larger is better, and NaN is the worst.
 
-    >>> rank(0.9, "accuracy") > rank(0.5, "accuracy"), rank(0.9, "loss") > rank(0.5, "loss"), rank(math.nan, "loss")
-    (True, False, -inf)
+    >>> score_key(0.9, "accuracy"), score_key(0.9, "loss"), score_key(math.nan, "loss")
+    (0.9, -0.9, -inf)
     """
     if math.isnan(value):
         return -math.inf

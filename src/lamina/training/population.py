@@ -18,8 +18,8 @@ from lamina.engines.stacked.independence import work_together
 from lamina.engines.stacked.rows import Member
 from lamina.engines.state import RoundReport
 from lamina.objective.fingerprint import alike, same_tensors
-from lamina.rounds.plan import Round
-from lamina.rounds.settings import PER_MEMBER, Protocol
+from lamina.rounds.plan import RoundPlan
+from lamina.rounds.settings import PER_MEMBER, TrainSettings
 from lamina.training.evaluation import refuse_nonfinite
 from lamina.training.history import History, Row
 from lamina.training.training import Training, evaluate_together
@@ -86,7 +86,7 @@ class Population:
             for plan in [plans[self._same_rounds[i]]]
         ]
 
-        def plan_ahead() -> list[Round] | None:
+        def plan_ahead() -> list[RoundPlan] | None:
             with ThreadPoolExecutor(len(leaders)) as pool:  # numpy sorts without Python's lock
                 planned = dict(zip(leaders, pool.map(Training.plan_ahead, leaders.values()), strict=True))
             upcoming = [planned[self._same_rounds[i]] for i in active]
@@ -143,7 +143,10 @@ def mismatch(first: Training, other: Training) -> str:
     if first.state.round != other.state.round:
         return f"they are at different rounds ({first.state.round} and {other.state.round})"
     for name, a, b in (
-        *((name, getattr(first.protocol, name), getattr(other.protocol, name)) for name in Protocol.names(PER_MEMBER)),
+        *(
+            (name, getattr(first.protocol, name), getattr(other.protocol, name))
+            for name in TrainSettings.names(PER_MEMBER)
+        ),
         ("precision", first.precision, other.precision),
         ("deterministic", first.deterministic, other.deterministic),
         ("trust_ratios", first.engine.record_trust_ratios, other.engine.record_trust_ratios),

@@ -33,8 +33,8 @@ from lamina.engines.state import RoundReport, State
 from lamina.models.registry import Factory
 from lamina.objective.objective import Objective, copy_module
 from lamina.rounds.clients import Heldout, deal, reserve
-from lamina.rounds.plan import Plan, Round
-from lamina.rounds.settings import Protocol
+from lamina.rounds.plan import Plan, RoundPlan
+from lamina.rounds.settings import TrainSettings
 from lamina.training.diagnostics import Diagnostics, check_names
 from lamina.training.evaluation import (
     ClientSamples,
@@ -91,7 +91,7 @@ class Training:
         train: Dataset,
         test: Dataset | None,
         algorithm: Algorithm,
-        protocol: Protocol,
+        protocol: TrainSettings,
         options: RunOptions,
         *,
         device: torch.device,
@@ -122,7 +122,7 @@ class Training:
         check_settings(protocol, self.train_data)
         dealt = deal(self.train_data, clients, partition, protocol.seed)
         self.reserved = reserve(dealt, heldout_clients, local_test, protocol.seed)
-        self.plan = Plan(self.reserved.training, protocol)  # makes a `Round`, called the plan of the round, for each
+        self.plan = Plan(self.reserved.training, protocol)  # makes a `RoundPlan` for each round
 
         # the evaluation and the engine; a similar run lends the engine it has chosen, compiled and measured
         if options.deterministic:  # cuBLAS reads it when it starts
@@ -149,7 +149,7 @@ class Training:
         self.diagnostics = Diagnostics(names, algorithm, self.objective, self.train_data, self.plan)
         self.state, _ = self.start()
         self.history = History(metric=self.metric)
-        self._planned: Round | None = None  # the next round's plan, if it was computed ahead
+        self._planned: RoundPlan | None = None  # the next round's plan, if it was computed ahead
 
     def run(self, rounds: int, on_round: Callable[[Row], None] | None = None) -> History:
         """Train for `rounds` more rounds and return the history; `on_round` is called with every round's metrics."""
@@ -175,7 +175,7 @@ class Training:
             (metrics,) = evaluate_together([self], always=evaluate)  # empty if no evaluation is due
             return self.record(before, plan, report, seconds, metrics)
 
-    def next_plan(self) -> Round:
+    def next_plan(self) -> RoundPlan:
         """Return the plan of the next round: its cohort, every client's batches and the learning rate."""
         number = self.state.round + 1
         if number == 1 and self.evaluation.metrics and self.test_data is None and not self.evaluation.clients:
@@ -186,7 +186,7 @@ class Training:
         self.objective.refuse_rate(planned.lr)
         return planned
 
-    def plan_ahead(self) -> list[Round] | None:
+    def plan_ahead(self) -> list[RoundPlan] | None:
         """Return the plan of the round after the one that is running; None if there cannot be such a round."""
         if self._planned is None:
             with contextlib.suppress(BadInput):  # raised again if that round is reached
@@ -194,7 +194,7 @@ class Training:
         return None if self._planned is None else [self._planned]
 
     def record(
-        self, before: State, plan: Round, report: RoundReport, seconds: float, metrics: Mapping[str, float]
+        self, before: State, plan: RoundPlan, report: RoundReport, seconds: float, metrics: Mapping[str, float]
     ) -> Row:
         """Append the row of a finished round, with its evaluation and diagnostics if they were due, and return it."""
         row = round_row(self.algorithm, self.objective.start, plan, report, seconds) | dict(metrics)

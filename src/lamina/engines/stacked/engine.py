@@ -79,8 +79,8 @@ from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.aggregation import Mean, combine_vectors
 from lamina.rounds.ledger import payload_bytes
-from lamina.rounds.plan import Round
-from lamina.rounds.settings import Protocol
+from lamina.rounds.plan import RoundPlan
+from lamina.rounds.settings import TrainSettings
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Stacked:
     objective: Objective
     data: Dataset
     forward: Forward
-    protocol: Protocol  # for `run_round`; members share its aggregation and augmentation
+    protocol: TrainSettings  # for `run_round`; members share its aggregation and augmentation
     record_trust_ratios: bool = False
     memory: Memory = field(init=False)
     graphs: Graphs | None = field(init=False)  # captured local steps; None: steps run one operation at a time
@@ -117,7 +117,7 @@ class Stacked:
     def _problem(self) -> StackedObjective:
         return StackedObjective(self.objective, self.data, self.forward, self.protocol.augmentation)
 
-    def run_round(self, state: State, plan: Round, ahead: PlanAhead | None = None) -> tuple[State, RoundReport]:
+    def run_round(self, state: State, plan: RoundPlan, ahead: PlanAhead | None = None) -> tuple[State, RoundReport]:
         """Run one round of one experiment; `ahead` is called while a GPU works on it."""
         (outcome,) = self.run_members([Member(self.algorithm, state, plan, self.protocol)], ahead)
         if isinstance(outcome, Diverged):

@@ -13,8 +13,8 @@ from lamina.data.parts import Indices
 from lamina.engines.stacked.rows import Member, RoundInProgress, Row, pad_plans, plan_rows, send
 from lamina.engines.stacked.steps import Batches
 from lamina.objective.objective import Objective
-from lamina.rounds.plan import Round, dropout_streams, sample_counters
-from lamina.rounds.settings import Protocol
+from lamina.rounds.plan import RoundPlan, dropout_streams, sample_counters
+from lamina.rounds.settings import TrainSettings
 
 
 class SentBatches(NamedTuple):
@@ -27,7 +27,7 @@ class SentBatches(NamedTuple):
 class NextRound(NamedTuple):
     """A round that was planned ahead."""
 
-    plans: Sequence[Round]  # every member's
+    plans: Sequence[RoundPlan]  # every member's
     rows: list[Row]
     sent: SentBatches
 
@@ -37,7 +37,7 @@ class BatchFeed:
     """Prepares the rows of a round and sends their batches to the device, ahead of time while the GPU is busy."""
 
     objective: Objective
-    protocol: Protocol
+    protocol: TrainSettings
     _ahead: NextRound | None = field(default=None, repr=False)
 
     def look_ahead(self, now: RoundInProgress, chunk: list[Row]) -> None:
@@ -65,7 +65,7 @@ class BatchFeed:
             return ahead.sent
         return self._send(now.plans(chunk), [row.c for row in chunk])
 
-    def _send(self, plans: list[Round], places: list[int]) -> SentBatches:
+    def _send(self, plans: list[RoundPlan], places: list[int]) -> SentBatches:
         device = self.objective.device
         index, filled = pad_plans(plans, places)
         streams = np.array([plan.streams[c] for plan, c in zip(plans, places, strict=True)])

@@ -19,8 +19,8 @@ from lamina.engines.ranks import Ranks
 from lamina.engines.state import RoundReport, RoundSums, State, client_weights
 from lamina.objective.layers import ChannelsLast
 from lamina.objective.objective import Buffers
-from lamina.rounds.plan import Round
-from lamina.rounds.settings import Protocol
+from lamina.rounds.plan import RoundPlan
+from lamina.rounds.settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Member:
 
     algorithm: Algorithm
     state: State
-    plan: Round
-    protocol: Protocol
+    plan: RoundPlan
+    protocol: TrainSettings
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Row:
 
 
 Outcome = tuple[State, RoundReport] | Diverged
-PlanAhead = Callable[[], Sequence[Round] | None]  # plans the next round of every member
+PlanAhead = Callable[[], Sequence[RoundPlan] | None]  # plans the next round of every member
 
 
 @dataclass
@@ -63,7 +63,7 @@ class RoundInProgress:
         """Return whether no rows remain after these."""
         return chunk[-1] == self.rows[-1]
 
-    def plans(self, chunk: Sequence[Row]) -> list[Round]:
+    def plans(self, chunk: Sequence[Row]) -> list[RoundPlan]:
         """Return the plan of every row."""
         return [self.members[row.member].plan for row in chunk]
 
@@ -161,7 +161,7 @@ def column(values: list[float], like: Tensor) -> Tensor:
     return send(np.array(values), like.device).to(like.dtype).unsqueeze(1)
 
 
-def plan_rows(plans: Sequence[Round], protocols: Sequence[Protocol]) -> list[Row]:
+def plan_rows(plans: Sequence[RoundPlan], protocols: Sequence[TrainSettings]) -> list[Row]:
     """Return this rank's rows of a round, from every member's plan and settings, those with most steps first.
 
     Neighbours have about as many steps, so that little is wasted on masked ones.
@@ -177,7 +177,7 @@ def plan_rows(plans: Sequence[Round], protocols: Sequence[Protocol]) -> list[Row
     return [row for row in ordered if ranks.owns(int(plans[row.member].cohort[row.c]))]
 
 
-def pad_plans(plans: list[Round], places: list[int]) -> tuple[Any, Any]:
+def pad_plans(plans: list[RoundPlan], places: list[int]) -> tuple[Any, Any]:
     """Return every row's indices [rows, K, B] and counts [rows, K] up to the longest K; missing steps have count 0."""
     longest = max(int(plan.steps[c]) for plan, c in zip(plans, places, strict=True))
     if all(plan.index is plans[0].index for plan in plans):

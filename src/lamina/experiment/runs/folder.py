@@ -56,7 +56,7 @@ from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts,
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
 from lamina.storage.identity import code_changes
 from lamina.storage.locks import Lock, Locked, is_at, lost
-from lamina.training.history import History, Row, rank
+from lamina.training.history import History, Row, score_key
 from lamina.training.metrics import read_primary
 
 log = logging.getLogger(__name__)
@@ -380,7 +380,7 @@ class BestModel:
     def _rank(self, row: Row) -> float:
         """Return how good an evaluated model is; larger is better, and one that was not evaluated is the worst."""
         metric = self._metric or History([row]).metric
-        return rank(row.get(metric, math.nan), metric)
+        return score_key(row.get(metric, math.nan), metric)
 
     def save(self, trained: Trained) -> None:
         """Write the best model, if it has changed."""

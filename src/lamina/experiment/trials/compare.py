@@ -94,7 +94,7 @@ class Comparison(Trials):
         if candidates is None:
             return False
         refuse_nan(f"{name}: ", self.metric, candidates)
-        settings = max(candidates, key=lambda trial: trial.rank).settings if candidates else choice[0]
+        settings = max(candidates, key=lambda trial: trial.score_key).settings if candidates else choice[0]
         jobs = [self._new_job(name, settings, seed) for seed in self.seeds]
         finished = self._run(jobs)
         records = [record for record in read_begun(job.folder for job in jobs) if record.ended]
@@ -114,9 +114,9 @@ class Comparison(Trials):
             if not self._try(name, selected, stage, trials):
                 return None
             count = max(MIN_CONTINUED, math.ceil(CONTINUED_FRACTION * len(selected)))
-            selected = sorted(selected, key=lambda i: -trials[i].rank)[:count]  # ties keep their order
+            selected = sorted(selected, key=lambda i: -trials[i].score_key)[:count]  # ties keep their order
         best = None
-        while best != (first := max(trials, key=lambda i: trials[i].rank)):  # until no neighbour is better
+        while best != (first := max(trials, key=lambda i: trials[i].score_key)):  # until no neighbour is better
             best = first
             selected = [best, *neighbours(candidates, candidates[best])]
             # Stage by stage: only runs that are at the same round train side by side.

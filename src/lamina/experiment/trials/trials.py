@@ -23,7 +23,7 @@ from lamina.experiment.runs.run import restore, resume_histories, train
 from lamina.experiment.runs.trackers import Trackers
 from lamina.experiment.trials.settings import Settings, written
 from lamina.storage.locks import Lock, lost
-from lamina.training.history import History, Row, mean, rank, values
+from lamina.training.history import History, Row, mean, score_key, values
 from lamina.training.population import mismatch
 from lamina.training.training import Training
 
@@ -107,9 +107,9 @@ class Trial:
         return mean(self.best) if self.best and not self.remark else math.nan
 
     @property
-    def rank(self) -> float:
+    def score_key(self) -> float:
         """Return a score by which trials are sorted: larger is better."""
-        return rank(self.score, self.histories[0].metric) if self.records else -math.inf
+        return score_key(self.score, self.histories[0].metric) if self.records else -math.inf
 
 
 class _Open(NamedTuple):

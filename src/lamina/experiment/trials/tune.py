@@ -142,7 +142,7 @@ class Tuning(Trials):
     def best(self) -> Trial | None:
         """Return the trial that counts and scores best; None if there is none yet."""
         counting = [trial for trial in self.trials if not math.isnan(trial.score)]
-        return max(counting, key=lambda trial: trial.rank, default=None)
+        return max(counting, key=lambda trial: trial.score_key, default=None)
 
     def run(self) -> bool:
         """Run what is left; return whether all runs finished."""

@@ -14,7 +14,7 @@ from lamina.base import rng
 from lamina.base.dispatch import WatchingMode
 from lamina.data.dataset import Dataset
 from lamina.models.allocation import LargestActivation
-from lamina.objective.losses import is_own
+from lamina.objective.losses import is_user_defined
 from lamina.objective.objective import Objective
 from lamina.training.evaluation import EVALUATION_BATCH, as_batch
 from lamina.training.metrics import Batch
@@ -60,7 +60,7 @@ class DryRun:
         self.objective, self.data, self.name, self.rows = objective, data, name, rows
         first = data.y[:EVALUATION_BATCH]
         others = (first != first[:1]).reshape(len(first), -1).any(1).nonzero().flatten().tolist()
-        count = USER_LOSS_SAMPLES if is_own(objective.loss) else SAMPLES
+        count = USER_LOSS_SAMPLES if is_user_defined(objective.loss) else SAMPLES
         spread = range(0, len(first), max(1, len(first) // count))
         chosen = list(dict.fromkeys([0, *others[:1], *spread]))[:count]  # equal targets would hide mistakes
         self.targets = first[chosen]

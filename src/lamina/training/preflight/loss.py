@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lamina.base import rng
 from lamina.base.errors import BadInput, LaminaError, describe_error
-from lamina.objective.losses import TORCH_LOSSES, is_own
+from lamina.objective.losses import TORCH_LOSSES, is_user_defined
 from lamina.training.preflight.dry_run import DryRun, Pairs
 
 MAX_NOISE = 0.1  # the largest relative change of an output
@@ -47,7 +47,7 @@ def check_loss(run: DryRun) -> None:
 
 def check_nan(run: DryRun) -> None:
     """Refuse a user's loss that is NaN before the first step: no learning rate helps."""
-    if is_own(run.objective.loss) and bool(_losses(run, run.evaluation.outputs).isnan().any()):
+    if is_user_defined(run.objective.loss) and bool(_losses(run, run.evaluation.outputs).isnan().any()):
         raise BadInput(
             "the loss of some train samples is NaN before the first step: look at the model's outputs, and for roots, "
             "logarithms and divisions in the loss"
@@ -57,7 +57,7 @@ def check_nan(run: DryRun) -> None:
 def check_samples_alone(run: DryRun) -> None:
     """Refuse a user's loss in which the loss of a sample depends on its batch: the others, their order or number."""
     outputs, targets, count = run.evaluation.outputs, run.targets, len(run.targets)
-    if not is_own(run.objective.loss) or count == 1:
+    if not is_user_defined(run.objective.loss) or count == 1:
         return
     # Equal outputs, as of a last layer of zeros, would hide a mistake: each is shrunk a little, which keeps
     # log-probabilities below 0 and probabilities between 0 and 1.

@@ -9,7 +9,7 @@ from lamina.base.text import listed
 from lamina.data.dataset import Dataset
 from lamina.objective import losses
 from lamina.objective.losses import IGNORED, Loss, class_axis, counted, is_binary
-from lamina.rounds.settings import Protocol
+from lamina.rounds.settings import TrainSettings
 from lamina.training.preflight.dry_run import DryRun
 
 log = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ NUMBER_LOSSES = (losses.mean_squared_error, losses.mean_absolute_error, losses.h
 SOFT_LABEL_TOLERANCE = 0.05  # how far rounding may move the sum of a sample's soft labels from 1
 
 
-def check_settings(protocol: Protocol, data: Dataset) -> None:
+def check_settings(protocol: TrainSettings, data: Dataset) -> None:
     """Refuse targets that the loss's name or the augmentation does not allow."""
     if protocol.loss == "cross_entropy" and data.classes is None and data.y.dim() == 1:
         raise BadInput(
