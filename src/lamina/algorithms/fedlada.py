@@ -149,7 +149,7 @@ class FedLada(LocalAms):
         if not self.ga_correction:
             return None
         alpha = per_client(x, self.alpha)
-        return alpha / -torch.expm1(round * torch.log1p(-alpha))  # exact for small alpha, too
+        return alpha / -torch.expm1(round * torch.log1p(-alpha))  # also exact for small alpha
 
     def step(self, local: Local, down: Server, grad: Tensor, lr: Number, layers: Layers) -> Local:
         after, psi = self.next_moments(local, grad)  # l.8-11, above

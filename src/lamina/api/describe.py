@@ -104,7 +104,7 @@ def algorithm_section(algorithm: Any) -> tuple[str, Table]:
         raise BadInput(f"algorithm is {short_repr(algorithm)}: give a name or an instance such as lamina.FedLamb()")
     name = algorithm.card.name
     if algorithms.registry().get(name) is not type(algorithm):
-        raise BadInput(f"the class of the algorithm '{name}' was defined again: create the algorithm again, too")
+        raise BadInput(f"the class of the algorithm '{name}' was defined again: also create the algorithm again")
     return name, {option: getattr(algorithm, option) for option in algorithms.options(type(algorithm))}
 
 
@@ -264,7 +264,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _opened(self, simulation: Training, rounds: int) -> Iterator[tuple[RunFolder | RankFolder, Experiment]]:
-        """Open the folder for a run of so many rounds; return it with the experiment."""
+        """Open the folder for a run of `rounds` rounds; return it with the experiment."""
         experiment = self._experiment.changed(train={"rounds": rounds})
         with LogLines() as lines, kept_threads():
             config = resolved(experiment, simulation)

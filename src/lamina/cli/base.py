@@ -92,7 +92,7 @@ def echo(line: str, console: Console = out) -> None:
 
 
 def echo_progress(line: str) -> None:
-    """Print a line about progress, which is no part of the result, to standard error, unless the command is quiet."""
+    """Print a line about progress, which is not part of the result, to standard error, unless the command is quiet."""
     if not out.quiet:
         echo(line, err)
 

@@ -21,7 +21,7 @@ from lamina.objective.losses import IGNORED
 
 log = logging.getLogger(__name__)
 
-READ_TWICE = 8  # samples of a torch data set: a picture that is flipped with probability 1/2 is found among so many
+READ_TWICE = 8  # samples of a torch data set: enough to find a picture that is flipped with probability 1/2
 SAVED_INDEX = "Unnamed: 0"  # pandas' name for the first column of a CSV file, if it has none
 
 

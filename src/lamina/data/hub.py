@@ -73,7 +73,7 @@ def arrays(
         else:
             inputs[name] = list(plain[name])
     labels = list(plain[y])
-    if y == "input_ids" and "attention_mask" in inputs:  # the tokens of a language model: padding is no target
+    if y == "input_ids" and "attention_mask" in inputs:  # the tokens of a language model: padding is not a target
         pairs = zip(labels, inputs["attention_mask"], strict=True)
         labels = [[t if m else IGNORED for t, m in zip(tokens, mask, strict=True)] for tokens, mask in pairs]
     for name, values in (*inputs.items(), (y, labels)):

@@ -152,7 +152,7 @@ def _read(path: Path) -> Tree:
         with path.open("rb") as file:
             content = file.read(LONGEST_FILE_BYTES + 1)  # /dev/zero has no end
         if len(content) > LONGEST_FILE_BYTES:
-            raise BadInput(f"'{path}' is no experiment file: it is longer than {in_bytes(LONGEST_FILE_BYTES)}")
+            raise BadInput(f"'{path}' is not an experiment file: it is longer than {in_bytes(LONGEST_FILE_BYTES)}")
         text = content.decode("utf-8-sig")  # some editors begin a file with a byte order mark
     except OSError as error:
         raise BadInput(f"cannot read the experiment file '{path}': {error.strerror}") from error

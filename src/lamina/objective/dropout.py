@@ -124,7 +124,7 @@ class _Mask(FromStreams):
 class _ChannelMask(_Mask):
     """One entry of the mask per channel [n, channels, ...], as in torch also for some inputs without a batch axis."""
 
-    unbatched_axes = 0  # an input with so many axes is one sample [channels, ...] to torch
+    unbatched_axes = 0  # torch takes an input with this many axes for one sample [channels, ...]
 
     def mask_shape(self, input: Tensor) -> Sequence[int]:
         """Return the shape of the mask: one entry per sample and channel."""
@@ -179,7 +179,7 @@ class StreamAttention(FromStreams, nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the outputs and, if needed, the attention weights; a causal attention gives its mask, too."""
+        """Return the outputs and, if needed, the attention weights; a causal attention also gives its mask."""
         if not self.batch_first:  # [T, N, E]: bring the samples to the front
             query, key, value = (t.transpose(0, 1) for t in (query, key, value))
         weights_in, bias_in = self.in_proj_weight.chunk(3, dim=-2), self.in_proj_bias
@@ -270,7 +270,7 @@ def with_streams(module: nn.Module) -> tuple[nn.Module, list[FromStreams]]:
 
 
 def _draws(layer: nn.Module) -> bool:
-    """Whether a layer draws masks in a form that we have, too."""
+    """Return whether we have a stream version of this layer."""
     if type(layer) is nn.MultiheadAttention:
         plain = layer._qkv_same_embed_dim and layer.bias_k is None and not layer.add_zero_attn
         return plain and 0 < layer.dropout < 1

@@ -92,7 +92,7 @@ def score_text(scores: Sequence[float], metric: str) -> str:
 
 
 def fixed(value: float, digits: int = 1) -> str:
-    """Return a number with so many decimals; infinity (never reached) is the infinity sign."""
+    """Return a number with a fixed number of decimals; infinity (never reached) is the infinity sign."""
     if not math.isfinite(value):
         return NONE if math.isnan(value) else NEVER
     if abs(value) >= 1e21:
@@ -264,7 +264,7 @@ def trials_table(tuning: Tuning) -> Table:
 
 def config_tables(curves: Sequence[Trial]) -> tuple[Table, Table]:
     """Return the settings that differ between curves, a column each, and those common to all runs."""
-    # The comparison that a run was part of is no setting of the run.
+    # The comparison that a run was part of is not a setting of the run.
     by_curve = [
         [{k: v for k, v in flatten(sections(run)).items() if not k.startswith("compare.")} for run in curve.records]
         for curve in curves

@@ -143,13 +143,13 @@ class TrainSettings:
         return lr
 
     def steps(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return K_i, the number of local steps, of clients with so many samples."""
+        """Return K_i, the number of local steps, of clients by their numbers of samples."""
         if self.local_steps is not None:
             return np.full_like(sizes, self.local_steps)
         return self.steps_per_epoch(sizes) * (self.epochs or 1)
 
     def steps_per_epoch(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of batches in one pass over so many samples, with the last short one."""
+        """Return the number of batches in one pass over the samples, with the last short one."""
         return np.ones_like(sizes) if self.batch_size is None else -(-sizes // self.batch_size)
 
     def same_rounds(self, other: TrainSettings) -> bool:
@@ -187,7 +187,7 @@ class TrainSettings:
 
 
 def schedule_name(schedule: Schedule) -> str:
-    """Return a schedule's name; a user-defined one that is no dataclass is identified by its first rates, too."""
+    """Return a schedule's name; a user-defined one that is not a dataclass is also identified by its first rates."""
     name = type(schedule).__name__.lower()
     if dataclasses.is_dataclass(schedule):
         return name

@@ -375,7 +375,7 @@ def test_a_hugging_face_data_set_with_mapped_columns(folder, fake_datasets):
     assert "did not deliver us/cows (no data set us/cows), and there is no such folder here" in refusal(
         "hub", path="us/cows"
     )
-    assert "is no folder that save_to_disk wrote" in refusal("hub", path="./us/cows")
+    assert "is not a folder that save_to_disk wrote" in refusal("hub", path="./us/cows")
     assert "hub, which is not asked here" in refusal("hub", path="us/pets", hub=False)
 
 

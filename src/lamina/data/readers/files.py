@@ -137,7 +137,7 @@ def data_directory(given: str | os.PathLike[str] | None = None, expected: str = 
 
 
 def verify_md5(path: Path, expected: str | None) -> None:
-    """Refuse a file that differs from the published one (md5 identifies the version; it is no security check)."""
+    """Refuse a file that differs from the published one (md5 identifies the version; it is not a security check)."""
     if expected is None:
         return
     with path.open("rb") as file:

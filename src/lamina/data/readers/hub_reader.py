@@ -101,7 +101,7 @@ def _load(root: Path, path: str, subset: str | None, online: bool) -> Mapping[st
             raise BadInput(f"'{folder}' is not a readable data set ({reason}): save it again") from error
         return loaded if isinstance(loaded, Mapping) else {"train": loaded}
     if folder.exists() or path.count("/") > 1 or path[:1] in "./~":
-        raise BadInput(f"'{folder}' is no folder that save_to_disk wrote (data.path)")
+        raise BadInput(f"'{folder}' is not a folder that save_to_disk wrote (data.path)")
     if not online:
         raise BadInput(f"{path} is on the Hugging Face hub, which is not asked here")
     try:

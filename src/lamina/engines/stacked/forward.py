@@ -207,7 +207,7 @@ def choose_forward(
         except Exception as error:  # whatever a user's module raises under vmap or stacking
             reasons.append(f"{form}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         else:
-            if isinstance(forward, StackedForward):  # out of the try clause: what fails here is no user's module
+            if isinstance(forward, StackedForward):  # out of the try clause: what fails here is not the user's module
                 forward.precision = precision
                 if precision == "bf16":
                     # A CPU that has no bf16 products is not an error, but torch warns with its C++ stack.

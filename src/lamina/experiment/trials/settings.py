@@ -66,7 +66,7 @@ class Range:
         No value can lie beyond the bounds of an option of the algorithm.
         """
         options = algorithms.options(algorithms.find(algorithm))
-        option = key.removeprefix("algorithm.")  # a key of another section has a dot, and is no option
+        option = key.removeprefix("algorithm.")  # a key of another section has a dot, and is not an option
         bounds = options[option].metadata if option in options else {}
         is_low, is_high = self.ends(value)
         low, high = is_low and value != bounds.get("low"), is_high and value != bounds.get("high")

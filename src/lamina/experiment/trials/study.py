@@ -185,7 +185,7 @@ class Study:
         except (SQLAlchemyError, self._optuna.exceptions.StorageInternalError) as error:
             inner = error if isinstance(error, SQLAlchemyError) else error.__cause__
             cause = getattr(inner, "orig", None) or inner or error
-            # A full disk, a lock or a read-only file may go away; a file that is no database stays one.
+            # A full disk, a lock or a read-only file may go away; a file that is not a database stays one.
             is_temporary = isinstance(cause, sqlite3.OperationalError) and "no such" not in str(cause)
             what = f"cannot use the study '{self._folder / FILE}': {str(cause).splitlines()[0]}"
             raise BadInput(f"{what}; {RESUME_LATER if is_temporary else START_AGAIN}") from error

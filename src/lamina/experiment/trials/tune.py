@@ -85,7 +85,7 @@ def with_settings(experiment: Experiment, settings: Settings) -> Experiment:
     for key in settings:
         section, _, option = key.partition(".")
         if not option:
-            raise BadInput(f"'{key}' is no key of an experiment: write section.key, for example \"train.lr\"")
+            raise BadInput(f"'{key}' is not a key of an experiment: write section.key, for example \"train.lr\"")
         is_of_data = section == "data" and not fits_any_data(option.partition(".")[0], None)
         if is_of_data or section in NOT_TUNED or key in NOT_TUNED:
             raise BadInput(f"'{key}' cannot be tuned: all trials have the same data, seeds, rounds and way of running")

@@ -27,7 +27,7 @@ TILE, RESIDUAL_TILE = 32768, 16384
 def _moments(  # type: ignore[no-untyped-def]
     x, first, channel, real, CHANNELS: tl.constexpr, SIZE: tl.constexpr, PIXELS: tl.constexpr, BP: tl.constexpr
 ):
-    """Mean and squared distance from it, tile by tile: exact for a large mean, too."""
+    """Mean and squared distance from it, tile by tile: also exact for a large mean."""
     count = 0.0
     mean = 0.0
     squares = 0.0

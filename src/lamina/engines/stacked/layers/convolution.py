@@ -1,6 +1,6 @@
 """Convolve the images of many clients, each with its own weights, in the form that suits the device.
 
-- *one by one*, on a CPU: one convolution per client, because a grouped one is no faster there.
+- *one by one*, on a CPU: one convolution per client, because a grouped one is not faster there.
 - *kernels*, on a GPU where they apply: our own kernels in Triton, with the client as an axis of the launch (see gpu/).
 - *grouped*, on a GPU otherwise: one convolution with C times as many groups and the channels last.
 """
