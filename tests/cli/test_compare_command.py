@@ -13,7 +13,7 @@ from helpers import call, sets, trial
 from lamina import History, algorithms
 from lamina.cli import base
 from lamina.cli.compare import comparison_table
-from lamina.data.picture import save_picture
+from lamina.data.drawing import save_picture
 from lamina.report.figures import comparison_figure
 
 

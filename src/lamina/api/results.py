@@ -15,7 +15,7 @@ from lamina.algorithms import Algorithm
 from lamina.api.describe import algorithm_section, compared_algorithms, describe, kept_threads
 from lamina.base.errors import BadInput, nearest
 from lamina.base.paths import checked_path
-from lamina.data.picture import save_picture
+from lamina.data.drawing import save_picture
 from lamina.experiment.config import Train
 from lamina.experiment.runs.records import Record, find_records
 from lamina.experiment.trials.compare import Comparison

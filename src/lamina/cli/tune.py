@@ -86,7 +86,7 @@ def save_picture(tuning: Tuning) -> None:
     responses = tuning_responses(tuning)
     if not responses:
         return
-    from lamina.data import picture
+    from lamina.data.drawing import save_picture as save
     from lamina.report import figures
 
-    picture.save_picture(figures.rates_figure(responses), tuning.folder / "learning-rates.png")
+    save(figures.rates_figure(responses), tuning.folder / "learning-rates.png")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lamina.data.dataset import Dataset, Splits, as_dataset
+from lamina.data.drawing import partition_picture
 from lamina.data.feed import Augment
 from lamina.data.partitions import (
     IID,
@@ -16,7 +17,6 @@ from lamina.data.partitions import (
     make,
     split_dataset,
 )
-from lamina.data.picture import partition_picture
 from lamina.data.readers.files import data_directory
 from lamina.data.readers.sources import load
 

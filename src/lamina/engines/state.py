@@ -14,7 +14,7 @@ from lamina.engines.divergence import diverged
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective, buffer_bytes
 from lamina.rounds.aggregation import MEAN, Aggregation, Mean, combine_uploads
-from lamina.rounds.ledger import Ledger, payload_bytes
+from lamina.rounds.ledger import Ledger, upload_bytes
 from lamina.rounds.plan import RoundFacts
 
 
@@ -97,7 +97,7 @@ class RoundSums:
             up = undo_weighting(algorithm, up, weight * len(self.weights))
         self.up, self.buffers = self.plus(up, buffers, weight)
         self.loss += weight * loss
-        self.bytes_up += sum(payload_bytes(up).values())
+        self.bytes_up += upload_bytes(up)
         self.steps += weight * steps
 
     def add_spread(self, weight: float, within: float, gap: float) -> None:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
-from lamina.data.picture import partition_picture
+from lamina.data.drawing import partition_picture
 from lamina.experiment.trials.settings import written
 from lamina.experiment.trials.trials import Trial
 from lamina.report.build import Report

@@ -1,4 +1,8 @@
-"""The ledger: bytes that a round sends down and up, counted from the payload itself."""
+"""The ledger: bytes that a round sends, counted from the payload itself.
+
+`Ledger` counts what goes down, because clients cache some fields; the engines add up the clients' `upload_bytes`. A
+federation also counts what it really sends, in flower/mail.py.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,11 @@ def payload_bytes(payload: Any) -> dict[str, int]:
         for name, value in zip(payload._fields, payload, strict=True)
         if value is not None
     }
+
+
+def upload_bytes(up: Any) -> int:
+    """Return the bytes of one client's upload."""
+    return sum(payload_bytes(up).values())
 
 
 class Ledger:
@@ -77,7 +86,7 @@ def wire_cost(algorithm: Algorithm) -> WireCost:
         down_bytes += ledger.down(_vectors(down), algorithm.down_versions(r), np.zeros(1, dtype=np.int64))
         local = trial_step(algorithm, algorithm.begin(down, client, info), down, x, info)
         up, client = algorithm.finish(local, down, client, info)
-        up_bytes += sum(payload_bytes(_vectors(up)).values())
+        up_bytes += upload_bytes(_vectors(up))
         server = algorithm.update(server, up, server_info)
     kept = sum(payload_bytes(_vectors(client)).values())
     cached = payload_bytes(_vectors(down))

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from helpers import Killed, call, said_in_one_line
 from lamina import BadInput
 from lamina.base.atomic import write_file
-from lamina.data.picture import partition_picture
+from lamina.data.drawing import partition_picture
 from lamina.report import build, figures, save
 
 TOML = """

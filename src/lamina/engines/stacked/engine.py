@@ -78,7 +78,7 @@ from lamina.engines.state import (
 from lamina.objective.layers import Layers
 from lamina.objective.objective import Buffers, Objective
 from lamina.rounds.aggregation import Mean, combine_vectors
-from lamina.rounds.ledger import payload_bytes
+from lamina.rounds.ledger import upload_bytes
 from lamina.rounds.plan import RoundPlan
 from lamina.rounds.settings import TrainSettings
 
@@ -157,8 +157,7 @@ class Stacked:
         if e in now.failed:
             return now.failed[e]
         member, sums = now.members[e], now.sums[e]
-        size = 0 if sums.up is None else sum(payload_bytes(sums.up).values())
-        sums.bytes_up = size * len(member.plan.cohort)
+        sums.bytes_up = 0 if sums.up is None else upload_bytes(sums.up) * len(member.plan.cohort)
         layers, down = self.objective.layers, now.downs[e]
         try:
             return close_round(member.algorithm, layers, member.state, member.plan, down, sums, now.clients[e])

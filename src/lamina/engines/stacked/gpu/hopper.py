@@ -1,6 +1,6 @@
-"""Convolve as `kernels.py` does, on NVIDIA's Hopper chips: a copy engine fetches a tile of pixels by its coordinates.
+"""Convolve as `convolution.py` does, on NVIDIA's Hopper chips: a copy engine fetches a tile of pixels by its coordinates.
 
-`kernels.py` computes the address of every pixel it reads; here one instruction asks for a box of the image, shifted by
+`convolution.py` computes the address of every pixel it reads; here one instruction asks for a box of the image, shifted by
 a tap of the kernel, and pixels outside the image (or beyond the client's last sample) arrive as zeros. The products
 read the boxes from shared memory as they come. Stride 1 and channels in multiples of 8; bfloat16.
 Written in Gluon, Triton's lower level, because plain Triton stages such boxes through registers and, up to 3.6,
@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lamina.engines.stacked.gpu.kernels import Pair, Tile
+from lamina.engines.stacked.gpu.convolution import Pair, Tile
 from lamina.engines.stacked.gpu.launch import launch
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from lamina.engines.stacked import folding
-from lamina.engines.stacked.gpu import kernels, pooling
+from lamina.engines.stacked.gpu import convolution, pooling
 from lamina.engines.stacked.gpu.copies import fill_rows, flatten
 from lamina.engines.stacked.gpu.launch import is_recording, start_triton, unrecorded
 from lamina.engines.stacked.gpu.masks import drop
@@ -64,7 +64,7 @@ def convolve(
 class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: kernels.Pair, padding: kernels.Pair,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: convolution.Pair, padding: convolution.Pair,
         precision: str,
     ) -> Tensor:  # fmt: skip
         ctx.claim = claim(weight, bias)
@@ -73,7 +73,7 @@ class _Convolution(torch.autograd.Function):
         ctx.settings = stride, padding, precision
         ctx.dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         if not _suits_hopper(x, weight, stride):
-            return kernels.forward(x, rounded, stride, padding, precision, bias=bias)
+            return convolution.forward(x, rounded, stride, padding, precision, bias=bias)
         return hopper.forward(
             x, rounded, padding, bias=bias if bias is None or bias.stride(1) == 1 else bias.contiguous()
         )
@@ -89,13 +89,13 @@ class _Convolution(torch.autograd.Function):
         if needs_x and on_hopper:
             dx = hopper.input_gradient(g, rounded, size, padding)
         elif needs_x:
-            dx = kernels.input_gradient(g, rounded, size, stride, padding, precision)
+            dx = convolution.input_gradient(g, rounded, size, stride, padding, precision)
 
         def compute() -> list[Tensor]:
             """Return the gradients of the weights and of the bias, if there is one."""
             if not on_hopper:
-                window = kernels.Window(size_of_kernel, stride, padding)
-                dw, db = kernels.weight_gradient(g, x, clients, window, precision, bool(needs_bias), ctx.dtype)
+                window = convolution.Window(size_of_kernel, stride, padding)
+                dw, db = convolution.weight_gradient(g, x, clients, window, precision, bool(needs_bias), ctx.dtype)
                 return [dw] if db is None else [dw, db.to(ctx.bias_dtype)]
             dw = hopper.weight_gradient(g, x, clients, size_of_kernel, padding, dtype=ctx.dtype)
             if not needs_bias:
@@ -157,7 +157,7 @@ def max_pool(x: Tensor, kernel: tuple[int, int], relu: bool = False) -> Tensor:
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kernel: kernels.Pair, relu: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, kernel: convolution.Pair, relu: bool) -> Tensor:
         y, place = pooling.max_pool(_channels_last(x), kernel, relu)
         ctx.save_for_backward(place)
         ctx.size, ctx.kernel = _pair(x.shape[2:]), kernel
@@ -179,7 +179,7 @@ def _pair(values: Any) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def _suits_hopper(x: Tensor, weight: Tensor, stride: kernels.Pair) -> bool:
+def _suits_hopper(x: Tensor, weight: Tensor, stride: convolution.Pair) -> bool:
     _, out, inp, _, _ = weight.shape
     if hopper is None or not x.is_cuda or x.dtype != torch.bfloat16 or stride != (1, 1):
         return False

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lamina.engines.stacked.gpu.kernels import Pair, empty_images
+from lamina.engines.stacked.gpu.convolution import Pair, empty_images
 from lamina.engines.stacked.gpu.launch import launch
 
 BLOCK = 1024

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from lamina.engines.devices import arithmetic
 from lamina.engines.stacked.folding import NormOptions
-from lamina.engines.stacked.gpu import kernels, ops
+from lamina.engines.stacked.gpu import convolution, ops
 from lamina.engines.stacked.side_stream import differentiate
 
 CASES = [  # clients, batch, in, out, height, width, kernel, stride, padding
@@ -79,10 +79,10 @@ def test_a_convolution_and_its_gradients(case, dtype, tolerance):
 
 def test_the_gradient_cut_into_parts_is_the_same(monkeypatch):
     x, _, _, g, _, _, dw = problem(CASES[3], torch.float32)
-    window = kernels.Window((5, 5), (1, 1), (0, 0))
+    window = convolution.Window((5, 5), (1, 1), (0, 0))
     for programs in (1, 528, 10**6):  # one part, the usual number, and as many as there may be
-        monkeypatch.setattr(kernels, "PROGRAMS", programs)
-        actual, bias = kernels.weight_gradient(g, x.detach(), 4, window, "ieee", biased=True)
+        monkeypatch.setattr(convolution, "PROGRAMS", programs)
+        actual, bias = convolution.weight_gradient(g, x.detach(), 4, window, "ieee", biased=True)
         assert error(actual, dw) < 1e-6
         assert error(bias, g.double().reshape(4, -1, *g.shape[1:]).sum((1, 3, 4))) < 1e-6
 
