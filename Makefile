@@ -58,11 +58,11 @@ dist: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/speed.py $(BENCH)
 
-# torch is pinned by constraints.txt; the package itself accepts a range
+# torch is pinned by constraints.txt; the package itself accepts a range. Python compiles only what the demo imports.
 $(VENV)/.demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "lamina needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile -c constraints.txt -e '.[report]'  # Python compiles what the demo imports
+	$(BIN)/pip install --no-compile -c constraints.txt -e '.[report]'
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.demo
