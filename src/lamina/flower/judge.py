@@ -1,8 +1,8 @@
 """Decide which sound answers of the nodes are used.
 
 `lamina.flower.checks` looks at every answer by itself, before. Here the answers of one round are compared with each
-other, by one rule that knows nothing of the algorithm: a size may be at most `Limits.times_median` times the round's median. It
-stops broken nodes and absurd values. It does not stop a hostile node, which a robust mean does: see
+other, by one rule that knows nothing of the algorithm: a size may be at most `Limits.times_median` times the round's
+median. It stops broken nodes and absurd values. It does not stop a hostile node, which a robust mean does: see
 docs/explanation/hostile-nodes.md.
 """
 

@@ -1,10 +1,10 @@
-"""Convolve as `convolution.py` does, on NVIDIA's Hopper chips: a copy engine fetches a tile of pixels by its coordinates.
+"""Convolve on NVIDIA's Hopper chips: a copy engine fetches a tile of pixels by its coordinates.
 
-`convolution.py` computes the address of every pixel it reads; here one instruction asks for a box of the image, shifted by
-a tap of the kernel, and pixels outside the image (or beyond the client's last sample) arrive as zeros. The products
-read the boxes from shared memory as they come. Stride 1 and channels in multiples of 8; bfloat16.
-Written in Gluon, Triton's lower level, because plain Triton stages such boxes through registers and, up to 3.6,
-overwrites them while a product still reads them.
+`convolution.py` computes the address of every pixel it reads; here one instruction asks for a box of the image,
+shifted by a tap of the kernel, and pixels outside the image (or beyond the client's last sample) arrive as zeros. The
+products read the boxes from shared memory as they come. Stride 1 and channels in multiples of 8; bfloat16. Written in
+Gluon, Triton's lower level, because plain Triton stages such boxes through registers and, up to 3.6, overwrites them
+while a product still reads them.
 """
 
 from __future__ import annotations
