@@ -147,28 +147,35 @@ def mean_of_seen(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def draw(axes: Axes, lines: Iterable[tuple[str, Sequence[History]]], metric: Metric, axis: str, unit: Unit) -> None:
-    """Draw every line, a label and a history per seed: the mean, and a band from the minimum to the maximum.
-
-    Every round is averaged over the seeds that reached it: one that diverged does not cut the others short.
-    """
+    """Draw every line, a label and a history per seed: the mean, and a band from the minimum to the maximum."""
     for index, (label, histories) in enumerate(lines):
-        values = by_round(histories, metric.column) * (100 if metric.percent else 1)
-        drawn = ~np.isnan(values).all(axis=0)  # rounds that some seed reached and evaluated
-        if not drawn.any():  # every seed diverged at once: only the table names them
-            continue
-        seen, x = values[:, drawn], mean_spent(histories, axis)[drawn] / (unit.bytes if axis == "bytes" else 1)
-        bounds_and_mean = np.stack([np.nanmin(seen, axis=0), np.nanmax(seen, axis=0), mean_of_seen(seen)])
-        kept = thinned(bounds_and_mean, STRETCHES)
-        low, high, middle = bounds_and_mean[:, kept]
-        style = look(index)
-        marker = "o" if drawn.sum() == 1 else ""  # a line of one point is invisible
-        axes.fill_between(x[kept], low, high, color=style["color"], alpha=0.15, linewidth=0)
-        axes.plot(x[kept], middle, linewidth=1.8, label=label, marker=marker, **style)
+        draw_line(axes, histories, metric, axis, label, index, unit.bytes if axis == "bytes" else 1)
     axes.set_xlabel(axis_title(axis, unit.name))
     axes.grid(alpha=0.25)
     if axis == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylabel(metric.title)
+
+
+def draw_line(
+    axes: Axes, histories: Sequence[History], metric: Metric, axis: str, label: str, index: int, unit: float
+) -> None:
+    """Draw the mean over seeds as a line, minimum to maximum as a band.
+
+    Every round is averaged over the seeds that reached it: one that diverged does not cut the others short.
+    """
+    values = by_round(histories, metric.column) * (100 if metric.percent else 1)
+    drawn = ~np.isnan(values).all(axis=0)  # rounds that some seed reached and evaluated
+    if not drawn.any():  # every seed diverged at once: only the table names them
+        return
+    seen, x = values[:, drawn], mean_spent(histories, axis)[drawn] / unit
+    marker = "o" if drawn.sum() == 1 else ""  # a line of one point is invisible
+    style = look(index)
+    lines = np.stack([np.nanmin(seen, axis=0), np.nanmax(seen, axis=0), mean_of_seen(seen)])
+    kept = thinned(lines, STRETCHES)
+    low, high, middle = lines[:, kept]
+    axes.fill_between(x[kept], low, high, color=style["color"], alpha=0.15, linewidth=0)
+    axes.plot(x[kept], middle, linewidth=1.8, label=label, marker=marker, **style)
 
 
 # --- whole figures -----------------------------------------------------------------------------------------------
