@@ -38,7 +38,16 @@ COLUMNS += [column for columns in DIAGNOSTICS.values() for column in columns]
 DIGITS, FEWER_DIGITS, LARGE = 5, 4, 300_000  # significant digits; above LARGE bytes, fewer digits and rounds
 LAST_ROUNDS = 10  # the pages show the mean of so many last rounds, because the accuracy of some methods swings
 # what says where a run was made, not what it computes
-PLACES = {"data.dir", "run.out", "run.device", "run.engine", "run.threads", "run.checkpoint_every", "run.ranks"}
+PLACES = {
+    "data.dir",
+    "run.out",
+    "run.device",
+    "run.engine",
+    "run.threads",
+    "run.checkpoint_every",
+    "run.accept_changed_code",
+    "run.ranks",
+}
 
 
 @dataclass(frozen=True)

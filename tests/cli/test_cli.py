@@ -176,7 +176,11 @@ def test_overwrite_replaces_a_run_and_nothing_else(here, capsys):
     (here / "r" / "config.json").write_text('{"theirs": 1}')
     assert call("run", "small.toml", "--out", "r", "--overwrite", *quick) == 2
     assert (here / "r" / "config.json").read_text() == '{"theirs": 1}'
-    for place, text in ((".", "holds other files"), ("small.toml", "is a file"), ("small.toml/x", "is a file")):
+    for place, text in (
+        (".", "holds other files"),
+        ("small.toml", "Not a directory"),
+        ("small.toml/x", "Not a directory"),
+    ):
         assert call("run", "small.toml", "--out", place, "--overwrite", *quick) == 2
         assert text in capsys.readouterr().err
     assert (here / "small.toml").read_bytes() == before

@@ -356,7 +356,7 @@ def test_a_preset_as_given_is_not_called_changed(name):
             algorithm=build_algorithm(own),
             device="cuda",
             engine=SimpleNamespace(name="stacked"),
-            objective=SimpleNamespace(start=torch.zeros(1)),
+            objective=SimpleNamespace(start=torch.zeros(1), module=torch.nn.Identity()),
             metrics=(),
             metric="accuracy",
         )
