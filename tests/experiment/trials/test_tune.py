@@ -445,7 +445,7 @@ def picture_of(trials, keys, monkeypatch, **study):
         spec=SimpleNamespace(select="validation"),
         experiment=SimpleNamespace(algorithm=SimpleNamespace(name="fedlamb")), space=study,
         trials=[
-            SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark, rank=best, score=best)
+            SimpleNamespace(settings={"train.lr": lr, **others}, best=[best], remark=remark, score_key=best, score=best)
             for lr, best, remark, others in trials
         ],
     )  # fmt: skip
