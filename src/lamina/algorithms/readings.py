@@ -112,7 +112,9 @@ class FedAmsReadings(MomentumReadings):
 
     def divisor(self, local: Any, down: Any) -> Tensor:
         """Return the second moment to divide by, after the step's v was added."""
-        v_hat: Tensor = down.v_hat if self.sync else local.v_hat
+        v_hat: Tensor = local.v_hat
+        if self.sync:
+            v_hat = super().divisor(local, down)  # type: ignore[misc]  # that of DefaultReading
         if self.second_moment == "running":
             v_hat = torch.maximum(local.v_hat, local.v)  # A2
         if self.first_round == "running":
