@@ -50,7 +50,7 @@ DIGESTS_IN_WORDS = {  # of a checkpoint's identity, then of a run's config.json
 }
 ACCEPT = "resume anyway with --set run.accept_changed_code=true (accept_changed_code=True)"
 
-REMOVED = {  # options that lamina 0.1 had, and the values with which a run goes on as the same run
+REMOVED = {  # options of lamina 0.1 at their defaults: a run that stored these values is resumed
     "algorithm.bias_correction": False,
     "algorithm.lazy": "restart",
     "algorithm.decay_on": "all",
