@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from lamina.base.errors import BadInput, is_whole
 from lamina.base.text import listed
 from lamina.data.convert import convert, refuse_missing_labels, signed, too_large
 from lamina.data.dataset import Dataset, Splits, held_out_count
-from lamina.objective.batch import map_batch
 from lamina.objective.losses import IGNORED
 
 Task = Literal["classification", "regression"]
@@ -42,39 +40,35 @@ def mark_test_rows(where: str, samples: int, held_out: int | None, fraction: Any
 
 def make_splits(
     where: str,
-    x: NDArray[Any] | Mapping[str, NDArray[Any]],
+    x: NDArray[Any],
     y: Any,
     is_test: NDArray[np.bool_],
     *,
     task: str | None = None,
     columns: Mapping[str, Any] | None = None,
-    class_names: tuple[str, ...] | None = None,
     name: str = "data",
-    mask: Any = None,
+    mask: torch.Tensor | None = None,
     ignore_index: int = IGNORED,
 ) -> Splits:
     """Return training and test data from all samples.
 
     Args:
         where: the file, for messages.
-        x: the inputs [n, ...], or several by name.
+        x: the inputs [n, ...].
         y: the labels or targets [n], as a file has them. Classes are numbered in their sorted order.
         is_test: which samples are test data [n].
         task: classification or regression; None: regression for floats, else classification.
         columns: further values per sample.
-        class_names: the names of the classes, if y is numbered already.
         name: the name of the data.
-        mask: where padded inputs hold values [n, length], or several by name.
+        mask: where padded inputs hold values [n, length].
         ignore_index: the integer target that does not count in maps, beside -100.
     """
     if is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
         raise BadInput(f"{where}: there are no {part} data; give at least one sample")
     y = _as_array(where, y)
-    classes, are_names = None, False
-    if class_names is not None:
-        targets, classes = y.astype(np.int64), len(class_names)
-    elif y.ndim > 1 and y.dtype.kind in "iub" and task != "regression":
+    class_names = None
+    if y.ndim > 1 and y.dtype.kind in "iub" and task != "regression":
         targets = signed(where, "the label", y).astype(np.int64)  # one class per token or pixel, numbered already
     elif (task or ("regression" if y.dtype.kind == "f" else "classification")) == "regression":
         if y.dtype.kind not in "iufb":
@@ -82,17 +76,15 @@ def make_splits(
         targets = y.astype(np.float32)
     else:
         targets, class_names = number_classes(where, y)
-        classes, are_names = len(class_names), True
-    inputs = {n: _as_tensor(where, v) for n, v in x.items()} if isinstance(x, Mapping) else _as_tensor(where, x)
+    inputs = _as_tensor(where, x)
     splits = []
     for rows in (~is_test, is_test):
-        choose = operator.itemgetter(torch.from_numpy(np.flatnonzero(rows)))
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
-        masks = None if mask is None else map_batch(choose, mask)
+        chosen = torch.from_numpy(np.flatnonzero(rows))
         data = Dataset(
-            map_batch(choose, inputs), targets[rows], classes,
-            name=name, columns=kept, class_names=class_names, ignore_index=ignore_index, mask=masks,
-            labels_are_names=are_names,
+            inputs[chosen], targets[rows],
+            name=name, columns=kept, class_names=class_names, ignore_index=ignore_index,
+            mask=None if mask is None else mask[chosen], labels_are_names=class_names is not None,
         )  # fmt: skip
         splits.append(data)
     return refuse_unseen_classes(where, Splits(*splits))
