@@ -48,7 +48,7 @@ def refused(empty_folder, capsys):
 @pytest.mark.parametrize(
     "key",
     ["train.local_steps", "train.epochs", "train.rounds", "run.threads", "data.clients", "run.evaluate_every",
-     "run.checkpoint_every", "compare.seeds", "tune.seeds", "tune.trials", "model.hidden"],
+     "run.checkpoint_every", "compare.seeds", "tune.seeds", "tune.trials"],
 )  # fmt: skip
 def test_an_absurd_size_is_one_line(refused, key):
     for value in ABSURD:
@@ -71,32 +71,10 @@ def test_seeds_on_the_command_line_are_bounded(refused):
         assert "less than or equal to 10000" in refused(command, "small.toml", "--seeds", "1000000000")
 
 
-def test_a_model_too_large_for_the_memory_is_refused_before_it_is_made(refused):
-    line = refused("run", "small.toml", "--set", "model.hidden=1000000000")
-    assert all(part in line for part in ("hidden = 1000000000", "2.05 TB", "free", "take a smaller model"))
-
-
-def test_a_factory_of_the_users_own_is_bounded_too(monkeypatch):
-    monkeypatch.setattr(limits, "available_bytes", lambda device=None: 10**9)
-    monkeypatch.setattr(models, "find", lambda name: lambda width: nn.Embedding(width, 64))
-    with pytest.raises(BadInput, match=r"\[10000000, 64\] needs at least .* GB, this machine has 1 GB free"):
-        models.create("mine:make", (8,), 4, width=10**7)
-    assert isinstance(models.create("mine:make", (8,), 4, width=10), nn.Embedding)
-
-
 def test_whatever_a_factory_raises_is_one_line(monkeypatch):
     monkeypatch.setattr(models, "find", lambda name: lambda width: nn.Linear(width, width))
     with pytest.raises(BadInput, match="cannot make the model 'mine:make'"):
         models.create("mine:make", (8,), 4, width=2**62)
-
-
-def test_the_weights_do_not_depend_on_the_check():
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        expected = nn.Sequential(nn.Flatten(), nn.Linear(8, 5), nn.ReLU(), nn.Linear(5, 4))
-    found = models.create("mlp", (8,), 4, seed=3, hidden=5)
-    for one, other in zip(found.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
 
 
 def test_training_a_model_that_does_not_fit_is_refused_before_it_is_copied(monkeypatch):
