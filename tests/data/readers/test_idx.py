@@ -81,10 +81,9 @@ def test_a_damaged_file_is_refused_by_its_checksum_before_it_is_decompressed(tmp
 
 def test_md5_of_known_content(tmp_path):
     path = tmp_path / "abc"
-    path.write_bytes(b"abc")
-    verify_md5(path, "900150983cd24fb0d6963f7d28e17f72")  # RFC 1321's own example
+    verify_md5(path, b"abc", "900150983cd24fb0d6963f7d28e17f72")  # RFC 1321's own example
     with pytest.raises(BadInput, match="900150983cd24fb0d6963f7d28e17f73, found 900150983cd24fb0d6963f7d28e17f72"):
-        verify_md5(path, "900150983cd24fb0d6963f7d28e17f73")
+        verify_md5(path, b"abc", "900150983cd24fb0d6963f7d28e17f73")
 
 
 @pytest.mark.parametrize(("name", "firsts"), [("mnist", [5, 0, 4, 1, 9]), ("fashion-mnist", [9, 0, 0, 3, 0])])

@@ -82,8 +82,8 @@ class Release:
         for file in self.files:
             path = self.path(place.path, file)
             is_compressed = path.suffix == ".gz"
-            verify_md5(path, file.md5_gz if is_compressed else file.md5)
             data = path.read_bytes()
+            verify_md5(path, data, file.md5_gz if is_compressed else file.md5)
             contents[file.name] = Content(file, gzip.decompress(data) if is_compressed else data, path)
         return contents
 
@@ -136,13 +136,10 @@ def data_directory(given: str | os.PathLike[str] | None = None, expected: str = 
     return root
 
 
-def verify_md5(path: Path, expected: str | None) -> None:
-    """Refuse a file that differs from the published one (md5 identifies the version; it is not a security check)."""
-    if expected is None:
-        return
-    with path.open("rb") as file:
-        actual = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
-    if actual != expected:
+def verify_md5(path: Path, data: bytes, expected: str | None) -> None:
+    """Refuse the bytes of a file if they are not the published ones: others with the same md5 cannot be found."""
+    actual = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if expected is not None and actual != expected:
         raise BadInput(
             f"{path} is damaged or another version: md5 expected {expected}, found {actual}; "
             f"download it again and put the good file at that path"
