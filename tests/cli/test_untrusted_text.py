@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from importlib import resources
 
 import pytest
@@ -20,7 +19,7 @@ from lamina import BadInput
 from lamina.base import interrupt
 from lamina.base.text import csv_cell, plural, printable
 from lamina.cli import base
-from lamina.data.readers import sources, tinyimagenet
+from lamina.data.readers import sources
 from lamina.experiment.config import load
 from lamina.report.tables import Table as ReportTable
 from lamina.report.tables import to_csv
@@ -187,29 +186,6 @@ def test_a_nul_in_a_path_is_one_line(here, capsys):
         assert "\\x00" in one_line(capsys)
     with pytest.raises(BadInput, match="null"):
         sources.load("mnist", "a\0b")
-
-
-def test_a_fifo_among_the_images_is_refused_not_waited_for(tmp_path, monkeypatch):
-    for name in ("CLASSES", "TRAIN_IMAGES", "TEST_IMAGES"):
-        monkeypatch.setattr(tinyimagenet, name, 1)
-    root = tmp_path / tinyimagenet.FOLDER
-    (root / "train" / "n1" / "images").mkdir(parents=True)
-    (root / "val" / "images").mkdir(parents=True)
-    (root / "val" / "val_annotations.txt").write_text("v.JPEG\tn1\t0\t0\t1\t1\n")
-    os.mkfifo(root / "train" / "n1" / "images" / "a.JPEG")
-    errors = []
-
-    def read():
-        try:
-            tinyimagenet.read_set(tmp_path)
-        except BadInput as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert errors, "it waits for somebody to write"
-    assert "a.JPEG is not a regular file" in errors[0]
 
 
 # --- the rest of the command line

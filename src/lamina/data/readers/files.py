@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.base.errors import BadInput
-from lamina.base.paths import checked_path, refuse_special
+from lamina.base.paths import checked_path
 from lamina.data.dataset import Dataset, Splits
 
 ENVIRONMENT_VARIABLE = "LAMINA_DATA"
@@ -164,6 +164,4 @@ def own_path(root: Path, path: str) -> Path:
     given = checked_path(root / Path(path).expanduser(), "data.path")
     if not given.exists():
         raise BadInput(f"there is no file or folder '{given}': correct data.path, data.test or data.dir")
-    if not given.is_dir():
-        refuse_special(given)
     return given
