@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 
 from lamina.base import rng
-from lamina.base.errors import BadInput, is_whole
+from lamina.base.errors import BadInput
 from lamina.base.text import listed
-from lamina.data.convert import convert, refuse_missing_labels, signed, too_large
+from lamina.data.convert import convert, refuse_missing_labels, signed
 from lamina.data.dataset import Dataset, Splits, held_out_count
 from lamina.objective.losses import IGNORED
 
@@ -98,8 +98,6 @@ def _as_array(where: str, y: Any) -> NDArray[Any]:
         return np.asarray(convert(where, "the label", y, IGNORED).values)
     if any(isinstance(label, dict) for label in y):
         raise BadInput(f"{where}: a label is a table; give a number, a text or a list for each sample")
-    if any(is_whole(label) and not -(2**63) <= label < 2**63 for label in y):
-        raise too_large(where, "the label")
     return np.asarray(y)
 
 
@@ -122,12 +120,10 @@ def number_classes(where: str, labels: NDArray[Any]) -> tuple[NDArray[np.int64],
     >>> number_classes("pets.csv", np.array(["dog", "cat", "dog"]))
     (array([1, 0, 1]), ('cat', 'dog'))
     """
-    if labels.dtype.kind == "f" and np.isfinite(labels).all() and (labels == np.rint(labels)).all():
-        if (np.abs(labels) >= 2.0**63).any():
-            raise too_large(where, "the label")
-        labels = labels.astype(np.int64)  # a format without integers, or a table with missing values, now dropped
-    if labels.dtype.kind == "f":
-        raise BadInput(f"{where}: the label holds fractions, but data.task = 'classification' needs classes")
+    if labels.dtype.kind == "f":  # a format without integers, or a table with missing values, now dropped
+        if not ((labels == np.rint(labels)) & (np.abs(labels) < 2.0**63)).all():
+            raise BadInput(f"{where}: the label holds fractions, but data.task = 'classification' needs classes")
+        labels = labels.astype(np.int64)
     if labels.ndim != 1:
         raise BadInput(f"{where}: labels must have shape [n], found {list(labels.shape)}")
     if labels.dtype.kind == "O":
