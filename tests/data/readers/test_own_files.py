@@ -260,8 +260,8 @@ def test_arrays_for_testing_need_no_clients(folder):
     train, test = load("arrays", path="a.npz", client="site")
     assert (train.columns["site"].tolist(), dict(test.columns)) == (["a", "b", "a"], {})
     message = refusal("arrays", path="a.npz", client="sites")
-    assert "no array 'sites_train' (data.client = 'sites', without _train); did you mean 'site_train'?" in message
-    assert "(arrays: x_train, y_train, site_train, x_test, y_test)" in message
+    assert "a.npz (of its arrays, those with _train): there is no array 'sites'; did you mean 'site'?" in message
+    assert "(arrays: x, y, site)" in message
     np.savez("b.npz", x=x, y=[0, 1, 0])  # the same without a client, in a file of its own
     np.savez("c.npz", x=x, y=[0, 1, 0], site=[1, 2, 1])
     assert load("arrays", path="c.npz", test="b.npz", client="site").train.columns["site"].tolist() == [1, 2, 1]
@@ -280,7 +280,7 @@ def test_safetensors_with_a_held_out_fraction(folder):
 
 def test_damaged_arrays(folder):
     np.savez("a.npz", x=np.zeros((6, 2)), y=[0, 1, 0, 1, 0, 1], short=[1, 2])
-    assert "no array 'label' (data.label)" in refusal("arrays", path="a.npz", label="label")
+    assert "no array 'label' (arrays: x, y, short)" in refusal("arrays", path="a.npz", label="label")
     assert "'short' has 2 rows, and 'x' has 6" in refusal("arrays", path="a.npz", client="short")
     whole = (folder / "a.npz").read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], b"no zip"):
@@ -293,7 +293,7 @@ def test_damaged_arrays(folder):
     np.savez("e.npz", x=np.zeros((1, 2)), y=[5])
     assert "the class '5' appears only in the test data" in refusal("arrays", path="a.npz", test="e.npz")
     np.savez("f.npz", x=np.zeros((1, 3)), y=[1])
-    assert "give all of them one shape" in refusal("arrays", path="a.npz", test="f.npz")
+    assert "are [2] float64 in the training data and [3] float64" in refusal("arrays", path="a.npz", test="f.npz")
     (folder / "g.safetensors").write_bytes(b"12345678")
     assert "is not a readable .safetensors file" in refusal("arrays", path="g.safetensors")
     (folder / "h.pt").write_bytes(b"")
