@@ -144,13 +144,6 @@ def test_test_data_need_the_columns_of_the_training_data(folder):
     assert "?" not in refused.value.without_data  # which a federation's server may read
 
 
-def test_a_category_with_a_value_for_almost_every_row_is_logged(folder, caplog):
-    days = "\n".join(f"2024-01-{day},{day % 2},{day}" for day in range(1, 31))
-    (folder / "days.csv").write_text(f"day,x,y\n{days}\n")
-    load("table", path="days.csv", label="x", categorical=["day"])
-    assert "column 'day' has 24 different values for 30 rows" in caplog.text
-
-
 # --- images ----------------------------------------------------------------------------------------------------------
 
 
