@@ -1,7 +1,5 @@
 """Whole numbers of every type and size, and odd values in files: they arrive as they are, or are refused in a line."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -124,44 +122,6 @@ def test_large_numbers_of_a_table_stay_positive(tmp_path):
 
 
 # --- odd values in files ----------------------------------------------------------------------------------------------
-
-
-def leaf(x=None, y=None, **more):
-    samples = {"x": [[1.0, 2.0]] * 4 if x is None else x, "y": LABELS if y is None else y}
-    return {"users": ["ann"], "num_samples": [4], "user_data": {"ann": samples}} | more
-
-
-@pytest.mark.parametrize(("content", "message"), [
-    (leaf(user_data=None), "lacks the table 'user_data'"),
-    (leaf(user_data={"ann": None}), "user 'ann' lacks the list 'x' or 'y'"),
-    (leaf(x=[[HUGE, 1]] * 4), f"x .*{TOO_LARGE}"),
-    (leaf(x=["to", "be", "or", "not"]), "x holds text; tokenise it"),
-    (leaf(x=[None] * 4), "x holds something else than numbers, such as None"),
-    (leaf(x=[[float("inf")]] * 4), "of x holds inf"),
-    (leaf(x=[[1], [[2]], [3], [4]]), "x is not an array of numbers of one shape"),
-    (leaf(x=[{}] * 4), "x holds something else than numbers"),
-    (leaf(y=[1, [2], 3, 4]), "the label is not an array of numbers of one shape"),
-    (leaf(y=[[1], 2, 3, 4]), "the label is not an array of numbers of one shape"),
-    (leaf(y=[[[1], [2, 3]], [[1]], [[1]], [[1]]]), "the label is not an array of numbers of one shape"),
-    (leaf(y=[[HUGE]] * 4), f"the label .*{TOO_LARGE}"),
-    (leaf(y=[{}] * 4), "a label is a table"),
-    (leaf(y=[None, 0, 1, 1]), "sample 0 has no label"),
-])  # fmt: skip
-def test_odd_values_in_leafs_files_are_refused(tmp_path, content, message):
-    file = tmp_path / "leaf.json"
-    file.write_text(json.dumps(content))
-    with pytest.raises(BadInput, match=message) as refused:
-        load("leaf", path=str(file), test=0.5)
-    assert "\n" not in str(refused.value)
-    assert len(str(refused.value)) < 300 + len(str(file))
-
-
-def test_a_shape_that_no_array_has_is_refused(tmp_path):
-    file = tmp_path / "leaf.json"
-    file.write_text(json.dumps(leaf()))
-    for shape in ([HUGE], [2**62, 2**62], [2, *[1] * 100], [-1, -1], [1_000_000, 1_000_000]):
-        with pytest.raises(BadInput, match=r"data\.shape = .* does not fit samples of shape \[2\]"):
-            load("leaf", path=str(file), test=0.5, shape=shape)
 
 
 def test_whole_floats_beyond_int64_are_no_classes(tmp_path):

@@ -14,7 +14,6 @@ import pytest
 from helpers import call, said_in_one_line
 from lamina import BadInput, History
 from lamina.base.errors import MissingExtra
-from lamina.data.dataset import Dataset, Splits
 from lamina.data.readers import sources
 from lamina.experiment.runs.records import FORMAT, find_records
 from lamina.report import build, figures, page, tables
@@ -402,8 +401,3 @@ def test_the_partition_of_files_that_have_changed_is_not_shown(tmp_path, monkeyp
     dealt, (note,) = build.deal_again(curves_in(tmp_path))
     assert dealt == []
     assert note.endswith("is not shown: the data have changed since the run")
-    padded = Dataset([[1], [2, 3]] * 20, [0, 1] * 20)
-    monkeypatch.setattr(sources, "load", lambda *_, **__: Splits(padded, padded))
-    dealt, (note,) = build.deal_again(curves_in(tmp_path))
-    assert dealt == []
-    assert note.endswith("a report cannot tell whether padded data have changed since the run")

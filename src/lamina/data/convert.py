@@ -304,15 +304,10 @@ def _text_labels(name: str, y: Any) -> NDArray[Any] | None:
     array = np.asarray(y, dtype=object if isinstance(y, list | tuple) else None)  # a NaN must not become the text "nan"
     if array.ndim != 1 or array.dtype.kind not in "OUS" or not any(isinstance(label, str | bytes) for label in array):
         return None
-    refuse_missing_labels(name, array)
+    missing = next((i for i, label in enumerate(array) if label is None or label != label), None)  # NaN is not itself
+    if missing is not None:
+        raise BadInput(f"{name}: sample {missing} has no label; give one, or drop the sample")
     if not all(isinstance(label, str | bytes) for label in array):
         raise BadInput(f"{name}: y mixes text and numbers; give one text label per sample, or numbers only")
     texts = [label.decode(errors="backslashreplace") if isinstance(label, bytes) else label for label in array]
     return np.array(texts, dtype=object)
-
-
-def refuse_missing_labels(where: str, labels: NDArray[Any]) -> None:
-    """Refuse labels [n] if one of them is None or NaN."""
-    missing = next((i for i, label in enumerate(labels) if label is None or label != label), None)  # NaN is not itself
-    if missing is not None:
-        raise BadInput(f"{where}: sample {missing} has no label; give one, or drop the sample")

@@ -168,8 +168,6 @@ def _deal(run: Record) -> Dealt:
     )
     digest = run.config.get("data_digest")
     if digest is not None and not run.on_validation_data and digest != splits_digest(train, test, partition):
-        if train.mask is not None:  # the run's data may include the mask, in the form that its model takes
-            raise BadInput("a report cannot tell whether padded data have changed since the run")
         raise BadInput("the data have changed since the run")
     parts = split_dataset(partition, train, count_clients(experiment), run.seed)
     every_round = "; split again in every round: this is an example" if isinstance(partition, Reallocate) else ""

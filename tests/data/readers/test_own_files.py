@@ -1,7 +1,6 @@
 """Data of the user's own in files: one test of every format, and damaged files, which are told in one line."""
 
 import gzip
-import json
 import sys
 
 import numpy as np
@@ -189,51 +188,6 @@ def test_damaged_pictures(folder):
     assert "the class 'cow' appears only in the test data" in refusal("images", **options)
 
 
-# --- LEAF ------------------------------------------------------------------------------------------------------------
-
-
-def leaf_file(**users):
-    data = {user: {"x": [[0.5 * label, 1.0] for label in labels], "y": labels} for user, labels in users.items()}
-    return {"users": list(users), "num_samples": [len(labels) for labels in users.values()], "user_data": data}
-
-
-def test_leaf_users_are_clients(folder, caplog):
-    for part in ("train", "test"):
-        (folder / "leaf" / part).mkdir(parents=True)
-    (folder / "leaf" / "train" / "a.json").write_text(json.dumps(leaf_file(ann=[0, 1], bob=[2])))
-    (folder / "leaf" / "train" / "b.json").write_text(json.dumps(leaf_file(cid=[0], dan=[])))
-    (folder / "leaf" / "test" / "a.json").write_text(json.dumps(leaf_file(ann=[1])))
-    train, test = load("leaf", path="leaf", shape=[1, 1, 2])
-    assert train.columns["user"].tolist() == ["ann", "ann", "bob", "cid"]
-    assert (tuple(train.x.shape), train.y.tolist(), test.y.tolist()) == ((4, 1, 1, 2), [0, 1, 2, 0], [1])
-    assert "train: users without samples, which are ignored: dan" in caplog.text
-    assert "does not fit samples of shape [2]" in refusal("leaf", path="leaf", shape=[3])
-    assert "take data.test out" in refusal("leaf", path="leaf", test=0.5)
-    (folder / "leaf" / "all.json").write_text(json.dumps(leaf_file(ann=[0, 1] * 5)))
-    assert len(load("leaf", path="leaf/all.json", test=0.4).test) == 4
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ("", "not valid JSON"),
-        (json.dumps(leaf_file(ann=[0, 1]))[:-9], "not valid JSON"),
-        ("[]", "lacks the table 'user_data'"),
-        (json.dumps({"user_data": {"ann": {"x": [[1]]}}}), "user 'ann' lacks the list 'x' or 'y'"),
-        (json.dumps({"user_data": {"ann": []}}), "user 'ann' lacks the list 'x' or 'y'"),
-        (json.dumps({"user_data": {"ann": {"x": [[1]], "y": []}}}), "1 sample and 0 labels"),
-        (json.dumps({"user_data": {"ann": {"x": [[1], [1, 2]], "y": [0, 1]}}}), "x have different lengths"),
-        (json.dumps({"user_data": {"bob": {"x": ["to be", "or not"], "y": [1, 1]}}}), "x is not an array of numbers"),
-        (json.dumps({"user_data": {}}), "holds no samples"),
-        (json.dumps(leaf_file(ann=[0, 0])), "the class '1' appears only in the test data"),
-    ],
-)
-def test_damaged_leaf_files(folder, content, expected):
-    (folder / "a.json").write_text(content)
-    (folder / "b.json").write_text(json.dumps(leaf_file(bob=[1])))
-    assert expected in refusal("leaf", path="a.json", test="b.json")
-
-
 # --- arrays ----------------------------------------------------------------------------------------------------------
 
 
@@ -309,22 +263,7 @@ def test_arrays_with_several_targets_a_sample(folder):
     assert load("arrays", path="labels.npz").train.y[0].tolist() == [0, 1, 1]
 
 
-def test_tokens_in_leafs_format(folder):
-    users = {name: {"x": [[5], [7, 1, 3], [2, 9]], "y": [[0], [1, 0, 1], [1, 1]]} for name in ("a", "b")}
-    (folder / "users.json").write_text(json.dumps({"users": ["a", "b"], "user_data": users}))
-    train, test = load("leaf", path="users.json", tokens=True, test=0.5)
-    whole = {
-        tuple(x): tuple(y) for part in (train, test) for x, y in zip(part.x.tolist(), part.y.tolist(), strict=True)
-    }
-    assert whole == {(5, 0, 0): (0, -100, -100), (7, 1, 3): (1, 0, 1), (2, 9, 0): (1, 1, -100)}
-    assert (train.mask == (train.x > 0)).all()
-    assert "token ids need data.tokens = true" in refusal("leaf", path="users.json")
-
-
-def test_a_missing_label_is_no_class_of_its_own(folder):
-    users = {"a": {"x": [[1.0]] * 5, "y": ["u", "v", None, "u", "v"]}}
-    (folder / "users.json").write_text(json.dumps({"users": ["a"], "user_data": users}))
-    assert "users.json: sample 2 has no label" in refusal("leaf", path="users.json")
+def test_a_missing_label_is_no_class_of_its_own():
     for y in (["u", float("nan"), "v"], ["u", None, "v"]):
         with pytest.raises(BadInput, match="sample 1 has no label"):
             Dataset(np.zeros((3, 2)), y)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -144,19 +144,6 @@ def verify_md5(path: Path, data: bytes, expected: str | None) -> None:
             f"{path} is damaged or another version: md5 expected {expected}, found {actual}; "
             f"download it again and put the good file at that path"
         )
-
-
-def read_own_parts(root: Path, path: str, test: str | float | None, read: Callable[[Path], Any]) -> tuple[Any, ...]:
-    """Return a user's file or folder, what `read` returns for its training data and, unless None, for its test data.
-
-    These are in ``train/`` and ``test/`` of the folder, or where `path` and `test` say.
-    """
-    place = own_path(root, path)
-    if not ((place / "train").is_dir() and (place / "test").is_dir()):
-        return place, read(place), read(own_path(root, test)) if isinstance(test, str) else None
-    if test is not None:
-        raise BadInput(f"'{place}' holds train/ and test/: take data.test out, or set data.path to one of them")
-    return place, read(place / "train"), read(place / "test")
 
 
 def own_path(root: Path, path: str) -> Path:

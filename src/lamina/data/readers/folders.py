@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import numpy as np
+
 from lamina.base.errors import BadInput, short_repr
 from lamina.base.text import listed
 from lamina.data.dataset import Splits
 from lamina.data.images import Pictures, stack_pictures
-from lamina.data.readers.files import read_own_parts
+from lamina.data.readers.files import own_path
 from lamina.data.readers.labels import make_splits, mark_test_rows
 
 log = logging.getLogger(__name__)
@@ -28,12 +30,18 @@ def read(root: Path, *, path: str, test: str | float | None = None, size: list[i
     """
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise BadInput(f"data.size = {short_repr(size)}: must be a height and a width, for example [32, 32]")
-    folder, train, held_out = read_own_parts(root, path, test, _listed)
+    folder = own_path(root, path)
+    if (folder / "train").is_dir() and (folder / "test").is_dir():
+        if test is not None:
+            raise BadInput(f"'{folder}' holds train/ and test/: take data.test out, or set data.path to one of them")
+        train, held_out = _listed(folder / "train"), _listed(folder / "test")
+    else:
+        train, held_out = _listed(folder), _listed(own_path(root, test)) if isinstance(test, str) else None
     is_test = mark_test_rows(str(folder), len(train), None if held_out is None else len(held_out), test)
     files = train + (held_out or [])
     pictures = Pictures([file for file, _ in files], "replace or remove it", size)
     x = stack_pictures(pictures, len(files), lambda i: str(files[i][0]))
-    return make_splits(str(folder), x, [name for _, name in files], is_test, name=folder.name)
+    return make_splits(str(folder), x, np.array([name for _, name in files]), is_test, name=folder.name)
 
 
 def _listed(folder: Path) -> list[tuple[Path, str]]:

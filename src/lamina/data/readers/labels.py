@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lamina.base import rng
 from lamina.base.errors import BadInput
 from lamina.base.text import listed
-from lamina.data.convert import convert, refuse_missing_labels, signed
+from lamina.data.convert import signed
 from lamina.data.dataset import Dataset, Splits, held_out_count
 from lamina.objective.losses import IGNORED
 
@@ -41,13 +41,12 @@ def mark_test_rows(where: str, samples: int, held_out: int | None, fraction: Any
 def make_splits(
     where: str,
     x: NDArray[Any],
-    y: Any,
+    y: NDArray[Any],
     is_test: NDArray[np.bool_],
     *,
     task: str | None = None,
     columns: Mapping[str, Any] | None = None,
     name: str = "data",
-    mask: torch.Tensor | None = None,
     ignore_index: int = IGNORED,
 ) -> Splits:
     """Return training and test data from all samples.
@@ -60,13 +59,11 @@ def make_splits(
         task: classification or regression; None: regression for floats, else classification.
         columns: further values per sample.
         name: the name of the data.
-        mask: where padded inputs hold values [n, length].
         ignore_index: the integer target that does not count in maps, beside -100.
     """
     if is_test.all() or not is_test.any():
         part = "training" if is_test.all() else "test"
         raise BadInput(f"{where}: there are no {part} data; give at least one sample")
-    y = _as_array(where, y)
     class_names = None
     if y.ndim > 1 and y.dtype.kind in "iub" and task != "regression":
         targets = signed(where, "the label", y).astype(np.int64)  # one class per token or pixel, numbered already
@@ -80,25 +77,13 @@ def make_splits(
     splits = []
     for rows in (~is_test, is_test):
         kept = {column: np.asarray(values)[rows] for column, values in (columns or {}).items()}
-        chosen = torch.from_numpy(np.flatnonzero(rows))
         data = Dataset(
-            inputs[chosen], targets[rows],
+            inputs[torch.from_numpy(np.flatnonzero(rows))], targets[rows],
             name=name, columns=kept, class_names=class_names, ignore_index=ignore_index,
-            mask=None if mask is None else mask[chosen], labels_are_names=class_names is not None,
+            labels_are_names=class_names is not None,
         )  # fmt: skip
         splits.append(data)
     return refuse_unseen_classes(where, Splits(*splits))
-
-
-def _as_array(where: str, y: Any) -> NDArray[Any]:
-    """Return labels or targets as an array; the lists of a file may be of different length, or hold anything."""
-    if not isinstance(y, list):
-        return np.asarray(y)
-    if any(isinstance(label, list) for label in y):
-        return np.asarray(convert(where, "the label", y, IGNORED).values)
-    if any(isinstance(label, dict) for label in y):
-        raise BadInput(f"{where}: a label is a table; give a number, a text or a list for each sample")
-    return np.asarray(y)
 
 
 def _as_tensor(where: str, values: NDArray[Any]) -> torch.Tensor:
@@ -126,9 +111,6 @@ def number_classes(where: str, labels: NDArray[Any]) -> tuple[NDArray[np.int64],
         labels = labels.astype(np.int64)
     if labels.ndim != 1:
         raise BadInput(f"{where}: labels must have shape [n], found {list(labels.shape)}")
-    if labels.dtype.kind == "O":
-        refuse_missing_labels(where, labels)
-        labels = labels.astype(np.str_)
     values, numbers = np.unique(labels, return_inverse=True)
     return numbers.astype(np.int64), tuple(str(value) for value in values.tolist())
 
