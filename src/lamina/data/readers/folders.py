@@ -31,14 +31,14 @@ def read(root: Path, *, path: str, test: str | float | None = None, size: list[i
     if size is not None and (len(size) != 2 or min(size) < 1):
         raise BadInput(f"data.size = {short_repr(size)}: must be a height and a width, for example [32, 32]")
     folder = own_path(root, path)
-    if (folder / "train").is_dir() and (folder / "test").is_dir():
-        if test is not None:
-            raise BadInput(f"'{folder}' holds train/ and test/: take data.test out, or set data.path to one of them")
-        train, held_out = _listed(folder / "train"), _listed(folder / "test")
-    else:
-        train, held_out = _listed(folder), _listed(own_path(root, test)) if isinstance(test, str) else None
-    is_test = mark_test_rows(str(folder), len(train), None if held_out is None else len(held_out), test)
-    files = train + (held_out or [])
+    parts = [folder / "train", folder / "test"]
+    if not all(part.is_dir() for part in parts):
+        parts = [folder, *([own_path(root, test)] if isinstance(test, str) else [])]
+    elif test is not None:
+        raise BadInput(f"'{folder}' holds train/ and test/: take data.test out, or set data.path to one of them")
+    train, *held_out = [_listed(part) for part in parts]
+    is_test = mark_test_rows(str(folder), len(train), len(held_out[0]) if held_out else None, test)
+    files = [*train, *(held_out[0] if held_out else [])]
     pictures = Pictures([file for file, _ in files], "replace or remove it", size)
     x = stack_pictures(pictures, len(files), lambda i: str(files[i][0]))
     return make_splits(str(folder), x, np.array([name for _, name in files]), is_test, name=folder.name)
