@@ -99,7 +99,7 @@ def test_a_data_directory_that_does_not_exist(monkeypatch):
 
 def test_an_incomplete_set_is_named():
     names = [file.name for file in idx.MNIST.releases[0].files]
-    touch(f"data/MNIST/raw/{names[0]}.gz", f"data/MNIST/raw/{names[1]}")
+    touch(f"data/MNIST/raw/{names[0]}", f"data/MNIST/raw/{names[1]}")
     advice = []
     assert doctor.data(advice)["mnist"] == "data/MNIST/raw (incomplete)"
     assert f"mnist: data/MNIST/raw lacks {names[2]}, {names[3]}: put all of its files there" in advice
@@ -109,7 +109,7 @@ def test_an_incomplete_set_is_named():
     ("name", "file", "place"),
     [
         ("mnist", "mnist/train-labels-idx1-ubyte.gz", "mnist"),
-        ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte", "FashionMNIST/raw"),
+        ("fashion-mnist", "FashionMNIST/raw/t10k-labels-idx1-ubyte.gz", "FashionMNIST/raw"),
         *[
             (files.name, f"{release.folder}/{release.test[0].name}", release.folder)
             for files in (cifar.CIFAR10, cifar.CIFAR100)

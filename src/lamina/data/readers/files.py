@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 from collections.abc import Callable, Sequence
@@ -36,7 +35,6 @@ class PublishedFile:
     name: str
     shape: tuple[int, ...]  # of the images or labels in it
     md5: str | None = None
-    md5_gz: str | None = None  # of the same file compressed with gzip, under the name with .gz
 
 
 class Content(NamedTuple):
@@ -59,7 +57,7 @@ class Release:
     def find(self, root: Path, name: str) -> Place | None:
         """Return the first folder that holds any of the files, below `root` or its folder `name`."""
         for folder in (root / name / self.folder, root / name, root / self.folder):
-            missing = [file.name for file in self.files if not self.path(folder, file).is_file()]
+            missing = [file.name for file in self.files if not (folder / file.name).is_file()]
             if len(missing) < len(self.files):
                 return Place(folder, missing)
         return None
@@ -69,22 +67,15 @@ class Release:
         """All files of the release."""
         return (*self.train, *self.test)
 
-    def path(self, folder: Path, file: PublishedFile) -> Path:
-        """Return the path of a file in a folder; the compressed file comes first."""
-        compressed = folder / f"{file.name}.gz"
-        return compressed if compressed.is_file() else folder / file.name
-
     def read(self, place: Place) -> dict[str, Content]:
-        """Return the contents of all files, by name. Their checksum is verified before they are decompressed."""
+        """Return the contents of all files, by name, after comparing their checksums."""
         if place.missing:
             raise BadInput(f"{place.path} lacks {place.missing[0]}; put all files of the set there")
         contents = {}
         for file in self.files:
-            path = self.path(place.path, file)
-            is_compressed = path.suffix == ".gz"
-            data = path.read_bytes()
-            verify_md5(path, data, file.md5_gz if is_compressed else file.md5)
-            contents[file.name] = Content(file, gzip.decompress(data) if is_compressed else data, path)
+            path = place.path / file.name
+            contents[file.name] = Content(file, path.read_bytes(), path)
+            verify_md5(path, contents[file.name].data, file.md5)
         return contents
 
 

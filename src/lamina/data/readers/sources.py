@@ -150,8 +150,7 @@ def _digits_table() -> NDArray[np.float64]:
 
 def _idx_source(files: PublishedSet, description: str, published: str, repository: str) -> Source:
     (release,) = files.releases
-    names = ", ".join(f"{file.name}.gz" for file in release.files)
-    words = f"{names}, or the same without .gz, in {files.name}/ or {release.folder}/"
+    words = f"{', '.join(file.name for file in release.files)}, in {files.name}/ or {release.folder}/"
     copy = HubCopy(repository, "test", files.mean, files.std)
     return Source(description, files.read, words, published, copy, files.locate)
 
