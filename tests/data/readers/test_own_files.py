@@ -241,6 +241,8 @@ def test_damaged_arrays(folder):
     assert "the class '5' appears only in the test data" in refusal("arrays", path="a.npz", test="e.npz")
     np.savez("f.npz", x=np.zeros((1, 3)), y=[1])
     assert "are [2] float64 in the training data and [3] float64" in refusal("arrays", path="a.npz", test="f.npz")
+    np.savez("f.npz", x=np.zeros((1, 2), np.uint8), y=[1])  # bytes of images beside floats
+    assert "are [2] float64 in the training data and [2] uint8" in refusal("arrays", path="a.npz", test="f.npz")
     (folder / "g.safetensors").write_bytes(b"12345678")
     assert "is not a readable .safetensors file" in refusal("arrays", path="g.safetensors")
     (folder / "h.pt").write_bytes(b"")
