@@ -174,8 +174,8 @@ class RunFolder:
             return
         if self.checkpoints.rounds():
             raise BadInput(
-                f"{self._damage}, and all checkpoints are of later rounds: rebuild the history with "
-                f"`lamina rebuild {self.path}`, or start again with --overwrite (overwrite=True)"
+                f"{self._damage}, and all checkpoints are of later rounds: restore it from a copy, or start again "
+                "with --overwrite (overwrite=True)"
             )
         settings = stored.get("run", {})
         every = settings.get("checkpoint_every", 1) if isinstance(settings, Mapping) else 1
