@@ -9,7 +9,7 @@
 - ``model.safetensors``: the model at the end
 - ``diverged.json``: how the training diverged, if it did
 - ``lock``: held by the process that writes to the folder
-- ``tensorboard/``, ``mlflow.json``: see trackers.py
+- ``tensorboard/``: see tensorboard.py
 - ``federation.jsonl``, ``starts``: which nodes took part in each round of a federation, and how often its server was
   started, see lamina.flower
 """
@@ -50,7 +50,7 @@ from lamina.experiment.runs.records import (
     refuse_format,
     remove_records,
 )
-from lamina.experiment.runs.trackers import Trackers
+from lamina.experiment.runs.tensorboard import TensorBoard
 from lamina.objective.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
@@ -85,7 +85,7 @@ class RunFolder:
         *,
         overwrite: bool = False,
         lines: LogLines | None = None,
-        trackers: Trackers | None = None,
+        tensorboard: TensorBoard | None = None,
     ) -> None:
         self.path = path
         self.config = as_json({"lamina": lamina.__version__, "format": FORMAT, **config})
@@ -99,7 +99,7 @@ class RunFolder:
         self._damage = ""  # what is wrong with the metrics
         self._code_changes = ""  # since the run began or was resumed
         self._model_round = 0  # the round of the saved model
-        self._lines, self._trackers = lines, trackers or Trackers([], path)
+        self._lines, self._tensorboard = lines, tensorboard
         self._metrics: BinaryIO | None = None
         self._best = BestModel(path / "best.safetensors", self.history, self._metric)
         refuse_foreign(path)
@@ -119,8 +119,8 @@ class RunFolder:
         try:
             if not overwrite:
                 self._recognise()
-            if self.ended and len(self.history):
-                self._trackers.write(self.history)  # requested only now, or killed before the last round was written
+            if self.ended and len(self.history) and self._tensorboard is not None:
+                self._tensorboard.write(self.history)  # requested only now, or killed before the last round was written
         except BaseException:
             self.close()
             raise
@@ -286,7 +286,8 @@ class RunFolder:
             self._metrics.write((json.dumps(numbers, allow_nan=False) + "\n").encode())
             self._metrics.flush()
         self._best.consider(row, simulation)
-        self._trackers.write(simulation.history)
+        if self._tensorboard is not None:
+            self._tensorboard.write(simulation.history)
 
     def checkpoint(self, simulation: Trained, facts: Iterable[Any] = ()) -> None:
         """Save the state after the last recorded round and facts about it, with the best model so far if it is new."""
@@ -332,7 +333,8 @@ class RunFolder:
 
     def close(self) -> None:
         """Release the folder; remove it if it is new and nothing was written."""
-        self._trackers.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # a full disk, which the failed round has reported
                 self._metrics.close()

@@ -34,6 +34,7 @@ DIGESTS = {"loss_values", "algorithm_values", "aggregation_values", "metrics_val
 EARLIER_DIGESTS = {"loss_digest", "algorithm_digest", "aggregation_digest", "metrics_digest", "model_digest",
                    "model.content", "data.partition.content"}  # fmt: skip
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
+# mlflow.json: of the option --mlflow, which earlier versions had
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
     "model.safetensors", "diverged.json", "lock", "tensorboard", "mlflow.json", "federation.jsonl",
