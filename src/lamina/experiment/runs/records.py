@@ -28,11 +28,6 @@ NO_PART_OF_IDENTITY = {
     "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
     "run.accept_changed_code",
 }  # fmt: skip
-# Digests of values; before config.json had the key "code", they were made in another way and had other names.
-DIGESTS = {"loss_values", "algorithm_values", "aggregation_values", "metrics_values", "model_values", "model.values",
-           "data.partition.values"}  # fmt: skip
-EARLIER_DIGESTS = {"loss_digest", "algorithm_digest", "aggregation_digest", "metrics_digest", "model_digest",
-                   "model.content", "data.partition.content"}  # fmt: skip
 SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 # mlflow.json: of the option --mlflow, which earlier versions had
 FILES = {
@@ -211,12 +206,11 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any], finished: int
         now: the configuration of the run that is to use the folder.
         finished: how many rounds the stored run has; asking for as many or more makes no other run.
     """
-    ignored = NO_PART_OF_IDENTITY | (set() if "code" in stored else DIGESTS | EARLIER_DIGESTS)
     a, b = flatten(stored), flatten(now)
     if b["train.rounds"] >= finished:
         a["train.rounds"] = b["train.rounds"]
     for flat in (a, b):
-        for key in [key for key in flat if key in ignored or key.startswith(("compare.", "code."))]:
+        for key in [key for key in flat if key in NO_PART_OF_IDENTITY or key.startswith(("compare.", "code."))]:
             del flat[key]
         if "run.device" in flat:
             flat["run.device"] = str(flat["run.device"]).partition(":")[0]  # which of several GPUs makes no difference
