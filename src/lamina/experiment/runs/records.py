@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 from lamina import algorithms
 from lamina.base.atomic import PARTIAL, sync_folder
 from lamina.base.errors import BadInput
-from lamina.base.limits import MOST
 from lamina.experiment.runs.metrics_file import MetricsFile, open_to_read
 from lamina.experiment.toml import leaves
 from lamina.storage import identity
@@ -28,7 +26,6 @@ NO_PART_OF_IDENTITY = {
     "lamina", "format", "title", "metrics", "data.dir", "run.out", "run.threads", "run.checkpoint_every",
     "run.accept_changed_code",
 }  # fmt: skip
-SECTIONS = ("data", "model", "algorithm", "train", "run", "compare")  # tables of a run's configuration
 # mlflow.json: of the option --mlflow, which earlier versions had
 FILES = {
     "config.json", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "best.safetensors",
@@ -153,32 +150,11 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def check_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a configuration that lacks what every run's has."""
+    record = Record(folder, dict(config), History(), {})
     try:
-        for section in SECTIONS:
-            if not isinstance(config.get(section, {}), Mapping):
-                raise TypeError(f"a table [{section}]")
-        if not isinstance(config.get("data", {}).get("partition", {}), Mapping):
-            raise TypeError("a table [data.partition]")
-        _check_compare(config.get("compare", {}))
-        record = Record(folder, dict(config), History(), {})
-        _ = record.algorithm, record.seed, record.complete, record.tuning
-        if not 0 < record.lr < math.inf:
-            raise ValueError("a learning rate, train.lr")
-        if int(config["train"]["rounds"]) > MOST:
-            raise ValueError(f"a number of rounds up to {MOST}, train.rounds")
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise BadInput(f"'{folder / 'config.json'}' is not a run's configuration: it lacks {error}") from error
-
-
-def _check_compare(section: Mapping[str, Any]) -> None:
-    """Raise an error if the comparison that a run was part of is not described as reports read it."""
-    algorithms = section.get("algorithms", [])
-    if not isinstance(algorithms, list) or not all(isinstance(name, str) for name in algorithms):
-        raise TypeError("a list of names, compare.algorithms")
-    for key in ("options", "grid"):
-        tables = section.get(key, {})
-        if not isinstance(tables, Mapping) or not all(isinstance(table, Mapping) for table in tables.values()):
-            raise TypeError(f"tables in compare.{key}")
+        _ = record.algorithm, record.lr, record.seed, record.complete, record.tuning, config["run"]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise BadInput(f"'{folder / 'config.json'}' is not a run's configuration: {error!r}") from error
 
 
 def refuse_format(folder: Path, config: Mapping[str, Any], otherwise: str) -> None:
