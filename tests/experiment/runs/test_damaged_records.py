@@ -252,5 +252,5 @@ def test_damaged_descriptions_are_one_line(half, capsys):
     (half / "config.json").write_text("{")
     assert call(*command(half, rounds=6)) == 2
     said = capsys.readouterr().err
-    assert "holds a config.json that cannot be read" in said
+    assert "holds no config.json of lamina that can be read" in said
     assert said.count("\n") == 1

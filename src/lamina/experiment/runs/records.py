@@ -285,8 +285,7 @@ def refuse_foreign(folder: Path) -> None:
     names = names_in(folder)
     foreign = [name for name in names if name not in FILES]
     if foreign or (names and not is_ours(folder)):
-        other = f"other files ('{foreign[0]}')" if foreign else "files that are not a run's"
-        holds = unreadable_config(folder) or other
+        holds = f"other files ('{foreign[0]}')" if foreign else "no config.json of lamina that can be read"
         raise BadInput(f"the folder '{folder}' holds {holds}: choose a new or an empty one with --out (out=…)")
 
 
@@ -298,17 +297,6 @@ def is_ours(folder: Path) -> bool:
         return False
 
 
-def unreadable_config(folder: Path) -> str:
-    """Return what is wrong with a folder's config.json; empty if it is sound or missing."""
-    path = folder / "config.json"
-    try:
-        if path.exists():
-            read_json(path)
-    except BadInput as error:
-        return f"a config.json that cannot be read ({error})"
-    return ""
-
-
 def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False) -> None:
     """Refuse a folder that cannot be written to, or whose config.json lacks the key that tells what it holds."""
     check_writable(folder)
@@ -316,7 +304,6 @@ def check_folder(folder: Path, key: str, whose: str, *, overwrite: bool = False)
         return
     config = read_json(folder / "config.json") if is_ours(folder) else {}
     if key not in config:
-        holds = unreadable_config(folder) or f"other files than {whose}"
-        raise BadInput(f"the folder '{folder}' holds {holds}: choose another with --out (out=…)")
+        raise BadInput(f"the folder '{folder}' holds other files than {whose}: choose another with --out (out=…)")
     if not overwrite:
         refuse_format(folder, config, CHOOSE_ANOTHER)
