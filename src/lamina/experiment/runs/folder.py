@@ -55,7 +55,7 @@ from lamina.objective.objective import Buffers, Objective
 from lamina.storage.checkpoint import UNREADABLE, Checkpoints, pack, read_facts, unpack
 from lamina.storage.files import as_json, check_writable, write_json, writing_to
 from lamina.storage.identity import code_changes
-from lamina.storage.locks import Lock, Locked, is_at, lost
+from lamina.storage.locks import Lock, is_at, lost
 from lamina.training.history import History, Row, score_key
 from lamina.training.metrics import read_primary
 
@@ -74,8 +74,7 @@ class RunFolder:
     """The records of one run. Opening it takes the lock and refuses a folder that holds anything else.
 
     Nothing is written or replaced before `begin`: a simulation begins when its first round has finished or diverged, a
-    federation after its first attempt at one. Any other run may use a folder without a finished round. The folder of a
-    run that has ended may be read-only.
+    federation after its first attempt at one. Any other run may use a folder without a finished round.
     """
 
     def __init__(
@@ -104,18 +103,8 @@ class RunFolder:
         self._best = BestModel(path / "best.safetensors", self.history, self._metric)
         refuse_foreign(path)
         self._is_new = not path.exists()
-        self._lock: Lock | None = None
-        try:
-            check_writable(path)
-            self._lock = Lock(path)
-        except Locked:
-            raise
-        except BadInput:
-            if not overwrite:
-                self._recognise()
-            if not self.ended:
-                raise
-            return  # nothing is left to write
+        check_writable(path)
+        self._lock = Lock(path)
         try:
             if not overwrite:
                 self._recognise()
@@ -268,8 +257,7 @@ class RunFolder:
 
     def refuse_lost(self) -> None:
         """Raise an error if this run's records were removed or replaced."""
-        if self._lock is not None:
-            self._lock.refuse_lost()
+        self._lock.refuse_lost()
         if self._metrics is not None and not (
             is_at(self._metrics, self.path / "metrics.jsonl") and (self.path / "config.json").exists()
         ):
@@ -338,8 +326,6 @@ class RunFolder:
         if self._metrics is not None:
             with contextlib.suppress(OSError):  # a full disk, which the failed round has reported
                 self._metrics.close()
-        if self._lock is None:
-            return
         useless = self._metrics is None and self._is_new
         self._lock.release(delete=useless)
         if useless:
