@@ -146,7 +146,7 @@ def check_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Refuse a configuration that lacks what every run's has."""
     record = Record(folder, dict(config), History(), {})
     try:
-        _ = record.algorithm, record.lr, record.seed, record.complete, record.tuning, config["run"]
+        _ = record.algorithm, record.lr, record.seed, record.complete, record.tuning
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise BadInput(f"'{folder / 'config.json'}' is not a run's configuration: {error!r}") from error
 
