@@ -154,11 +154,6 @@ def test_an_experiment_file_may_begin_with_a_byte_order_mark(here):
     assert load(here / "bom.toml") == load(here / "small.toml")
 
 
-def test_an_experiment_file_without_an_end_is_refused(capsys):
-    assert call("run", "/dev/zero") == 2
-    assert "longer than 10 MB" in one_line(capsys)
-
-
 @pytest.mark.parametrize("path", ["a" * 5000, "a/" * 3000, "a" * 256], ids=["long", "deep", "long name"])
 def test_an_overlong_path_is_one_line(here, capsys, path):
     for arguments in (

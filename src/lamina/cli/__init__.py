@@ -25,7 +25,6 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     export,
     flower,
     listing,
-    rebuild,
     report,
     reproduce,
     run,

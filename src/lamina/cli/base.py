@@ -126,7 +126,6 @@ Runs = Annotated[list[Path], typer.Argument(metavar="RUN…", help="a run's fold
 Set = Annotated[list[str] | None, typer.Option("--set", help="override a key, e.g. train.lr=0.1; may be repeated")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what the folder holds of an earlier run")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="also write TensorBoard's event files")]
-MLflow = Annotated[bool, typer.Option("--mlflow", help="also write the rounds to MLflow's local store")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=be_quiet, help="print nothing but errors")]
 
 

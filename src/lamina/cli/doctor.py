@@ -19,7 +19,6 @@ EXTRAS = {  # extra: its package, and what for
     "flower": ("flwr", "lamina flower"),
     "hub": ("datasets", "data sets from the Hugging Face hub, by name"),
     "images": ("pillow", "TinyImageNet and your own pictures"),
-    "mlflow": ("mlflow", "lamina run --mlflow"),
     "report": ("plotly", "lamina report"),
     "table": ("pandas", "history.to_pandas() and data in tables"),
     "tensorboard": ("tensorboard", "lamina run --tensorboard"),

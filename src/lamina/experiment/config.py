@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -143,10 +142,7 @@ class Compare(_Section):
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
-    # Rounds of the runs that only help to choose; None: train.rounds; several: stages, each of which drops some runs.
-    tuning_rounds: Annotated[
-        list[AtLeastOne] | None, BeforeValidator(lambda value: [value] if isinstance(value, int | float) else value)
-    ] = None
+    tuning_rounds: AtLeastOne | None = None  # of the runs that only help to choose; None: train.rounds
     # Further options of each method. If they name the algorithm (`name`), the method may have any name.
     options: dict[str, dict[str, Any]] = {}
 

@@ -101,8 +101,6 @@ def build(
         state = run.history.collapse() if run.complete else run.diverged or not_finished
         if state:
             notes.append(f"{folder_name(run)}: {state}")
-        if lost := run.history.lost_rounds():
-            notes.append(f"{folder_name(run)}: {lost}")
     tuned = responses(runs)
     notes += [response.warning for response in tuned if response.warning]
     data = dict.fromkeys(describe_data(run) for run in final)

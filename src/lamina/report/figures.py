@@ -22,7 +22,7 @@ from lamina.report.build import Report
 from lamina.report.rates import Response, metrics_in
 from lamina.report.tables import MEGABYTES, Unit, metric_of, unit_of_bytes
 from lamina.report.thinning import thinned
-from lamina.training.history import LOST, History, mean
+from lamina.training.history import History, mean
 from lamina.training.metrics import is_metric, is_percent, with_unit
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart; more lines than colours differ in their dashes.
@@ -83,7 +83,7 @@ TITLES = {
 }
 # Columns that do not measure the quality of a model.
 NOT_DRAWN = {
-    "round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds", LOST,
+    "round", "clients", "steps", "bytes_down", "bytes_up", "paper_bytes", "seconds", "evaluation_seconds",
 }  # fmt: skip
 
 
@@ -129,7 +129,6 @@ def spent(histories: Sequence[History], axis: str) -> NDArray[np.float64]:
         return by_round(histories, "round")
     columns = ("bytes_down", "bytes_up") if axis == "bytes" else (axis,)
     each: NDArray[np.float64] = np.sum([by_round(histories, column) for column in columns], axis=0)
-    each[by_round(histories, LOST) == 1] = 0.0  # the sum continues after a round whose metrics were lost
     return np.cumsum(each, axis=1)
 
 

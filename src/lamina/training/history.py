@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from lamina.base.columns import Columns
 from lamina.base.columns import Row as Row
 from lamina.base.errors import BadInput, missing_extra, nearest
-from lamina.base.text import html_table, plural
+from lamina.base.text import html_table
 from lamina.training.metrics import DIAGNOSTICS, is_metric, smaller_is_better
 
 # What to do about a column that a run records only under some condition, by the start of its name.
@@ -27,7 +27,6 @@ REMEDIES = {
     "accuracy": "accuracy needs class labels, one output per class (or one logit for two classes), and a loss that is "
     "not 'mse'; use 'loss'",
 }
-LOST = "lost"  # the column, 1 in every round whose metrics were lost and could not be rebuilt
 LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
 NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
 
@@ -194,11 +193,6 @@ class History(Sequence[Row]):
             f"the last {name}, {values[last]:.4g}, is far worse than the best, {values[place]:.4g} in round "
             f"{self.rows[int(place)]['round']}: lower the learning rate or train fewer rounds"
         )
-
-    def lost_rounds(self) -> str:
-        """Return a remark if the metrics of some rounds were lost; empty otherwise."""
-        lost = int(self.total(LOST, optional=True))
-        return f"the metrics of {plural(lost, 'round')} were lost: sums of bytes and seconds lack them" if lost else ""
 
     def _no_column(self, name: str) -> BadInput:
         """Build the error for a column that no row has: what to do, or the nearest name."""

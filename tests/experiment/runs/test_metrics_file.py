@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from lamina.experiment.runs import metrics_file
 from lamina.experiment.runs.metrics_file import MetricsFile
 
 
@@ -13,8 +12,7 @@ def line(number, **more):
 
 
 @pytest.fixture
-def file(tmp_path, monkeypatch):
-    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", 100)  # less than three lines
+def file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(map(line, range(1, 11))))
     return MetricsFile(path)
@@ -33,19 +31,14 @@ def test_rows_and_the_bytes_where_they_end(file):
     assert file.damaged is None
 
 
-def test_only_new_lines_are_read_again(file, monkeypatch):
+def test_a_growing_file_is_read_again(file):
     file.read()
-    read = []
-    monkeypatch.setattr(metrics_file, "_rows", lambda lines, before, rows=metrics_file._rows: (
-        read.append(lines) or rows(lines, before)
-    ))  # fmt: skip
-    assert len(file.read().rows) == 10
-    assert read == []
+    rows = file.rows
+    assert file.read().rows is rows  # nothing has changed
     append(file, line(11) + line(12)[:-5])
     assert len(file.read().rows) == 11  # the last line is half-written
     append(file, line(12)[-5:])
     assert len(file.read().rows) == 12
-    assert b"".join(read).decode() == line(11) + line(12)
 
 
 def test_a_file_that_was_cut_back_or_replaced_is_read_as_a_whole(file):
@@ -66,9 +59,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("chunk", [100, 10_000])
-def test_rows_stop_before_a_damaged_line(file, monkeypatch, damage, chunk):
-    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", chunk)
+def test_rows_stop_before_a_damaged_line(file, damage):
     lines = file.path.read_text().splitlines(keepends=True)
     file.path.write_text("".join([*lines[:3], damage + "\n", *lines[4:]]))
     file.read()
@@ -76,9 +67,3 @@ def test_rows_stop_before_a_damaged_line(file, monkeypatch, damage, chunk):
     assert file.path.read_text()[: file.end_of(3)] == "".join(lines[:3])
     file.path.write_text("".join(lines))  # repaired
     assert (len(file.read().rows), file.damaged) == (10, None)
-
-
-def test_a_line_without_an_end_is_damage_and_not_kept_in_memory(file, monkeypatch):
-    monkeypatch.setattr(metrics_file, "LONGEST_LINE_BYTES", 500)
-    append(file, "9" * 5000)
-    assert (len(file.read().rows), file.damaged) == (10, 11)
