@@ -44,12 +44,6 @@ def test_an_experiment_file_is_a_federation(tmp_path):
     assert (config["run"]["engine"], config["federation"]) == ("flower", {"on": "flower"})
 
 
-def test_flowers_simulation_can_hand_the_apps_to_its_workers():
-    cloudpickle = pytest.importorskip("ray.cloudpickle")
-    federation = Federation.from_experiment(parse({"data": {"clients": 3}}))
-    cloudpickle.loads(cloudpickle.dumps(federation.client_app()))
-
-
 def test_a_partition_that_moves_is_refused():
     experiment = parse({"data": {"partition": {"name": "reallocate"}}})
     with pytest.raises(BadInput, match="'reallocate' gives clients other data in every round"):
@@ -71,6 +65,8 @@ def test_a_list_of_nodes_may_be_a_file(tmp_path):
             read_nodes(path, 2)
     with pytest.raises(BadInput, match="cannot read the list of nodes"):
         read_nodes(tmp_path / "none.json", 2)
+    with pytest.raises(BadInput, match="the server has no list of nodes: give its path as nodes in the run config"):
+        read_nodes("", 2)
 
 
 def test_the_run_folder_is_that_of_a_simulation(tmp_path):

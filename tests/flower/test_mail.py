@@ -2,10 +2,11 @@
 
 import threading
 import time
+from pathlib import Path
 
 import httpx
 
-from flower_grid import LoopGrid, error_reply
+from flower_grid import LoopGrid, error_reply, signing_keys
 from flower_setup import (
     NODE,
     Setup,
@@ -18,6 +19,7 @@ from flower_setup import (
 )
 from lamina.flower import mail, wire
 from lamina.flower.mail import Mail
+from lamina.flower.signing import load_key
 
 
 class Stall:
@@ -148,9 +150,9 @@ def test_a_reply_that_cannot_be_unpacked_costs_only_itself(tmp_path):
 
 def test_what_has_no_time_left_is_not_sent():
     grid = LoopGrid(lambda message, context: message, nodes(1), least=10.0)
-    mail = Mail(grid)
-    content = wire.content_of({"question": {"who": True}})
-    assert mail.send(NODE, content, "query", "", -0.5) == (None, "no time was left to send it a message")
+    mail = Mail(grid, load_key(Path(signing_keys()[0]), secret=True))
+    content = wire.content_of({"task": {"round": 1}})
+    assert mail.send(NODE, content, "train", "1", -0.5) == (None, "no time was left to send it a message")
     assert grid.seen == []
-    sent, why = mail.send(NODE, content, "query", "", 1.0)
+    sent, why = mail.send(NODE, content, "train", "1", 1.0)
     assert (sent, why.startswith("the message could not be sent (Expired")) == (None, True)

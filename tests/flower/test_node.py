@@ -175,7 +175,7 @@ def mangle(random, content):
     made.pop("signature", None)
     for _ in range(random.integers(1, 4)):
         what = random.integers(6)
-        name = pick(["task", "down", "buffers", "question", "odd", ""])
+        name = pick(["task", "down", "buffers", "odd", ""])
         array = Array(pick(["float32", "float64", "object", "", "int8"]), pick(SHAPES), pick([wire.RAW, RAW_ARRAY, ""]),
                       pick(DATA))  # fmt: skip
         if what == 0:
@@ -213,8 +213,6 @@ def test_a_malformed_message_gets_one_line_and_no_traceback(seed, tmp_path, capl
                   more={"evaluate_on": "nodes"})  # fmt: skip
     grid = setup.run()
     templates = {message.metadata.message_type: message for node, message in grid.seen if node == NODE + 1}
-    templates["query"] = next(message for _, message in grid.seen if message.metadata.message_type == "query")
-    templates["query"].metadata.__dict__["_dst_node_id"] = NODE + 1
     random, app, context = np.random.default_rng(seed), setup.client_app(), grid.contexts[NODE + 1]
     numbers, said, raised = itertools.count(2**62), 0, []
     for _ in range(50):
@@ -236,7 +234,7 @@ def test_a_malformed_message_gets_one_line_and_no_traceback(seed, tmp_path, capl
     assert raised == []  # every one has words of its own
 
 
-@pytest.mark.parametrize("kind", ["train.odd", "query.gradient"])
+@pytest.mark.parametrize("kind", ["train.odd", "query"])
 @pytest.mark.parametrize("is_signed", [True, False])
 def test_a_message_of_an_unknown_type_gets_one_line(kind, is_signed, tmp_path, caplog):
     setup = Setup(tmp_path, "fedavg", rounds=1)

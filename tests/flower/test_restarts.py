@@ -8,7 +8,6 @@ import torch
 import lamina
 from flower_setup import (
     MIME,
-    NODE,
     Setup,
     assert_like_the_simulation,
     is_train,
@@ -129,12 +128,11 @@ def test_a_damaged_newest_checkpoint_costs_one_round(restartable):
     restartable.other_columns = {"bytes_down"} if restartable.algorithm.down_versions(1) else set()
 
 
-def test_other_nodes_after_a_restart_take_over_where_the_old_ones_have_gone(restartable):
-    """Flower's simulation draws new node ids in every run; the nodes' disks are the same."""
+def test_other_nodes_after_a_restart_take_over(restartable):
+    """A node that makes a new key gets a new id; its disk is the same."""
     kill_server(restartable, number=4)
     grid = restartable.grid(configs={77 + i: {"partition-id": i} for i in range(4)})
     restartable.run(grid)
-    assert f"client 0 was node {NODE}, which has gone, and is node 77 now" in restartable.journal[3]["notes"]
 
 
 def test_a_finished_run_is_left_alone(tmp_path):

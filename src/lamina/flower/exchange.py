@@ -111,7 +111,7 @@ class Exchange:
         resent: set[int] = set()
 
         def send(client: int, content: RecordDict, seconds: float) -> None:
-            sent, why = self.mail.send(self.roster.bound[client], content, kind, str(record.round), seconds)
+            sent, why = self.mail.send(self.roster.nodes[client], content, kind, str(record.round), seconds)
             if sent is None:
                 record.miss(client, why)
             else:

@@ -62,9 +62,9 @@ class Sent(NamedTuple):
 
 
 class Mail:
-    """Sends the server's messages and collects the replies; in a simulation, without a key, they are not signed."""
+    """Sends the server's messages, signed, and collects the replies."""
 
-    def __init__(self, grid: Grid, signing_key: Ed25519PrivateKey | None = None) -> None:
+    def __init__(self, grid: Grid, signing_key: Ed25519PrivateKey) -> None:
         self.grid, self.signing_key, self.traffic = grid, signing_key, Traffic()
         self._puller = Puller(grid)
         self._sent: dict[str, Sent] = {}
@@ -75,8 +75,7 @@ class Mail:
             return None, "no time was left to send it a message"
         expires = time.monotonic() + ttl  # handing it over takes part of its time
         message = Message(content, node, kind, ttl=ttl, group_id=group)
-        if self.signing_key is not None:
-            sign(message, self.signing_key)
+        sign(message, self.signing_key)
         try:
             ids = list(self.grid.push_messages([message]))
         except Exception as error:  # the SuperLink refuses it: expired on its way, too large, an unknown node

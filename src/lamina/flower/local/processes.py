@@ -28,7 +28,6 @@ QUIET = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",  # else Flower asks the network for packages
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
     "NO_PROXY": f"{HOST},localhost",
     "no_proxy": f"{HOST},localhost",
     "PYTHONUNBUFFERED": "1",
