@@ -108,7 +108,7 @@ def test_strangers_are_not_let_in(federation, tmp_path):
     assert "CERTIFICATE_VERIFY_FAILED" in deceived.output()
     for process in (unregistered, deceived):
         assert "SuperNode ID" not in process.output()
-        process.kill()
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class OnlyFleet(http.server.BaseHTTPRequestHandler):
@@ -169,7 +169,7 @@ def test_a_proxy_closes_the_control_interface_and_lets_nodes_through(federation,
                 federation.flwr("ls", LINK, "--format", "json")
         finally:
             config.write_text(direct)
-        through.stop()
+        os.killpg(through.pid, signal.SIGTERM)
     assert {path for path, status in proxy.seen if status == 403} >= {"/v1/control/list-runs"} or any(
         path.startswith("/v1/control/") for path, status in proxy.seen if status == 403
     )

@@ -173,7 +173,6 @@ class LocalFederation:
             elif now - since > REFUSED_S + START_S:
                 raise process.failed(f"node {client} {process.how_it_ended}, and does not come back")
             if now >= again:
-                self.processes.retire(process)
                 self.start_node(client)
                 again = now + RETRY_S
             self._died[client] = (since, again)
@@ -232,7 +231,6 @@ class LocalFederation:
             if follower.ended is not None and time.monotonic() - asked > RETRY_S:
                 asked = time.monotonic()
                 status = self.status(run)
-                self.processes.retire(follower)
                 if status["status"].startswith("finished"):
                     tick()
                     return status
