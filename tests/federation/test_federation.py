@@ -190,7 +190,10 @@ def test_a_killed_node_and_a_killed_server_app_resume(federation, tmp_path):
         """In the middle of a round: its client app has been started, and has not answered."""
         if "node" not in done and job.rows() and first.pid in programs(federation, "flwr-clientapp").values():
             os.killpg(first.pid, signal.SIGKILL)
-            done["node"] = len(job.rows()) + 1
+            done["node"], done["process"] = len(job.rows()) + 1, federation.nodes.pop(victim)
+        if "node" in done and done["process"].ended is not None:  # its key is refused for a minute: it ends at once
+            done["process"] = federation.start_node(victim)
+            del federation.nodes[victim]
         back = [entry for entry in job.attempts() if victim in {one["client"] for one in entry["took_part"]}]
         if "node" in done and done["node"] < back[-1]["round"] <= max(checkpoints.rounds()):
             raise KeyboardInterrupt  # out of the wait

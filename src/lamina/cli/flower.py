@@ -116,7 +116,7 @@ def up(
     check_writable(place)
     display = Display(job, overwrite=overwrite)
     with terminate_as_interrupt(), display.bars:
-        federation = LocalFederation(place, nodes, say=display.say, warn=echo_progress)
+        federation = LocalFederation(place, nodes, say=display.say)
         with federation:
             try:
                 status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)

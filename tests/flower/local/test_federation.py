@@ -73,7 +73,7 @@ def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
     first.release()
 
 
-def test_a_node_that_ended_is_started_again(tmp_path, monkeypatch):
+def test_a_run_is_over_when_the_superlink_says_so(tmp_path, monkeypatch):
     federation = local.LocalFederation(tmp_path / "fed", 1)
     (federation.folder / "logs").mkdir(parents=True)
     status = {"status": "finished:completed"}
@@ -81,10 +81,10 @@ def test_a_node_that_ended_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr(federation.processes, "launch", lambda name, command, home: launch(name, ends, home))
     monkeypatch.setattr(federation, "status", lambda run: status)
     assert federation.wait(7, every=0.01) == status
-    first = federation.start_node(0)
-    wait_until(lambda: first.ended == 0)
-    federation.tend()
-    assert federation.nodes[0] is not first
+    node = federation.start_node(0)
+    wait_until(lambda: node.ended == 0)
+    with pytest.raises(processes.FederationFailed, match=r"^node 0 ended with code 0 \(log: .*node-0\.log\)$"):
+        federation.wait(7, every=0.01)
 
 
 def test_answers_of_the_flwr_command():
