@@ -291,9 +291,6 @@ class Finished:
     def __exit__(self, *_):
         pass
 
-    def clean(self, *, keep_logs=False):
-        pass
-
     def submit(self, app, run_config):
         return 1
 

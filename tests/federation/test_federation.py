@@ -8,10 +8,10 @@ import signal
 import ssl
 import time
 
-import numpy as np
 import pytest
 
 from federation.harness import NODES, Job, experiment, left, programs, running, serving, simulated, start_stranger
+from helpers import mode
 from lamina.flower.keys import make_node_key, make_server_keys
 from lamina.flower.local.federation import LINK
 from lamina.flower.local.processes import HOST, FederationFailed, free_port
@@ -254,10 +254,12 @@ def test_a_silent_node_does_not_stop_a_round_of_two_exchanges(federation, tmp_pa
 
 def test_nothing_is_left_behind(federation):
     """Also what Flower starts in sessions of its own."""
+    secrets = [federation.folder / "keys" / name for name in ("ca.key", "node-0")]
+    assert [mode(path) for path in secrets] == [0o600, 0o600]
     processes = {pid: os.getpgid(pid) for pid in left(federation)}
     assert len(processes) >= 2 * (1 + NODES)  # SuperLink and SuperNodes, each with its helper
     groups = set(processes.values())
     assert set(running(groups)) >= processes.keys()
     federation.close()
     assert left(federation) == running(groups) == []
-    assert not np.any([(federation.folder / "keys" / name).stat().st_mode & 0o077 for name in ("ca.key", "node-0")])
+    assert not any(path.exists() for path in secrets)

@@ -89,7 +89,6 @@ def up(
         str | None,
         typer.Option("--quorum", help="who must answer: a part (0.5, 1.0) or a number (2) of clients; default: 0.5"),
     ] = None,
-    keep_logs: Annotated[bool, typer.Option("--keep-logs", help="keep the logs even if the run succeeds")] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
@@ -115,26 +114,21 @@ def up(
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
     display = Display(job, overwrite=overwrite)
-    with terminate_as_interrupt(), display.bars:
-        federation = LocalFederation(place, nodes, say=display.say)
-        with federation:
-            try:
-                status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
-            except KeyboardInterrupt:
-                done = len(job.history())
-                raise Interrupted(f"stopped after round {done}; {how_to_resume(overwrite)}") from None
-            except FederationFailed as error:
-                raise FederationFailed(f"{error}; {how_to_resume(overwrite)}") from error
+    with terminate_as_interrupt(), display.bars, LocalFederation(place, nodes, say=display.say) as federation:
+        try:
+            status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
+        except KeyboardInterrupt:
+            done = len(job.history())
+            raise Interrupted(f"stopped after round {done}; {how_to_resume(overwrite)}") from None
+        except FederationFailed as error:
+            raise FederationFailed(f"{error}; {how_to_resume(overwrite)}") from error
     if status["status"] != "finished:completed":
         raise job.failed(status, place / "logs", how_to_resume())
-    federation.clean(keep_logs=keep_logs)
     if len(job.history()) == before:
         base.print_complete(job.out, job.history(), "the app's rounds")
     else:
         base.print_summary(job.history())
         echo(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
-        if keep_logs:
-            echo(f"logs of all processes in {place / 'logs'}/")
 
 
 def read_quorum(text: str) -> float:

@@ -53,6 +53,7 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
         assert mode(federation.keys.signing_key) == 0o600
         (folder / "app" / "written here").touch()
         assert mode(folder / "app" / "written here") == 0o600
+    assert not federation.keys.signing_key.exists()
     (tmp_path / "after").touch()
     assert mode(tmp_path / "after") == mode(tmp_path / "before")
 
@@ -68,8 +69,10 @@ def test_nodes_get_the_key_that_tasks_are_verified_with(tmp_path, monkeypatch):
 
 def test_a_federation_is_run_by_one_command_at_a_time(tmp_path):
     first = local.Lock(keys.private_folder(tmp_path / "fed"))
+    (tmp_path / "fed" / "keys").mkdir()
     with pytest.raises(BadInput, match="is writing to the folder"), local.LocalFederation(tmp_path / "fed", 1):
         pytest.fail("started")
+    assert (tmp_path / "fed" / "keys").exists()  # the other command's
     first.release()
 
 

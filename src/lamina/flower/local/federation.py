@@ -65,8 +65,7 @@ class LocalFederation:
         """Make the keys; start the SuperLink and the nodes; wait until all have joined."""
         self._lock = Lock(keys.private_folder(self.folder))
         self.folder.chmod(0o700)  # also one from before
-        for name in ("keys", "superlink"):  # the SuperLink would refuse the nodes of the last start for a minute
-            shutil.rmtree(self.folder / name, ignore_errors=True)
+        self._delete_temporary()  # the SuperLink would refuse the nodes of the last start for a minute
         for name in ("keys", "superlink", "command", "logs", "app", *map(node_name, range(self.count))):
             keys.private_folder(self.folder / name).chmod(0o700)
         keys.make_server_keys(self.folder / "keys")
@@ -84,14 +83,14 @@ class LocalFederation:
         self.node_ids = {self._wait_for_node(client): client for client in range(self.count)}
 
     def close(self) -> None:
-        """End every process of the federation. May be called again."""
+        """End every process of the federation; the logs and the nodes' state stay. May be called again."""
         self.processes.close()
         if self._lock is not None:
+            self._delete_temporary()
             self._lock.release()
 
-    def clean(self, *, keep_logs: bool = False) -> None:
-        """Delete what only this start needed; the nodes' state stays, because more rounds may be wanted."""
-        for name in ("app", "command", "keys", "superlink", *(() if keep_logs else ("logs",))):
+    def _delete_temporary(self) -> None:
+        for name in ("app", "command", "keys", "superlink"):
             shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def node_key(self, client: int) -> Path:
