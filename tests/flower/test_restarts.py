@@ -1,7 +1,5 @@
 """A server that is killed and started again."""
 
-import json
-
 import pytest
 import torch
 
@@ -13,11 +11,7 @@ from flower_setup import (
     is_train,
 )
 from helpers import Killed
-from lamina.algorithms.scaffold import Up
 from lamina.base.errors import BadInput
-from lamina.engines.state import State
-from lamina.objective.objective import Objective
-from lamina.storage.checkpoint import Checkpoints
 
 ALGORITHMS = {
     "scaffold": "scaffold",
@@ -69,31 +63,6 @@ def test_a_killed_server_resumes_in_the_middle_of_a_round(restartable):
     kill_server(restartable, number=4, asked=2)
     assert len(restartable.rows) == 3
     restartable.run()
-
-
-def test_a_checkpoint_of_an_earlier_version_is_resumed(tmp_path):
-    """Earlier versions remembered rounds, and kept the sum of what every client had changed SCAFFOLD's c by."""
-    setup = Setup(tmp_path, "scaffold", participation=1.0, rounds=2)
-    setup.run()
-    folder = setup.out / "checkpoints"
-    objective = Objective(setup.model(), "cross_entropy")
-    total = Up(None, torch.ones(objective.layers.size))
-    checkpoints = Checkpoints(folder)
-    state, (facts,) = checkpoints.load(2, State.start(setup.algorithm, objective, 4), total)
-    state.clients = dict.fromkeys(range(4), total)
-    checkpoints.identity = json.loads((folder / "round-000002.json").read_text())["content"]["identity"]
-    old = {
-        "recent": {"'delta' has norm": [0.1, 0.2]},
-        "largest_growth": {"v of 0.weight": 1.0},
-        "growth_by_client": {"0": [1.0, 2.0]},
-    }
-    checkpoints.save(state, [facts | old])
-    setup.rounds = 4
-    setup.run()
-    assert_like_the_simulation(setup)
-    assert "damaged" not in (setup.out / "log.txt").read_text()
-    (facts,) = json.loads((folder / "round-000004.json").read_text())["content"]["history"]
-    assert not old.keys() & facts.keys()
 
 
 @pytest.mark.long

@@ -159,9 +159,6 @@ class Exchange:
             stalled = self.mail.give_up(sent)
             why = " (it began to send one, and did not complete it)" * stalled
             record.miss(client, late(self.setup.deadline) + why)
-        for client, answer in answers.items():
-            for field in getattr(answer, "clipped", ()):
-                record.note(f"{record.name(client)}: '{field}' was scaled down to the limit")
         return dict(sorted(answers.items()))
 
     def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:

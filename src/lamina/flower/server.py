@@ -63,7 +63,7 @@ class Server:
         self.history = History()
         self.journal = Journal(folder.path)
         memory = Memory(run=secrets.token_hex(16))
-        self.judge = Judge(setup, self.objective, self.state, memory)
+        self.judge = Judge(setup, memory)
         self.mail, self.roster = mail, Roster(setup, mail.grid, nodes)
         app = wire.fingerprint(self.algorithm, self.objective)
         self.exchange = Exchange(setup, app, self.mail, self.roster, memory)
@@ -109,9 +109,8 @@ class Server:
 
     def _resume(self) -> None:
         """Resume the run in the folder from its newest sound checkpoint."""
-        start = (self.state, self.judge.upload)  # earlier versions kept sums of some of its fields, by client
         self.folder.checkpoints.identity = of_run(self.algorithm, self.objective, self.plan)
-        loaded = load_newest([self.folder.checkpoints], [start], self.folder.rounds())
+        loaded = load_newest([self.folder.checkpoints], [(self.state, None)], self.folder.rounds())
         if loaded is not None:
             ((self.state, (facts,)),) = loaded
             self.exchange.memory = self.judge.memory = Memory(**facts)
