@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -114,7 +112,7 @@ def up(
     place = job.out.with_name(job.out.name + ".federation")
     check_writable(place)
     display = Display(job, overwrite=overwrite)
-    with terminate_as_interrupt(), display.bars, LocalFederation(place, nodes, say=display.say) as federation:
+    with display.bars, LocalFederation(place, nodes, say=display.say) as federation:
         try:
             status = job.run(federation, overwrite=overwrite, say=display.say, tick=display.update)
         except KeyboardInterrupt:
@@ -139,17 +137,6 @@ def read_quorum(text: str) -> float:
     if not value > 0 or (isinstance(value, float) and value > 1):
         raise BadInput(f"--quorum {text}: give a part of the clients (0.5, 1.0) or a number of them (2)")
     return value
-
-
-@contextlib.contextmanager
-def terminate_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM, and a terminal that is closed, end the command as Ctrl-C does."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Display:
