@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,8 +83,7 @@ def up(
         float | None, typer.Option("--deadline", min=1, help="seconds a node has to answer; default: 600")
     ] = None,
     quorum: Annotated[
-        str | None,
-        typer.Option("--quorum", help="who must answer: a part (0.5, 1.0) or a number (2) of clients; default: 0.5"),
+        float | None, typer.Option("--quorum", min=0, max=1, help="part of the clients that must answer; default: 0.5")
     ] = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -99,9 +97,8 @@ def up(
     from lamina.flower.local.jobs import AppJob, FileJob
     from lamina.flower.local.processes import FederationFailed
 
-    options: dict[str, float] = {} if deadline is None else {"deadline": deadline}
-    if quorum is not None:
-        options["quorum"] = read_quorum(quorum)
+    given = {"deadline": deadline, "quorum": quorum}
+    options = {name: value for name, value in given.items() if value is not None}
     if what.is_dir() and (overrides or options):
         raise BadInput("--set, --deadline and --quorum are for experiment files: an app has its own settings")
     job = AppJob(what, out_folder) if what.is_dir() else FileJob(what, overrides or [], nodes, out_folder, options)
@@ -127,16 +124,6 @@ def up(
     else:
         base.print_summary(job.history())
         echo(f"records and model in {job.out}/; to look at them: lamina report {job.out}")
-
-
-def read_quorum(text: str) -> float:
-    """Return a quorum: a whole number of clients, or a fraction of them."""
-    value = 0.0
-    with contextlib.suppress(ValueError):
-        value = int(text) if text.isdecimal() else float(text)
-    if not value > 0 or (isinstance(value, float) and value > 1):
-        raise BadInput(f"--quorum {text}: give a part of the clients (0.5, 1.0) or a number of them (2)")
-    return value
 
 
 class Display:

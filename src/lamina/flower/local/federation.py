@@ -88,6 +88,7 @@ class LocalFederation:
         if self._lock is not None:
             self._delete_temporary()
             self._lock.release()
+            self._lock = None
 
     def _delete_temporary(self) -> None:
         for name in ("app", "command", "keys", "superlink"):
