@@ -134,19 +134,8 @@ def test_a_node_refuses_what_a_simulation_refuses(model, data, why, tmp_path, ca
     assert "Jane" not in sent
 
 
-@pytest.mark.parametrize(
-    ("reason", "why"),
-    [
-        (
-            f"<class 'ValueError'>:<'could not convert string to float: {CELL}'>",
-            "its app raised an exception: ValueError",
-        ),
-        (f"Traceback\nKeyError: '{CELL}'", "its app raised an exception: KeyError"),
-        (CELL, "its app raised an exception"),
-    ],
-)
-def test_the_text_of_an_exception_that_flower_sends_is_not_recorded(reason, why, tmp_path):
-
+@pytest.mark.parametrize("reason", [f"<class 'ValueError'>:<'not a float: {CELL}'>", f"Traceback\nKeyError: '{CELL}'"])
+def test_the_text_of_an_exception_that_flower_sends_is_not_recorded(reason, tmp_path):
     setup = Setup(tmp_path, "fedavg", participation=1.0, rounds=1)
 
     def on_reply(grid, node, message, reply):
@@ -154,7 +143,7 @@ def test_the_text_of_an_exception_that_flower_sends_is_not_recorded(reason, why,
 
     setup.run(setup.grid(on_reply=on_reply))
     (missing,) = setup.journal[0]["missing"]
-    assert missing["why"] == why
+    assert missing["why"] == "its app raised an exception"
     assert "Jane" not in (setup.out / "log.txt").read_text()
 
 
