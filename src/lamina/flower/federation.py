@@ -219,21 +219,11 @@ def read_nodes(given: Any, clients: int) -> dict[int, int]:
             "the server has no list of nodes: give its path as nodes in the run configuration, or as "
             'Federation(nodes=...): {"<node id>": 0, ...}, with the ids that `flwr supernode register` printed'
         )
-    table = given
-    if not isinstance(given, Mapping):
-        try:
-            table = json.loads(Path(str(given)).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise BadInput(f"cannot read the list of nodes '{given}': {error.strerror}") from error
-        except ValueError as error:
-            raise BadInput(f"'{given}' is not valid JSON: {error}") from error
     try:
+        table = given if isinstance(given, Mapping) else json.loads(Path(str(given)).read_text(encoding="utf-8"))
         nodes = {int(node): int(client) for node, client in table.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise BadInput('nodes must be a table of node ids and client numbers: {"1234": 0, "5678": 1}') from error
-    for node, client in nodes.items():
-        if not 0 <= client < clients:
-            raise BadInput(f"nodes: node {node} is client {client}, but they are numbered 0 to {clients - 1}")
-    if len(set(nodes.values())) < len(nodes):
-        raise BadInput("nodes: two nodes are the same client")
+    except (OSError, AttributeError, TypeError, ValueError) as error:
+        raise BadInput(f'nodes: {given} is no table such as {{"1234": 0, "5678": 1}} ({error})') from error
+    if len(set(nodes.values()) & set(range(clients))) < len(nodes):
+        raise BadInput(f"nodes: every node needs a client of its own, 0 to {clients - 1}, not {list(nodes.values())}")
     return nodes
