@@ -53,7 +53,7 @@ def test_a_stalled_upload_costs_only_its_own_node(tmp_path, monkeypatch):
     assert_weights(setup, reference(setup, absent={(2, 0)}))
     (missing,) = setup.journal[1]["missing"]
     assert missing["client"] == 0
-    assert missing["why"] == "no reply within 1.0 s (it began to send one, and did not complete it)"
+    assert missing["why"] == "no reply within 1.0 s"
     assert len(setup.journal[1]["took_part"]) == 3
 
 
@@ -91,7 +91,6 @@ def test_more_stalled_uploads_than_pulls_at_once_block_nobody(monkeypatch):
     puller = mail.Puller(Grid())
     try:
         assert list(puller.look(wanted)) == ["good"]
-        assert all(map(puller.is_uploading, wanted[:-1]))
         started = time.monotonic()
         assert puller.look(wanted[:-1]) == {}
         assert time.monotonic() - started < 1  # those that hang are not waited for again

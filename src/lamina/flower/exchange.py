@@ -156,9 +156,8 @@ class Exchange:
                 self.roster.log_waiting(waiting.values(), "to answer")
             time.sleep(min(self.setup.poll, max(0.0, until - time.monotonic())))
         for sent, client in waiting.items():
-            stalled = self.mail.give_up(sent)
-            why = " (it began to send one, and did not complete it)" * stalled
-            record.miss(client, late(self.setup.deadline) + why)
+            self.mail.give_up(sent)
+            record.miss(client, late(self.setup.deadline))
         return dict(sorted(answers.items()))
 
     def _about_x(self, state: State, clients: Iterable[int], number: int) -> dict[int, RecordDict]:

@@ -85,10 +85,9 @@ class Mail:
         self._sent[ids[0]] = Sent(node, expires, ttl)
         return str(ids[0]), ""
 
-    def give_up(self, message: str) -> bool:
-        """Stop waiting for a reply, which counts no more; return whether its upload has begun."""
+    def give_up(self, message: str) -> None:
+        """Stop waiting for a reply, which counts no more."""
         del self._sent[message]
-        return self._puller.is_uploading(message)
 
     def look(self, waiting: Iterable[str], record: Attendance) -> dict[str, Message | str]:
         """Return the replies to these messages: each a message, or the reason why there is none.
@@ -184,10 +183,6 @@ class Puller:
         finished = {message: pull for message, pull in self._pulls.items() if not pull.is_alive()}
         self._pulls = {message: pull for message, pull in self._pulls.items() if message not in finished}
         return finished
-
-    def is_uploading(self, message: str) -> bool:
-        """Return whether the reply to a message was announced and is not complete."""
-        return message in self._pulls
 
     def _wait_for_all_but(self, most: int) -> None:
         """Wait until at most `most` pulls run that are still worth waiting for."""
