@@ -185,7 +185,7 @@ def test_up_refuses_before_anything_is_started(tmp_path, capsys, monkeypatch):
         (["empty"], "'empty' is not the folder of a Flower app"),
         (["half"], '[tool.flwr.app.config] lacks nodes = "", signing-key = ""'),
         (["small.toml", "--set", "data.clients=3", "--quorum", "0"], "quorum = 0.0"),
-        (["small.toml", "--set", "data.clients=3", "--quorum", "2"], "2 is not in the range 0<=x<=1"),
+        (["small.toml", "--set", "data.clients=3", "--quorum", "2"], "2.0 is not in the range 0<=x<=1"),
         (["half", "--set", "train.lr=1"], "--set, --deadline and --quorum are for experiment files"),
     ):
         assert call("up", *arguments) == 2
