@@ -152,7 +152,7 @@ def compare(
     target: float | None = None,
     select: str = "validation",
     validation: float = 0.2,
-    tuning_rounds: int | None = None,
+    tuning_rounds: int | Sequence[int] | None = None,
     out: str | Path | None = None,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -189,7 +189,8 @@ def compare(
         target: value of the first metric on the test data to reach; 0.9 by default if that is the accuracy.
         select: choose on held-out "validation" data, or on the "test" data as the papers do.
         validation: the fraction of the training data that is held out to choose on.
-        tuning_rounds: rounds of the runs that only help to choose; by default as many as of the final runs.
+        tuning_rounds: rounds of the runs that only help to choose; of several numbers, the best third continues after
+            each, and in the end all neighbours of the best combination.
         out: the folder of all runs. Called again with the same arguments, `compare` resumes there. Without it, the runs
             are in a temporary folder, which is deleted with the result.
         overwrite: whether earlier runs in the folder may be deleted.
@@ -206,7 +207,7 @@ def compare(
         "validation": validation,
         "grid": _grids(list(chosen), lr, grid or {}),
         **({} if target is None else {"target": target}),
-        **({} if tuning_rounds is None else {"tuning_rounds": tuning_rounds}),
+        **({} if tuning_rounds is None else {"tuning_rounds": _plain(tuning_rounds)}),
     }
     settings |= {"rounds": rounds, "lr": None}
     experiment = describe(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -142,7 +143,10 @@ class Compare(_Section):
     grid: dict[str, Tried] = {}  # what to try for each; the best combination is kept
     select: Literal["validation", "test"] = "validation"  # what it is chosen on; the papers take the test data
     validation: Fraction = 0.2  # of the training data, held out to choose on
-    tuning_rounds: AtLeastOne | None = None  # of the runs that only help to choose; None: train.rounds
+    # Rounds of the runs that only help to choose; None: train.rounds; several: stages, each of which drops some runs.
+    tuning_rounds: Annotated[
+        list[AtLeastOne] | None, BeforeValidator(lambda value: [value] if isinstance(value, int | float) else value)
+    ] = None
     # Further options of each method. If they name the algorithm (`name`), the method may have any name.
     options: dict[str, dict[str, Any]] = {}
 

@@ -1,10 +1,12 @@
 """How a comparison chooses the settings of each method."""
 
+import contextlib
 import csv
 import json
 import math
 import os
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from lamina.experiment.config import load
 from lamina.experiment.runs.records import find_records, read_record
 from lamina.experiment.trials import compare as comparing
 from lamina.experiment.trials import trials
+from lamina.experiment.trials.settings import folder_name, neighbours, points
+from lamina.report.rates import responses
 from lamina.training.training import Training
 
 
@@ -64,10 +68,13 @@ def test_options_are_tried_with_every_rate_side_by_side(here, monkeypatch, capsy
         ("compare.grid.fedlamb.lr=[]", "compare.grid.fedlamb.lr = []: must not be empty"),
         ("compare.grid.fedlamb.name=['fedavg']", "[compare.grid.fedlamb] has no key 'name'"),
         ("compare.lr.fedlamb=[0.1]", "[compare] has no key 'lr'"),
-        ("compare.tuning_rounds=0", "compare.tuning_rounds = 0: input should be greater than"),
-        ("compare.tuning_rounds=2.5", "compare.tuning_rounds = 2.5: input should be a valid integer"),
-        ("compare.tuning_rounds=[3, 8]", "compare.tuning_rounds = [3, 8]: input should be a valid integer"),
-        ("compare.tuning_rounds=13", "compare.tuning_rounds = 13: must be at most train.rounds = 8"),
+        ("compare.tuning_rounds=0", "compare.tuning_rounds.0 = 0: input should be greater than"),
+        ("compare.tuning_rounds=2.5", "compare.tuning_rounds.0 = 2.5: input should be a valid integer"),
+        ("compare.tuning_rounds=[3, 0]", "compare.tuning_rounds.1 = 0: input should be greater than"),
+        ("compare.tuning_rounds=[3, 3]", "compare.tuning_rounds = [3, 3]: must be a number, or a list of growing"),
+        ("compare.tuning_rounds=[]", "compare.tuning_rounds = []: must be a number, or a list of growing numbers"),
+        ("compare.tuning_rounds=[3, 13]", "a list of growing numbers, at most train.rounds = 8"),
+        ("compare.tuning_rounds=13", "growing numbers, at most train.rounds = 8"),
     ],
 )
 def test_what_cannot_be_tried_is_said_before_anything_runs(here, capsys, setting, said):
@@ -98,7 +105,7 @@ def test_settings_are_chosen_in_fewer_rounds(here, capsys):
     assert [len(rows(f"c/fedavg/seed{seed}")) for seed in (1, 2)] == [12, 12]
     assert [read_record(f"{folder}/fedavg/seed1").lr for folder in ("c", "whole")] == [0.02, 0.5]
     assert "held out, in the first 4 rounds\n" in capsys.readouterr().out
-    assert json.loads(Path("c/config.json").read_text())["compare"]["tuning_rounds"] == 4
+    assert json.loads(Path("c/config.json").read_text())["compare"]["tuning_rounds"] == [4]
     assert call(*[word for word in command("whole", SHORT[0], *rates) if word != "--quiet"]) == 0
     assert "in the first" not in capsys.readouterr().out
 
@@ -142,6 +149,195 @@ def test_short_tuning_runs_continue_and_are_never_mixed(here, monkeypatch, capsy
     assert call(*command("c", *SHORT, "compare.tuning_rounds=6")) == 0  # more are added
     assert call(*command("longer", *SHORT, "compare.tuning_rounds=6")) == 0
     assert_same_comparison("longer", "c", RUNS[:4])
+
+
+STAGES = (
+    "compare.algorithms=['fedavg']",
+    "compare.tuning_rounds=[2, 5]",
+    "compare.grid.fedavg.lr=[0.001, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 1e30]",
+)
+
+
+def test_the_best_third_and_the_neighbours_of_the_best_continue(here, capsys):
+    """Rate 0.5 is best after five rounds, but not among the best third after two."""
+    assert call(*command("whole", STAGES[0], STAGES[2], "compare.tuning_rounds=5")) == 0
+    assert call(*[word for word in command("c", *STAGES) if word != "--quiet"]) == 0
+    said = capsys.readouterr().out
+    with Path("c/tuning.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    folders = [folder_name({"lr": float(line["learning_rate"])}) for line in table]  # in the order of the grid
+    made = {name: rows(Path("c/tuning/fedavg", name)) for name in folders}
+    whole = {name: rows(Path("whole/tuning/fedavg", name)) for name in folders}
+    first = {name: max((row["accuracy"] for row in own[:2]), default=-1) for name, own in whole.items()}
+    third = sorted(folders, key=lambda name: -first[name])[:4]  # of 10; of equals the first
+    assert set(third) == {"lr0.1", "lr0.2", "lr1.0", "lr2.0"}
+    continued = {*third, "lr0.5"}  # next to 0.2 and 1.0; next to it there is no other
+    for name in folders:
+        expected = whole[name][: 5 if name in continued else 2]
+        assert [row["accuracy"] for row in made[name]] == [row["accuracy"] for row in expected]
+    assert [int(line["rounds"]) for line in table] == [len(made[name]) for name in folders]
+    assert [len(made[name]) for name in folders].count(5) == 5
+    longest = max(max(row["accuracy"] for row in own) for own in made.values() if len(own) == 5)
+    (chosen,) = [line for line in table if line["chosen"] == "True"]
+    assert float(chosen["best_validation_accuracy"]) == longest
+    assert chosen["learning_rate"] == "0.5"
+    assert longest == max(row["accuracy"] for own in whole.values() for row in own)
+    assert "chosen on 20% of the training data, held out, in the first 5 rounds\n" in said
+    assert (
+        "the best third of what was tried continued after 2 rounds (at least 3); all neighbours of the chosen" in said
+    )
+    (tuned,) = [response for response in responses(find_records(["c"])) if response.on == "validation"]
+    assert len(tuned.tried) == 10  # one curve for all stages, so that an edge is one of all that was tried
+    assert tuned.chosen == float(chosen["learning_rate"])
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory):
+    """The folder of a comparison in stages that nothing interrupted, and the names of its runs with a model."""
+    place = tmp_path_factory.mktemp("staged")
+    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
+        Path("small.toml").write_text(TOML)
+        skip_pictures(patch)
+        assert call(*command("whole", *STAGES)) == 0
+    ended = (path.parent.name for path in (place / "whole" / "tuning" / "fedavg").glob("*/model.safetensors"))
+    names = sorted(f"tuning/fedavg/{name}" for name in ended)
+    assert len(names) == 9  # the tenth has diverged
+    return place / "whole", [*names, "fedavg/seed0", "fedavg/seed1"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stop_at", [2, 5], ids=["second-stage", "neighbour"])
+def test_stages_resume_after_a_stop(here, staged, monkeypatch, stop_at):
+    record, seen = Training.record, []
+
+    def counted(self, *arguments, **options):
+        seen.append(self.state.round)
+        if seen.count(4) == stop_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return record(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "record", counted)
+        assert call(*command("c", *STAGES)) == 130
+    lengths = [len(rows(path)) for path in Path("c/tuning/fedavg").iterdir()]
+    assert (lengths.count(4), lengths.count(5)) == ((4, 0) if stop_at == 2 else (1, 4))
+    assert call(*command("c", *STAGES)) == 0
+    whole, names = staged
+    assert_same_comparison(whole, "c", names)
+
+
+@pytest.mark.long
+def test_stages_can_start_again(here, staged, monkeypatch):
+    record, seen = Training.record, []
+    whole, names = staged
+    shutil.copytree(whole, "c")
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "record", lambda self, *rest: seen.append(1) or record(self, *rest))
+        assert call(*command("c", *STAGES), "--overwrite") == 0
+    assert len(seen) == 9 * 2 + 5 * 3 + 2 * ROUNDS  # no round twice: nine of two rounds, five continue, two seeds
+    assert_same_comparison(whole, "c", names)
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "record", None)
+        assert call(*command("c", *STAGES)) == 0  # complete: nothing is trained
+
+
+def test_neighbours_are_at_most_one_step_apart_in_every_key():
+    grid = points({"lr": [1.0, 0.1, 0.01, 10.0], "layers": ["tensor", "module", "block"]})
+    near = [grid[i] for i in neighbours(grid, {"lr": 0.1, "layers": "module"})]
+    values = [{"lr": lr, "layers": layers} for lr in (1.0, 0.1, 0.01) for layers in ("tensor", "module", "block")]
+    assert near == [other for other in values if other != {"lr": 0.1, "layers": "module"}]
+    assert neighbours(points({"lr": [0.1]}), {"lr": 0.1}) == []
+
+
+RATES = [0.001, 0.003, 0.005, 0.01, 0.03, 0.05, 0.1, 0.3, 0.5]
+RESPONSES = {  # accuracies after the rounds of each stage
+    # Fed-LAMB in lamb-mnist-mlp-noniid-e3, where 0.01 starts below its neighbours on both sides; its last value is
+    # that of lamb-mnist-mlp-noniid-e3-rate, and where no record goes so far, values are made up
+    "as-in-the-panel": {
+        2: [0.686, 0.869, 0.869, 0.778, 0.879, 0.678, 0.217, 0.178, 0.103],
+        4: [0.793, 0.896, 0.893, 0.854, 0.886, 0.780, 0.300, 0.200, 0.110],
+        8: [0.940, 0.961, 0.969, 0.980, 0.942, 0.895, 0.600, 0.300, 0.120],
+    },
+    # the larger a rate, the faster its start and the lower its end
+    "slow-wins-late": {
+        2: [0.10, 0.15, 0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50],
+        4: [0.15, 0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50, 0.51],
+        8: [0.80, 0.90, 0.85, 0.80, 0.75, 0.70, 0.65, 0.60, 0.55],
+    },
+    # all rates that continue diverge: the best of the others has to be run to the end, too
+    "the-fast-diverge": {
+        2: [0.10, 0.15, 0.20, 0.25, 0.30, 0.35, 0.40, 0.45, 0.50],
+        4: [0.15, 0.20, 0.30, 0.25, 0.30, 0.35, math.inf, math.inf, math.inf],
+        8: [0.50, 0.70, 0.80, 0.75, 0.70, 0.40, math.inf, math.inf, math.inf],
+    },
+}
+STAGED = ("compare.algorithms=['fedavg']", "compare.seeds=1", "compare.tuning_rounds=[2, 4, 8]", "compare.select=test",
+          f"compare.grid.fedavg.lr={RATES}")  # fmt: skip
+
+
+RECORD = Training.record
+
+
+def respond(patch, response):
+    """Replace what runs are evaluated to; return a list that grows with every round of a run."""
+    seen = []
+
+    def replaced(self, before, plan, report, seconds, metrics):
+        number, lr = len(self.history) + 1, self.protocol.lr
+        seen.append((lr, number))
+        value = response[min(stage for stage in response if stage >= number)][RATES.index(lr)]
+        changed = {"loss": math.inf} if math.isinf(value) else {"accuracy": value}
+        return RECORD(self, before, plan, report, seconds, {**metrics, **changed})
+
+    patch.setattr(Training, "record", replaced)
+    return seen
+
+
+def tuned(folder):
+    with Path(folder, "tuning.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    (chosen,) = [float(line["learning_rate"]) for line in table if line["chosen"] == "True"]
+    return chosen, {float(line["learning_rate"]): int(line["rounds"]) for line in table}
+
+
+@pytest.mark.parametrize("name", RESPONSES)
+def test_a_rate_that_wins_late_is_found(here, monkeypatch, name):
+    response = RESPONSES[name]
+    seen = respond(monkeypatch, response)
+    assert call(*command("c", *STAGED)) == 0
+    last = [-1 if math.isinf(value) else value for value in response[8]]
+    place = last.index(max(last))
+    chosen, rounds = tuned("c")
+    assert chosen == RATES[place]
+    assert all(rounds[lr] == 8 for lr in RATES[place - 1 : place + 2])  # it was compared with its neighbours
+    tuning = seen[:-8]  # then one final run
+    assert len(tuning) == len(set(tuning)) <= 8 * len(RATES)  # no round twice, and never more than the whole grid
+    if name == "as-in-the-panel":
+        assert (rounds, len(tuning)) == (dict(zip(RATES, [2, 8, 8, 8, 8, 2, 2, 2, 2], strict=True)), 4 * 8 + 5 * 2)
+
+
+@pytest.mark.long
+def test_folders_of_comparisons_that_did_not_try_neighbours(here, monkeypatch, capsys):
+    """Earlier versions chose among the best third only."""
+    with monkeypatch.context() as patch:
+        patch.setattr(comparing, "neighbours", lambda grid, point: [])
+        respond(patch, RESPONSES["as-in-the-panel"])
+        assert call(*command("c", *STAGED)) == 0
+        assert tuned("c")[0] == 0.005
+        right = RESPONSES["as-in-the-panel"] | {8: [0.94, 0.96, 0.98, 0.97, 0.94, 0.9, 0.6, 0.3, 0.1]}
+        respond(patch, right)
+        assert call(*command("right", *STAGED)) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        respond(patch, RESPONSES["as-in-the-panel"])
+        assert call(*command("c", *STAGED)) == 2
+    said = capsys.readouterr().err
+    assert "fedavg/seed0' holds another run: train.lr = 0.005 (now 0.01); choose another with --out" in said
+    assert said.count("\n") == 1
+    seen = respond(monkeypatch, right)
+    assert call(*command("right", *STAGED)) == 0  # the same choice: only the neighbour is added
+    assert seen == [(0.01, number) for number in range(3, 9)]
+    assert tuned("right")[0] == 0.005
 
 
 @pytest.mark.long

@@ -80,6 +80,12 @@ class Record:
         """Return whether it is complete or has diverged."""
         return self.complete or self.diverged is not None
 
+    def up_to(self, rounds: int) -> Record:
+        """Return the run as if it had only its first rounds to train."""
+        config = {**self.config, "train": {**self.config["train"], "rounds": rounds}}
+        diverged = self.diverged if len(self.history) < rounds else None
+        return dataclasses.replace(self, config=config, history=self.history[:rounds], diverged=diverged)
+
     @property
     def on_validation_data(self) -> bool:
         """Return whether it was evaluated on held-out training data instead of the test data."""

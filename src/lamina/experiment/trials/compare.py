@@ -3,29 +3,34 @@
 If the file gives values to try (``[compare.grid]``: rates, and the methods' own options), each combination is run once
 on the first seed, and the one with the best value of the first metric on held-out *training* data is chosen. The test
 data are used only in the final runs, one per seed; with ``compare.select = "test"``, as in the papers, they choose,
-too. To save time, ``compare.tuning_rounds`` may be fewer rounds.
+too. To save time, ``compare.tuning_rounds`` may be fewer rounds, or several numbers: after each, only the best third
+continues. A rate that starts slowly may win late, so a search in stages ends only when the best combination has been
+compared with all its neighbours on the grid after the last of these rounds.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import lamina
 from lamina import algorithms
-from lamina.base.errors import BadInput
-from lamina.base.text import listed
+from lamina.base.errors import BadInput, is_whole
+from lamina.base.text import listed, plural
 from lamina.experiment.build import build_algorithm, build_schedule, chosen_target, resolved
 from lamina.experiment.config import AlgorithmSection, Experiment
-from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_ours, read_record
+from lamina.experiment.runs.records import FORMAT, REPLACED, delete_runs, is_ours, read_json, read_record
 from lamina.experiment.sections import Named
-from lamina.experiment.trials.settings import Range, Settings, folder_name, points, written
+from lamina.experiment.trials.settings import Range, Settings, folder_name, neighbours, points, written
 from lamina.experiment.trials.trials import Job, Trial, Trials, read_begun, refuse_nan
 from lamina.storage.files import write_csv, write_json, writing_to
 from lamina.training.metrics import is_percent
 
 TUNING_FOLDER = "tuning"
+CONTINUED_FRACTION, MIN_CONTINUED = 1 / 3, 3  # of the candidates, after each of several tuning_rounds
 
 
 class Comparison(Trials):
@@ -39,7 +44,7 @@ class Comparison(Trials):
         spec = experiment.compare
         super().__init__(experiment, spec, "algorithms", folder, **options)
         self.entries: list[Trial] = []
-        self._folders: dict[Path, None] = {}  # of all jobs so far
+        self._folders: dict[Path, None] = {}  # of all jobs so far; a tuning run may have several stages
         if not spec.algorithms:
             raise BadInput("compare.algorithms is empty: name at least one algorithm")
         for name in {**spec.grid, **spec.options}:
@@ -100,27 +105,59 @@ class Comparison(Trials):
         return finished
 
     def _tune(self, name: str) -> list[Trial] | None:
-        """Try all points; return their trials, None if it was stopped."""
-        seed = self.experiment.train.seed
-        jobs = [self._new_job(name, settings, seed, tuning=True) for settings in self._choices[name]]
-        if not self._run(jobs):
-            return None
-        named = zip(jobs, self._choices[name], strict=True)
-        return [Trial(job.folder.name, settings, [read_record(job.folder)]) for job, settings in named]
+        """Try all points, in stages if there are several tuning_rounds; return their trials, None if it was stopped."""
+        rounds, candidates = tuning_rounds(self.experiment), self._choices[name]
+        stages = [rounds[i:] for i in range(len(rounds))]  # of each, its rounds and those of the stages after it
+        trials: dict[int, Trial] = {}
+        selected = list(range(len(candidates)))
+        for stage in stages:
+            if not self._try(name, selected, stage, trials):
+                return None
+            count = max(MIN_CONTINUED, math.ceil(CONTINUED_FRACTION * len(selected)))
+            selected = sorted(selected, key=lambda i: -trials[i].score_key)[:count]  # ties keep their order
+        best = None
+        while best != (first := max(trials, key=lambda i: trials[i].score_key)):  # until no neighbour is better
+            best = first
+            selected = [best, *neighbours(candidates, candidates[best])]
+            # Stage by stage: only runs that are at the same round train side by side.
+            if not all(self._try(name, selected, stage, trials) for stage in stages):
+                return None
+        return [trials[i] for i in range(len(candidates))]
 
-    def _new_job(self, name: str, settings: Settings, seed: int, *, tuning: bool = False) -> Job:
-        """Return a final run, or a tuning run."""
+    def _try(self, name: str, selected: Sequence[int], stage: Sequence[int], trials: dict[int, Trial]) -> bool:
+        """Train selected points up to the rounds of a stage and update their trials; return whether all finished."""
+        rounds, seed = stage[0], self.experiment.train.seed
+        jobs = {
+            i: self._new_job(name, self._choices[name][i], seed, stage)
+            for i in selected
+            if i not in trials or (trials[i].remark != "diverged" and len(trials[i].histories[0]) < rounds)
+        }
+        if not self._run(list(jobs.values())):
+            return False
+        for i, job in jobs.items():
+            trials[i] = Trial(job.folder.name, self._choices[name][i], [read_record(job.folder).up_to(rounds)])
+        return True
+
+    def _new_job(self, name: str, settings: Settings, seed: int, stage: Sequence[int] = ()) -> Job:
+        """Return a final run or, with the rounds of a stage and of those after it, a tuning run."""
         experiment, folder = with_algorithm(self.experiment, name, settings), label_folder(name)
-        folder = f"{TUNING_FOLDER}/{folder}/{folder_name(settings)}" if tuning else f"{folder}/seed{seed}"
-        if tuning:  # perhaps shorter, but each round has the rate of that round in the final runs
-            changed: dict[str, Any] = {"rounds": tuning_rounds(self.experiment)}
+        folder = f"{TUNING_FOLDER}/{folder}/{folder_name(settings)}" if stage else f"{folder}/seed{seed}"
+        if stage:  # perhaps shorter, but each round has the rate of that round in the final runs
+            changed: dict[str, Any] = {"rounds": self._rounds_in_folder(folder, stage)}
             if "schedule" not in experiment.objects.settings:
                 options = vars(build_schedule(experiment))
                 changed["schedule"] = Named(name=experiment.train.schedule.name, **options)
             experiment = experiment.changed(train=changed)
-        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=tuning)
+        job = self._job(experiment, seed, folder, f"{name}, {written(settings)}", name, tuning=bool(stage))
         self._folders[job.folder] = None
         return job
+
+    def _rounds_in_folder(self, folder: str, stage: Sequence[int]) -> int:
+        """Return the rounds of a tuning run: those of a later stage if it had been continued before."""
+        path = self.folder / folder
+        stored = read_json(path / "config.json").get("train", {}) if is_ours(path) else {}
+        rounds = stored.get("rounds") if isinstance(stored, Mapping) else None
+        return next((each for each in stage if is_whole(rounds) and each == rounds), stage[0])
 
     @property
     def runs(self) -> list[Path]:
@@ -143,10 +180,14 @@ class Comparison(Trials):
             held_out = f"{spec.validation:.0%} of the training data, held out"
             on = held_out if spec.select == "validation" else "the test data"
             what = "rates" if all(choice[0].keys() == {"lr"} for choice in self._choices.values()) else "settings"
-            rounds = tuning_rounds(self.experiment)
+            *stages, rounds = tuning_rounds(self.experiment)
             first = f"first {rounds} rounds" if rounds > 1 else "first round"
             short = f", in the {first}" if rounds < self.experiment.train.rounds else ""
             lines.append(f"{what} were chosen on {on}{short}")
+            if stages:
+                after = " and ".join([*map(str, stages[:-1]), plural(stages[-1], "round")])
+                third = f"the best third of what was tried continued after {after} (at least {MIN_CONTINUED})"
+                lines.append(f"{third}; all neighbours of the chosen {what} on the grid were also run to the end")
         untuned = [name for name in self._choices if name not in spec.grid or spec.grid[name].lr is None]
         if given is not None and untuned:
             lines.append(f"train.lr = {given:g} is used for {', '.join(untuned)}: no rates in [compare.grid]")
@@ -216,12 +257,14 @@ def points_of(experiment: Experiment, name: str) -> list[Settings]:
     return points({"lr": [rate], **(spec.grid[name].values() if name in spec.grid else {})})
 
 
-def tuning_rounds(experiment: Experiment) -> int:
-    """Return the rounds of tuning runs."""
+def tuning_rounds(experiment: Experiment) -> list[int]:
+    """Return the rounds of tuning runs, stage by stage."""
     given, rounds = experiment.compare.tuning_rounds, experiment.train.rounds
-    if given is not None and given > rounds:
-        raise BadInput(f"compare.tuning_rounds = {given}: must be at most train.rounds = {rounds}")
-    return given or rounds
+    stages = [rounds] if given is None else given
+    if not stages or sorted(set(stages)) != stages or stages[-1] > rounds:
+        expected = f"a number, or a list of growing numbers, at most train.rounds = {rounds}"
+        raise BadInput(f"compare.tuning_rounds = {stages}: must be {expected}")
+    return stages
 
 
 def label_folder(label: str) -> str:

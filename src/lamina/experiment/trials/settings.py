@@ -91,6 +91,23 @@ def points(grid: Mapping[str, Sequence[Any]]) -> list[Settings]:
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*once)]
 
 
+def neighbours(grid: Sequence[Settings], point: Settings) -> list[int]:
+    """Return the positions of a point's neighbours on a grid: no value is more than one step from the point's.
+
+    Numbers are ordered by size; values of other kinds are all one step apart.
+
+    >>> neighbours(points({"lr": [0.1, 0.01, 1.0, 0.001]}), {"lr": 0.1})
+    [1, 2]
+    """
+    near: dict[str, list[Any]] = {}
+    for key, value in point.items():
+        near[key] = [other[key] for other in grid]
+        if all(is_number(number) for number in near[key]):
+            smaller, larger = [x for x in near[key] if x < value], [x for x in near[key] if x > value]
+            near[key] = [max(smaller, default=value), value, min(larger, default=value)]
+    return [i for i, other in enumerate(grid) if other != point and all(other[key] in near[key] for key in point)]
+
+
 def short_names(keys: Sequence[str]) -> list[str]:
     """Return keys without their sections, where they stay distinct.
 
