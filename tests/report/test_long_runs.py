@@ -3,12 +3,15 @@
 import csv
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lamina.cli.export import table_parts
+from lamina.experiment.runs import metrics_file
 from lamina.experiment.runs.records import find_folders
 from lamina.report import build, figures, page, tables
 from run_folders import write_run
@@ -73,6 +76,7 @@ def test_an_export_holds_every_round(long_run):
 
 def test_an_export_keeps_gaps_names_and_awkward_numbers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", 100)  # less than a line
     folder = write_run(Path("a],[b"), [0.5, None, 0.25])
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[1] |= {"late": 1e-05, "null_column": None, "bytes_up": 2**62}
@@ -83,3 +87,27 @@ def test_an_export_keeps_gaps_names_and_awkward_numbers(tmp_path, monkeypatch):
     assert [row["null_column"] for row in rows] == ["", "", ""]
     assert [row["late"] and float(row["late"]) for row in rows] == ["", 1e-05, ""]
     assert [row["bytes_up"] for row in rows] == ["2", str(2**62), "2"]
+
+
+MEASURE = """
+import resource, sys
+from lamina import cli
+try:
+    cli.main(sys.argv[1:])
+except SystemExit as ended:
+    assert not ended.code, ended.code
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("command", [["watch", "--once"], ["export", "--out", "x.csv"], ["report", "--out", "x.html"]])
+def test_a_hundred_thousand_rounds_take_forty_megabytes(tmp_path, command):
+    """Stored as dicts, they took 220."""
+    kilobytes = []
+    for rounds in (1, 100_000):
+        folder = write_run(tmp_path / str(rounds), [0.5] * rounds)
+        arguments = [sys.executable, "-c", MEASURE, command[0], str(folder), *command[1:]]
+        done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True)
+        kilobytes.append(int(done.stderr))
+    assert kilobytes[1] - kilobytes[0] < 40_000

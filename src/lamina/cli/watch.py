@@ -69,7 +69,7 @@ class View:
         self._no_run_until = no_run_until  # a time before which there need not be any run
         self.is_active = False  # whether any process writes here, as of the last frame
         self._records: list[Record] = []
-        self._files: dict[Path, MetricsFile] = {}  # so that a frame reads only what has changed
+        self._files: dict[Path, MetricsFile] = {}  # so that a frame reads only what is new
         self._looks: dict[Path, deque[tuple[float, int]]] = {}  # when, and how many rounds there were
 
     def frame(self) -> RenderableType:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from lamina.experiment.runs import metrics_file
 from lamina.experiment.runs.metrics_file import MetricsFile
 
 
@@ -12,7 +13,8 @@ def line(number, **more):
 
 
 @pytest.fixture
-def file(tmp_path):
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", 100)  # less than three lines
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(map(line, range(1, 11))))
     return MetricsFile(path)
@@ -31,14 +33,19 @@ def test_rows_and_the_bytes_where_they_end(file):
     assert file.damaged is None
 
 
-def test_a_growing_file_is_read_again(file):
+def test_only_new_lines_are_read_again(file, monkeypatch):
     file.read()
-    rows = file.rows
-    assert file.read().rows is rows  # nothing has changed
+    read = []
+    monkeypatch.setattr(metrics_file, "_rows", lambda lines, before, rows=metrics_file._rows: (
+        read.append(lines) or rows(lines, before)
+    ))  # fmt: skip
+    assert len(file.read().rows) == 10
+    assert read == []
     append(file, line(11) + line(12)[:-5])
     assert len(file.read().rows) == 11  # the last line is half-written
     append(file, line(12)[-5:])
     assert len(file.read().rows) == 12
+    assert b"".join(read).decode() == line(11) + line(12)
 
 
 def test_a_file_that_was_cut_back_or_replaced_is_read_as_a_whole(file):
@@ -59,7 +66,9 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_rows_stop_before_a_damaged_line(file, damage):
+@pytest.mark.parametrize("chunk", [100, 10_000])
+def test_rows_stop_before_a_damaged_line(file, monkeypatch, damage, chunk):
+    monkeypatch.setattr(metrics_file, "CHUNK_BYTES", chunk)
     lines = file.path.read_text().splitlines(keepends=True)
     file.path.write_text("".join([*lines[:3], damage + "\n", *lines[4:]]))
     file.read()
@@ -67,3 +76,9 @@ def test_rows_stop_before_a_damaged_line(file, damage):
     assert file.path.read_text()[: file.end_of(3)] == "".join(lines[:3])
     file.path.write_text("".join(lines))  # repaired
     assert (len(file.read().rows), file.damaged) == (10, None)
+
+
+def test_a_line_without_an_end_is_damage_and_not_kept_in_memory(file, monkeypatch):
+    monkeypatch.setattr(metrics_file, "LONGEST_LINE_BYTES", 500)
+    append(file, "9" * 5000)
+    assert (len(file.read().rows), file.damaged) == (10, 11)

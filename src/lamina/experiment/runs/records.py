@@ -100,8 +100,8 @@ class Record:
 def find_records(paths: Iterable[str | Path], known: dict[Path, MetricsFile] | None = None) -> list[Record]:
     """Return every run in the given folders, at any depth.
 
-    To look at growing runs again and again, pass the same dict as `known` every time: of metrics files in it, only
-    those that have changed are read.
+    To look at growing runs again and again, pass the same dict as `known` every time: of metrics files in it, only the
+    new lines are read.
     """
     known = {} if known is None else known
     folders = find_folders(paths)
@@ -122,7 +122,7 @@ def find_folders(paths: Iterable[str | Path]) -> list[Path]:
 
 
 def read_record(folder: str | Path, metrics: MetricsFile | None = None) -> Record:
-    """Read one run's folder; it may be running now. Metrics that were read before are read again if they changed."""
+    """Read one run's folder; it may be running now. Of metrics that were read before, only the new lines are read."""
     folder = Path(folder)
     config = read_config(folder)
     how = read_diverged(folder)
