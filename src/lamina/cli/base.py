@@ -19,7 +19,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from lamina.base.interrupt import end_guard
 from lamina.base.limits import in_bytes
 from lamina.base.text import plural, printable
 
@@ -212,10 +211,8 @@ class Interrupted(Exception):
 
 
 def import_torch() -> None:
-    """Import torch. Until then Ctrl-C ends the process (base/interrupt.py); then it raises KeyboardInterrupt."""
+    """Import torch, which takes seconds, when a command needs it."""
     import torch  # noqa: F401
-
-    end_guard()
 
 
 @contextlib.contextmanager
