@@ -149,7 +149,7 @@ class Simulation(Training):
             diagnostics=diagnostics,
         )
         chosen_metrics = find_all(metrics)
-        algorithm = as_algorithm(algorithm)  # tried on a tiny model
+        algorithm = as_algorithm(algorithm)
         arguments = inspect.signature(Simulation).parameters
         protocol = TrainSettings.of(algorithm, settings, arguments)  # validated, with the defaults filled in
         chosen_device = choose_device(device)
