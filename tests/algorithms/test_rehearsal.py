@@ -45,7 +45,7 @@ BROKEN = {  # a function of FedAvg, replaced
     ),
     "a field of another shape": (
         "init",
-        lambda self, x, layers: Model(x[:2]),
+        lambda self, x, layers: Model(x[:3]),
         r"init field 'x' must be .* found one of shape",
     ),
     "broadcast without x": ("broadcast", lambda self, server, info: Change(server.x), "broadcast must .* field 'x'"),
