@@ -212,7 +212,10 @@ class Interrupted(Exception):
 
 def import_torch() -> None:
     """Import torch, which takes seconds, when a command needs it."""
-    import torch  # noqa: F401
+    try:
+        import torch  # noqa: F401
+    except KeyboardInterrupt:
+        raise typer.Abort from None  # typer would ignore a KeyboardInterrupt silently
 
 
 @contextlib.contextmanager
