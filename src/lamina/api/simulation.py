@@ -84,7 +84,7 @@ class Simulation(Training):
         clip: largest norm of a mini-batch gradient. An algorithm with the option `clip_direction` set clips the
             direction of its step instead.
         weighting: "clients" (the default): all clients count the same; "examples": by their number of samples.
-        aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean", "norm_clipping",
+        aggregation: how the server combines what the clients send: "mean", "median", "trimmed_mean",
             "centred_clipping", or an object such as `lamina.aggregation.TrimmedMean(0.1)`. All but the mean keep the
             uploads of the whole cohort in memory.
         loss: a name in `lamina.losses.LOSSES` (default "cross_entropy"), "module:function", or a function of (outputs,
