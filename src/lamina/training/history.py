@@ -14,19 +14,10 @@ from numpy.typing import NDArray
 
 from lamina.base.errors import BadInput, missing_extra, nearest
 from lamina.base.text import html_table, plural
-from lamina.training.metrics import DIAGNOSTICS, is_metric, smaller_is_better
+from lamina.training.metrics import is_metric, smaller_is_better
 
 Row = Mapping[str, float | int]
 
-# What to do about a column that a run records only under some condition, by the start of its name.
-REMEDIES = {
-    "client_": "pass client_metrics=True, or local_test=0.2",
-    "heldout_": "pass heldout_clients=0.2",
-    "trust_ratio": "pass trust_ratios=True and use a layer-wise method",
-    "node_": "evaluate on the nodes: Federation(evaluate_on='nodes')",
-    "accuracy": "accuracy needs class labels, one output per class (or one logit for two classes), and a loss that is "
-    "not 'mse'; use 'loss'",
-}
 LOST = "lost"  # the column, 1 in every round whose metrics were lost and could not be rebuilt
 LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
 NOT_EVALUATED = "none of these rounds was evaluated; pass test data (test=...) and see evaluate_every"
@@ -190,14 +181,10 @@ class History(Sequence[Row]):
         return f"the metrics of {plural(lost, 'round')} were lost: sums of bytes and seconds lack them" if lost else ""
 
     def _no_column(self, name: str) -> BadInput:
-        """Build the error for a column that no row has: what to do, or the nearest name."""
+        """Build the error for a column that no row has."""
         columns = self.columns
-        remedy = next((words for start, words in REMEDIES.items() if name.startswith(start)), "")
-        remedy = next((f"pass diagnostics=['{one}']" for one, names in DIAGNOSTICS.items() if name in names), remedy)
         if is_metric(name) and "loss" not in columns:
-            remedy = NOT_EVALUATED
-        if remedy:
-            return BadInput(f"the history has no column '{name}': {remedy}")
+            return BadInput(f"the history has no column '{name}': {NOT_EVALUATED}")
         names = dict.fromkeys("trust_ratio/…" if column.startswith("trust_ratio/") else column for column in columns)
         return BadInput(f"the history has no column '{name}'{nearest(name, columns)} (columns: {', '.join(names)})")
 
