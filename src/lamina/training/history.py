@@ -153,28 +153,6 @@ class History(Sequence[Row]):
         values = self.array(name, optional=optional)
         return values[~np.isnan(values)]
 
-    def collapse(self) -> str:
-        """Return a warning if the run ended far worse than its best round, as with too large a rate; empty otherwise.
-
-        Noise does not count: all of the last values of `metric` (a tenth of them, but at least 5) must have lost more
-        than half of the gain over the first value, and more than a third of the best one.
-        """
-        name = self.metric
-        values = self.array(name, optional=True)
-        evaluated = np.flatnonzero(~np.isnan(values))
-        recent = max(5, len(evaluated) // 10)
-        if len(evaluated) < 2 * recent:
-            return ""
-        ranks = values[evaluated] * (-1 if smaller_is_better(name) else 1)
-        best = float(ranks.max())
-        if best - float(ranks[-recent:].max()) <= max((best - float(ranks[0])) / 2, abs(best) / 3):
-            return ""
-        place, last = evaluated[ranks.argmax()], evaluated[-1]
-        return (
-            f"the last {name}, {values[last]:.4g}, is far worse than the best, {values[place]:.4g} in round "
-            f"{self.rows[int(place)]['round']}: lower the learning rate or train fewer rounds"
-        )
-
     def lost_rounds(self) -> str:
         """Return a remark if the metrics of some rounds were lost; empty otherwise."""
         lost = int(self.total(LOST, optional=True))
