@@ -54,10 +54,3 @@ def test_rounds_to_a_loss_is_the_first_round_at_or_below_it():
     assert history.rounds_to(2.0, "loss") == 1
     assert history.rounds_to(0.1, "loss") is None
     assert history.rounds_to(0.8) == 3
-
-
-def test_a_csv_that_cannot_be_written_is_one_line(tmp_path):
-    for path in (tmp_path / "no" / "such" / "folder.csv", tmp_path, "a\0b.csv"):
-        with pytest.raises(lamina.BadInput, match="cannot write the history to") as error:
-            History(ROWS).to_csv(path)
-        assert "\n" not in str(error.value)

@@ -168,14 +168,10 @@ class History(Sequence[Row]):
 
     def to_csv(self, path: str | Path) -> None:
         """Write the table as CSV."""
-        try:
-            with Path(path).open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, self.columns)
-                writer.writeheader()
-                writer.writerows(self.rows)
-        except (OSError, TypeError, ValueError) as error:  # ValueError: a path with a NUL
-            reason = getattr(error, "strerror", None) or error
-            raise BadInput(f"cannot write the history to {str(path)!r}: {reason}") from error
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self.columns)
+            writer.writeheader()
+            writer.writerows(self.rows)
 
     def to_pandas(self) -> Any:
         """Return the table as a pandas DataFrame."""
