@@ -116,17 +116,6 @@ class _Digest:
             self.seen[id(value)] = digest
         return digest
 
-    def attributes(self, module: nn.Module) -> dict[str, str]:
-        """Return the digests of a module's plain attributes, by name; those of its submodules are not among them."""
-        skipped = OF_EVERY_MODULE | (RNN_ALIASES if isinstance(module, nn.RNNBase) else set())
-        digests = {"class": self.of(type(module))}
-        for name, value in sorted(vars(module).items()):
-            if name in HOOKS:  # keyed by a running number: only the functions matter
-                digests[name] = self.of(list(value.values()))
-            elif name not in skipped:
-                digests[name] = self.of(value)
-        return digests
-
     def _remember(self, value: Any, digest: str) -> None:
         self.seen[id(value)] = digest
         self.held.append(value)
@@ -173,8 +162,13 @@ class _Digest:
                         yield from (name, self.of(getattr(member, "func", member)))
 
     def _module(self, module: nn.Module) -> Iterator[str]:
-        for name, digest in self.attributes(module).items():
-            yield from (name, digest)
+        skipped = OF_EVERY_MODULE | (RNN_ALIASES if isinstance(module, nn.RNNBase) else set())
+        yield from ("class", self.of(type(module)))
+        for name, value in sorted(vars(module).items()):
+            if name in HOOKS:  # keyed by a running number: only the functions matter
+                yield from (name, self.of(list(value.values())))
+            elif name not in skipped:
+                yield from (name, self.of(value))
         yield self.of([dict(module._parameters), dict(module._buffers)])
         for name, child in module._modules.items():
             yield from (name, self.of(child))
