@@ -1,5 +1,6 @@
 """Names, paths and files that nobody vouches for: none commands a terminal, a spreadsheet, or hangs a command."""
 
+import csv
 import io
 import json
 import os
@@ -16,12 +17,13 @@ from rich.table import Table
 
 from helpers import call
 from lamina import BadInput
-from lamina.base.text import csv_text, plural, printable
+from lamina.base.text import csv_cell, plural, printable
 from lamina.cli import base
 from lamina.data.readers import sources, tinyimagenet
 from lamina.experiment.config import load
 from lamina.report.tables import Table as ReportTable
 from lamina.report.tables import to_csv
+from lamina.storage.files import write_csv
 
 NASTY = "a\x1b[2J\x1b]0;owned\x07\r\x9b31m\u202eb"
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e]")
@@ -100,7 +102,35 @@ def test_every_error_is_one_printable_line():
     assert "\n" not in str(BadInput("a\nb"))
 
 
-# --- tables
+# --- spreadsheets
+
+FORMULAS = ["=1+1", "+cmd", "-cmd|' /C calc'!A0", "@SUM(A1)", "\t=1", "\r=1"]
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_a_text_cell_is_no_formula(text, tmp_path):
+    assert csv_cell(text)[0] not in "=+-@\t\r"
+    write_csv(tmp_path / "a.csv", ["name", text], [{"name": text, text: -0.5}])
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.reader(file))
+    assert all(cell[0] not in "=+@\t\r" for row in rows for cell in row)
+    assert rows[1] == [csv_cell(text), "-0.5"]
+    rows = list(csv.reader(io.StringIO(to_csv(ReportTable("t", ["a"], [[text], ["-1e-05"]])))))
+    assert rows == [["a"], [csv_cell(text)], ["-1e-05"]]
+
+
+def test_numbers_stay_numbers():
+    assert [csv_cell(value) for value in (-1, -0.5, "-0.5", "-inf", "+3", "", "fedavg")] == [
+        -1, -0.5, "-0.5", "-inf", "+3", "", "fedavg"
+    ]  # fmt: skip
+
+
+def test_exported_runs_hold_no_formula(here, capsys):
+    assert call("run", "small.toml", "--out", "=run", "--quiet") == 0
+    assert call("export", "=run") == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert rows[0]["run"] == "'=run"
+    assert float(rows[0]["seed"]) == 0
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
@@ -225,4 +255,4 @@ def test_plurals(count, text):
 
 
 def test_control_characters_are_written_out_in_csv():
-    assert csv_text([["a\x1b[2Jb", -0.5]]) == "a\\x1b[2Jb,-0.5\n"
+    assert csv_cell("a\x1b[2Jb") == "a\\x1b[2Jb"

@@ -1,4 +1,4 @@
-"""Plurals, tables, and text of unknown origin made safe for terminals."""
+"""Plurals, and text of unknown origin made safe for terminals and spreadsheets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 # name could move the cursor of a terminal, hide text or forge a line.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _CONTROL_IN_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x09\x0b-\x1f"))
+FORMULA_STARTS = ("=", "+", "-", "@")
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
@@ -75,12 +76,31 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]], title: str = 
     return f"<table>{caption}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def csv_cell(value: Any) -> Any:
+    """Return a cell that no spreadsheet takes for a formula: such text gets an apostrophe, numbers do not change.
+
+    >>> csv_cell("=1+1"), csv_cell("-0.5"), csv_cell(-0.5), csv_cell("fedlamb")
+    ("'=1+1", '-0.5', -0.5, 'fedlamb')
+    """
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    return f"'{text}" if text.startswith(FORMULA_STARTS) and not _is_number(text) else text
+
+
 def csv_text(rows: Iterable[Sequence[Any]], line_end: str = "\n") -> str:
-    """Return rows as CSV, with the control characters of texts escaped."""
+    """Return rows as CSV that no spreadsheet takes for formulas."""
     file = io.StringIO()
-    cells = ([printable(cell) if isinstance(cell, str) else cell for cell in row] for row in rows)
-    csv.writer(file, lineterminator=line_end).writerows(cells)
+    csv.writer(file, lineterminator=line_end).writerows([csv_cell(cell) for cell in row] for row in rows)
     return file.getvalue()
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def hash_parts(parts: Iterable[str]) -> str:

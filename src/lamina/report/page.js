@@ -277,6 +277,8 @@ function csvOf(table) {
   const rows = rowsOf(table);
   const split = head.map((_, i) => rows.some((row) => row[i].includes(" ± ")));
   const plain = (cell) => ({ "∞": "inf", "–": "" })[cell] ?? cell;
+  // a spreadsheet takes text that begins so for a formula
+  const harmless = (cell) => (/^[-=+@]/.test(cell) && Number.isNaN(Number(cell)) ? `'${cell}` : cell);
   const quoted = (cell) => (/[",\n\r]/.test(cell) ? `"${cell.replace(/"/g, '""')}"` : cell);
   const lines = [head.flatMap((name, i) => (split[i] ? [name, `${name}, std`] : [name]))];
   for (const row of rows) {
@@ -285,7 +287,7 @@ function csvOf(table) {
       return split[i] ? [plain(middle), plain(spread)] : [plain(middle)];
     }));
   }
-  return lines.map((line) => line.map(quoted).join(",") + "\n").join("");
+  return lines.map((line) => line.map(harmless).map(quoted).join(",") + "\n").join("");
 }
 
 function latexOf(table) {
