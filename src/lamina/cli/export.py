@@ -15,7 +15,7 @@ from lamina.base.text import csv_text
 from lamina.cli.base import Runs, app, echo_text, import_torch
 
 if TYPE_CHECKING:
-    from lamina.training.history import Row
+    from lamina.base.columns import Columns
 
 IDENTITY = {
     "data": "data.name",
@@ -59,7 +59,7 @@ def table_parts(folders: Sequence[Path]) -> Iterator[bytes]:
         texts.setdefault(name, set()).add(json.dumps(value))
     identity = IDENTITY | {name: name for name in texts if len(texts[name]) > 1 and name not in usual}
     histories = [MetricsFile(folder / "metrics.jsonl").read().rows for folder in folders]
-    metrics = list(dict.fromkeys(name for history in histories for row in history for name in row))
+    metrics = list(dict.fromkeys(name for history in histories for name in history.names))
     runs = [
         csv_text([[short(folder), *(_cell(values.get(name)) for name in identity.values())]]).rstrip("\n")
         for folder, values in zip(folders, all_settings, strict=True)
@@ -69,7 +69,7 @@ def table_parts(folders: Sequence[Path]) -> Iterator[bytes]:
     return itertools.chain([head], itertools.chain.from_iterable(lines))
 
 
-def _lines(run: str, history: Sequence[Row], metrics: Sequence[str]) -> Iterator[bytes]:
+def _lines(run: str, history: Columns, metrics: Sequence[str]) -> Iterator[bytes]:
     """Yield CSV lines that begin with the cells of the run; missing and non-finite numbers are empty.
 
     Numbers are written as JSON, which is ten times faster than Python's own `csv`, and brackets then become lines.
@@ -78,7 +78,7 @@ def _lines(run: str, history: Sequence[Row], metrics: Sequence[str]) -> Iterator
 
     for start in range(0, len(history), ROWS_AT_A_TIME):
         rows = history[start : start + ROWS_AT_A_TIME]
-        cells = [[row.get(name) for name in metrics] for row in rows]
+        cells = list(zip(*map(rows.cells, metrics), strict=True))
         text = to_json(cells, inf_nan_mode="null").decode()[2:-2]
         yield (f"{run}," + text.replace("null", "").replace("],[", f"\n{run},") + "\n").encode()
 

@@ -12,11 +12,11 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from lamina.base.columns import Columns
+from lamina.base.columns import Row as Row
 from lamina.base.errors import BadInput, missing_extra, nearest
 from lamina.base.text import html_table, plural
 from lamina.training.metrics import is_metric, smaller_is_better
-
-Row = Mapping[str, float | int]
 
 LOST = "lost"  # the column, 1 in every round whose metrics were lost and could not be rebuilt
 LONGEST_SHOWN, SHOWN_AT_ENDS = 30, 5  # rows of a history that is printed
@@ -71,11 +71,14 @@ class History(Sequence[Row]):
     """
 
     def __init__(self, rows: Sequence[Row] = (), metric: str | None = None) -> None:
-        self.rows = list(rows)
+        # Rounds read from a file stay in columns, which take a tenth of the memory, until a round is added.
+        self.rows: Sequence[Row] = rows if isinstance(rows, Columns) else list(rows)
         self._metric = metric
 
     def append(self, row: Row) -> None:
         """Add the row of a finished round."""
+        if not isinstance(self.rows, list):
+            self.rows = list(self.rows)
         self.rows.append(row)
 
     @overload
@@ -94,6 +97,8 @@ class History(Sequence[Row]):
     @property
     def columns(self) -> list[str]:
         """All column names, in order of appearance."""
+        if isinstance(self.rows, Columns):
+            return self.rows.names
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     @property
@@ -115,9 +120,15 @@ class History(Sequence[Row]):
 
     def array(self, name: str, *, optional: bool = False) -> NDArray[np.float64]:
         """Return one column as an array; the arguments are those of `column`."""
-        if self.rows and not optional and not any(name in row for row in self.rows):
+        if isinstance(self.rows, Columns):
+            is_known = name in self.rows.names
+            values = self.rows.floats(name)
+        else:
+            is_known = any(name in row for row in self.rows)
+            values = np.array([float(row.get(name, math.nan)) for row in self.rows])
+        if len(self.rows) and not optional and not is_known:
             raise self._no_column(name)
-        return np.array([float(row.get(name, math.nan)) for row in self.rows])
+        return values
 
     def best(self, name: str | None = None, *, optional: bool = False) -> float:
         """Return the best value of a column, NaN if there is none: the smallest loss, the largest accuracy.
@@ -175,7 +186,7 @@ class History(Sequence[Row]):
 
     def to_pandas(self) -> Any:
         """Return the table as a pandas DataFrame."""
-        return data_frame(self.rows, "history.to_pandas()")
+        return data_frame(list(self.rows), "history.to_pandas()")
 
     def _shown(self) -> tuple[list[str], list[list[str]]]:
         """Return the headings and cells of the usual columns; of a long history the first and last rows."""

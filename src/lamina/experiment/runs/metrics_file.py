@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic_core import from_json
 
+from lamina.base.columns import Columns
 from lamina.base.errors import BadInput
-from lamina.training.history import Row
 
 CHUNK_BYTES = 1 << 19  # that are read at a time
 LONGEST_LINE_BYTES = 1 << 24
@@ -34,7 +33,7 @@ class MetricsFile:
         self._forget()
 
     def _forget(self) -> None:
-        self.rows: list[Row] = []
+        self.rows = Columns()
         self.ends: NDArray[np.int64] = np.zeros(0, np.int64)
         self.damaged: int | None = None
         self._last_line = b""
@@ -50,14 +49,14 @@ class MetricsFile:
                 self._forget()
             end = self.end_of(len(self.rows))
             file.seek(end)
-            rows, ends = [*self.rows], [self.ends]
+            tables, ends, count = [self.rows], [self.ends], len(self.rows)
             for lines in _whole_lines(file):
-                new = self._parse(lines, len(rows))
-                ends.append(_line_ends(lines)[: len(new)] + end)
-                rows, end = rows + new, end + len(lines)
+                tables.append(self._parse(lines, count))
+                ends.append(_line_ends(lines)[: len(tables[-1])] + end)
+                count, end = count + len(tables[-1]), end + len(lines)
                 if self.damaged is not None:
                     break
-            self.rows, self.ends = rows, np.concatenate(ends)
+            self.rows, self.ends = Columns.joined(tables), np.concatenate(ends)
             self._last_line = self._read_last_line(file)
         return self
 
@@ -67,18 +66,18 @@ class MetricsFile:
         file.seek(start)
         return file.read(self.end_of(len(self.rows)) - start)
 
-    def _parse(self, lines: bytes, before: int) -> list[Row]:
+    def _parse(self, lines: bytes, before: int) -> Columns:
         """Return the rows of some lines, up to a damaged one."""
         with contextlib.suppress(*DAMAGE):
-            return _rows(lines, before)
-        rows: list[Row] = []
+            return Columns.from_rows(_rows(lines, before))
+        tables = [Columns()]
         for number, line in enumerate(lines.split(b"\n")[:-1], before):
             try:
-                rows += _rows(line + b"\n", number)
+                tables.append(Columns.from_rows(_rows(line + b"\n", number)))
             except DAMAGE:
                 self.damaged = number + 1
                 break
-        return rows
+        return Columns.joined(tables)
 
 
 @contextlib.contextmanager
@@ -93,7 +92,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _rows(lines: bytes, before: int) -> list[Row]:
+def _rows(lines: bytes, before: int) -> list[dict[str, Any]]:
     """Return the rows of lines that follow `before` others; raise one of `DAMAGE` if a line is not the next row."""
     # One call for many lines is several times faster than one for each.
     rows: list[dict[str, Any]] = from_json(b"[" + lines[:-1].replace(b"\n", b",") + b"]", allow_inf_nan=False)
@@ -101,16 +100,7 @@ def _rows(lines: bytes, before: int) -> list[Row]:
         raise ValueError("a line is not a row")
     if [row["round"] for row in rows] != list(range(before + 1, before + 1 + len(rows))):
         raise ValueError("a round is missing")
-    return [{name: _number(value) for name, value in row.items()} for row in rows]
-
-
-def _number(value: Any) -> float | int:
-    """Return a value of a row; null stands for a NaN or an infinity, which JSON lacks."""
-    if value is None:
-        return math.nan
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise ValueError("a row holds something that is not a finite number")
-    return value  # type: ignore[no-any-return]
+    return rows
 
 
 def _line_ends(lines: bytes) -> NDArray[np.int64]:
@@ -138,7 +128,7 @@ def sound_lines(path: Path) -> dict[int, bytes]:
             for line in file:
                 with contextlib.suppress(*DAMAGE):
                     number = from_json(line)["round"]
-                    _rows(line.rstrip(b"\n") + b"\n", number - 1)
+                    Columns.from_rows(_rows(line.rstrip(b"\n") + b"\n", number - 1))
                     lines[int(number)] = line.rstrip(b"\n") + b"\n"
     return lines
 
