@@ -16,7 +16,6 @@ from rich.table import Table
 
 from helpers import call
 from lamina import BadInput
-from lamina.base import interrupt
 from lamina.base.text import csv_cell, plural, printable
 from lamina.cli import base
 from lamina.data.readers import sources
@@ -212,13 +211,6 @@ def test_ctrl_c_during_import_is_one_line(command, tmp_path):
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
 
 
-def test_the_handler_of_ctrl_c_is_set_before_anything_slow_is_imported():
-    code = "import sys; exec(open(sys.argv[1]).read()); print(*sys.modules)"
-    command = [sys.executable, "-c", code, interrupt.__file__]
-    imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert not {"torch", "numpy", "typer", "rich", "lamina"} & set(imported)
-
-
 def test_ctrl_c_outside_any_command_is_one_line(monkeypatch, capsys):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
@@ -226,12 +218,6 @@ def test_ctrl_c_outside_any_command_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr("lamina.cli.command_line", interrupted)
     assert call("version") == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_importing_lamina_into_another_program_leaves_ctrl_c_alone():
-    handler = "signal.getsignal(signal.SIGINT)"  # not always Python's own: a shell's background job ignores Ctrl-C
-    program = f"import signal; before = {handler}; import lamina.cli; assert {handler} is before"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize(("count", "text"), [(0, "0 rounds"), (1, "1 round"), (2, "2 rounds")])

@@ -18,7 +18,6 @@ import typer
 
 from lamina import __version__
 from lamina.base.errors import Diverged, LaminaError, short_repr
-from lamina.base.interrupt import guard
 from lamina.cli import (  # noqa: F401 (a module's commands enter the app when it is imported)
     compare,
     doctor,
@@ -53,7 +52,6 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         sys.exit(run_command(arguments))
     finally:
-        guard()
         out.quiet = False
         logging.getLogger("lamina").removeHandler(warnings)
 

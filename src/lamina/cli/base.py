@@ -19,7 +19,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from lamina.base.interrupt import end_guard
 from lamina.base.limits import in_bytes
 from lamina.base.text import plural, printable
 
@@ -175,19 +174,13 @@ def table(
 
 
 def print_summary(history: History, title: str = "") -> None:
-    """Print a run in words: its rounds, the best and last value of its first metric, what it sent, its time.
-
-    Warn if the last rounds are far worse than the best one.
-    """
+    """Print a run in words: its rounds, the best and last value of its first metric, what it sent, its time."""
     score = "not evaluated"
     for name in ("node_loss", f"node_{history.metric}", "loss", history.metric):
         if name in history.columns:
             score = f"best {name.replace('_', ' ')} {history.best(name):.4f}, last {history.last(name):.4f}"
     sent = in_bytes(int(history.total("bytes_down") + history.total("bytes_up")))
     echo(f"{title}{plural(len(history), 'round')}, {score}, {sent} sent, {history.total('seconds'):.1f} s")
-    collapse = history.collapse()
-    if collapse and not out.quiet:
-        print_problem("warning", collapse)
 
 
 def print_complete(folder: Path, history: History, more: str = "train.rounds") -> None:
@@ -211,10 +204,11 @@ class Interrupted(Exception):
 
 
 def import_torch() -> None:
-    """Import torch. Until then Ctrl-C ends the process (base/interrupt.py); then it raises KeyboardInterrupt."""
-    import torch  # noqa: F401
-
-    end_guard()
+    """Import torch, which takes seconds, when a command needs it."""
+    try:
+        import torch  # noqa: F401
+    except KeyboardInterrupt:
+        raise typer.Abort from None  # typer would ignore a KeyboardInterrupt silently
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Trainin
     device = choose_device(run.device)
     options = RunOptions(**{each.name: getattr(run, each.name) for each in dataclasses.fields(RunOptions)})
     algorithm, protocol, partition, metrics = build_parts(experiment)
-    as_algorithm(algorithm)  # rehearsed before the data are read: a mistake in it costs no time
+    as_algorithm(algorithm)  # refuses a class without a card
     protocol.rate(experiment.train.rounds)  # refuses a schedule that ends before
     splits = splits or load_data(experiment)
     return Training(

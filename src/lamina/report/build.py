@@ -98,7 +98,7 @@ def build(
     for run in final:
         rounds = plural(int(run.config["train"]["rounds"]), "round")
         not_finished = f"{len(run.history)} of {rounds}, not finished"
-        state = run.history.collapse() if run.complete else run.diverged or not_finished
+        state = "" if run.complete else run.diverged or not_finished
         if state:
             notes.append(f"{folder_name(run)}: {state}")
     tuned = responses(runs)

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from lamina.algorithms.contract import Algorithm
-from lamina.algorithms.rehearsal import rehearse_on
+from lamina.algorithms.rehearsal import is_user_defined, rehearse
 from lamina.base import rng
 from lamina.base.errors import BadInput, unknown
 from lamina.base.limits import check_count
@@ -111,7 +111,8 @@ class Training:
         self.objective = Objective(module.to(device), protocol.loss)
         check_model(self.objective)
         self.objective.refuse_rate(protocol.lr)  # one that is infinite in the model's type
-        rehearse_on(self.objective.layers, algorithm, device)
+        if is_user_defined(algorithm):
+            rehearse(algorithm, self.objective.layers, device)
         if self.objective.frozen:
             log.info("the model %s", self.objective.frozen_note())
 

@@ -292,8 +292,7 @@ class RunFolder:
         state = simulation.state
         with self._writing():
             save_model(self.path / "model.safetensors", simulation, state.round, state.server.x, state.buffers)
-        collapse = simulation.history.collapse()
-        self._say(f"{self.path}: complete after round {state.round}{collapse and '; ' + collapse}")
+        self._say(f"{self.path}: complete after round {state.round}")
 
     def diverge(self, error: Diverged) -> None:
         """Record how the training diverged: the run has ended."""

@@ -74,8 +74,8 @@ class Trial:
 
     @property
     def bad_endings(self) -> list[str]:
-        """Return a line for every run that diverged or ended far worse than its best round."""
-        endings = [record.diverged or record.history.collapse() for record in self.records]
+        """Return a line for every run that diverged."""
+        endings = [record.diverged for record in self.records]
         label, pairs = f"{self.name}, {written(self.settings)}", zip(self.records, endings, strict=True)
         return [f"{label}, seed {record.seed}: {ending}" for record, ending in pairs if ending]
 
