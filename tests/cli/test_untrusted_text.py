@@ -253,7 +253,7 @@ def test_ctrl_c_outside_any_command_is_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("lamina.cli.command_line", interrupted)
-    assert call("version") == 130
+    assert call("--version") == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 

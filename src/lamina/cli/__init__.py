@@ -127,9 +127,3 @@ def common(
     ] = False,
 ) -> None:
     """Options before the command; the help text is the app's."""
-
-
-@app.command(name="version")
-def version_() -> None:
-    """Print the version."""
-    echo(__version__)

@@ -253,7 +253,7 @@ def test_a_copy_of_a_papers_experiment_is_whole_or_not_there(here, killed_while_
         ["export", "r"],
         ["list", "algorithms"],
         ["--help"],
-        ["version"],
+        ["--version"],
         ["run", "small.toml", "--out", "r"],
         ["watch", "r", "--once"],
         ["doctor"],
