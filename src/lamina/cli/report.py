@@ -23,7 +23,7 @@ def report(
     baseline: Annotated[str | None, typer.Option("--baseline", help="algorithm that ratios refer to")] = None,
     title: Annotated[str | None, typer.Option("--title", help="heading of the page")] = None,
     figures: Annotated[
-        Path | None, typer.Option("--figures", help="also a folder of figures (PDF, SVG, PNG) and tables (CSV, LaTeX)")
+        Path | None, typer.Option("--figures", help="also a folder of figures (PDF, SVG, PNG) and tables (CSV)")
     ] = None,
     read_data: Annotated[
         bool,
