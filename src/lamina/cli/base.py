@@ -19,7 +19,6 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from lamina.base.interrupt import end_guard
 from lamina.base.limits import in_bytes
 from lamina.base.text import plural, printable
 
@@ -211,17 +210,9 @@ class Interrupted(Exception):
     """The user pressed Ctrl-C, which typer would ignore silently; the text says what is kept."""
 
 
-def import_torch() -> None:
-    """Import torch. Until then Ctrl-C ends the process (base/interrupt.py); then it raises KeyboardInterrupt."""
-    import torch  # noqa: F401
-
-    end_guard()
-
-
 @contextlib.contextmanager
 def interruptible(kept: str) -> Iterator[None]:
     """Turn Ctrl-C into `Interrupted`, inside the command, where typer cannot swallow it."""
-    import_torch()
     try:
         yield
     except KeyboardInterrupt:

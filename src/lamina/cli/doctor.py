@@ -12,7 +12,7 @@ from typing import Any
 from lamina import __version__
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
-from lamina.cli.base import app, echo, import_torch, out
+from lamina.cli.base import app, echo, out
 
 NEEDED = ("torch", "numpy", "scikit-learn", "matplotlib", "pydantic", "rich", "safetensors", "typer")
 EXTRAS = {  # extra: its package, and what for
@@ -31,7 +31,6 @@ GIB = 2**30
 @app.command()
 def doctor() -> None:
     """List what is installed, devices, threads and data, with advice on what is missing."""
-    import_torch()
     advice: list[str] = []
     sections = {
         "installed": installed(advice),

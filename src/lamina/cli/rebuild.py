@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lamina.cli.base import Runs, app, echo, import_torch
+from lamina.cli.base import Runs, app, echo
 
 
 @app.command()
@@ -11,7 +11,6 @@ def rebuild(folders: Runs) -> None:
 
     Then the run's own command resumes from the last checkpoint.
     """
-    import_torch()
     from lamina.base.errors import BadInput
     from lamina.experiment.runs.rebuild import rebuild as rebuild_run
 

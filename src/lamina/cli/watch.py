@@ -24,7 +24,7 @@ from rich.text import Text
 
 from lamina.base.errors import BadInput
 from lamina.base.text import plural
-from lamina.cli.base import app, import_torch, out, table
+from lamina.cli.base import app, out, table
 from lamina.cli.export import short
 from lamina.training.metrics import is_metric
 
@@ -50,7 +50,6 @@ def watch(
     once: Annotated[bool, typer.Option("--once", help="print how it stands now, and end")] = False,
 ) -> None:
     """Show runs while they train: rounds, curves, speed, time left. Ends with the last of them, or on Ctrl-C."""
-    import_torch()
     view = View(folder, no_run_until=-math.inf if once else time.monotonic() + START_TIMEOUT_S)
     if once:
         out.print(view.frame())
