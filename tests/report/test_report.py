@@ -341,7 +341,6 @@ def test_a_figure_in_every_format(tmp_path):
         (["nowhere"], "no folder 'nowhere'"),
         (["empty"], "no run in 'empty'"),
         (["good", "--target", "90"], "--target 90: must be an accuracy above 0 and up to 1"),
-        (["good", "--baseline", "fedavgg"], "no run of the baseline 'fedavgg'; did you mean 'fedavg'?"),
         (["bad"], "is not a run's configuration: it lacks 'train'"),
         (["good", "--out", "good"], "cannot write 'good'"),
     ],

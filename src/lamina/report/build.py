@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lamina.base.errors import BadInput, nearest
+from lamina.base.errors import BadInput
 from lamina.base.text import listed, plural
 from lamina.experiment.runs.records import Record, find_records
 from lamina.experiment.trials.trials import Trial
@@ -25,7 +25,7 @@ class Report:
     curves: list[Trial]
     responses: list[Response]
     targets: list[float]
-    baseline: int  # index of the curve that ratios refer to
+    baseline: int  # index of the curve that ratios refer to: FedAvg, or else the first
     notes: list[str]  # what a reader should know about the runs
 
     @property
@@ -49,7 +49,6 @@ def build(
     folders: Sequence[Path],
     *,
     targets: Sequence[float] = (),
-    baseline: str | None = None,
     title: str | None = None,
 ) -> Report:
     """Return the report of some runs.
@@ -57,7 +56,6 @@ def build(
     Args:
         folders: Run folders, or folders that contain run folders, at any depth.
         targets: Values of the first metric to reach on the test data; by default chosen from the accuracies.
-        baseline: The algorithm or curve that ratios refer to; by default FedAvg, or else the first curve.
         title: The heading; by default a description of the data.
     """
     runs, notes = without_repeats(find_records(folders))
@@ -89,19 +87,9 @@ def build(
         curves,
         tuned,
         sorted(set(targets)) or tables.default_targets(curves),
-        _find_baseline(curves, baseline),
+        next((index for index, curve in enumerate(curves) if curve.records[0].algorithm == "fedavg"), 0),
         notes,
     )
-
-
-def _find_baseline(curves: Sequence[Trial], name: str | None) -> int:
-    for index, curve in enumerate(curves):
-        if (name or "fedavg") in (curve.records[0].algorithm, curve.name):
-            return index
-    if name is None:
-        return 0
-    algorithms = list(dict.fromkeys(curve.records[0].algorithm for curve in curves))
-    raise BadInput(f"no run of the baseline '{name}'{nearest(name, algorithms)} (algorithms: {', '.join(algorithms)})")
 
 
 def describe_data(run: Record) -> str:
