@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from lamina.experiment.trials.settings import written
@@ -26,6 +27,7 @@ from lamina.training.metrics import is_metric, is_percent, with_unit
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7F7F7F")
 DASHES = ("-", "--", ":", "-.")
 LEGEND_INSIDE_UP_TO = 6  # entries; a longer legend would hide the curves
+MOST_RATE_LABELS = 7  # below a figure of this width
 MOST_ROUNDS_DRAWN = 1000  # of a curve
 FORMATS = ("pdf", "svg", "png")
 MARK = "lamina report"  # in the metadata of a figure, which may then be replaced
@@ -226,6 +228,9 @@ def rates_figure(responses: Sequence[Response]) -> Figure:
         _draw_response(axes, response, look(index))
     tried = [one for response in responses for one in response.tried]
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(rates_to_label([rate for rate, _ in tried])))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda rate, _: f"{rate:.3g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     remarks = dict.fromkeys(trial.remark for _, trial in tried if trial.remark)
     crosses = f"; cross: {' or '.join(remarks)}" if remarks else ""
     axes.set_xlabel(f"learning rate (ring: best{crosses})")
@@ -252,6 +257,23 @@ def _draw_response(axes: Axes, response: Response, style: dict[str, Any]) -> Non
     line = style if response.joined else {**style, "linestyle": "none"}
     rates, scores = [rate for rate, _ in finished], [score for _, score in finished]
     axes.plot(rates, scores, marker="o", markersize=4, label=response.label, **line)
+
+
+def rates_to_label(rates: Sequence[float]) -> list[float]:
+    """Return the rates that have room for a label on a logarithmic axis: both ends, and others between.
+
+    >>> rates_to_label([0.1, 0.101, 0.001, 0.01, 0.01]), rates_to_label([])
+    ([0.001, 0.01, 0.101], [])
+    """
+    every = sorted(set(rates))
+    if len(every) < 3:
+        return every
+    apart = (math.log(every[-1]) - math.log(every[0])) / MOST_RATE_LABELS
+    kept = every[:1]
+    for rate in every[1:-1]:
+        if min(math.log(rate) - math.log(kept[-1]), math.log(every[-1]) - math.log(rate)) >= apart:
+            kept.append(rate)
+    return [*kept, every[-1]]
 
 
 def report_figures(report: Report) -> Iterator[tuple[str, Figure]]:
