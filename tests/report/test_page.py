@@ -95,7 +95,7 @@ def opened(browser, page_file):
     prefer(browser, "light")
     browser.get(page_file.as_uri())
     browser.execute_script("localStorage.clear()")
-    wait_for(browser, "document.querySelector('#rates-plot .main-svg')")
+    wait_for(browser, "document.querySelector('#partition-plot .main-svg')")
     yield browser
     severe = [line["message"] for line in browser.get_log("browser") if line["level"] in ("SEVERE", "WARNING")]
     assert severe == []
@@ -189,10 +189,10 @@ def test_a_long_legend_of_rates_is_whole_on_a_phone(browser, tmp_path):
 @needs_browser
 def test_everything_is_there(opened, report):
     assert texts(opened, "nav a:not([hidden])") == [
-        "Curves", "Targets", "Results", "Learning rates", "Configuration", "Runs"
+        "Curves", "Targets", "Results", "Learning rates", "Partition", "Configuration", "Runs"
     ]  # fmt: skip
     assert texts(opened, "#legend button") == [curve.name for curve in report.curves]
-    for plot in ("curves-plot", "rates-plot"):
+    for plot in ("curves-plot", "rates-plot", "partition-plot"):
         assert opened.execute_script("return document.querySelectorAll(`#${arguments[0]} .main-svg`).length", plot)
     assert texts(opened, "#curves figure .export button") == ["PNG", "SVG"]
     assert "lies on the edge" in texts(opened, "#notes")[0]
@@ -265,7 +265,7 @@ def test_the_pages_tables_are_pythons(opened, report):
 def test_figures_are_exported_as_on_paper(opened):
     draw = "const done = arguments[arguments.length - 1]; imageOf(arguments[0], arguments[1]).then(done)"
     prefer(opened, "dark")
-    for name in ("curves", "learning-rates"):
+    for name in ("curves", "learning-rates", "partition"):
         assert opened.execute_async_script(draw, name, "png").startswith("data:image/png;base64,")
         assert opened.execute_async_script(draw, name, "svg").startswith("data:image/svg+xml,")
     drawn = opened.execute_script("return curveFigure(true).layout.font.color")
@@ -287,7 +287,7 @@ def test_odd_runs_are_shown_as_far_as_they_go(browser, tmp_path, monkeypatch):
     save.save_files(report, tmp_path / "files")
     resize(browser, 1200)
     browser.get((tmp_path / "odd.html").as_uri())
-    wait_for(browser, "document.querySelector('#rates-plot .main-svg')")
+    wait_for(browser, "document.querySelector('#partition-plot .main-svg')")
     for metric in range(browser.execute_script("return data.metrics.length")):
         for axis in ("round", "bytes", "seconds"):
             choose(browser, "metric", str(metric))
@@ -304,7 +304,7 @@ def test_odd_runs_are_shown_as_far_as_they_go(browser, tmp_path, monkeypatch):
 def test_a_phone_scrolls_only_down(browser, page_file):
     resize(browser, 380, mobile=True)
     browser.get(page_file.as_uri())
-    wait_for(browser, "document.querySelector('#rates-plot .main-svg')")
+    wait_for(browser, "document.querySelector('#partition-plot .main-svg')")
     browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
     assert browser.execute_script("return document.documentElement.scrollWidth") == 380
     widest = (

@@ -11,11 +11,13 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from helpers import call, said_in_one_line
 from lamina import BadInput, History
 from lamina.base.errors import MissingExtra
+from lamina.data.dataset import Dataset, Splits
 from lamina.data.readers import sources
 from lamina.experiment.runs.records import FORMAT, find_records
 from lamina.report import build, figures, page, tables
@@ -271,18 +273,43 @@ def test_csv_has_numbers_in_columns_of_their_own():
     assert rows == [["curve", "best", "best, std"], ['a, "b"', "1.0", "0.5"], ["c", "inf", ""], ["d", "", ""]]
 
 
-# --- what a folder may make a reader do ------------------------------------------------------------------------------
+# --- the partition -----------------------------------------------------------------------------------------------
 
 
-def test_files_that_a_folder_names_are_not_opened(tmp_path, monkeypatch):
+def test_the_partition_is_dealt_again(two):
+    (dealt,) = build.build([two], read_data=True).dealt
+    counts = np.array(dealt.counts)
+    assert counts.shape == (8, 10)
+    assert ((counts > 0).sum(axis=1) <= 2).all()  # two classes per client
+    assert counts.sum() == len(sources.load("digits").train)
+
+
+def test_a_partition_that_cannot_be_recomputed_is_noted(tmp_path):
+    write_run(tmp_path / "a", [0.5], data={"name": "cifar10", "dir": str(tmp_path / "nowhere")})
+    report = build.build([tmp_path], read_data=True)
+    assert report.dealt == []
+    assert any("partition of cifar10" in note and "not shown" in note for note in report.notes)
+
+
+def test_files_that_a_folder_names_are_opened_only_on_request(tmp_path, monkeypatch, capsys):
     """A folder may be from somebody else, and name any file of this machine."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     data = {"name": "table", "path": "/etc/shadow", "label": "kind"}
     write_run(tmp_path / "a", [0.5], data=data)
-    monkeypatch.setattr(sources, "load", lambda *names, **options: pytest.fail("the data were opened"))
+    opened = []
+
+    def load(*names, **options):
+        opened.append(options["path"])
+        raise BadInput("not now")
+
+    monkeypatch.setattr(sources, "load", load)
     for command in (("report", "a"), ("export", "a"), ("watch", "a", "--once")):
         assert call(*command) == 0
+    assert opened == []
+    assert call("report", "a", "--read-data") == 0
+    assert opened == ["/etc/shadow"]
+    assert "is not shown: not now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "diverged.json"])
@@ -308,12 +335,12 @@ def test_a_real_run_and_its_report(tmp_path, monkeypatch, capsys):
         '[model]\nname = "mlp"\nhidden = 8\n[algorithm]\nname = "fedlamb"\n[train]\nrounds = 2\n'
     )
     assert call("run", "small.toml", "--out", "runs/one", "-q") == 0
-    assert call("report", "runs", "--figures", "figures", "--target", "0.05", "--title", "Tiny") == 0
+    assert call("report", "runs", "--figures", "figures", "--target", "0.05", "--title", "Tiny", "--read-data") == 0
     assert "report in report.html" in capsys.readouterr().out
     text = Path("report.html").read_text()
     assert "<h1>Tiny</h1>" in text
     written = {path.name for path in Path("figures").iterdir()}
-    assert {"accuracy-by-bytes.svg", "train-loss-by-round.svg", "results.csv"} <= written
+    assert {"accuracy-by-bytes.svg", "train-loss-by-round.svg", "partition.svg", "results.csv"} <= written
     assert {"cost-to-target.csv", "common-configuration.csv"} <= written
     assert call("report", "runs") == 0  # an earlier report is replaced
     Path("report.html").write_text("mine")
@@ -369,3 +396,26 @@ def test_a_damaged_folder_is_named(tmp_path):
     (tmp_path / "a" / "config.json").unlink()
     with pytest.raises(BadInput, match=r"it has no config\.json"):
         build.build([tmp_path])
+
+
+def test_the_partition_of_files_that_have_changed_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "cases.csv"
+    rows = [f"{i % 7},{i % 5},{i % 2}" for i in range(40)]
+    file.write_text("\n".join(["a,b,kind", *rows]) + "\n")
+    Path("e.toml").write_text(
+        '[data]\nname = "table"\npath = "cases.csv"\nlabel = "kind"\nclients = 4\n[train]\nrounds = 1\nlr = 0.1\n'
+    )
+    assert call("run", "e.toml", "--out", "r") == 0
+    dealt, notes = build.deal_again(curves_in(tmp_path))
+    assert len(dealt) == 1
+    assert notes == []
+    file.write_text("\n".join(["a,b,kind", *rows[1:], "9,9,0"]) + "\n")
+    dealt, (note,) = build.deal_again(curves_in(tmp_path))
+    assert dealt == []
+    assert note.endswith("is not shown: the data have changed since the run")
+    padded = Dataset([[1], [2, 3]] * 20, [0, 1] * 20)
+    monkeypatch.setattr(sources, "load", lambda *_, **__: Splits(padded, padded))
+    dealt, (note,) = build.deal_again(curves_in(tmp_path))
+    assert dealt == []
+    assert note.endswith("a report cannot tell whether padded data have changed since the run")

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from lamina.data.drawing import partition_picture
 from lamina.experiment.trials.settings import written
 from lamina.experiment.trials.trials import Trial
 from lamina.report.build import Report
@@ -286,6 +287,9 @@ def report_figures(report: Report) -> Iterator[tuple[str, Figure]]:
             yield f"{column}-by-{axis}", curve_figure(report.curves, metric, axis)
     if report.responses:
         yield "learning-rates", rates_figure(report.responses)
+    for number, partition in enumerate(report.dealt, 1):
+        name = f"partition-{number}" if len(report.dealt) > 1 else "partition"
+        yield name, partition_picture(partition.parts, partition.labels, title=partition.title)
 
 
 @matplotlib.rc_context(STYLE)

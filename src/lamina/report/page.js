@@ -368,9 +368,46 @@ function ratesFigure(onPaper) {
   return { data: traces, layout };
 }
 
+// --- the partition -------------------------------------------------------------------------------------------------
+
+function partitionFigure(onPaper) {
+  const colours = palette(onPaper);
+  const layout = baseLayout(colours);
+  const counts = data.partitions[$("partition-choice").value].counts;
+  const clients = counts.map((_, i) => i);
+  const kinds = counts[0].map((_, i) => i);
+  const sizes = counts.map((row) => row.reduce((sum, n) => sum + n, 0));
+  const gap = counts.length <= 120 ? 1.5 : 0;
+  const byClass = kinds.map((kind) => counts.map((row) => row[kind]));
+  const traces = [{
+    type: "bar", x: clients, y: sizes, yaxis: "y2", marker: { color: faint(colours.accent, 0.55) },
+    hovertemplate: "client %{x}: %{y} samples<extra></extra>",
+  }];
+  if (kinds.length > 1) {
+    traces.push({
+      // a square-root scale keeps a handful of samples visible beside thousands
+      type: "heatmap", x: clients, y: kinds, z: byClass.map((row) => row.map(Math.sqrt)), customdata: byClass,
+      colorscale: [[0, faint(colours.accent, 0.05)], [1, colours.accent]], showscale: false, xgap: gap, ygap: gap,
+      hovertemplate: "client %{x}, class %{y}: %{customdata} samples<extra></extra>",
+    });
+  }
+  const split = kinds.length > 1 ? 0.78 : 0;
+  layout.yaxis2 = { ...layout.yaxis, title: { text: "samples" }, domain: [split ? split + 0.04 : 0, 1], nticks: 3 };
+  Object.assign(layout.yaxis, { title: { text: "class" }, domain: [0, split || 1], autorange: "reversed", showgrid: false, visible: split > 0 });
+  if (kinds.length <= 20) layout.yaxis.dtick = 1;
+  Object.assign(layout.xaxis, { title: { text: "client" }, showgrid: false });
+  layout.bargap = 0.15;
+  return { data: traces, layout };
+}
+
+function drawPartition() {
+  draw("partition-plot", partitionFigure);
+  $("partition-caption").textContent = data.partitions[$("partition-choice").value].title;
+}
+
 // --- figures and files ---------------------------------------------------------------------------------------------
 
-const figures = { curves: curveFigure, "learning-rates": ratesFigure };
+const figures = { curves: curveFigure, "learning-rates": ratesFigure, partition: partitionFigure };
 
 function draw(id, figure) {
   if (!window.Plotly) return; // a control was touched while the page was loading
@@ -385,7 +422,7 @@ function download(name, url) {
 /** The figure as on paper: white, with a legend, whatever the screen looks like. */
 async function imageOf(name, format) {
   const { data: traces, layout } = figures[name](true);
-  Object.assign(layout, { paper_bgcolor: "#fff", plot_bgcolor: "#fff", showlegend: true });
+  Object.assign(layout, { paper_bgcolor: "#fff", plot_bgcolor: "#fff", showlegend: name !== "partition" });
   layout.legend = LEGEND_ABOVE;
   layout.margin = { l: 16, r: 24, t: 24, b: 16 };
   return Plotly.toImage({ data: traces, layout }, { format, width: 900, height: 540, scale: format === "png" ? 3 : 1 });
@@ -427,14 +464,15 @@ function isDark() {
   return chosen ? chosen === "dark" : systemIsDark.matches;
 }
 
-function drawRates() {
+function drawOthers() {
   if (data.responses.length) draw("rates-plot", ratesFigure);
+  if (data.partitions.length) drawPartition();
 }
 
 function recolour() {
   $("theme").textContent = isDark() ? "Light" : "Dark";
   drawCurves();
-  drawRates();
+  drawOthers();
 }
 
 function switchTheme() {
@@ -455,14 +493,18 @@ function start() {
   data.metrics.forEach((metric, i) => $("metric").add(new Option(metric.title, i)));
   Object.entries(data.axes).forEach(([axis, title]) => $("axis").add(new Option(title, axis)));
   data.curves.forEach((curve, i) => $("baseline").add(new Option(curve.label, i)));
+  data.partitions.forEach((one, i) => $("partition-choice").add(new Option(one.title, i)));
   $("baseline").value = data.baseline;
   $("target-list").value = data.targets.map((target) => Number((perTarget * target).toPrecision(12))).join(", ");
+  $("partition-choice").form.hidden = data.partitions.length < 2;
   hideUnlessFilled("targets", data.curves.some((curve) => curve.steps.some((steps) => steps.length)));
   hideUnlessFilled("rates", data.responses.length);
+  hideUnlessFilled("partition", data.partitions.length);
 
   for (const form of document.querySelectorAll("form")) form.onsubmit = () => false;
   for (const id of ["metric", "axis", "band", "log-x", "log-y", "seeds", "smooth"]) $(id).oninput = drawCurves;
   for (const id of ["target-list", "baseline"]) $(id).oninput = drawTargets;
+  $("partition-choice").oninput = drawPartition;
   $("theme").textContent = isDark() ? "Light" : "Dark";
   $("theme").onclick = switchTheme;
   systemIsDark.addEventListener("change", recolour);
@@ -477,7 +519,7 @@ function start() {
 function drawFigures() {
   drawCurves();
   // what is further down can wait until the first figure is on the screen
-  requestAnimationFrame(() => setTimeout(drawRates));
+  requestAnimationFrame(() => setTimeout(drawOthers));
 }
 
 start();

@@ -81,6 +81,7 @@ def page_data(report: Report) -> dict[str, Any]:
             }
             for response in report.responses
         ],
+        "partitions": [{"title": one.title, "counts": one.counts} for one in report.dealt],
     }
 
 
