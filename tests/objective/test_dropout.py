@@ -117,7 +117,7 @@ def test_every_engine_draws_the_masks_of_the_loop(kind):
     loop.run(2)
     auto = simulation(kind)
     assert form(auto) == ("vmap" if kind in ("raw", "encoder, time first") else "stacked")
-    chunked, on_gpu_path = simulation(kind, auto), simulation(kind, auto)
+    chunked, on_gpu_path = simulation(kind), simulation(kind)
     set_chunk(chunked, 2)
     take_gpu_path(on_gpu_path)
     for run in (auto, chunked, on_gpu_path):
@@ -138,9 +138,8 @@ def test_a_member_of_a_population_draws_the_masks_it_would_draw_alone(kind):
     alone = {seed: simulation(kind, "loop", seed=seed) for seed in (3, 4, 5)}
     for run in alone.values():
         run.run(2)
-    lender = simulation(kind)
     for seeds in ((3,), (4, 3), (5, 3, 4)):
-        members = [simulation(kind, lender, seed=seed) for seed in seeds]
+        members = [simulation(kind, seed=seed) for seed in seeds]
         lamina.Population(members).run(2)
         for seed, member in zip(seeds, members, strict=True):
             assert_same(member.state, alone[seed].state, 1e-9)

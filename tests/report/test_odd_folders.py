@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from helpers import call, said_in_one_line
-from lamina.cli import watch
 from lamina.report import tables
 from run_folders import write_run
 
@@ -74,4 +73,3 @@ def test_huge_metrics_are_shown(odd, capsys, column, value):
 def test_numbers_beyond_a_page_of_digits_are_written_as_in_the_browser():
     assert [tables.fixed(1e21), tables.fixed(-1.5e300), tables.significant(1e30)] == ["1e+21", "-1.5e+300", "1e+30"]
     assert tables.mean_and_spread([1e308, 1e308], tables.significant) == "∞ ± 0"
-    assert watch.duration(float("inf")) == "years"

@@ -214,8 +214,8 @@ def test_models_are_compared_by_what_they_hold(kind):
     assert not alike(one(), two(), weights=False)
     with pytest.raises(lamina.BadInput, match="their models differ in their layers or attributes"):
         lamina.Population([simulation(one()), simulation(two())])
-    lender = simulation(one())
-    assert simulation(two(), engine=lender).engine.forward is not lender.engine.forward
+    first = simulation(one())
+    assert simulation(two()).engine.forward is not first.engine.forward
 
 
 def test_models_made_anew_are_one_model_with_other_weights():

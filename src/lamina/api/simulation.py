@@ -90,8 +90,7 @@ class Simulation(Training):
         seed: the source of all randomness; default 0.
         device: "auto" (a GPU if there is one), or any torch device.
         engine: "stacked" (clients as one model), "vmap" (the same by `torch.func.vmap`) or "loop" (one by one);
-            "auto" takes the first that fits the model. Or another simulation of the same model, whose engine is used:
-            this saves the test of what fits.
+            "auto" takes the first that fits the model.
         precision: the model's arithmetic: "fp32", "tf32", or "bf16" (weights and optimiser state stay float32).
         deterministic: on a GPU, the same bits in every run on the same machine, at some cost; a CPU gives them anyway.
         evaluate_every: evaluate on the test data after every n-th round, and at the end of `run`.
@@ -121,7 +120,7 @@ class Simulation(Training):
         heldout_clients: Heldout | None = None,
         local_test: float | None = None,
         device: str | torch.device = "auto",
-        engine: Literal["auto", "stacked", "vmap", "loop"] | Simulation = "auto",
+        engine: Literal["auto", "stacked", "vmap", "loop"] = "auto",
         precision: Precision = "fp32",
         deterministic: bool = False,
         evaluate_every: int = 1,
@@ -137,7 +136,7 @@ class Simulation(Training):
         if not (partition is None or isinstance(partition, str) or callable(getattr(partition, "split", None))):
             raise BadInput(f"partition = {partition!r} is neither a name nor a partition such as Dirichlet(0.3)")
         options = RunOptions(
-            engine=engine.options.engine if isinstance(engine, Training) else engine,
+            engine=engine,
             precision=precision,
             deterministic=deterministic,
             evaluate_every=evaluate_every,
@@ -164,7 +163,6 @@ class Simulation(Training):
             heldout_clients=heldout_clients,
             local_test=local_test,
             metrics=chosen_metrics,
-            lender=engine if isinstance(engine, Training) else None,
         )
         self._accept_changed_code = accept_changed_code
         self._checkpoints: Checkpoints | None = None  # of the folder that `save` or `restore` used last

@@ -9,6 +9,7 @@ import errno
 import functools
 import io
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ from lamina.cli import (  # noqa: F401 (a module's commands enter the app when i
     tune,
     watch,
 )
-from lamina.cli.base import Interrupted, WarningLines, app, discard, echo, err, out, print_problem, this_rank
+from lamina.cli.base import Interrupted, WarningLines, app, discard, echo, err, out, print_problem
 
 EXIT_BAD_INPUT, EXIT_DIVERGED, EXIT_INTERRUPTED = 2, 3, 130
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -75,7 +76,7 @@ def run_command(arguments: list[str] | None) -> int:
         echo("interrupted", err)
         return EXIT_INTERRUPTED
     except Interrupted as error:
-        if this_rank().rank == 0:
+        if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun starts, one says so
             echo(str(error), err)
         return EXIT_INTERRUPTED
     except Diverged as error:
@@ -124,9 +125,3 @@ def common(
     ] = False,
 ) -> None:
     """Options before the command; the help text is the app's."""
-
-
-@app.command(name="version")
-def version_() -> None:
-    """Print the version."""
-    echo(__version__)

@@ -203,18 +203,9 @@ class Interrupted(Exception):
     """The user pressed Ctrl-C, which typer would ignore silently; the text says what is kept."""
 
 
-def import_torch() -> None:
-    """Import torch, which takes seconds, when a command needs it."""
-    try:
-        import torch  # noqa: F401
-    except KeyboardInterrupt:
-        raise typer.Abort from None  # typer would ignore a KeyboardInterrupt silently
-
-
 @contextlib.contextmanager
 def interruptible(kept: str) -> Iterator[None]:
     """Turn Ctrl-C into `Interrupted`, inside the command, where typer cannot swallow it."""
-    import_torch()
     try:
         yield
     except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lamina.base.text import csv_text
-from lamina.cli.base import Runs, app, echo_text, import_torch
+from lamina.cli.base import Runs, app, echo_text
 
 if TYPE_CHECKING:
     from lamina.base.columns import Columns
@@ -35,7 +35,6 @@ def export(
     out_file: Annotated[Path | None, typer.Option("--out", help="the CSV file; else it is printed")] = None,
 ) -> None:
     """Write all rounds of all runs as one CSV table, with the settings in which the runs differ."""
-    import_torch()
     from lamina.experiment.runs.outputs import write_output
     from lamina.experiment.runs.records import find_folders
 

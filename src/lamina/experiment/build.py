@@ -61,8 +61,8 @@ def hold_out(experiment: Experiment, train: Dataset) -> Splits:
     return Splits(rest, held_out)
 
 
-def build(experiment: Experiment, splits: Splits | None = None, *, like: Training | None = None) -> Training:
-    """Return the training run of an experiment; `like`, which differs only in numbers, lends it its engine."""
+def build(experiment: Experiment, splits: Splits | None = None) -> Training:
+    """Return the training run of an experiment."""
     data, run = experiment.data, experiment.run
     device = choose_device(run.device)
     options = RunOptions(**{each.name: getattr(run, each.name) for each in dataclasses.fields(RunOptions)})
@@ -83,7 +83,6 @@ def build(experiment: Experiment, splits: Splits | None = None, *, like: Trainin
         heldout_clients=data.heldout_clients,
         local_test=data.local_test,
         metrics=metrics,
-        lender=like,
     )
 
 

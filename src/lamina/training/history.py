@@ -163,7 +163,6 @@ class History(Sequence[Row]):
         values = self.array(name, optional=optional)
         return values[~np.isnan(values)]
 
-
     def _no_column(self, name: str) -> BadInput:
         """Build the error for a column that no row has."""
         columns = self.columns

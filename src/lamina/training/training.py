@@ -82,7 +82,6 @@ class Training:
 
     Args:
         metrics: the primary one first; None: the accuracy, where there is one, else the loss.
-        lender: a similar run that lends its engine.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class Training:
         heldout_clients: Heldout | None,
         local_test: float | None,
         metrics: Sequence[Metric] | None,
-        lender: Training | None = None,
     ) -> None:
         # what trains, by which settings, where
         self.algorithm, self.protocol, self.options, self.device = algorithm, protocol, options, device
@@ -125,19 +123,17 @@ class Training:
         self.reserved = reserve(dealt, heldout_clients, local_test, protocol.seed)
         self.plan = Plan(self.reserved.training, protocol)  # makes a `RoundPlan` for each round
 
-        # the evaluation and the engine; a similar run lends the engine it has chosen, compiled and measured
+        # the evaluation and the engine
         if options.deterministic:  # cuBLAS reads it when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         with rng.forked(device, seed=0):  # the module runs, and may draw random numbers itself
             dry_run = check_run(algorithm, self.objective, self.train_data, self.test_data, self.plan, metrics)
             self.metrics = (LOSS if dry_run.batch.hits is None else ACCURACY,) if metrics is None else tuple(metrics)
             self.evaluation = Evaluation(metrics, self.test_data, self._client_samples(options.client_metrics, metrics))
-            if lender is None or not lender.plan.same_rounds(self.plan):
-                self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
+            self.plan.round(1)  # so that an impossible plan is refused here, not in round 1
             self.engine: Engine = choose_engine(
                 options.engine,
                 self.precision,
-                lender.engine if lender is not None and lender.precision == self.precision else None,
                 is_random=dry_run.is_random,
                 algorithm=algorithm,
                 objective=self.objective,

@@ -42,7 +42,7 @@ def test_what_processes_write_is_their_owners_alone(tmp_path):
     federation.register = lambda key: 7
     federation.start_superlink = lambda: federation.processes.launch(
         "superlink",
-        [sys.executable, "-c", "import os; open('db', 'w'); os.mkdir('dir'); print('SuperNode ID: 7', flush=True)"],
+        [sys.executable, "-c", "import os; open('db', 'w'); os.makedirs('dir', exist_ok=True); print('SuperNode ID: 7', flush=True)"],
         "superlink",
     )
     federation.start_node = lambda client: federation.nodes.update({client: federation.start_superlink()})

@@ -223,8 +223,7 @@ class Trials:
                 left: list[_Open] = []
                 for job in jobs[first : first + MAX_OPEN_RUNS]:
                     lines.about = job.folder  # whatever is logged while it is built
-                    alike = (run.simulation for run in left if _settings(run.job) == _settings(job))
-                    simulation = build(job.experiment, self._splits_of(job.experiment), like=next(alike, None))
+                    simulation = build(job.experiment, self._splits_of(job.experiment))
                     events = TensorBoard(job.folder) if self._tensorboard else None
                     config = resolved(job.experiment, simulation)
                     folder = stack.enter_context(RunFolder(job.folder, config, lines=lines, tensorboard=events))
